@@ -1,0 +1,42 @@
+# Each target works on a fresh machine with Python 3.11 and git: it makes .venv first, once.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+NPROC ?= 4
+CONFIG ?= template/base_config.json
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup train test lint schema bench clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; try make PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv .venv || { echo "cannot make .venv; on Debian: apt install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+setup: $(STAMP) ## make .venv and install requirements.txt into it
+
+train: $(STAMP) ## train a tiny Llama on the sources of Python's standard library, on the CPU, in about 2 minutes
+	$(BIN)/torchrun --nproc_per_node $(NPROC) train.py --config $(CONFIG) $(ARGS)
+
+test: $(STAMP) ## run the tests
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+schema: $(STAMP) ## write the JSON schema of the config, for editors
+	$(BIN)/python train.py --schema > template/config.schema.json
+
+bench: $(STAMP) ## speed and memory beside transformers and DistributedDataParallel
+	$(BIN)/python -m benchmarks.single
+	$(BIN)/python -m benchmarks.data_parallel
+
+clean: ## remove .venv and caches of the tools (not the outputs of runs)
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache

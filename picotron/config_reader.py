@@ -1,0 +1,180 @@
+"""From a JSON file and dotted command-line overrides to a checked `Config`.
+
+    config = load_config(["--config", "template/base_config.json", "--training.learning_rate", "1e-3"])
+
+Every mistake is found here, before any process group exists, and is told in one sentence: the key, the value, the
+remedy. Overrides are merged into the JSON before it is validated, so a file and the command line have the same types
+and the same errors. (pydantic-settings would bring a second set of rules for the command line, and it reads the
+environment, which must not decide anything here.)
+"""
+
+import argparse
+import difflib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from picotron.config import Config, Section, UserError, read_string
+
+logger = logging.getLogger("picotron")
+
+# Keys of the format whose feature does not exist yet, with the values that ask for nothing; others are refused by name.
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "distributed.tp_size": (1,),
+    "distributed.cp_size": (1,),
+    "distributed.pp_size": (1,),
+    "distributed.sequence_parallel": (False,),
+    "distributed.cp_sharding": (),
+    "distributed.cp_engine": (),
+    "distributed.pp_chunks": (1,),
+    "distributed.pp_layout": (None,),
+    "training.eval_frequency": (0,),
+    "training.eval_steps": (0,),
+    "checkpoint.load_path": ("",),
+    "checkpoint.keep_last": (0, None),
+    "checkpoint.async_save": (False,),
+    "logging.trace_steps": (None,),
+}
+
+# Keys that configs written for other trainers carry: accepted with a warning, and never stored.
+IGNORED = {
+    "environment.FLASH_ATTEN": "the attention kernel is chosen by model.use_flash_attention",
+    "environment.HF_TOKEN": "secrets do not belong in configs: log in with `hf auth login`, or set HF_TOKEN in the shell",
+}
+
+
+def leaf_keys() -> dict[str, str]:
+    """Every dotted key of the config with the line that --help shows for it."""
+    lines = {}
+    for section, field in Config.model_fields.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, Section)
+        for key, leaf in field.annotation.model_fields.items():
+            default = "required" if leaf.is_required() else json.dumps(leaf.default)
+            lines[f"{section}.{key}"] = f"{leaf.description or ''} [{default}]".strip()
+    return lines
+
+
+def _items(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The (dotted key, value) pairs of a two-level dict."""
+    for section, body in data.items():
+        if isinstance(body, dict):
+            yield from ((f"{section}.{key}", value) for key, value in body.items())
+
+
+def _drop_what_means_nothing(data: dict[str, Any]) -> dict[str, Any]:
+    """A copy without ignored keys (with a warning) and without unbuilt ones that ask for nothing; others raise."""
+    kept = {
+        section: dict(body) if isinstance(body, dict) else body
+        for section, body in data.items()
+        if section != "$schema"
+    }
+    known = leaf_keys()
+    for key, value in _items(data):
+        section, _, name = key.partition(".")
+        if key in IGNORED:
+            logger.warning("%s is ignored: %s", key, IGNORED[key])
+            del kept[section][name]
+        elif key in NOT_BUILT:
+            if value not in NOT_BUILT[key]:
+                allowed = " or ".join(json.dumps(v) for v in NOT_BUILT[key])
+                raise UserError(
+                    f"{key}={json.dumps(value)} is not built yet; " + (f"use {allowed}" if allowed else "leave it out")
+                )
+            if key not in known:
+                del kept[section][name]
+    return kept
+
+
+def _sentence(error: Any) -> str:
+    """One pydantic error as one sentence with the key, the value and the remedy."""
+    key = ".".join(str(part) for part in error["loc"] if isinstance(part, str) and "[" not in part) or "the config"
+    known = [*leaf_keys(), *Config.model_fields]
+    if error["type"] == "extra_forbidden":
+        # The value is not shown: an unknown key may well be a misspelt secret.
+        near = difflib.get_close_matches(key, known, n=1) or [k for k in known if k.endswith("." + key.split(".")[-1])]
+        return f"unknown key {key}; " + (f"did you mean {near[0]}?" if near else "train.py --help lists the keys")
+    if error["type"] == "missing":
+        return f"{key} is missing; set it in the file or by --{key}"
+    if error["type"] == "value_error":
+        return f"{key}: {error['ctx']['error']}"
+    return f"{key}={json.dumps(error['input'], default=str)}: {error['msg'].replace('Input should', 'it should')}"
+
+
+def parse_config(data: dict[str, Any]) -> Config:
+    """Validate a dict as read from JSON.
+
+    Raises:
+        UserError: one line per mistake, naming the key, the value and the remedy.
+    """
+    try:
+        config = Config.model_validate(_drop_what_means_nothing(data))
+    except ValidationError as error:
+        raise UserError("\n".join(dict.fromkeys(_sentence(e) for e in error.errors()))) from None
+    if config.checkpoint.save_frequency:
+        logger.warning(
+            "checkpoint.save_frequency=%d: checkpoints are not built yet, none is written",
+            config.checkpoint.save_frequency,
+        )
+    return config
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """The JSON object in a file, or a UserError that says what is wrong with it."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give the path of a JSON file") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path} holds a JSON {type(data).__name__}; it should hold an object {{...}} with sections")
+    return data
+
+
+def _apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
+    """Write `--section.key value` and `--section.key=value` into `data`; values are JSON, else plain strings."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    while words:
+        key = words.pop(0)
+        if not key.startswith("--") or "." not in key:
+            raise UserError(f"unexpected argument {key!r}; overrides look like --training.learning_rate 1e-3")
+        if not words or (words[0].startswith("--")):
+            raise UserError(f"{key} needs a value; for example {key} 1")
+        section, _, name = key.removeprefix("--").partition(".")
+        body = data.setdefault(section, {})
+        if not isinstance(body, dict):
+            raise UserError(f"{key}: {section!r} is not a section of the file but a value")
+        body[name] = read_string(words.pop(0))
+
+
+def load_config(arguments: list[str]) -> Config:
+    """The config that command-line `arguments` ask for: `--config FILE` and any number of dotted overrides.
+
+    `--help` and `--schema` (the JSON schema, for editors) print and exit.
+
+    Raises:
+        UserError: see `parse_config`.
+    """
+    keys = "\n".join(f"  --{key}  {text}" for key, text in leaf_keys().items())
+    parser = argparse.ArgumentParser(
+        description="Train a Llama-like model.",
+        epilog=f"any key of the config can be overridden (values are JSON):\n{keys}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", help="the JSON file of the run")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of the config and exit")
+    known, overrides = parser.parse_known_args(arguments)
+    if known.schema:
+        print(json.dumps(Config.model_json_schema(), indent=2))
+        raise SystemExit(0)
+    if known.config is None:
+        raise UserError("no config; start with --config template/base_config.json")
+    data = read_json(known.config)
+    _apply_overrides(data, overrides)
+    return parse_config(data)

@@ -1,0 +1,196 @@
+"""What a run tells: a console line, a line of metrics.jsonl and a wandb record per step, from one object."""
+
+import json
+import logging
+import math
+import re
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaConfig
+
+from picotron import process_group_manager as pgm
+from picotron.config import Config, UserError
+from picotron.model import Llama
+from picotron.utils import all_reduce
+
+logger = logging.getLogger("picotron")
+
+# Peak dense bfloat16 FLOP/s by the vendors' data sheets, by a word of the device's name; the more special names first.
+PEAK_BF16_FLOPS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "MI300X": 1307e12,
+}
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s in bfloat16; None (and so no MFU) for CPUs, other dtypes and devices not in the table."""
+    if dtype != torch.bfloat16:
+        return None
+    return next((flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
+
+
+def flops_per_token(config: LlamaConfig, seq_length: int) -> float:
+    """Forward and backward FLOPs that training needs per token: 6 N + 12 L H Q T (Chowdhery et al. 2022,
+    arXiv:2204.02311, appendix B), where L layers have H heads of size Q and sequences have T tokens.
+
+    N counts each parameter that a token is multiplied with: all, but for an embedding that is not also the head.
+    Recomputed activations do not count: they are a cost, not work that was asked for.
+    """
+    with torch.device("meta"):
+        model = Llama(config)
+    multiplied = sum(p.numel() for p in model.parameters())
+    if not config.tie_word_embeddings:
+        multiplied -= model.model.embed_tokens.weight.numel()
+    return 6 * multiplied + 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seq_length
+
+
+def memory_gb(device: torch.device) -> float:
+    """Peak memory of this process in GB (10^9 bytes): allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # what ru_maxrss counts in
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def _start_wandb(config: Config) -> Any:
+    import wandb
+
+    online = wandb.login(prompt=False)
+    if not online:
+        logger.warning(
+            "wandb: no login found, so the run is recorded offline in %s/wandb; `wandb sync` uploads it",
+            config.checkpoint.save_dir,
+        )
+    return wandb.init(
+        project=config.logging.project_name,
+        name=config.logging.run_name,
+        dir=config.checkpoint.save_dir,
+        config=config.model_dump(),
+        mode="online" if online else "offline",
+    )
+
+
+def _keep_earlier_run(save_dir: Path) -> None:
+    """A new run in an old folder must not destroy what the old one measured: its files get a number."""
+    if not (save_dir / "metrics.jsonl").exists():
+        return
+    number = next(n for n in range(1, sys.maxsize) if not (save_dir / f"metrics.{n}.jsonl").exists())
+    for stem, suffix in (("metrics", "jsonl"), ("config", "json")):
+        if (save_dir / f"{stem}.{suffix}").exists():
+            (save_dir / f"{stem}.{suffix}").rename(save_dir / f"{stem}.{number}.{suffix}")
+    logger.info("%s holds an earlier run: kept as metrics.%d.jsonl", save_dir, number)
+
+
+def prepare_save_dir(config: Config) -> None:
+    """Make the output folder and write config.json into it. Called by one rank."""
+    save_dir = Path(config.checkpoint.save_dir)
+    try:
+        save_dir.mkdir(parents=True, exist_ok=True)
+        _keep_earlier_run(save_dir)
+        (save_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.save_dir={config.checkpoint.save_dir!r} cannot be written: {error.strerror}; choose another folder"
+        ) from None
+
+
+class Metrics:
+    """Reduces a step's numbers over all ranks, checks them, and lets rank 0 write them down.
+
+    Args:
+        config, model_config: of the run.
+        device, dtype: where and in what the model computes, for memory and MFU.
+    """
+
+    def __init__(self, config: Config, model_config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.config, self.device = config, device
+        self.tokens_per_step = config.global_batch_size * config.training.seq_length
+        self.flops_per_step = flops_per_token(model_config, config.training.seq_length) * self.tokens_per_step
+        self.peak_flops = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", dtype)
+        self.first_loss = self.last_loss = math.nan
+        self.writes = pgm.process_group_manager.global_rank == 0
+        self.wandb = None
+        if self.writes:
+            prepare_save_dir(config)
+            self.path = Path(config.checkpoint.save_dir) / "metrics.jsonl"
+            self.wandb = _start_wandb(config) if config.logging.use_wandb else None
+        self.start = time.perf_counter()
+
+    def log(self, step: int, loss: Tensor, grad_norm: Tensor, learning_rate: float) -> None:
+        """Record step number `step` (from 1).
+
+        Args:
+            loss: this rank's mean over its tokens of the step; a scalar on the device.
+            grad_norm: the global one, before clipping; a scalar on the device.
+
+        Raises:
+            UserError: the loss or the gradient norm is NaN or infinite, on every rank alike.
+        """
+        grid = pgm.process_group_manager
+        loss = loss.detach().clone()
+        all_reduce(loss, grid.cp_dp_group, dist.ReduceOp.AVG)
+        memory = torch.tensor(memory_gb(self.device), dtype=torch.float64, device=self.device)
+        all_reduce(memory, None, dist.ReduceOp.MAX)
+        record: dict[str, Any] = {
+            "step": step,
+            "loss": loss.item(),
+            "grad_norm": grad_norm.item(),
+            "learning_rate": learning_rate,
+        }
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(record[name]):
+                raise UserError(
+                    f"step {step}: {name} is {record[name]}; try a lower learning_rate than {learning_rate:g}, or more warmup_steps"
+                )
+
+        step_time, self.start = time.perf_counter() - self.start, time.perf_counter()
+        rate = self.tokens_per_step / step_time
+        record |= {
+            "tokens": step * self.tokens_per_step,
+            "step_time": step_time,
+            "tokens_per_second": rate,
+            "tokens_per_second_per_gpu": rate / grid.world_size,
+            "mfu": self.peak_flops and self.flops_per_step / step_time / (self.peak_flops * grid.world_size),
+            "memory_gb": memory.item(),
+        }
+        self.first_loss = self.first_loss if step > 1 else record["loss"]
+        self.last_loss = record["loss"]
+        if self.writes:
+            self._write(record)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        with self.path.open("a") as file:  # closed after every step: a killed run has all its lines
+            file.write(json.dumps(record) + "\n")
+        if self.wandb:
+            self.wandb.log(record, step=record["step"])
+        if record["step"] % self.config.logging.log_frequency == 0 or record["step"] == 1:
+            mfu = "" if record["mfu"] is None else f" | mfu {record['mfu']:.1%}"
+            print(
+                f"step {record['step']:>5} | loss {record['loss']:.4f} | grad norm {record['grad_norm']:.3f} | "
+                f"lr {record['learning_rate']:.2e} | {record['tokens']:,} tokens | "
+                f"{record['tokens_per_second']:,.0f} tokens/s{mfu} | {record['memory_gb']:.2f} GB",
+                flush=True,
+            )
+
+    def close(self) -> None:
+        if self.wandb:
+            self.wandb.finish()

@@ -1,0 +1,266 @@
+"""Llama (Touvron et al. 2023, arXiv:2302.13971), and nothing about parallelism.
+
+Parameters have the names and shapes of transformers' `LlamaForCausalLM`, so state dicts need no translation. Local
+sizes come from the weights' shapes: a rank that holds half of the heads runs the same code.
+
+Shapes: B sequences, T tokens, D hidden size, H query heads and K key/value heads of size d, F intermediate size,
+V vocabulary.
+"""
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, PretrainedConfig
+
+from picotron.config import Model as ModelSection
+from picotron.config import UserError, reason
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal softmax(q k' / sqrt(d)) v by PyTorch's best fused kernel, which reads shared k/v heads in place.
+
+    q (B, H, T, d); k, v (B, K, T, d), where H is a multiple of K -> (B, H, T, d)
+    """
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+
+
+def math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`fused_attention` as plain matmul and softmax, which keeps the (B, H, T, T) scores in memory."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return fused_attention(q, k, v)
+
+
+def rope(config: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary angles (Su et al. 2021, arXiv:2104.09864), in float32 as transformers has them.
+
+    position_ids (B, T) -> two of (B, T, 1, d/2)
+    """
+    parameters = config.rope_parameters
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=position_ids.device)
+    frequencies = 1.0 / parameters["rope_theta"] ** (half / config.head_dim)
+    if parameters["rope_type"] == "linear":  # position interpolation (Chen et al. 2023, arXiv:2306.15595)
+        frequencies = frequencies / parameters["factor"]
+    elif parameters["rope_type"] == "llama3":
+        # Llama 3.1 (arXiv:2407.21783) slows down only what turns less than `low` times in the original context,
+        # keeps what turns more than `high` times, and blends in between.
+        low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+        wavelength = 2 * torch.pi / frequencies
+        keep = (parameters["original_max_position_embeddings"] / wavelength - low) / (high - low)
+        keep = keep.clamp(0, 1)
+        frequencies = (1 - keep) * frequencies / parameters["factor"] + keep * frequencies
+    angles = position_ids[:, :, None, None].float() * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + d/2]) by its angle. x (B, T, heads, d); cos, sin (B, T, 1, d/2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; H query heads share K key/value heads (GQA, arXiv:2305.13245)."""
+
+    def __init__(self, config: LlamaConfig, attend: Attend) -> None:
+        super().__init__()
+        bias = config.attention_bias
+        self.head_dim, self.attend = config.head_dim, attend
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        q = rotate(self.q_proj(x).view(B, T, -1, self.head_dim), cos, sin)  # (B, T, H, d)
+        k = rotate(self.k_proj(x).view(B, T, -1, self.head_dim), cos, sin)  # (B, T, K, d)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim)
+        y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, T, d)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: LlamaConfig, attend: Attend) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, attend)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """The part that transformers calls `model`; it exists for the names of the parameters."""
+
+    def __init__(self, config: LlamaConfig, attend: Attend) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(DecoderLayer(config, attend) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Llama(nn.Module):
+    """The language model.
+
+    Args:
+        config: see `load_model_config`, which also refuses what this model does not compute.
+        attend: causal attention from (q, k, v), chosen once.
+        checkpoint_activations: keep each layer's input only and run its forward again in backward (Chen et al. 2016,
+            arXiv:1604.06174).
+    """
+
+    def __init__(
+        self, config: LlamaConfig, attend: Attend = fused_attention, checkpoint_activations: bool = False
+    ) -> None:
+        super().__init__()
+        self.config, self.checkpoint_activations = config, checkpoint_activations
+        self.model = Decoder(config, attend)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Let the head use the embedding's matrix, if the config says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, hidden_states: Tensor | None = None
+    ) -> Tensor:
+        """input_ids (B, T) -> logits (B, T, V).
+
+        position_ids (B, T): where each token stands in its sequence; 0, 1, 2, ... by default.
+        hidden_states (B, T, D): start from these instead of the embedded input_ids.
+        """
+        x = self.model.embed_tokens(input_ids) if hidden_states is None else hidden_states
+        if position_ids is None:
+            position_ids = torch.arange(x.size(1), device=x.device)[None]
+        cos, sin = (table.to(x.dtype) for table in rope(self.config, position_ids))
+        for layer in self.model.layers:
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, cos, sin)
+        return self.lm_head(self.model.norm(x))
+
+
+def materialise(model: Llama, device: torch.device, value: Callable[[str, Tensor], Tensor]) -> None:
+    """Give every parameter of a model built on the meta device its memory and `value(name, parameter)`."""
+    for name, parameter in list(model.named_parameters()):  # a tied weight is listed once
+        owner, _, leaf = name.rpartition(".")
+        filled = value(name, parameter).to(device, parameter.dtype)
+        if filled.shape != parameter.shape:
+            raise UserError(f"{name} has shape {list(filled.shape)} where the model expects {list(parameter.shape)}")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(filled))
+    model.tie_weights()
+
+
+def initial_value(config: LlamaConfig, seed: int) -> Callable[[str, Tensor], Tensor]:
+    """Initial weights as transformers draws them: normal with std `initializer_range`, biases 0, norms 1.
+
+    Each parameter has its own generator, on the CPU, seeded by (seed, name): whoever draws it gets the same numbers,
+    whatever else this process holds.
+    """
+
+    def draw(name: str, parameter: Tensor) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(parameter.shape)
+        if name.endswith(".bias"):
+            return torch.zeros(parameter.shape)
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        weight = torch.normal(0.0, config.initializer_range, parameter.shape, generator=generator)
+        if name.endswith("embed_tokens.weight") and config.pad_token_id is not None:
+            weight[config.pad_token_id] = 0.0  # padding is embedded as nothing, and never learns
+        return weight
+
+    return draw
+
+
+def load_model_config(section: ModelSection) -> LlamaConfig:
+    """The LlamaConfig of `model.name` (a folder or a hub id) with the section's overrides.
+
+    Raises:
+        UserError: there is none, it contradicts itself, or it asks for what `Llama` does not compute.
+    """
+    try:
+        data, _ = PretrainedConfig.get_config_dict(section.name)
+    except Exception as error:  # whatever the hub's client throws: no such folder, no network, no permission, not JSON
+        raise UserError(
+            f"model.name={section.name!r} has no readable config.json ({reason(error)}); give a hub id or a local folder"
+        ) from None
+    if data.get("model_type") != "llama":
+        raise UserError(
+            f"model_type={data.get('model_type')!r} of {section.name} is not supported; picotron trains 'llama' models"
+        )
+    for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        if getattr(section, key) is not None:
+            data[key] = getattr(section, key)
+    try:
+        config = LlamaConfig.from_dict(data)
+    except Exception as error:
+        raise UserError(
+            f"the config.json of {section.name} is not a valid LlamaConfig: {' '.join(str(error).split())}"
+        ) from None
+    check_supported(config)
+    return config
+
+
+def check_supported(config: LlamaConfig) -> None:
+    """Raises UserError if `config` asks for anything that `Llama` would compute differently from transformers."""
+    parameters = config.rope_parameters
+    if config.num_attention_heads % config.num_key_value_heads:
+        fitting = [n for n in range(1, config.num_attention_heads + 1) if config.num_attention_heads % n == 0]
+        raise UserError(
+            f"num_key_value_heads={config.num_key_value_heads} does not divide num_attention_heads="
+            f"{config.num_attention_heads}; use one of {fitting}"
+        )
+    if config.head_dim % 2:
+        raise UserError(f"head_dim={config.head_dim} is odd; rotary embeddings need an even one")
+    plain = {
+        "hidden_act": (config.hidden_act, ("silu",)),
+        "attention_dropout": (config.attention_dropout, (0, None)),
+        "rope_type": (parameters["rope_type"], ("default", "linear", "llama3")),
+        "partial_rotary_factor": (parameters.get("partial_rotary_factor"), (1, None)),
+        "sliding_window": (getattr(config, "sliding_window", None), (None,)),
+        "quantization_config": (getattr(config, "quantization_config", None), (None,)),
+    }
+    for name, (value, supported) in plain.items():
+        if value not in supported:
+            allowed = " or ".join(repr(v) for v in supported)
+            raise UserError(
+                f"{name}={value!r} in the model's config.json is not supported; picotron computes {allowed}"
+            )

@@ -1,0 +1,88 @@
+"""AdamW on float32 master weights, the learning-rate schedule, and the global gradient norm."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from picotron.config import Training
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) that reads each parameter's `main_grad`.
+
+    A bfloat16 weight has 8 bits of precision: most updates would round to nothing. So what is optimised is a float32
+    copy, the master weight, of which the model's weight is the rounding (Micikevicius et al. 2017, arXiv:1710.03740).
+    Weights that are float32 or wider are their own master. Weight decay is on matrices only.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], training: Training, fused: bool) -> None:
+        self.masters: dict[nn.Parameter, Tensor] = {}
+        for p in parameters:
+            wide = torch.promote_types(p.dtype, torch.float32)
+            self.masters[p] = p if p.dtype == wide else p.detach().to(wide).requires_grad_()
+        matrices = [m for m in self.masters.values() if m.ndim >= 2]
+        vectors = [m for m in self.masters.values() if m.ndim < 2]
+        super().__init__(
+            [{"params": matrices, "weight_decay": training.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=training.learning_rate,
+            betas=(training.adam_beta1, training.adam_beta2),
+            eps=training.adam_eps,
+            fused=fused,
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for parameter, master in self.masters.items():
+            master.grad = parameter.main_grad
+        super().step()
+        for parameter, master in self.masters.items():
+            master.grad = None  # the gradients stay where they are: in main_grad
+            if master is not parameter:
+                parameter.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        for parameter in self.masters:
+            parameter.main_grad.zero_()
+
+
+def learning_rate_factor(training: Training) -> Callable[[int], float]:
+    """The fraction of `learning_rate` at step 0, 1, 2, ...: a linear warm-up, then down to `min_lr_ratio`.
+
+    The warm-up's first step is not 0 (it would be wasted), and the last step's factor is just above `min_lr_ratio`,
+    which is reached at `total_train_steps`. Cosine: Loshchilov and Hutter 2016, arXiv:1608.03983.
+    """
+    warmup, total, low = training.warmup_steps, training.total_train_steps, training.min_lr_ratio
+    shapes = {
+        "constant": lambda done: 1.0,
+        "linear": lambda done: low + (1 - low) * (1 - done),
+        "cosine": lambda done: low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)),
+    }
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return shapes[training.lr_scheduler](min(1.0, (step - warmup) / (total - warmup)))
+
+    return factor
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, training: Training) -> LambdaLR:
+    return LambdaLR(optimizer, learning_rate_factor(training))
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Scale all `main_grad`s by min(1, max_norm / norm) and return the norm before that, a scalar on the device.
+
+    It is the norm of all gradients as one vector, in float32 or wider. None never clips.
+    """
+    gradients = [p.main_grad for p in parameters]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if max_norm is not None:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm

@@ -1,0 +1,103 @@
+"""The global grid of ranks: dp x pp x cp x tp.
+
+Ranks are numbered like the elements of an array of that shape, so tp neighbours are adjacent ranks (the chattiest axis
+gets the fastest links) and dp neighbours are far apart (they talk once a step). A group is what you get by fixing the
+other coordinates: for 8 ranks as dp 2 x pp 2 x cp 1 x tp 2,
+
+    dp 0: pp 0: tp [0 1]     pp 1: tp [2 3]         rank 5 = (dp 1, pp 0, cp 0, tp 1); its tp group is [4, 5],
+    dp 1: pp 0: tp [4 5]     pp 1: tp [6 7]         its pp group [5, 7], its dp group [1, 5].
+"""
+
+import math
+import os
+
+import torch
+import torch.distributed as dist
+
+from picotron.config import UserError
+
+# name: the grid's dimensions (dp, pp, cp, tp) = (0, 1, 2, 3) that vary inside a group
+AXES = {"dp": (0,), "pp": (1,), "cp": (2,), "tp": (3,), "cp_dp": (0, 2), "pp_dp": (0, 1)}
+
+
+class ProcessGroupManager:
+    """This process's place in the grid. For each axis in AXES: `{axis}_group`, its members' global ranks in
+    `{axis}_group_ids`, how many they are (`{axis}_world_size`) and which one this process is (`{axis}_rank`).
+
+    Gradients are averaged over `cp_dp`: both axes split the tokens of a batch over copies of the same weights.
+    """
+
+    dp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup
+    cp_dp_group: dist.ProcessGroup
+    pp_dp_group: dist.ProcessGroup
+    dp_group_ids: list[int]
+    pp_group_ids: list[int]
+    cp_group_ids: list[int]
+    tp_group_ids: list[int]
+    cp_dp_group_ids: list[int]
+    pp_dp_group_ids: list[int]
+    dp_world_size: int
+    pp_world_size: int
+    cp_world_size: int
+    tp_world_size: int
+    cp_dp_world_size: int
+    pp_dp_world_size: int
+    dp_rank: int
+    pp_rank: int
+    cp_rank: int
+    tp_rank: int
+    cp_dp_rank: int
+    pp_dp_rank: int
+
+    def __init__(self, tp_size: int, cp_size: int, pp_size: int, dp_size: int) -> None:
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.global_rank))
+        if tp_size * cp_size * pp_size * dp_size != self.world_size:
+            raise UserError(
+                f"dp {dp_size} x pp {pp_size} x cp {cp_size} x tp {tp_size} = {tp_size * cp_size * pp_size * dp_size} "
+                f"ranks, but the process group has {self.world_size}; the product must be {self.world_size}"
+            )
+        self.grid = torch.arange(self.world_size).view(dp_size, pp_size, cp_size, tp_size)
+        for axis, dims in AXES.items():
+            self._create_groups(axis, dims)
+
+        self.pp_is_first_stage = self.pp_rank == 0
+        self.pp_is_last_stage = self.pp_rank == pp_size - 1
+        self.pp_prev_rank = None if self.pp_is_first_stage else self.pp_group_ids[self.pp_rank - 1]
+        self.pp_next_rank = None if self.pp_is_last_stage else self.pp_group_ids[self.pp_rank + 1]
+        self.cp_send_rank = self.cp_group_ids[(self.cp_rank + 1) % cp_size]  # the ring: send to the next,
+        self.cp_recv_rank = self.cp_group_ids[(self.cp_rank - 1) % cp_size]  # receive from the previous
+
+    def _create_groups(self, axis: str, dims: tuple[int, ...]) -> None:
+        """Every process creates every group, in the same order, as torch.distributed demands; it keeps its own."""
+        fixed = [dim for dim in range(4) if dim not in dims]
+        size = math.prod(self.grid.shape[dim] for dim in dims)
+        for ids in self.grid.permute(*fixed, *dims).reshape(-1, size).tolist():
+            group = dist.new_group(ids)
+            if self.global_rank in ids:
+                setattr(self, f"{axis}_group", group)
+                setattr(self, f"{axis}_group_ids", ids)
+                setattr(self, f"{axis}_world_size", len(ids))
+                setattr(self, f"{axis}_rank", ids.index(self.global_rank))
+
+    def __str__(self) -> str:
+        dp, pp, cp, tp = self.grid.shape
+        return f"dp {dp} x pp {pp} x cp {cp} x tp {tp}"
+
+
+process_group_manager: ProcessGroupManager = None  # type: ignore[assignment]  # set once, by the next function
+
+
+def setup_process_group_manager(tp_size: int, cp_size: int, pp_size: int, dp_size: int) -> ProcessGroupManager:
+    """Lay the grid over the ranks of the default process group. Modules read it as
+    `from picotron import process_group_manager as pgm`, then `pgm.process_group_manager`.
+
+    Raises:
+        UserError: the sizes do not multiply to the world size.
+    """
+    global process_group_manager
+    process_group_manager = ProcessGroupManager(tp_size, cp_size, pp_size, dp_size)
+    return process_group_manager

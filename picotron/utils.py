@@ -1,0 +1,48 @@
+"""What is left: a collective that skips groups of one, and leaving a run when something goes wrong."""
+
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from picotron.config import UserError
+
+logger = logging.getLogger("picotron")
+
+
+def all_reduce(
+    tensor: Tensor,
+    group: dist.ProcessGroup | None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """`torch.distributed.all_reduce`: in place; free in a group of one; None is the group of all ranks."""
+    if dist.get_world_size(group) == 1:
+        return None
+    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
+def exit_on_error(main: Callable[[], None]) -> None:
+    """Run `main`; if it raises, say so and end this process at once, so that torchrun ends the others.
+
+    A mistake of the user's is one sentence, anything else a traceback.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        main()
+    except (Exception, KeyboardInterrupt) as error:
+        sys.stdout.flush()
+        if rank > 0:
+            # Most mistakes are found by all ranks at once. torchrun ends everyone when the first one leaves: rank 0
+            # gets the time to say it once for all, and the others speak only if it had nothing to say.
+            time.sleep(3)
+        if isinstance(error, UserError):
+            print(f"\n[rank {rank}] error: {error}\n", file=sys.stderr, flush=True)
+        else:
+            print(f"\n[rank {rank}]\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        os._exit(1)  # sys.exit would wait for, or abort in, threads of a process group whose peers are gone

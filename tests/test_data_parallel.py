@@ -1,0 +1,197 @@
+"""Data parallelism equals one process: ten optimizer steps against a plain transformers loop."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from train import train_step
+
+from picotron.config import Config
+from picotron.data import MicroBatchDataLoader
+from picotron.data_parallel import data_parallel
+from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
+from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.utils import all_reduce
+from tests.oracle import assert_close, make_config, oracle_training, our_model, random_tokens, tiny_llama
+from tests.worker_pool import WorkerError, WorkerPool
+
+WRAPPERS = {
+    "naive": DataParallelNaive,
+    "bucket": DataParallelBucket,
+    "small buckets": lambda model: DataParallelBucket(model, bucket_mb=0.02),
+}
+
+
+def train(config: Config, model_config: Any, wrapper: str) -> dict[str, Any]:
+    grid = setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
+    model = WRAPPERS[wrapper](our_model(model_config, seed=config.training.seed))
+    loader = MicroBatchDataLoader(random_tokens(), config)
+    optimizer = AdamW(model.parameters(), config.training, fused=config.model.use_fused_adam)
+    scheduler = make_scheduler(optimizer, config.training)
+    losses, norms = [], []
+    for _ in range(config.training.total_train_steps):
+        loss = train_step(model, loader, torch.device("cpu"))
+        all_reduce(loss, grid.cp_dp_group, torch.distributed.ReduceOp.AVG)
+        losses.append(loss.item())
+        norms.append(clip_grad_norm(model.parameters(), config.training.max_grad_norm).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "grad_norms": norms, "weights": model.module.state_dict()}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_ten_steps_equal_one_process(pool: WorkerPool, dp: int, wrapper: str, accumulation: int, tied: bool) -> None:
+    config = make_config(
+        distributed__dp_size=dp,
+        training__gradient_accumulation_steps=accumulation,
+        training__warmup_steps=3,
+        model__use_fused_adam=dp != 2,
+        dataset__shuffle=False,
+    )
+    model_config = tiny_llama(tie_word_embeddings=tied)
+    expected = oracle_training(config, model_config, random_tokens())
+    for result in pool.run(train, dp, config, model_config, wrapper):
+        assert_close(result["losses"], expected["losses"], what="losses")
+        assert_close(result["grad_norms"], expected["grad_norms"], what="grad norms")
+        assert result["weights"].keys() == expected["weights"].keys()
+        for name, weight in result["weights"].items():
+            assert_close(weight, expected["weights"][name], what=name)
+
+
+def test_the_comparison_notices_a_missing_reduction(pool: WorkerPool) -> None:
+    """The test above can fail: without the average over ranks, it does."""
+    config = make_config(distributed__dp_size=2, dataset__shuffle=False)
+    expected = oracle_training(config, tiny_llama(), random_tokens())
+    result = pool.run(train_without_reduction, 2, config)[0]
+    with pytest.raises(AssertionError, match="losses: off by"):
+        assert_close(result["losses"], expected["losses"], what="losses")
+
+
+def train_without_reduction(config: Config) -> dict[str, Any]:
+    original, data_parallel.all_reduce = data_parallel.all_reduce, lambda *_, **__: None
+    try:
+        return train(config, tiny_llama(), "naive")
+    finally:
+        data_parallel.all_reduce = original
+
+
+class Branches(nn.Module):
+    """Uses `common`, and one of its branches; `never` gets no gradient at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.common = nn.Linear(5, 5, dtype=torch.float64)
+        self.branches = nn.ModuleList(nn.Linear(5, 3, dtype=torch.float64) for _ in range(4))
+        self.never = nn.Linear(2, 2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.branches[branch](self.common(x)).square().mean()
+
+
+# The branch that each rank takes in micro-batch 0, 1, 2: not the same ones, and some only before the last micro-batch.
+ROUTES = [(0, 1, 2), (3, 2, 2)]
+
+
+def inputs(rank: int, i: int) -> torch.Tensor:
+    return torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * rank + i))
+
+
+def branch_gradients(wrapper: str) -> list[torch.Tensor]:
+    rank = setup_process_group_manager(1, 1, 1, 2).dp_rank
+    model = WRAPPERS[wrapper](Branches())
+    for _ in range(2):  # the second step starts clean
+        for p in model.parameters():
+            p.main_grad.zero_()
+        with model.no_sync():
+            assert not model.require_backward_grad_sync
+            for i in (0, 1):
+                model(inputs(rank, i), ROUTES[rank][i]).backward()
+        assert model.require_backward_grad_sync
+        model(inputs(rank, 2), ROUTES[rank][2]).backward()
+    assert all(p.grad is None for p in model.parameters())
+    return [p.main_grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_parameters_without_gradient(pool: WorkerPool, wrapper: str) -> None:
+    model = Branches()
+    for rank in (0, 1):
+        for i in range(3):
+            (model(inputs(rank, i), ROUTES[rank][i]) / 2).backward()
+    expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    for gradients in pool.run(branch_gradients, 2, wrapper):
+        for gradient, right in zip(gradients, expected, strict=True):
+            assert_close(gradient, right)
+
+
+def bfloat16_gradients(wrapper: str) -> tuple[torch.dtype, torch.Tensor]:
+    setup_process_group_manager(1, 1, 1, 2)
+    module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    model = WRAPPERS[wrapper](module)
+    for i in range(300):  # a gradient of 1 each time; in bfloat16 the sum would stop at 256
+        model.require_backward_grad_sync = i == 299
+        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    return module.weight.main_grad.dtype, module.weight.main_grad
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_bfloat16_accumulates_in_float32(pool: WorkerPool, wrapper: str) -> None:
+    for dtype, gradient in pool.run(bfloat16_gradients, 2, wrapper):
+        assert dtype == torch.float32
+        assert gradient.item() == 300
+
+
+def launches() -> list[str]:
+    """What happens in one backward: a layer's backward, a bucket's launch, the wait for all."""
+    setup_process_group_manager(1, 1, 1, 2)
+    events: list[str] = []
+    layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    for i, layer in enumerate(layers):
+        layer.register_full_backward_hook(lambda *_, i=i: events.append(f"backward {i}"))
+    model = DataParallelBucket(layers, bucket_mb=2 * 64 * 65 * 4 / 2**20)  # two layers fill a bucket
+    for k, bucket in enumerate(model.buckets):
+        launch, wait = bucket.launch, bucket.wait
+        bucket.launch = lambda k=k, launch=launch: (events.append(f"launch {k}"), launch())
+        bucket.wait = lambda k=k, wait=wait: (events.append(f"wait {k}"), wait())
+    model(torch.ones(2, 64, requires_grad=True)).sum().backward()
+    return events
+
+
+def test_buckets_leave_while_backward_goes_on(pool: WorkerPool) -> None:
+    events = pool.run(launches, 2)[0]
+    assert events.index("launch 0") < events.index("backward 1")  # layers 3 and 2 are on their way before 1 is computed
+    assert [e for e in events if "backward" not in e] == ["launch 0", "launch 1", "wait 0", "wait 1"]
+
+
+def bucket_sizes() -> list[int]:
+    setup_process_group_manager(1, 1, 1, 1)
+    model = DataParallelBucket(our_model(tiny_llama(hidden_size=512, intermediate_size=2048, num_attention_heads=8)))
+    in_order = [p for bucket in model.buckets for p in bucket.parameters]
+    assert in_order == list(model.parameters())[::-1]
+    return [bucket.buffer.numel() * 8 for bucket in model.buckets]
+
+
+def test_buckets_are_25_megabytes(pool: WorkerPool) -> None:
+    sizes = pool.run(bucket_sizes, 1)[0]
+    assert len(sizes) > 3
+    assert max(sizes) <= 25 * 2**20
+    assert min(sizes[:-1]) > 10 * 2**20
+
+
+def fail_on_rank_1() -> None:
+    setup_process_group_manager(1, 1, 1, 2)
+    if torch.distributed.get_rank() == 1:
+        raise RuntimeError("rank one fails")
+
+
+def test_pool_reports_the_rank_that_fails_and_recovers(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="rank 1: Traceback[\\s\\S]*rank one fails"):
+        pool.run(fail_on_rank_1, 2)
+    assert pool.run(torch.distributed.get_rank, 3) == [0, 1, 2]

@@ -1,0 +1,111 @@
+"""A pool of processes that stay alive between tests: a function on n ranks costs milliseconds, not a process start.
+
+    losses = pool.run(train_ten_steps, 4, config)     # train_ten_steps(config) on ranks 0 to 3 of a gloo group
+
+The processes come from a fork server, which has imported torch and transformers but never computed anything, so that a
+new worker starts in no time and a worker that hangs or dies can be replaced.
+"""
+
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.llama.modeling_llama"])
+
+
+class WorkerError(AssertionError):
+    """What went wrong on which rank, with its traceback."""
+
+
+def _work(connection: multiprocessing.connection.Connection) -> None:
+    """A worker's life: receive (function, arguments, rank, size, rendezvous file), answer (succeeded, result)."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, arguments, rank, size, rendezvous = pickle.loads(connection.recv_bytes())
+            store = dist.FileStore(rendezvous, size)
+            timeout = datetime.timedelta(seconds=60)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+            answer = (True, function(*arguments))
+        except EOFError:  # the tests are over
+            return
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        connection.send_bytes(pickle.dumps(answer))
+
+
+class WorkerPool:
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+        self.connections: list[multiprocessing.connection.Connection] = []
+
+    def _grow(self, size: int) -> None:
+        while len(self.processes) < size:
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+
+    def close(self) -> None:
+        for process, connection in zip(self.processes, self.connections, strict=True):
+            connection.close()
+            process.kill()
+            process.join()
+        self.processes, self.connections = [], []
+
+    def run(self, function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120) -> list[Any]:
+        """The results of `function(*arguments)`, by rank, in a fresh gloo group of `size` processes.
+
+        `function` is sent by its name, so it is defined at the top level of a module.
+
+        Raises:
+            WorkerError: it raised on some rank, a worker died, or `timeout` seconds passed. All workers are replaced.
+        """
+        self._grow(size)
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, connection in enumerate(self.connections[:size]):
+                connection.send_bytes(pickle.dumps((function, arguments, rank, size, f"{folder}/rendezvous")))
+            answers, errors = self._collect(size, timeout)
+        if errors:
+            self.close()
+            raise WorkerError("\n".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items())))
+        return [answers[rank] for rank in range(size)]
+
+    def _collect(self, size: int, timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+        """Answers and errors by rank. After the first error the other ranks have a second to say what they know."""
+        waiting = {connection: rank for rank, connection in enumerate(self.connections[:size])}
+        answers: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if not errors:
+                    errors = {rank: f"no answer within {timeout} s" for rank in waiting.values()}
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[arg-type]
+                try:
+                    succeeded, result = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                except EOFError:
+                    succeeded, result = False, "the worker died"
+                if succeeded:
+                    answers[rank] = result
+                else:
+                    errors[rank] = result
+                    deadline = min(deadline, time.monotonic() + 1)
+        return answers, errors
