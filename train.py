@@ -50,7 +50,8 @@ def train_step(model: DataParallelBucket, data_loader: MicroBatchDataLoader, dev
 def main() -> None:
     # What to do. Every mistake in it ends the run here, before anything expensive starts.
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
+    logger.addHandler(logging.StreamHandler(sys.stdout))
+    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     config = load_config(sys.argv[1:])
     check_world_size(config.distributed, world_size)
     device, dtype = set_up_device(config), getattr(torch, config.model.dtype)

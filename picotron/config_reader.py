@@ -90,14 +90,19 @@ def _drop_what_means_nothing(data: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def _unknown(key: str) -> str:
+    """The sentence for an unknown key. It has no value: the key may well be a misspelt secret."""
+    name = key.split(".")[-1]
+    known = {k.split(".")[-1]: k for k in (leaf_keys() if "." in key else Config.model_fields)}
+    near = [name] if name in known else difflib.get_close_matches(name, known, n=1)
+    return f"unknown key {key}; " + (f"did you mean {known[near[0]]}?" if near else "train.py --help lists the keys")
+
+
 def _sentence(error: Any) -> str:
     """One pydantic error as one sentence with the key, the value and the remedy."""
-    key = ".".join(str(part) for part in error["loc"] if isinstance(part, str) and "[" not in part) or "the config"
-    known = [*leaf_keys(), *Config.model_fields]
+    key = ".".join(error["loc"])
     if error["type"] == "extra_forbidden":
-        # The value is not shown: an unknown key may well be a misspelt secret.
-        near = difflib.get_close_matches(key, known, n=1) or [k for k in known if k.endswith("." + key.split(".")[-1])]
-        return f"unknown key {key}; " + (f"did you mean {near[0]}?" if near else "train.py --help lists the keys")
+        return _unknown(key)
     if error["type"] == "missing":
         return f"{key} is missing; set it in the file or by --{key}"
     if error["type"] == "value_error":

@@ -218,7 +218,9 @@ def load_model_config(section: ModelSection) -> LlamaConfig:
     """
     try:
         data, _ = PretrainedConfig.get_config_dict(section.name)
-    except Exception as error:  # whatever the hub's client throws: no such folder, no network, no permission, not JSON
+        if not data:
+            raise FileNotFoundError("the folder has none")
+    except Exception as error:  # no such folder, no network, no permission, not JSON, ...
         raise UserError(
             f"model.name={section.name!r} has no readable config.json ({reason(error)}); give a hub id or a local folder"
         ) from None

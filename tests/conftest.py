@@ -18,5 +18,5 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home folder for programs that the tests start: their caches begin empty, and the user's own stay as they are."""
+    """A home folder for programs that the tests start: their caches begin empty."""
     return tmp_path_factory.mktemp("home")

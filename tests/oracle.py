@@ -51,7 +51,9 @@ def our_model(config: LlamaConfig, dtype: torch.dtype = torch.float64, seed: int
     return model
 
 
-def oracle_model(config: LlamaConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
+def oracle_model(
+    config: LlamaConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64
+) -> LlamaForCausalLM:
     """transformers' model with these weights, exact in float64.
 
     Its own RMSNorm computes in float32 whatever the dtype, so torch's takes its place.

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from train import train_step
 
 from picotron.config import Config
 from picotron.data import MicroBatchDataLoader
@@ -16,6 +15,7 @@ from picotron.process_group_manager import setup_process_group_manager
 from picotron.utils import all_reduce
 from tests.oracle import assert_close, make_config, oracle_training, our_model, random_tokens, tiny_llama
 from tests.worker_pool import WorkerError, WorkerPool
+from train import train_step
 
 WRAPPERS = {
     "naive": DataParallelNaive,
@@ -192,6 +192,6 @@ def fail_on_rank_1() -> None:
 
 
 def test_pool_reports_the_rank_that_fails_and_recovers(pool: WorkerPool) -> None:
-    with pytest.raises(WorkerError, match="rank 1: Traceback[\\s\\S]*rank one fails"):
+    with pytest.raises(WorkerError, match=r"rank 1: Traceback[\s\S]*rank one fails"):
         pool.run(fail_on_rank_1, 2)
     assert pool.run(torch.distributed.get_rank, 3) == [0, 1, 2]

@@ -6,6 +6,7 @@ The processes come from a fork server, which has imported torch and transformers
 new worker starts in no time and a worker that hangs or dies can be replaced.
 """
 
+import atexit
 import datetime
 import multiprocessing
 import multiprocessing.connection
@@ -50,11 +51,12 @@ class WorkerPool:
     def __init__(self) -> None:
         self.processes: list[Any] = []
         self.connections: list[multiprocessing.connection.Connection] = []
+        atexit.register(self.close)
 
     def _grow(self, size: int) -> None:
         while len(self.processes) < size:
             ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_work, args=(theirs,), daemon=True)
+            process = CONTEXT.Process(target=_work, args=(theirs,))  # no daemon: those may not fork data workers
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -95,7 +97,7 @@ class WorkerPool:
             ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 if not errors:
-                    errors = {rank: f"no answer within {timeout} s" for rank in waiting.values()}
+                    errors = dict.fromkeys(waiting.values(), f"no answer within {timeout} s")
                 break
             for connection in ready:
                 rank = waiting.pop(connection)  # type: ignore[arg-type]

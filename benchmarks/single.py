@@ -1,0 +1,29 @@
+"""One process: picotron beside transformers' LlamaForCausalLM in a plain loop.  python -m benchmarks.single"""
+
+import torch
+
+from benchmarks.side_by_side import Variant, measure, print_table
+from benchmarks.workload import MICRO_BATCH, MICRO_BATCHES, ON_GPU, SEQ_LENGTH, arguments, model_config, ours, theirs
+from picotron.metrics import flops_per_token, peak_flops
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    variants = [
+        Variant("transformers", theirs, (1, MICRO_BATCH, False)),
+        Variant("picotron", ours, (1, MICRO_BATCH)),
+    ]
+    if ON_GPU:
+        variants += [
+            Variant("transformers, compiled", theirs, (1, MICRO_BATCH, False, True)),
+            Variant("picotron, compiled", ours, (1, MICRO_BATCH, "bucket", True)),
+        ]
+    results = measure(variants, options.turns, options.steps)
+    peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if ON_GPU else None
+    per_token = flops_per_token(model_config(), SEQ_LENGTH)
+    mfu = (lambda rate: f"{rate * per_token / peak:.1%}") if peak else None
+    print_table(results, SEQ_LENGTH * MICRO_BATCH * MICRO_BATCHES, "transformers", mfu)
+
+
+if __name__ == "__main__":
+    main()

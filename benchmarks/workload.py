@@ -1,0 +1,129 @@
+"""The workload that benchmarks share: one model shape per kind of device, and a step of each trainer on it."""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from picotron.config import Config
+from picotron.config_reader import parse_config
+from picotron.data import MicroBatchDataLoader
+from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
+from picotron.model import Llama, initial_value, materialise
+from picotron.optimizer import AdamW, clip_grad_norm
+from picotron.process_group_manager import setup_process_group_manager
+from train import train_step
+
+ON_GPU = torch.cuda.is_available()
+SHAPE = (  # on a GPU: the shape of SmolLM-1.7B
+    {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 49152}
+    if ON_GPU
+    else {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096}
+)  # fmt: skip
+SEQ_LENGTH, MICRO_BATCH, MICRO_BATCHES = (2048, 4, 4) if ON_GPU else (512, 2, 4)
+
+
+def model_config() -> LlamaConfig:
+    return LlamaConfig(**SHAPE, max_position_embeddings=SEQ_LENGTH, tie_word_embeddings=ON_GPU)
+
+
+def run_config(dp_size: int, micro_batch: int) -> Config:
+    return parse_config(
+        {
+            "distributed": {"dp_size": dp_size, "use_cpu": not ON_GPU},
+            "model": {"name": "benchmark", "dtype": "bfloat16" if ON_GPU else "float32"},
+            "training": {
+                "seq_length": SEQ_LENGTH,
+                "micro_batch_size": micro_batch,
+                "gradient_accumulation_steps": MICRO_BATCHES,
+            },
+            "dataset": {"name": "random tokens"},
+        }
+    )
+
+
+def device_of(rank: int) -> torch.device:
+    if not ON_GPU:
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def loader_of(config: Config) -> MicroBatchDataLoader:
+    """Random tokens from the loader that training uses: the same work for everyone."""
+    tokens = np.random.default_rng(0).integers(SHAPE["vocab_size"], size=SEQ_LENGTH * 256 + 1).astype(np.uint16)
+    return MicroBatchDataLoader(tokens, config)
+
+
+def ours(
+    rank: int, dp_size: int, micro_batch: int, wrapper: str = "bucket", compiled: bool = False
+) -> Callable[[], Any]:
+    """A step of picotron: its own train_step, clipping and optimizer."""
+    device, config = device_of(rank), run_config(dp_size, micro_batch)
+    setup_process_group_manager(1, 1, 1, dp_size)
+    with torch.device("meta"):
+        llama = Llama(model_config()).to(getattr(torch, config.model.dtype))
+    materialise(llama, device, initial_value(model_config(), 0))
+    if compiled:
+        for layer in llama.model.layers:
+            layer.compile()
+    model = {"bucket": DataParallelBucket, "naive": DataParallelNaive}[wrapper](llama)
+    optimizer = AdamW(model.parameters(), config.training, fused=True)
+    loader = loader_of(config)
+
+    def step() -> None:
+        train_step(model, loader, device)
+        clip_grad_norm(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@contextlib.contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+def theirs(rank: int, dp_size: int, micro_batch: int, ddp: bool, compiled: bool = False) -> Callable[[], Any]:
+    """A step of transformers' model in a plain loop, or in DistributedDataParallel; on a GPU under bf16 autocast."""
+    device, config = device_of(rank), run_config(dp_size, micro_batch)
+    setup_process_group_manager(1, 1, 1, dp_size)
+    with device:
+        model: Any = LlamaForCausalLM(model_config())
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile()
+    if ddp:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    loader = loader_of(config)
+
+    def step() -> None:
+        for i in range(MICRO_BATCHES):
+            batch = next(loader)
+            ids, targets = batch["input_ids"].to(device), batch["target_ids"].to(device)
+            last = i == MICRO_BATCHES - 1
+            with nothing() if last or not ddp else model.no_sync():
+                with torch.autocast(device.type, torch.bfloat16, enabled=ON_GPU):
+                    logits = model(input_ids=ids, use_cache=False).logits
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / MICRO_BATCHES
+                loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def arguments(text: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=5 if ON_GPU else 1, help="per turn")
+    return parser.parse_args()

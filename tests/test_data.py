@@ -1,0 +1,246 @@
+"""Data: documents of every kind become one stream of tokens, and the order of samples does not depend on the layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from picotron import data as data_module
+from picotron.config import Config, UserError
+from picotron.data import MicroBatchDataLoader, epoch_order, load_documents, load_tokens, python_stdlib, train_bpe
+from picotron.process_group_manager import setup_process_group_manager
+from tests.oracle import make_config, tiny_llama
+from tests.worker_pool import WorkerPool
+
+TEXTS = [
+    "def f(x):\n    return x + 1\n" * 20,
+    "one line only, with ünïcödé → ok",
+    "class A:\n\n    pass\n" * 30,
+    "the end",
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(data_module, "CACHE", tmp_path / "cache")
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    """A folder with a byte-level BPE of 300 tokens."""
+    folder = str(tmp_path / "tokenizer")
+    train_bpe(iter(TEXTS), 300).save_pretrained(folder)
+    return folder
+
+
+def write_files(folder: Path, kind: str) -> str:
+    import pandas
+
+    folder.mkdir()
+    rows = pandas.DataFrame({"text": TEXTS, "n": range(len(TEXTS))})
+    if kind == "jsonl":
+        (folder / "a.jsonl").write_text("".join(json.dumps({"text": t, "n": i}) + "\n" for i, t in enumerate(TEXTS)))
+        return str(folder / "a.jsonl")
+    if kind == "parquet":
+        rows.to_parquet(folder / "a.parquet")
+        return str(folder / "a.parquet")
+    if kind == "folder of parquet":
+        rows[:2].to_parquet(folder / "train-0.parquet")
+        rows[2:].to_parquet(folder / "train-1.parquet")
+        return str(folder)
+    for i, text in enumerate(TEXTS):
+        (folder / f"{i}.txt").write_text(text)
+    return str(folder) if kind == "folder of txt" else str(folder / "0.txt")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder of parquet", "folder of txt", "txt"])
+def test_every_kind_of_file_gives_the_same_tokens(tmp_path: Path, tokenizer: str, kind: str) -> None:
+    config = make_config(dataset__name=write_files(tmp_path / "files", kind), model__tokenizer=tokenizer)
+    tokens = load_tokens(config, tiny_llama(vocab_size=300))
+    plain = AutoTokenizer.from_pretrained(tokenizer)
+    expected = []
+    for text in TEXTS[:1] if kind == "txt" else TEXTS:
+        expected += [*plain(text)["input_ids"], plain.eos_token_id]
+    assert tokens.tolist() == expected
+    assert isinstance(tokens, np.memmap)
+    assert plain.decode(tokens[: len(expected)]).replace(data_module.END_OF_TEXT, "") == "".join(
+        TEXTS[:1] if kind == "txt" else TEXTS
+    )
+
+
+def test_tokens_are_written_once_and_again_when_the_content_changes(
+    tmp_path: Path, tokenizer: str, cache: Path
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        json.dumps({"body": "abc " * 50}) + "\n" + json.dumps({"body": None}) + "\n" + json.dumps({"body": ""})
+    )
+    config = make_config(dataset__name=str(file), model__tokenizer=tokenizer, dataset__text_column="body")
+    first = load_tokens(config, tiny_llama(vocab_size=300))
+    stamp = [p.stat().st_mtime_ns for p in cache.glob("*.npy")]
+    assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() == first.tolist()
+    assert [p.stat().st_mtime_ns for p in cache.glob("*.npy")] == stamp
+    file.write_text(json.dumps({"body": "xyz " * 60}) + "\n")
+    assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() != first.tolist()
+    assert len(list(cache.glob("*.npy"))) == 2
+
+
+def test_num_samples_takes_the_first_documents(tmp_path: Path, tokenizer: str) -> None:
+    name = write_files(tmp_path / "files", "jsonl")
+    config = make_config(dataset__name=name, model__tokenizer=tokenizer, training__num_samples=2)
+    tokens = load_tokens(config, tiny_llama(vocab_size=300)).tolist()
+    assert tokens.count(AutoTokenizer.from_pretrained(tokenizer).eos_token_id) == 2
+
+
+def test_several_tokenising_processes_give_the_same_stream(tmp_path: Path, tokenizer: str, cache: Path) -> None:
+    streams = []
+    for processes in (1, 2):
+        name = write_files(tmp_path / f"files{processes}", "jsonl")
+        config = make_config(dataset__name=name, model__tokenizer=tokenizer, dataset__num_proc=processes)
+        streams.append(load_tokens(config, tiny_llama(vocab_size=300)).tolist())
+    assert streams[0] == streams[1]
+
+
+def test_python_stdlib_is_real_text_in_a_fixed_order() -> None:
+    texts = python_stdlib()
+    assert texts == python_stdlib()
+    assert 2e6 < sum(map(len, texts)) < 2e7
+    assert any("class JSONDecoder" in text for text in texts)
+    assert not any("import unittest\nimport test.support" in text for text in texts)
+
+
+def test_bpe_has_the_size_asked_for_and_loses_nothing(cache: Path) -> None:
+    config = make_config(model__tokenizer="bpe", training__num_samples=30)
+    tokens = load_tokens(config, tiny_llama(vocab_size=600))
+    assert 500 < tokens.max() < 600
+    (folder,) = [p for p in cache.glob("bpe-*") if p.is_dir()]
+    bpe = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert len(bpe) == 600
+    text = "".join(chr(i) for i in range(1, 3000, 7))
+    assert bpe.decode(bpe(text)["input_ids"]) == text
+    documents = bpe.decode(tokens.tolist()).split(data_module.END_OF_TEXT)
+    assert documents[:-1] == [text for text in python_stdlib()[:30] if text]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset__name": "./no/such/file.txt"}, "no such file or folder; check the path"),
+        (
+            {"dataset__name": "nobody/no-such-data"},
+            "cannot be loaded .*; give a hub id, a folder, a file or 'python-stdlib'",
+        ),
+        ({"dataset__name": "FOLDER/a.csvx"}, r"ends in '\.csvx'; use one of \.txt, \.jsonl, \.json, \.parquet"),
+        ({"dataset__name": "FOLDER/broken.jsonl"}, "cannot be loaded"),
+        (
+            {"dataset__name": "FOLDER/good.jsonl", "dataset__text_column": "body"},
+            r"text_column='body' is not in .*; use one of \['text', 'n'\]",
+        ),
+        ({"dataset__name": "FOLDER", "dataset__split": "validation"}, "cannot be loaded"),
+        ({"model__tokenizer": "FOLDER"}, 'no tokenizer in .*; set model.tokenizer to a hub id, a folder, or "bpe"'),
+        ({"model__tokenizer": "TOKENIZER"}, "has 300 tokens, but the model's vocab_size is 61; choose another"),
+        ({"model__tokenizer": "bpe"}, "vocab_size=61 is too small for a byte-level BPE; it needs at least 257"),
+    ],
+)
+def test_data_mistakes(tmp_path: Path, tokenizer: str, changes: dict[str, str], message: str) -> None:
+    folder = tmp_path / "files"
+    write_files(folder, "jsonl")
+    (folder / "a.jsonl").rename(folder / "good.jsonl")
+    (folder / "a.csvx").write_text("a,b")
+    (folder / "broken.jsonl").write_text('{"text": "a"\n{"te')
+    changes = {k: v.replace("FOLDER", str(folder)).replace("TOKENIZER", tokenizer) for k, v in changes.items()}
+    config = make_config(**{"training__num_samples": 2} | changes)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message) as error:
+        load_tokens(config, tiny_llama())
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_text_column_of_the_standard_library() -> None:
+    assert load_documents(make_config(dataset__text_column="source").dataset).column_names == ["source"]
+
+
+# ------------------------------------------------------------------------------------------------------ micro-batches
+
+
+def rows(config: Config, steps: int, start_step: int = 0, tokens: int = 1001) -> list[list[int]]:
+    """The first input token of every row, micro-batch by micro-batch; token i of the stream is i."""
+    setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
+    loader = MicroBatchDataLoader(np.arange(tokens, dtype=np.uint16), config, start_step)
+    assert (loader.grad_acc_steps, loader.micro_batch_size) == (
+        config.training.gradient_accumulation_steps,
+        config.training.micro_batch_size,
+    )
+    assert (loader.seq_length_per_gpu, loader.global_batch_size) == (
+        config.training.seq_length,
+        config.global_batch_size,
+    )
+    batches = [next(loader) for _ in range(steps * loader.grad_acc_steps)]
+    for batch in batches:
+        assert batch["hidden_states"] is None
+        start = batch["input_ids"][:, :1]
+        assert (batch["input_ids"] == start + np.arange(10)).all()
+        assert (batch["target_ids"] == start + np.arange(1, 11)).all()
+        assert (batch["position_ids"] == np.arange(10)).all()
+        assert all(
+            batch[name].shape == (loader.micro_batch_size, 10) for name in ("input_ids", "target_ids", "position_ids")
+        )
+    return [batch["input_ids"][:, 0].tolist() for batch in batches]
+
+
+def sample_config(**changes: Any) -> Config:
+    return make_config(**{"training__seq_length": 10} | changes)
+
+
+LAYOUTS = [(1, 12, 1), (2, 3, 2), (4, 3, 1), (4, 1, 3), (3, 2, 2)]  # dp, micro-batch, accumulation: all have G = 12
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_layout_sees_the_samples_of_the_contract(pool: WorkerPool, shuffle: bool, workers: int) -> None:
+    """Sample s * G + (i * dp + rank) * B + b is row b of micro-batch i of that rank; 30 steps cross 3 epochs."""
+    order = [10 * int(w) for epoch in range(4) for w in (epoch_order(100, 42, epoch) if shuffle else range(100))]
+    for dp, size, accumulation in LAYOUTS if workers == 0 else LAYOUTS[1:2]:
+        config = sample_config(
+            distributed__dp_size=dp,
+            training__micro_batch_size=size,
+            training__gradient_accumulation_steps=accumulation,
+            dataset__shuffle=shuffle,
+            dataset__num_workers=workers,
+        )
+        start = 13
+        for rank, got in enumerate(pool.run(rows, dp, config, 17, start)):
+            for k, batch in enumerate(got):
+                step, i = start + k // accumulation, k % accumulation
+                first = step * 12 + (i * dp + rank) * size
+                assert batch == order[first : first + size]
+
+
+def test_an_epoch_has_every_window_once_and_epochs_differ() -> None:
+    orders = [epoch_order(1000, seed, epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0))]
+    assert all(sorted(order) == list(range(1000)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    assert (orders[0] == epoch_order(1000, 1, 0)).all()
+    assert orders[0][:5].tolist() == [458, 323, 622, 828, 93]  # written down, since resuming relies on it
+
+
+def too_little() -> str:
+    setup_process_group_manager(1, 1, 1, 1)
+    config = sample_config(training__micro_batch_size=101)
+    with pytest.raises(UserError) as error:
+        MicroBatchDataLoader(np.arange(1001, dtype=np.uint16), config)
+    MicroBatchDataLoader(np.arange(1001, dtype=np.uint16), sample_config(training__micro_batch_size=100))
+    return str(error.value)
+
+
+def test_too_little_data(pool: WorkerPool) -> None:
+    assert pool.run(too_little, 1)[0] == (
+        "python-stdlib has 1,001 tokens, that is 100 sequences of 10; one global batch needs 101: "
+        "use more data, a shorter seq_length or a smaller batch"
+    )

@@ -1,0 +1,156 @@
+"""What a run tells: the formula of MFU, the fields of metrics.jsonl, and what happens to NaN, old runs and wandb."""
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from picotron.config import UserError
+from picotron.metrics import Metrics, flops_per_token, peak_flops
+from picotron.model import Llama
+from picotron.process_group_manager import setup_process_group_manager
+from tests.oracle import make_config, tiny_llama
+from tests.worker_pool import WorkerPool
+
+FIELDS = [
+    "step", "loss", "grad_norm", "learning_rate", "tokens", "step_time", "tokens_per_second",
+    "tokens_per_second_per_gpu", "mfu", "memory_gb",
+]  # fmt: skip
+
+
+def test_flops_of_a_token_by_the_palm_formula() -> None:
+    """Counted by hand: two FLOPs per weight and pass, three passes; attention's two matmuls over T keys."""
+    V, D, F, L, H, K, d, T = 61, 32, 52, 3, 4, 2, 8, 16
+    layer = D * H * d + 2 * D * K * d + H * d * D + 3 * D * F + 2 * D
+    expected = 6 * (L * layer + D + V * D) + L * 12 * H * d * T
+    assert flops_per_token(tiny_llama(), T) == expected
+    assert flops_per_token(tiny_llama(tie_word_embeddings=True), T) == expected
+
+
+def test_flops_agree_with_what_torch_counts() -> None:
+    """Torch counts matmuls only, so no norms; and its attention counts all T x T scores, forward and backward."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from picotron.model import math_attention
+
+    config = tiny_llama(hidden_size=64, intermediate_size=128)
+    model = Llama(config, math_attention)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, 16, dtype=torch.long)).sum().backward()
+    norms = 6 * sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert counter.get_total_flops() / (2 * 16) == flops_per_token(config, 16) - norms
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000", None),
+        ("CPU", None),
+    ],
+)
+def test_peak_is_known_or_absent_but_never_another_devices(name: str, expected: float | None) -> None:
+    assert peak_flops(name, torch.bfloat16) == expected
+    assert peak_flops(name, torch.float32) is None
+
+
+def log_steps(folder: str, losses: list[float], wandb: bool = False) -> None:
+    setup_process_group_manager(1, 1, 1, dist.get_world_size())
+    config = make_config(
+        checkpoint__save_dir=folder,
+        distributed__dp_size=dist.get_world_size(),
+        logging__use_wandb=wandb,
+        training__seq_length=8,
+    )
+    metrics = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64)
+    for step, loss in enumerate(losses, 1):
+        mine = torch.tensor(loss + dist.get_rank(), dtype=torch.float64)  # rank 1 of 2: one more, the mean 0.5 more
+        metrics.log(step, mine, torch.tensor(2.0, dtype=torch.float64), 0.1)
+    metrics.close()
+
+
+def test_metrics_file_has_the_global_mean_in_full_precision(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(log_steps, 2, str(tmp_path / "deep" / "run"), [math.pi, math.e])
+    lines = [json.loads(line) for line in (tmp_path / "deep/run/metrics.jsonl").read_text().splitlines()]
+    assert [list(line) for line in lines] == [FIELDS, FIELDS]
+    assert [line["loss"] for line in lines] == [math.pi + 0.5, math.e + 0.5]
+    assert [line["tokens"] for line in lines] == [32, 64]
+    for line in lines:
+        assert line["tokens_per_second"] == 32 / line["step_time"]
+        assert line["tokens_per_second_per_gpu"] == line["tokens_per_second"] / 2
+        assert line["mfu"] is None
+        assert 0.05 < line["memory_gb"] < 10
+    assert json.loads((tmp_path / "deep/run/config.json").read_text())["training"]["seq_length"] == 8
+
+
+def test_an_earlier_run_in_the_same_folder_is_kept(pool: WorkerPool, tmp_path: Path) -> None:
+    for loss in (1.0, 2.0, 3.0):
+        pool.run(log_steps, 1, str(tmp_path), [loss])
+    kept = {path.name: json.loads(path.read_text())["loss"] for path in tmp_path.glob("metrics*.jsonl")}
+    assert kept == {"metrics.1.jsonl": 1.0, "metrics.2.jsonl": 2.0, "metrics.jsonl": 3.0}
+    assert {path.name for path in tmp_path.glob("config*.json")} == {"config.1.json", "config.2.json", "config.json"}
+
+
+def refused(folder: str, losses: list[float]) -> str:
+    with pytest.raises(UserError) as error:
+        log_steps(folder, losses)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("bad", "name"), [(math.nan, "nan"), (math.inf, "inf")])
+def test_nan_and_inf_stop_the_run_on_every_rank(pool: WorkerPool, tmp_path: Path, bad: float, name: str) -> None:
+    for message in pool.run(refused, 2, str(tmp_path), [1.0, 2.0, bad]):
+        assert message.startswith(f"step 3: loss is {name}; try a lower learning_rate than 0.1")
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_folder_that_cannot_be_written(pool: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert (
+        "cannot be written: Not a directory; choose another folder"
+        in pool.run(refused, 1, f"{tmp_path}/file/run", [1.0])[0]
+    )
+
+
+def log_with_wandb(folder: str, logged_in: bool) -> dict[str, Any]:
+    calls: dict[str, Any] = {"logged": []}
+    fake = types.ModuleType("wandb")
+    run = types.SimpleNamespace(
+        log=lambda record, step: calls["logged"].append((step, record["loss"])), finish=lambda: calls.update(done=True)
+    )
+    fake.login = lambda prompt: logged_in
+    fake.init = lambda **arguments: calls.update(arguments) or run
+    sys.modules["wandb"] = fake
+    try:
+        log_steps(folder, [1.0, 2.0], wandb=True)
+    finally:
+        del sys.modules["wandb"]
+    return calls
+
+
+@pytest.mark.parametrize("logged_in", [True, False])
+def test_wandb_has_one_run_and_is_offline_without_a_login(pool: WorkerPool, tmp_path: Path, logged_in: bool) -> None:
+    first, second = pool.run(log_with_wandb, 2, str(tmp_path), logged_in)
+    assert first["logged"] == [(1, 1.5), (2, 2.5)]
+    assert first["mode"] == ("online" if logged_in else "offline")
+    assert first["done"]
+    assert second == {"logged": []}  # only rank 0 talks to wandb
+
+
+def test_real_wandb_records_offline(pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.run(log_steps, 1, str(tmp_path), [1.0, 2.0], True)
+    assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 1

@@ -1,0 +1,198 @@
+"""Our Llama against transformers' LlamaForCausalLM with the same weights, in float64."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig
+
+from picotron.config import Model, UserError
+from picotron.model import Llama, check_supported, initial_value, load_model_config, math_attention
+from tests.oracle import assert_close, oracle_model, our_model, tiny_llama
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "multi-head": {"num_key_value_heads": 4},
+    "gqa": {"num_key_value_heads": 2},
+    "multi-query": {"num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "explicit head_dim": {"head_dim": 14},
+    "odd sizes": {"hidden_size": 33, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6},
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
+    "llama3 rope": {"rope_parameters": LLAMA3},
+    "old rope_scaling": {"rope_theta": 100.0, "rope_scaling": LLAMA3},
+    "padding token": {"pad_token_id": 3, "tie_word_embeddings": True},
+    "one layer, large eps": {"num_hidden_layers": 1, "rms_norm_eps": 0.1},
+}
+
+
+def batch(positions: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.randint(61, (3, 24), generator=torch.Generator().manual_seed(1))
+    start = {"from 0": 0, "from 7": 7}[positions]
+    return ids[:, :-1], ids[:, 1:], torch.arange(start, start + 23).expand(3, -1)
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "math attention"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_loss_and_every_gradient(variant: str, how: str) -> None:
+    config = tiny_llama(**VARIANTS[variant])
+    arguments: dict[str, Any] = {
+        "checkpointed": {"checkpoint_activations": True},
+        "math attention": {"attend": math_attention},
+    }.get(how, {})
+    ours = our_model(config, **arguments)
+    for name, parameter in ours.named_parameters():  # 0 and 1 hide mistakes
+        if parameter.ndim == 1:
+            noise = torch.randn(
+                parameter.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(name))
+            )
+            parameter.data += 0.3 * noise
+    theirs = oracle_model(config, ours.state_dict())
+    for positions in ("from 0", "from 7"):
+        ours.zero_grad()
+        theirs.zero_grad()
+        ids, targets, position_ids = batch(positions)
+        logits = ours(ids, None if positions == "from 0" else position_ids)
+        expected = theirs(input_ids=ids, position_ids=position_ids, use_cache=False).logits
+        assert_close(logits, expected, what="logits")
+        for each in (logits, expected):
+            F.cross_entropy(each.flatten(0, 1), targets.flatten()).backward()
+        their_gradients = {name: p.grad for name, p in theirs.named_parameters()}
+        assert their_gradients.keys() == {name for name, _ in ours.named_parameters()}
+        for name, parameter in ours.named_parameters():
+            assert_close(parameter.grad, their_gradients[name], what=name)
+
+
+def test_hidden_states_replace_the_embedding() -> None:
+    model = our_model(tiny_llama())
+    ids, _, position_ids = batch("from 7")
+    assert torch.equal(model(ids, position_ids), model(None, position_ids, model.model.embed_tokens(ids)))
+
+
+def test_compiled_layers_give_the_same_loss() -> None:
+    ids, targets, _ = batch("from 0")
+    losses = []
+    for compiled in (False, True):
+        model = our_model(tiny_llama())
+        if compiled:
+            for layer in model.model.layers:
+                layer.compile(backend="aot_eager")
+        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+        loss.backward()
+        losses.append(torch.stack([loss, model.model.norm.weight.grad.sum()]))
+    assert_close(losses[1], losses[0], 1e-12)
+
+
+def test_bfloat16_is_near_float64() -> None:
+    config = tiny_llama(initializer_range=0.05)
+    ids, _, _ = batch("from 0")
+    exact = our_model(config)(ids)
+    assert_close(our_model(config, torch.bfloat16)(ids), exact, 0.05)
+    assert_close(our_model(config, torch.float32)(ids), exact, 1e-5)
+
+
+def test_meta_model_has_no_memory_and_tied_weights_stay_tied() -> None:
+    with torch.device("meta"):
+        assert all(p.is_meta for p in Llama(tiny_llama()).parameters())
+    model = our_model(tiny_llama(tie_word_embeddings=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_initial_weights_depend_on_seed_and_name_alone() -> None:
+    large, small = our_model(tiny_llama(num_hidden_layers=4)), our_model(tiny_llama(num_hidden_layers=2))
+    for name, weight in small.state_dict().items():
+        assert torch.equal(weight, large.state_dict()[name]), name
+    other = our_model(tiny_llama(num_hidden_layers=2), seed=1)
+    assert not torch.equal(other.lm_head.weight, small.lm_head.weight)
+    matrices = [w for name, w in large.state_dict().items() if w.ndim == 2]
+    assert len({w.flatten()[0].item() for w in matrices}) == len(matrices)  # no two drawn alike
+
+
+def test_initial_weights_are_distributed_as_transformers_draws_them() -> None:
+    config = tiny_llama(hidden_size=128, intermediate_size=256, vocab_size=500, initializer_range=0.02, pad_token_id=7)
+    draw = initial_value(config, seed=3)
+    weight = draw("model.embed_tokens.weight", torch.empty(500, 128))
+    assert weight.mean().abs() < 4 * 0.02 / weight.numel() ** 0.5
+    assert (weight.std() / 0.02 - 1).abs() < 0.02
+    assert weight[7].count_nonzero() == 0
+    assert torch.equal(draw("model.norm.weight", torch.empty(9)), torch.ones(9))
+    assert torch.equal(draw("model.layers.0.mlp.up_proj.bias", torch.empty(9)), torch.zeros(9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_key_value_heads": 3},
+            r"num_key_value_heads=3 does not divide num_attention_heads=4; use one of \[1, 2, 4\]",
+        ),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' .* not supported; picotron computes 'silu'"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1 .* not supported"),
+        ({"sliding_window": 128}, "sliding_window=128 .* not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config=.* not supported"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type='dynamic' .* computes 'default' or 'linear' or 'llama3'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_refused(changes: dict[str, Any], message: str) -> None:
+    config = tiny_llama()
+    for key, value in changes.items():  # set afterwards: some of it transformers refuses to construct
+        setattr(config, key, value)
+    with pytest.raises(UserError, match=message):
+        check_supported(config)
+
+
+def test_model_config_from_a_folder_with_overrides(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    plain = load_model_config(Model(name=str(tmp_path)))
+    assert (plain.num_hidden_layers, plain.num_key_value_heads, plain.head_dim) == (3, 2, 8)
+    changed = load_model_config(Model(name=str(tmp_path), num_hidden_layers=5, num_key_value_heads=4))
+    assert (changed.num_hidden_layers, changed.num_key_value_heads) == (5, 4)
+    # a config that leaves head_dim out means hidden_size / heads, also when the heads are overridden
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}'
+    )
+    assert load_model_config(Model(name=str(tmp_path), num_attention_heads=8)).head_dim == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "has no readable config.json .*; give a hub id or a local folder"),
+        ("not json", "has no readable config.json"),
+        ('{"model_type": "mistral"}', "model_type='mistral' .* picotron trains 'llama' models"),
+        (
+            '{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}',
+            "not a valid LlamaConfig: .*30.*not a multiple",
+        ),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "not a valid LlamaConfig"),
+    ],
+)
+def test_model_folder_mistakes(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_model_config(Model(name=str(tmp_path)))
+
+
+def test_template_is_a_small_llama() -> None:
+    config = load_model_config(Model(name="template/tiny-llama"))
+    assert isinstance(config, LlamaConfig)
+    assert 3e6 < sum(p.numel() for p in our_model(config).parameters()) < 10e6

@@ -1,0 +1,99 @@
+"""The learning-rate schedule against torch's schedulers, master weights and clipping against float32 arithmetic."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+
+from picotron.config import Training
+from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from tests.oracle import assert_close, make_config
+
+
+def training(**changes: object) -> Training:
+    return make_config(**{f"training__{key}": value for key, value in changes.items()}).training
+
+
+def torch_schedule(config: Training) -> list[float]:
+    """The same schedule put together from torch's own parts."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    rest = config.total_train_steps - config.warmup_steps
+    fall: LRScheduler = {
+        "cosine": lambda: CosineAnnealingLR(optimizer, rest, config.learning_rate * config.min_lr_ratio),
+        "linear": lambda: LinearLR(optimizer, 1.0, config.min_lr_ratio, rest),
+        "constant": lambda: LinearLR(optimizer, 1.0, 1.0, rest),
+    }[config.lr_scheduler]()
+    warmup = config.warmup_steps
+    if warmup:
+        fall = SequentialLR(optimizer, [LinearLR(optimizer, 1 / (warmup + 1), 1.0, warmup), fall], [warmup])
+    rates = []
+    for _ in range(config.total_train_steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        fall.step()
+    return rates
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("shape", ["cosine", "linear", "constant"])
+def test_schedule_equals_torchs(shape: str, ratio: float, warmup: int) -> None:
+    config = training(lr_scheduler=shape, min_lr_ratio=ratio, warmup_steps=warmup, total_train_steps=30)
+    model = nn.Linear(2, 2)
+    optimizer = AdamW(model.parameters(), config, fused=True)
+    scheduler = make_scheduler(optimizer, config)
+    rates = []
+    for _ in range(config.total_train_steps):
+        rates.append(scheduler.get_last_lr()[0])
+        for p in model.parameters():
+            p.main_grad = torch.zeros_like(p)
+        optimizer.step()
+        scheduler.step()
+    assert_close(rates, torch_schedule(config), 1e-12)
+
+
+def test_weight_decay_is_on_matrices_only() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = AdamW(model.parameters(), training(weight_decay=0.5, learning_rate=0.1), fused=False)
+    for p in model.parameters():
+        p.main_grad = torch.zeros_like(p)
+    optimizer.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert_close(p, old * (0.95 if p.ndim == 2 else 1.0), 1e-7)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_bfloat16_has_float32_masters(fused: bool) -> None:
+    """Steps that are too small for bfloat16 add up in the master weight, just as they do for a float32 model."""
+    config = training(learning_rate=1e-4, weight_decay=0.0)
+    start, gradients = torch.full((4, 4), 1.0), torch.linspace(0.5, 1.5, 16).view(4, 4)
+    models = [nn.Linear(4, 4, bias=False, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    for model in models:
+        model.weight.data.copy_(start)
+        model.weight.main_grad = gradients.clone()
+        optimizer = AdamW(model.parameters(), config, fused)
+        for _ in range(50):
+            optimizer.step()
+        assert torch.equal(model.weight.main_grad, gradients)
+        optimizer.zero_grad()
+        assert model.weight.main_grad.count_nonzero() == 0
+        assert model.weight.grad is None
+    half, full = (model.weight for model in models)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half, full.to(torch.bfloat16))
+    assert half[0, 0] < 1.0  # 1 - 1e-4 is 1 in bfloat16, but 1 - 50e-4 is not
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6, None])
+def test_clipping_equals_torchs(limit: float | None) -> None:
+    ours, theirs = nn.Linear(5, 4, dtype=torch.float64), nn.Linear(5, 4, dtype=torch.float64)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        b.grad = torch.randn_like(b)
+        a.main_grad = b.grad.clone()
+    norm = clip_grad_norm(ours.parameters(), limit)
+    assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), math.inf if limit is None else limit), 1e-12)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert_close(a.main_grad, b.grad, 1e-12)

@@ -1,0 +1,53 @@
+"""The rules of the code base that a tool can check."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = sorted(Path("picotron").rglob("*.py"))
+PARALLEL = ("tensor_parallel", "context_parallel", "data_parallel", "pipeline_parallel")
+# From the bottom to the top: a module imports only modules of lower levels. `utils` may be used from level 2 on.
+LEVELS = {
+    "config": 0, "config_reader": 1, "process_group_manager": 1, "utils": 1, "model": 2, "data": 3, "optimizer": 3,
+    "checkpoint": 3, "metrics": 3, **dict.fromkeys(PARALLEL, 3),
+}  # fmt: skip
+
+
+def imported(path: Path) -> set[str]:
+    """The second part of each `picotron.X` that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "picotron":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("picotron."):
+            found.add((node.module or "").split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("picotron.")}
+    return found
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=str)
+def test_imports_point_down(path: Path) -> None:
+    module = path.relative_to("picotron").parts[0].removesuffix(".py")
+    if module == "__init__":
+        return
+    for other in imported(path) - {module}:
+        assert LEVELS[other] < LEVELS[module], f"{path} imports {other}"
+    if module in PARALLEL:
+        assert not imported(path) & (set(PARALLEL) - {module})
+
+
+@pytest.mark.parametrize("path", [*PACKAGE, Path("train.py")], ids=str)
+def test_files_can_be_read_in_one_sitting(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= (160 if path.name == "train.py" else 300)
+
+
+@pytest.mark.parametrize("path", [*PACKAGE, Path("train.py")], ids=str)
+def test_only_torchrun_and_secrets_come_from_the_environment(path: Path) -> None:
+    allowed = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "TOKENIZERS_PARALLELISM"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv"):
+            assert ast.literal_eval(node.args[0]) in allowed
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+            assert ast.literal_eval(node.slice) in allowed

@@ -1,0 +1,144 @@
+"""The whole program, started as a user starts it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.oracle import assert_close
+
+TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node"]
+
+
+def run(
+    home: Path, processes: int, *arguments: str, config: str = "template/base_config.json"
+) -> subprocess.CompletedProcess[str]:
+    """`torchrun train.py` on `processes` processes; 0 is plain `python train.py`."""
+    start = [*TORCHRUN, str(processes)] if processes else [sys.executable]
+    environment = {**os.environ, "HOME": str(home)}
+    return subprocess.run(
+        [*start, "train.py", "--config", config, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+        check=False,
+    )
+
+
+def arguments(save_dir: Path, dp: int, batch: int, **more: Any) -> list[str]:
+    keys = {
+        "distributed.dp_size": dp, "model.dtype": "float64", "model.num_hidden_layers": 2, "training.total_train_steps": 4,
+        "training.seq_length": 64, "training.micro_batch_size": batch, "training.gradient_accumulation_steps": 2,
+        "training.warmup_steps": 2, "checkpoint.save_dir": save_dir, **more,
+    }  # fmt: skip
+    return [str(word) for key, value in keys.items() for word in (f"--{key}", value)]
+
+
+def metrics(save_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_write_the_metrics_of_one(home: Path, tmp_path: Path) -> None:
+    one = run(home, 0, *arguments(tmp_path / "one", 1, 4))
+    assert one.returncode == 0, one.stderr
+    two = run(home, 2, *arguments(tmp_path / "two", 2, 2))
+    assert two.returncode == 0, two.stderr
+    first, second = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert len(first) == 4
+    for field in ("step", "loss", "grad_norm", "learning_rate", "tokens"):
+        assert_close([line[field] for line in second], [line[field] for line in first], what=field)
+    assert first[-1]["loss"] < first[0]["loss"] - 0.05
+    output = one.stdout + one.stderr
+    assert re.search(r"loss 8\.\d+ -> \d\.\d+ in 4 steps \(a uniform guess has 8\.3178\)", output)
+    assert f"config.json and metrics.jsonl are in {tmp_path}/one" in output
+    assert len(re.findall(r"^step +\d+ \| loss ", output, re.MULTILINE)) == 4
+    assert "Warning" not in output
+    assert "dp 2 x pp 1 x cp 1 x tp 1" in two.stdout + two.stderr
+    assert json.loads((tmp_path / "two/config.json").read_text())["distributed"]["dp_size"] == 2
+
+
+def test_max_tokens_ends_the_run(home: Path, tmp_path: Path) -> None:
+    result = run(
+        home,
+        0,
+        *arguments(
+            tmp_path, 1, 1, **{"training.max_tokens": 200, "logging.log_frequency": 2, "model.dtype": "bfloat16"}
+        ),
+    )
+    assert result.returncode == 0, result.stderr
+    assert [line["tokens"] for line in metrics(tmp_path)] == [128, 256]
+
+
+def test_pretrained_folder_is_where_training_starts(home: Path, tmp_path: Path) -> None:
+    """The first loss is that of the folder's weights, as transformers computes it."""
+    import torch
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained("template/tiny-llama", num_hidden_layers=2)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    options = {"model.name": tmp_path / "model", "model.pretrained": "true", "training.total_train_steps": 3}
+    results = []
+    for name, more in (("same", {}), ("again", {}), ("random", {"model.pretrained": "false"})):
+        result = run(home, 0, *arguments(tmp_path / name, 1, 4, **options | more))
+        assert result.returncode == 0, result.stderr
+        results.append([line["loss"] for line in metrics(tmp_path / name)])
+    assert results[0] == results[1]
+    assert results[0][0] != results[2][0]
+
+
+@pytest.mark.parametrize(
+    ("processes", "words", "message"),
+    [
+        (0, ["--training.lr", "1"], "unknown key training.lr"),
+        (0, ["--distributed.dp_size", "3"], "dp_size=3 x pp_size=1 x cp_size=1 x tp_size=1 needs 3 processes, but 1 started"),
+        (2, ["--distributed.dp_size", "3"], "needs 3 processes, but 2 started; use torchrun --nproc_per_node 3"),
+        (0, ["--distributed.use_cpu", "false", "--distributed.dp_size", "1", "--distributed.backend", "null"], "no CUDA device; run on the CPU with"),
+        (0, ["--distributed.dp_size", "1", "--model.name", "no/such/folder/at/all"], "has no readable config.json"),
+        (2, ["--distributed.dp_size", "2", "--training.seq_length", "2000000"], "one global batch needs 4"),
+        (2, ["--distributed.dp_size", "2", "--training.learning_rate", "1e30", "--training.warmup_steps", "0"], "step 2: grad_norm is nan; try a lower"),
+    ],
+)  # fmt: skip
+def test_mistakes_end_the_program_with_one_sentence(
+    home: Path, tmp_path: Path, processes: int, words: list[str], message: str
+) -> None:
+    result = run(home, processes, "--checkpoint.save_dir", str(tmp_path), *words)
+    assert result.returncode != 0
+    errors = [line for line in result.stderr.splitlines() if "error: " in line and line.startswith("[rank")]
+    assert len(errors) == 1, result.stderr
+    assert message in errors[0]
+    assert "in train_step" not in result.stderr  # no traceback of ours (torchrun adds its own below)
+    assert "in main" not in result.stderr.split("torch/distributed/run.py")[0]
+
+
+def test_a_failing_rank_ends_the_others_and_shows_its_traceback(home: Path, tmp_path: Path) -> None:
+    """A mistake of ours is no user error: it is shown whole, and nobody waits for the rank that is gone."""
+    program = tmp_path / "broken.py"
+    program.write_text(
+        "import sys; sys.path.insert(0, '.')\n"
+        "import train, torch\n"
+        "step = train.train_step\n"
+        "def broken(*arguments):\n"
+        "    if torch.distributed.get_rank() == 1: raise RuntimeError('something we did not think of')\n"
+        "    return step(*arguments)\n"
+        "train.train_step = broken\n"
+        "train.exit_on_error(train.main)\n"
+    )
+    config = ["--config", "template/base_config.json", *arguments(tmp_path / "run", 2, 2)]
+    environment = {**os.environ, "HOME": str(home)}
+    result = subprocess.run(
+        [*TORCHRUN, "2", str(program), *config],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "RuntimeError: something we did not think of" in result.stderr
