@@ -9,11 +9,11 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from transformers import LlamaConfig
 
 from picotron.checkpoint import pretrained_value
 from picotron.config import Config, UserError, check_world_size
@@ -48,10 +48,11 @@ def train_step(model: DataParallelBucket, data_loader: MicroBatchDataLoader, dev
 
 
 def main() -> None:
-    # What to do. Every mistake in it ends the run here, before anything expensive starts.
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     logger.addHandler(logging.StreamHandler(sys.stdout))
     logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+
+    # What to do. Mistakes are found here, before anything expensive starts.
     config = load_config(sys.argv[1:])
     check_world_size(config.distributed, world_size)
     device, dtype = set_up_device(config), getattr(torch, config.model.dtype)
@@ -61,46 +62,26 @@ def main() -> None:
     tokens = load_tokens(config, model_config)
 
     # The grid of processes.
-    backend = config.distributed.backend or ("nccl" if device.type == "cuda" else "gloo")
-    rendezvous: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, **rendezvous)
-    d = config.distributed
-    grid = setup_process_group_manager(d.tp_size, d.cp_size, d.pp_size, d.dp_size)
+    init_process_group(config, device)
+    layout = config.distributed
+    grid = setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     data_loader = MicroBatchDataLoader(tokens, config)
 
-    # The model: a description without memory first, so that each process only ever holds its own part.
-    with torch.device("meta"):
-        attend = fused_attention if config.model.use_flash_attention else math_attention
-        llama = Llama(model_config, attend, config.training.activation_checkpointing == "full").to(dtype)
-    parameters = sum(p.numel() for p in llama.parameters())
-    value = (
-        pretrained_value(config.model.name)
-        if config.model.pretrained
-        else initial_value(model_config, config.training.seed)
-    )
-    materialise(llama, device, value)
-    if config.training.compile:
-        for layer in llama.model.layers:
-            layer.compile()
+    # The model, and around it what makes it parallel.
+    llama = build_model(config, model_config, device, dtype)
     model = DataParallelBucket(llama)
 
+    # Training.
     optimizer = AdamW(model.parameters(), config.training, config.model.use_fused_adam)
     scheduler = make_scheduler(optimizer, config.training)
     metrics = Metrics(config, model_config, device, dtype)
-    logger.info(
-        "%s | %s parameters | %s on %s | %s tokens of %s",
-        grid,
-        f"{parameters:,}",
-        dtype,
-        device,
-        f"{len(tokens):,}",
-        config.dataset.name,
-    )
+    size = sum(p.numel() for p in llama.parameters())
+    logger.info("%s | %s parameters, %s on %s", grid, f"{size:,}", config.model.dtype, device)
+    logger.info("%s tokens of %s, %s per step", f"{len(tokens):,}", config.dataset.name, f"{metrics.tokens_per_step:,}")
 
     step = 0
-    tokens_per_step = config.global_batch_size * config.training.seq_length
     max_tokens = config.training.max_tokens or math.inf
-    while step < config.training.total_train_steps and step * tokens_per_step < max_tokens:
+    while step < config.training.total_train_steps and step * metrics.tokens_per_step < max_tokens:
         loss = train_step(model, data_loader, device)
         grad_norm = clip_grad_norm(model.parameters(), config.training.max_grad_norm)
         learning_rate = float(scheduler.get_last_lr()[0])
@@ -111,29 +92,55 @@ def main() -> None:
         metrics.log(step, loss, grad_norm, learning_rate)
 
     metrics.close()
-    logger.info(
-        "loss %.4f -> %.4f in %d steps (a uniform guess has %.4f)\nconfig.json and metrics.jsonl are in %s",
-        metrics.first_loss, metrics.last_loss, step, math.log(model_config.vocab_size), Path(config.checkpoint.save_dir).resolve(),
-    )  # fmt: skip
+    guess = math.log(model_config.vocab_size)
+    logger.info("loss %.4f -> %.4f (a uniform guess has %.4f)", metrics.first_loss, metrics.last_loss, guess)
+    logger.info("config.json and metrics.jsonl are in %s", Path(config.checkpoint.save_dir).resolve())
     dist.destroy_process_group()
 
 
 def set_up_device(config: Config) -> torch.device:
-    """This process's device and threads."""
+    """This process's device, and how many threads it may use."""
     os.environ["TOKENIZERS_PARALLELISM"] = str(config.environment.TOKENIZERS_PARALLELISM).lower()
     torch.set_num_threads(config.environment.OMP_NUM_THREADS)
     if config.distributed.use_cpu:
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    count, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    if count == 0:
         raise UserError("this machine has no CUDA device; run on the CPU with --distributed.use_cpu true")
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if local_rank >= torch.cuda.device_count():
+    if local_rank >= count:
         raise UserError(
-            f"local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}; start fewer processes"
+            f"process {local_rank} of this machine needs a GPU of its own, but it has {count}; start {count}"
         )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def init_process_group(config: Config, device: torch.device) -> None:
+    """Meet the other processes that torchrun started; without torchrun, this process is all there is."""
+    backend = config.distributed.backend or ("nccl" if device.type == "cuda" else "gloo")
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def build_model(config: Config, model_config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> Llama:
+    """A Llama with its initial or pretrained weights.
+
+    It is built on the meta device first, a description without memory, so that each process only ever holds what is
+    its own.
+    """
+    attend = fused_attention if config.model.use_flash_attention else math_attention
+    with torch.device("meta"):
+        model = Llama(model_config, attend, config.training.activation_checkpointing == "full").to(dtype)
+    if config.model.pretrained:
+        materialise(model, device, pretrained_value(config.model.name))
+    else:
+        materialise(model, device, initial_value(model_config, config.training.seed))
+    if config.training.compile:
+        for layer in model.model.layers:
+            layer.compile()
+    return model
 
 
 if __name__ == "__main__":
