@@ -18,12 +18,13 @@ from transformers import LlamaConfig
 from picotron.checkpoint import pretrained_value
 from picotron.config import Config, UserError, check_world_size
 from picotron.config_reader import load_config
-from picotron.data import MicroBatchDataLoader, load_tokens
+from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallelBucket
-from picotron.metrics import Metrics
+from picotron.metrics import Metrics, check_save_dir
 from picotron.model import Llama, fused_attention, initial_value, load_model_config, materialise, math_attention
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.tokens import load_tokens
 from picotron.utils import exit_on_error
 
 logger = logging.getLogger("picotron")
@@ -36,7 +37,7 @@ def train_step(model: DataParallelBucket, data_loader: MicroBatchDataLoader, dev
     """
     total_loss = torch.zeros((), device=device)
     for i in range(data_loader.grad_acc_steps):
-        batch = {name: tensor.to(device) for name, tensor in next(data_loader).items() if tensor is not None}
+        batch = next(data_loader)
         # Gradients add up over the micro-batches; only the last backward averages the sum over the other ranks.
         model.require_backward_grad_sync = i == data_loader.grad_acc_steps - 1
         logits = model(batch["input_ids"], batch["position_ids"])  # (B, T, V)
@@ -55,17 +56,18 @@ def main() -> None:
     # What to do. Mistakes are found here, before anything expensive starts.
     config = load_config(sys.argv[1:])
     check_world_size(config.distributed, world_size)
+    check_save_dir(config)
     device, dtype = set_up_device(config), getattr(torch, config.model.dtype)
     model_config = load_model_config(config.model)
-
-    # Data: tokenised by the first process that gets here, memory-mapped by all.
-    tokens = load_tokens(config, model_config)
 
     # The grid of processes.
     init_process_group(config, device)
     layout = config.distributed
     grid = setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    data_loader = MicroBatchDataLoader(tokens, config)
+
+    # Data: tokenised by one process, memory-mapped by all.
+    tokens = load_tokens(config, model_config)
+    data_loader = MicroBatchDataLoader(tokens, config, device)
 
     # The model, and around it what makes it parallel.
     llama = build_model(config, model_config, device, dtype)

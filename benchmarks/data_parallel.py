@@ -1,5 +1,7 @@
 """Two data-parallel processes: picotron beside DistributedDataParallel.  python -m benchmarks.data_parallel"""
 
+import torch
+
 from benchmarks.side_by_side import Variant, measure, print_table
 from benchmarks.workload import MICRO_BATCH, MICRO_BATCHES, ON_GPU, SEQ_LENGTH, arguments, ours, theirs
 
@@ -7,7 +9,6 @@ DP = 2
 
 
 def main() -> None:
-    import torch
 
     if ON_GPU and torch.cuda.device_count() < DP:
         raise SystemExit(

@@ -9,15 +9,19 @@ import dataclasses
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 
 CONTEXT = multiprocessing.get_context("spawn")
 
@@ -40,20 +44,32 @@ def peak_memory_mib() -> float:
 
 def _work(connection: Any, variant: Variant, rank: int, rendezvous: str) -> None:
     """Prepare, then answer each number of steps with the seconds they took, and 0 with the peak memory."""
-    torch.set_num_threads(1)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    store = dist.FileStore(rendezvous, variant.processes)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=variant.processes)
-    step = variant.prepare(rank, *variant.arguments)
-    connection.send("ready")
-    while steps := connection.recv():
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        connection.send(time.perf_counter() - start)
-    connection.send(peak_memory_mib())
+    try:
+        torch.set_num_threads(1)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        store = dist.FileStore(rendezvous, variant.processes)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=variant.processes)
+        step = variant.prepare(rank, *variant.arguments)
+        connection.send("ready")
+        while steps := connection.recv():
+            start = time.perf_counter()
+            for _ in range(steps):
+                step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()  # the other variants need room on the same GPU
+            connection.send(time.perf_counter() - start)
+        connection.send(peak_memory_mib())
+    except Exception as error:
+        connection.send(error)
+        raise
+
+
+def _answer(connection: Any) -> Any:
+    answer = connection.recv()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, tuple[list[float], float]]:
@@ -71,12 +87,12 @@ def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, tuple[
                 processes.append(process)
                 connections[variant.name].append(ours)
             for connection in connections[variant.name]:
-                connection.recv()
+                _answer(connection)
 
         def everyone(name: str, message: int) -> list[float]:
             for connection in connections[name]:
                 connection.send(message)
-            return [connection.recv() for connection in connections[name]]
+            return [_answer(connection) for connection in connections[name]]
 
         seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
         for turn in range(turns + 1):
@@ -95,8 +111,11 @@ def machine() -> str:
     if torch.cuda.is_available():
         where = torch.cuda.get_device_name()
     else:
-        where = f"{os.cpu_count()} CPU cores ({platform.machine()}), one thread per process"
-    return f"{where}, torch {torch.__version__}"
+        model = (
+            re.search("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
+        )
+        where = f"{os.cpu_count()} cores of {model[1] if model else platform.machine()}, one thread per process"
+    return f"{where}; torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 def print_table(

@@ -9,20 +9,17 @@ from picotron.metrics import flops_per_token, peak_flops
 
 def main() -> None:
     options = arguments(__doc__ or "")
-    variants = [
-        Variant("transformers", theirs, (1, MICRO_BATCH, False)),
-        Variant("picotron", ours, (1, MICRO_BATCH)),
-    ]
-    if ON_GPU:
-        variants += [
-            Variant("transformers, compiled", theirs, (1, MICRO_BATCH, False, True)),
-            Variant("picotron, compiled", ours, (1, MICRO_BATCH, "bucket", True)),
-        ]
-    results = measure(variants, options.turns, options.steps)
     peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if ON_GPU else None
     per_token = flops_per_token(model_config(), SEQ_LENGTH)
     mfu = (lambda rate: f"{rate * per_token / peak:.1%}") if peak else None
-    print_table(results, SEQ_LENGTH * MICRO_BATCH * MICRO_BATCHES, "transformers", mfu)
+    for compiled in (False, True) if ON_GPU else (False,):
+        baseline = "transformers, compiled" if compiled else "transformers"
+        variants = [
+            Variant(baseline, theirs, (1, MICRO_BATCH, False, compiled)),
+            Variant(baseline.replace("transformers", "picotron"), ours, (1, MICRO_BATCH, "bucket", compiled)),
+        ]
+        results = measure(variants, options.turns, options.steps)
+        print_table(results, SEQ_LENGTH * MICRO_BATCH * MICRO_BATCHES, baseline, mfu)
 
 
 if __name__ == "__main__":

@@ -55,10 +55,10 @@ def device_of(rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def loader_of(config: Config) -> MicroBatchDataLoader:
+def loader_of(config: Config, device: torch.device) -> MicroBatchDataLoader:
     """Random tokens from the loader that training uses: the same work for everyone."""
     tokens = np.random.default_rng(0).integers(SHAPE["vocab_size"], size=SEQ_LENGTH * 256 + 1).astype(np.uint16)
-    return MicroBatchDataLoader(tokens, config)
+    return MicroBatchDataLoader(tokens, config, device)
 
 
 def ours(
@@ -75,7 +75,7 @@ def ours(
             layer.compile()
     model = {"bucket": DataParallelBucket, "naive": DataParallelNaive}[wrapper](llama)
     optimizer = AdamW(model.parameters(), config.training, fused=True)
-    loader = loader_of(config)
+    loader = loader_of(config, device)
 
     def step() -> None:
         train_step(model, loader, device)
@@ -103,12 +103,12 @@ def theirs(rank: int, dp_size: int, micro_batch: int, ddp: bool, compiled: bool 
     if ddp:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    loader = loader_of(config)
+    loader = loader_of(config, device)
 
     def step() -> None:
         for i in range(MICRO_BATCHES):
             batch = next(loader)
-            ids, targets = batch["input_ids"].to(device), batch["target_ids"].to(device)
+            ids, targets = batch["input_ids"], batch["target_ids"]
             last = i == MICRO_BATCHES - 1
             with nothing() if last or not ddp else model.no_sync():
                 with torch.autocast(device.type, torch.bfloat16, enabled=ON_GPU):

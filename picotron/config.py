@@ -6,7 +6,16 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    WithJsonSchema,
+    model_validator,
+)
 
 
 class UserError(ValueError):
@@ -153,9 +162,13 @@ def read_string(value: Any) -> Any:
 
 
 class Environment(Section):
-    OMP_NUM_THREADS: Annotated[PositiveInt, BeforeValidator(read_string)] = 1
+    OMP_NUM_THREADS: Annotated[
+        PositiveInt, BeforeValidator(read_string), WithJsonSchema({"type": ["integer", "string"]})
+    ] = 1
     """threads per process for work on the CPU"""
-    TOKENIZERS_PARALLELISM: Annotated[bool, BeforeValidator(read_string)] = True
+    TOKENIZERS_PARALLELISM: Annotated[
+        bool, BeforeValidator(read_string), WithJsonSchema({"type": ["boolean", "string"]})
+    ] = True
     """let the tokenizer use several threads"""
 
 

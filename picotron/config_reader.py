@@ -66,27 +66,32 @@ def _items(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{section}.{key}", value) for key, value in body.items())
 
 
-def _drop_what_means_nothing(data: dict[str, Any]) -> dict[str, Any]:
-    """A copy without ignored keys (with a warning) and without unbuilt ones that ask for nothing; others raise."""
+def _not_built(data: dict[str, Any]) -> list[str]:
+    """A sentence for each key that asks for what does not exist yet."""
+    sentences = []
+    for key, value in _items(data):
+        if value not in NOT_BUILT.get(key, (value,)):
+            allowed = " or ".join(json.dumps(v) for v in NOT_BUILT[key])
+            sentences.append(
+                f"{key}={json.dumps(value)} is not built yet; " + (f"use {allowed}" if allowed else "leave it out")
+            )
+    return sentences
+
+
+def _without_what_means_nothing(data: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `data` without the ignored keys, each of which gets a warning, and without those not built yet."""
     kept = {
         section: dict(body) if isinstance(body, dict) else body
         for section, body in data.items()
         if section != "$schema"
     }
     known = leaf_keys()
-    for key, value in _items(data):
+    for key, _ in _items(data):
         section, _, name = key.partition(".")
         if key in IGNORED:
             logger.warning("%s is ignored: %s", key, IGNORED[key])
+        if key in IGNORED or (key in NOT_BUILT and key not in known):
             del kept[section][name]
-        elif key in NOT_BUILT:
-            if value not in NOT_BUILT[key]:
-                allowed = " or ".join(json.dumps(v) for v in NOT_BUILT[key])
-                raise UserError(
-                    f"{key}={json.dumps(value)} is not built yet; " + (f"use {allowed}" if allowed else "leave it out")
-                )
-            if key not in known:
-                del kept[section][name]
     return kept
 
 
@@ -107,6 +112,8 @@ def _sentence(error: Any) -> str:
         return f"{key} is missing; set it in the file or by --{key}"
     if error["type"] == "value_error":
         return f"{key}: {error['ctx']['error']}"
+    if isinstance(error["input"], dict | list):  # not shown: it may be long, or hold a secret
+        return f"{key}: {error['msg'].replace('Input should', 'it should')}"
     return f"{key}={json.dumps(error['input'], default=str)}: {error['msg'].replace('Input should', 'it should')}"
 
 
@@ -116,10 +123,13 @@ def parse_config(data: dict[str, Any]) -> Config:
     Raises:
         UserError: one line per mistake, naming the key, the value and the remedy.
     """
+    mistakes = _not_built(data)
     try:
-        config = Config.model_validate(_drop_what_means_nothing(data))
+        config = Config.model_validate(_without_what_means_nothing(data))
     except ValidationError as error:
-        raise UserError("\n".join(dict.fromkeys(_sentence(e) for e in error.errors()))) from None
+        mistakes += [_sentence(each) for each in error.errors()]
+    if mistakes:
+        raise UserError("\n".join(dict.fromkeys(mistakes)))
     if config.checkpoint.save_frequency:
         logger.warning(
             "checkpoint.save_frequency=%d: checkpoints are not built yet, none is written",
@@ -141,6 +151,20 @@ def read_json(path: str) -> dict[str, Any]:
     return data
 
 
+def _is_text(section: str, name: str) -> bool:
+    """Does this key hold a string? Then 42 on the command line is "42"."""
+    field = Config.model_fields.get(section)
+    leaf = getattr(field and field.annotation, "model_fields", {}).get(name)
+    return leaf is not None and leaf.annotation in (str, str | None)
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema that editors use to complete and check a config; the config may refer to it by "$schema"."""
+    schema = Config.model_json_schema()
+    schema["properties"]["$schema"] = {"type": "string"}
+    return schema
+
+
 def _apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
     """Write `--section.key value` and `--section.key=value` into `data`; values are JSON, else plain strings."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
@@ -154,7 +178,8 @@ def _apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
         body = data.setdefault(section, {})
         if not isinstance(body, dict):
             raise UserError(f"{key}: {section!r} is not a section of the file but a value")
-        body[name] = read_string(words.pop(0))
+        word = words.pop(0)
+        body[name] = word if _is_text(section, name) and word != "null" else read_string(word)
 
 
 def load_config(arguments: list[str]) -> Config:
@@ -176,7 +201,7 @@ def load_config(arguments: list[str]) -> Config:
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of the config and exit")
     known, overrides = parser.parse_known_args(arguments)
     if known.schema:
-        print(json.dumps(Config.model_json_schema(), indent=2))
+        print(json.dumps(json_schema(), indent=2))
         raise SystemExit(0)
     if known.config is None:
         raise UserError("no config; start with --config template/base_config.json")

@@ -1,11 +1,13 @@
 """What a run tells: a console line, a line of metrics.jsonl and a wandb record per step, from one object."""
 
+import itertools
 import json
 import logging
 import math
 import re
 import resource
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
-from picotron.config import Config, UserError
+from picotron.config import Config, UserError, reason
 from picotron.model import Llama
 from picotron.utils import all_reduce
 
@@ -31,6 +33,7 @@ PEAK_BF16_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
+    "H800 PCIe": 756e12,
     "H800": 989e12,
     "A100": 312e12,
     "A800": 312e12,
@@ -43,7 +46,7 @@ PEAK_BF16_FLOPS = {
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Peak FLOP/s in bfloat16; None (and so no MFU) for CPUs, other dtypes and devices not in the table."""
-    if dtype != torch.bfloat16:
+    if dtype != torch.bfloat16 or re.search(r"MIG|Laptop|Max-Q| D$", device_name):  # a part, or a slower version
         return None
     return next((flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
@@ -72,45 +75,49 @@ def memory_gb(device: torch.device) -> float:
 
 
 def _start_wandb(config: Config) -> Any:
+    """A wandb run; offline if there is no login, or no way to reach the server."""
     import wandb
 
-    online = wandb.login(prompt=False)
-    if not online:
-        logger.warning(
-            "wandb: no login found, so the run is recorded offline in %s/wandb; `wandb sync` uploads it",
-            config.checkpoint.save_dir,
-        )
-    return wandb.init(
-        project=config.logging.project_name,
-        name=config.logging.run_name,
-        dir=config.checkpoint.save_dir,
-        config=config.model_dump(),
-        mode="online" if online else "offline",
-    )
+    arguments: dict[str, Any] = {
+        "project": config.logging.project_name,
+        "name": config.logging.run_name,
+        "dir": config.checkpoint.save_dir,
+    }
+    try:
+        if wandb.login(prompt=False, verify=False):
+            return wandb.init(**arguments, config=config.model_dump(), mode="online")
+        why = "there is no login"
+    except wandb.errors.Error as error:
+        why = reason(error)
+    logger.warning("wandb records offline in %s/wandb (%s); `wandb sync` uploads it", config.checkpoint.save_dir, why)
+    return wandb.init(**arguments, config=config.model_dump(), mode="offline")
+
+
+def check_save_dir(config: Config) -> None:
+    """Make the folder for the outputs. Raises UserError if they cannot or should not be written there."""
+    name = config.checkpoint.save_dir
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=name).close()
+        existing = Path(name, "config.json")
+        if existing.exists() and "model_type" in existing.read_text():
+            raise UserError(
+                f"checkpoint.save_dir={name!r} is a model's folder, whose config.json must stay; choose another"
+            )
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.save_dir={name!r} cannot be written: {error.strerror}; choose another folder"
+        ) from None
 
 
 def _keep_earlier_run(save_dir: Path) -> None:
     """A new run in an old folder must not destroy what the old one measured: its files get a number."""
-    if not (save_dir / "metrics.jsonl").exists():
-        return
-    number = next(n for n in range(1, sys.maxsize) if not (save_dir / f"metrics.{n}.jsonl").exists())
-    for stem, suffix in (("metrics", "jsonl"), ("config", "json")):
-        if (save_dir / f"{stem}.{suffix}").exists():
-            (save_dir / f"{stem}.{suffix}").rename(save_dir / f"{stem}.{number}.{suffix}")
-    logger.info("%s holds an earlier run: kept as metrics.%d.jsonl", save_dir, number)
-
-
-def prepare_save_dir(config: Config) -> None:
-    """Make the output folder and write config.json into it. Called by one rank."""
-    save_dir = Path(config.checkpoint.save_dir)
-    try:
-        save_dir.mkdir(parents=True, exist_ok=True)
-        _keep_earlier_run(save_dir)
-        (save_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-    except OSError as error:
-        raise UserError(
-            f"checkpoint.save_dir={config.checkpoint.save_dir!r} cannot be written: {error.strerror}; choose another folder"
-        ) from None
+    old = [Path(name) for name in ("metrics.jsonl", "config.json") if (save_dir / name).exists()]
+    if old:
+        number = next(n for n in itertools.count(1) if not list(save_dir.glob(f"*.{n}.json*")))
+        for path in old:
+            (save_dir / path).rename(save_dir / f"{path.stem}.{number}{path.suffix}")
+        logger.info("%s holds an earlier run, whose files are now called *.%d.*", save_dir, number)
 
 
 class Metrics:
@@ -130,8 +137,10 @@ class Metrics:
         self.writes = pgm.process_group_manager.global_rank == 0
         self.wandb = None
         if self.writes:
-            prepare_save_dir(config)
-            self.path = Path(config.checkpoint.save_dir) / "metrics.jsonl"
+            save_dir = Path(config.checkpoint.save_dir)
+            _keep_earlier_run(save_dir)
+            (save_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+            self.path = save_dir / "metrics.jsonl"
             self.wandb = _start_wandb(config) if config.logging.use_wandb else None
         self.start = time.perf_counter()
 

@@ -24,10 +24,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal softmax(q k' / sqrt(d)) v by PyTorch's best fused kernel, which reads shared k/v heads in place.
+    """Causal softmax(q k' / sqrt(d)) v by PyTorch's best fused kernel.
 
     q (B, H, T, d); k, v (B, K, T, d), where H is a multiple of K -> (B, H, T, d)
     """
+    if q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
+        # Only the flash kernels read shared k/v heads in place, and on GPUs they take half types alone.
+        k, v = (heads.repeat_interleave(q.size(1) // heads.size(1), dim=1) for heads in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
 
 

@@ -6,15 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+import torch
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from picotron import data as data_module
+from picotron import tokens as tokens_module
 from picotron.config import Config, UserError
-from picotron.data import MicroBatchDataLoader, epoch_order, load_documents, load_tokens, python_stdlib, train_bpe
+from picotron.data import MicroBatchDataLoader, epoch_order
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.tokens import load_documents, python_stdlib, train_bpe, write_tokens
 from tests.oracle import make_config, tiny_llama
 from tests.worker_pool import WorkerPool
 
+CPU = torch.device("cpu")
 TEXTS = [
     "def f(x):\n    return x + 1\n" * 20,
     "one line only, with ünïcödé → ok",
@@ -25,7 +28,7 @@ TEXTS = [
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(data_module, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(tokens_module, "CACHE", tmp_path / "cache")
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
@@ -38,6 +41,10 @@ def tokenizer(tmp_path: Path) -> str:
     folder = str(tmp_path / "tokenizer")
     train_bpe(iter(TEXTS), 300).save_pretrained(folder)
     return folder
+
+
+def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
+    return np.load(write_tokens(config, model_config), mmap_mode="r")
 
 
 def write_files(folder: Path, kind: str) -> str:
@@ -70,7 +77,7 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path: Path, tokenizer: str
         expected += [*plain(text)["input_ids"], plain.eos_token_id]
     assert tokens.tolist() == expected
     assert isinstance(tokens, np.memmap)
-    assert plain.decode(tokens[: len(expected)]).replace(data_module.END_OF_TEXT, "") == "".join(
+    assert plain.decode(tokens[: len(expected)]).replace(tokens_module.END_OF_TEXT, "") == "".join(
         TEXTS[:1] if kind == "txt" else TEXTS
     )
 
@@ -90,6 +97,32 @@ def test_tokens_are_written_once_and_again_when_the_content_changes(
     file.write_text(json.dumps({"body": "xyz " * 60}) + "\n")
     assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() != first.tolist()
     assert len(list(cache.glob("*.npy"))) == 2
+
+
+def test_tokenizers_that_differ_only_in_their_end_token_do_not_share_tokens(tmp_path: Path) -> None:
+    streams = []
+    for end in ("e", "t"):
+        tokenizer = train_bpe(iter(TEXTS), 300)
+        tokenizer.eos_token = end
+        tokenizer.save_pretrained(tmp_path / end)
+        config = make_config(training__num_samples=2, model__tokenizer=str(tmp_path / end))
+        streams.append(load_tokens(config, tiny_llama(vocab_size=300))[-1])
+    assert streams[0] != streams[1]
+
+
+def test_a_folder_of_jsonl_may_have_a_license(tmp_path: Path, tokenizer: str) -> None:
+    write_files(tmp_path / "files", "jsonl")
+    (tmp_path / "files" / "LICENSE.txt").write_text("do what you want")
+    config = make_config(dataset__name=str(tmp_path / "files"), model__tokenizer=tokenizer)
+    tokens = load_tokens(config, tiny_llama(vocab_size=300)).tolist()
+    assert tokens.count(AutoTokenizer.from_pretrained(tokenizer).eos_token_id) == len(TEXTS)
+
+
+def test_split_takes_a_part_of_a_file(tmp_path: Path, tokenizer: str) -> None:
+    name = write_files(tmp_path / "files", "jsonl")
+    config = make_config(dataset__name=name, model__tokenizer=tokenizer, dataset__split="train[:1]")
+    tokens = load_tokens(config, tiny_llama(vocab_size=300)).tolist()
+    assert tokens.count(AutoTokenizer.from_pretrained(tokenizer).eos_token_id) == 1
 
 
 def test_num_samples_takes_the_first_documents(tmp_path: Path, tokenizer: str) -> None:
@@ -125,7 +158,7 @@ def test_bpe_has_the_size_asked_for_and_loses_nothing(cache: Path) -> None:
     assert len(bpe) == 600
     text = "".join(chr(i) for i in range(1, 3000, 7))
     assert bpe.decode(bpe(text)["input_ids"]) == text
-    documents = bpe.decode(tokens.tolist()).split(data_module.END_OF_TEXT)
+    documents = bpe.decode(tokens.tolist()).split(tokens_module.END_OF_TEXT)
     assert documents[:-1] == [text for text in python_stdlib()[:30] if text]
 
 
@@ -141,8 +174,19 @@ def test_bpe_has_the_size_asked_for_and_loses_nothing(cache: Path) -> None:
         ({"dataset__name": "FOLDER/broken.jsonl"}, "cannot be loaded"),
         (
             {"dataset__name": "FOLDER/good.jsonl", "dataset__text_column": "body"},
-            r"text_column='body' is not in .*; use one of \['text', 'n'\]",
+            r"text_column='body' of .* holds no text; use one of \['text'\]",
         ),
+        (
+            {"dataset__name": "FOLDER/good.jsonl", "dataset__text_column": "n"},
+            r"text_column='n' of .* holds no text; use one of",
+        ),
+        ({"dataset__name": "FOLDER/good.jsonl", "dataset__split": "nonsense"}, "cannot be loaded"),
+        (
+            {"dataset__name": "FOLDER/good.jsonl", "dataset__subset_name": "en"},
+            "subset_name='en', but .* has no subsets",
+        ),
+        ({"dataset__subset_name": "en"}, "subset_name='en', but python-stdlib has no subsets"),
+        ({"dataset__split": "test"}, "split='test', but python-stdlib is one split"),
         ({"dataset__name": "FOLDER", "dataset__split": "validation"}, "cannot be loaded"),
         ({"model__tokenizer": "FOLDER"}, 'no tokenizer in .*; set model.tokenizer to a hub id, a folder, or "bpe"'),
         ({"model__tokenizer": "TOKENIZER"}, "has 300 tokens, but the model's vocab_size is 61; choose another"),
@@ -172,7 +216,7 @@ def test_text_column_of_the_standard_library() -> None:
 def rows(config: Config, steps: int, start_step: int = 0, tokens: int = 1001) -> list[list[int]]:
     """The first input token of every row, micro-batch by micro-batch; token i of the stream is i."""
     setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
-    loader = MicroBatchDataLoader(np.arange(tokens, dtype=np.uint16), config, start_step)
+    loader = MicroBatchDataLoader(np.arange(tokens, dtype=np.uint16), config, CPU, start_step)
     assert (loader.grad_acc_steps, loader.micro_batch_size) == (
         config.training.gradient_accumulation_steps,
         config.training.micro_batch_size,
@@ -234,8 +278,8 @@ def too_little() -> str:
     setup_process_group_manager(1, 1, 1, 1)
     config = sample_config(training__micro_batch_size=101)
     with pytest.raises(UserError) as error:
-        MicroBatchDataLoader(np.arange(1001, dtype=np.uint16), config)
-    MicroBatchDataLoader(np.arange(1001, dtype=np.uint16), sample_config(training__micro_batch_size=100))
+        MicroBatchDataLoader(np.arange(1001, dtype=np.uint16), config, CPU)
+    MicroBatchDataLoader(np.arange(1001, dtype=np.uint16), sample_config(training__micro_batch_size=100), CPU)
     return str(error.value)
 
 

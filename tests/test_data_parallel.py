@@ -8,7 +8,7 @@ from torch import nn
 
 from picotron.config import Config
 from picotron.data import MicroBatchDataLoader
-from picotron.data_parallel import data_parallel
+from picotron.data_parallel import bucket as bucket_module
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.process_group_manager import setup_process_group_manager
@@ -27,7 +27,7 @@ WRAPPERS = {
 def train(config: Config, model_config: Any, wrapper: str) -> dict[str, Any]:
     grid = setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
     model = WRAPPERS[wrapper](our_model(model_config, seed=config.training.seed))
-    loader = MicroBatchDataLoader(random_tokens(), config)
+    loader = MicroBatchDataLoader(random_tokens(), config, torch.device("cpu"))
     optimizer = AdamW(model.parameters(), config.training, fused=config.model.use_fused_adam)
     scheduler = make_scheduler(optimizer, config.training)
     losses, norms = [], []
@@ -74,11 +74,11 @@ def test_the_comparison_notices_a_missing_reduction(pool: WorkerPool) -> None:
 
 
 def train_without_reduction(config: Config) -> dict[str, Any]:
-    original, data_parallel.all_reduce = data_parallel.all_reduce, lambda *_, **__: None
+    original, bucket_module.all_reduce = bucket_module.all_reduce, lambda *_, **__: None
     try:
         return train(config, tiny_llama(), "naive")
     finally:
-        data_parallel.all_reduce = original
+        bucket_module.all_reduce = original
 
 
 class Branches(nn.Module):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import types
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from picotron.config import UserError
-from picotron.metrics import Metrics, flops_per_token, peak_flops
+from picotron.metrics import Metrics, check_save_dir, flops_per_token, peak_flops
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
 from tests.oracle import make_config, tiny_llama
@@ -58,6 +59,10 @@ def test_flops_agree_with_what_torch_counts() -> None:
         ("NVIDIA B200", 2250e12),
         ("NVIDIA GB200", 2500e12),
         ("NVIDIA L4", 121e12),
+        ("NVIDIA H800 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
         ("NVIDIA L40", None),
         ("NVIDIA RTX A1000", None),
         ("CPU", None),
@@ -69,6 +74,7 @@ def test_peak_is_known_or_absent_but_never_another_devices(name: str, expected: 
 
 
 def log_steps(folder: str, losses: list[float], wandb: bool = False) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
     setup_process_group_manager(1, 1, 1, dist.get_world_size())
     config = make_config(
         checkpoint__save_dir=folder,
@@ -103,6 +109,10 @@ def test_an_earlier_run_in_the_same_folder_is_kept(pool: WorkerPool, tmp_path: P
     kept = {path.name: json.loads(path.read_text())["loss"] for path in tmp_path.glob("metrics*.jsonl")}
     assert kept == {"metrics.1.jsonl": 1.0, "metrics.2.jsonl": 2.0, "metrics.jsonl": 3.0}
     assert {path.name for path in tmp_path.glob("config*.json")} == {"config.1.json", "config.2.json", "config.json"}
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "config.json").write_text("something else")
+    pool.run(log_steps, 1, str(tmp_path / "alone"), [1.0])
+    assert (tmp_path / "alone" / "config.1.json").read_text() == "something else"
 
 
 def refused(folder: str, losses: list[float]) -> str:
@@ -118,22 +128,32 @@ def test_nan_and_inf_stop_the_run_on_every_rank(pool: WorkerPool, tmp_path: Path
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_folder_that_cannot_be_written(pool: WorkerPool, tmp_path: Path) -> None:
+def test_folders_that_outputs_do_not_belong_in(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert (
-        "cannot be written: Not a directory; choose another folder"
-        in pool.run(refused, 1, f"{tmp_path}/file/run", [1.0])[0]
-    )
+    with pytest.raises(UserError, match="cannot be written: Not a directory; choose another folder"):
+        check_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/file/run"))
+    tiny_llama().save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=r"is a model's folder, whose config\.json must stay; choose another"):
+        check_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/model"))
+    check_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/deep/new/folder"))
+    assert list((tmp_path / "deep/new/folder").iterdir()) == []
 
 
-def log_with_wandb(folder: str, logged_in: bool) -> dict[str, Any]:
+def log_with_wandb(folder: str, login: str) -> dict[str, Any]:
     calls: dict[str, Any] = {"logged": []}
-    fake = types.ModuleType("wandb")
+    fake: Any = types.ModuleType("wandb")
     run = types.SimpleNamespace(
         log=lambda record, step: calls["logged"].append((step, record["loss"])), finish=lambda: calls.update(done=True)
     )
-    fake.login = lambda prompt: logged_in
-    fake.init = lambda **arguments: calls.update(arguments) or run
+
+    def init(**arguments: Any) -> Any:
+        if login == "no network" and arguments["mode"] == "online":
+            raise fake.errors.Error("cannot reach the server")
+        calls.update(arguments)
+        return run
+
+    fake.errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
+    fake.login, fake.init = lambda prompt, verify: login != "none", init
     sys.modules["wandb"] = fake
     try:
         log_steps(folder, [1.0, 2.0], wandb=True)
@@ -142,15 +162,26 @@ def log_with_wandb(folder: str, logged_in: bool) -> dict[str, Any]:
     return calls
 
 
-@pytest.mark.parametrize("logged_in", [True, False])
-def test_wandb_has_one_run_and_is_offline_without_a_login(pool: WorkerPool, tmp_path: Path, logged_in: bool) -> None:
-    first, second = pool.run(log_with_wandb, 2, str(tmp_path), logged_in)
+@pytest.mark.parametrize("login", ["good", "none", "no network"])
+def test_wandb_has_one_run_and_is_offline_if_it_must_be(pool: WorkerPool, tmp_path: Path, login: str) -> None:
+    (tmp_path / "run").mkdir()
+    first, second = pool.run(log_with_wandb, 2, str(tmp_path / "run"), login)
     assert first["logged"] == [(1, 1.5), (2, 2.5)]
-    assert first["mode"] == ("online" if logged_in else "offline")
+    assert first["mode"] == ("online" if login == "good" else "offline")
     assert first["done"]
     assert second == {"logged": []}  # only rank 0 talks to wandb
 
 
-def test_real_wandb_records_offline(pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool.run(log_steps, 1, str(tmp_path), [1.0, 2.0], True)
+def log_without_login(folder: str) -> None:
+    os.environ |= {"HOME": folder, "NETRC": f"{folder}/netrc"}  # the user's own login must not see this run
+    os.environ.pop("WANDB_API_KEY", None)
+    log_steps(folder, [1.0, 2.0], wandb=True)
+
+
+def test_real_wandb_records_offline(tmp_path: Path) -> None:
+    pool = WorkerPool()  # of its own: the worker's environment is changed
+    try:
+        pool.run(log_without_login, 1, str(tmp_path))
+    finally:
+        pool.close()
     assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 1

@@ -9,7 +9,7 @@ PACKAGE = sorted(Path("picotron").rglob("*.py"))
 PARALLEL = ("tensor_parallel", "context_parallel", "data_parallel", "pipeline_parallel")
 # From the bottom to the top: a module imports only modules of lower levels. `utils` may be used from level 2 on.
 LEVELS = {
-    "config": 0, "config_reader": 1, "process_group_manager": 1, "utils": 1, "model": 2, "data": 3, "optimizer": 3,
+    "config": 0, "config_reader": 1, "process_group_manager": 1, "utils": 1, "model": 2, "tokens": 3, "data": 3, "optimizer": 3,
     "checkpoint": 3, "metrics": 3, **dict.fromkeys(PARALLEL, 3),
 }  # fmt: skip
 

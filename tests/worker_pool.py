@@ -14,6 +14,7 @@ import pickle
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ class WorkerError(AssertionError):
 def _work(connection: multiprocessing.connection.Connection) -> None:
     """A worker's life: receive (function, arguments, rank, size, rendezvous file), answer (succeeded, result)."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", module="picotron")
     while True:
         try:
             function, arguments, rank, size, rendezvous = pickle.loads(connection.recv_bytes())

@@ -1,0 +1,215 @@
+"""Text -> tokens: all documents of a data set become one long stream of tokens on disk, once."""
+
+import datetime
+import hashlib
+import json
+import logging
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from filelock import FileLock
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from picotron import process_group_manager as pgm
+from picotron.config import Config, UserError, reason
+from picotron.config import Dataset as DatasetSection
+
+logger = logging.getLogger("picotron")
+
+CACHE = Path.home() / ".cache" / "picotron"
+FILE_TYPES = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+END_OF_TEXT = "<|endoftext|>"
+
+
+def python_stdlib() -> list[str]:
+    """The sources of this Python's standard library in a fixed order: real text that every machine has.
+
+    Left out: tests, packages of others, and tables (character sets, the help texts of pydoc).
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "ensurepip", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+    files = (path for path in sorted(root.rglob("*.py")) if not left_out & set(path.relative_to(root).parts))
+    return [path.read_text(encoding="utf-8", errors="replace") for path in files]
+
+
+def _load_named(section: DatasetSection) -> Any:
+    """The `datasets.Dataset` that `section` names, whatever kind of name it is."""
+    import datasets  # slow to import, and only one process per machine needs it
+
+    name, path, split = section.name, Path(section.name), section.split
+    if section.subset_name is not None and (name == "python-stdlib" or path.is_file()):
+        raise UserError(f"dataset.subset_name={section.subset_name!r}, but {name} has no subsets; leave it out")
+    if name == "python-stdlib":
+        if split != "train":
+            raise UserError(f"dataset.split={split!r}, but {name} is one split; leave it out")
+        return datasets.Dataset.from_dict({section.text_column: python_stdlib()})
+    if path.is_file():
+        if path.suffix not in FILE_TYPES:
+            raise UserError(f"dataset.name={name!r} ends in {path.suffix!r}; use one of {', '.join(FILE_TYPES)}")
+        whole = {"sample_by": "document"} if path.suffix == ".txt" else {}  # a file is a document, not each line
+        return datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split=split, **whole)
+    if path.is_dir() and {file.suffix for file in path.rglob("*")} & FILE_TYPES.keys() == {".txt"}:
+        return datasets.load_dataset("text", data_dir=name, split=split, sample_by="document")
+    if not path.is_dir() and (path.suffix in FILE_TYPES or path.is_absolute() or name.startswith(".")):
+        raise UserError(f"dataset.name={name!r}: no such file or folder; check the path")
+    return datasets.load_dataset(name, section.subset_name, split=split)
+
+
+def load_documents(section: DatasetSection) -> Any:
+    """The data set as a `datasets.Dataset` with one document per row.
+
+    Raises:
+        UserError: it does not exist, cannot be read, or has no text where `text_column` says.
+    """
+    try:
+        documents = _load_named(section)
+    except UserError:
+        raise
+    except Exception as error:  # unknown on the hub, no network, broken file, unknown split, ...
+        raise UserError(
+            f"dataset.name={section.name!r} cannot be loaded ({reason(error)}); give a hub id, a folder, a file or 'python-stdlib'"
+        ) from None
+    kinds = {name: str(getattr(feature, "dtype", "nested")) for name, feature in documents.features.items()}
+    if kinds.get(section.text_column) not in ("string", "large_string"):
+        texts = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
+        raise UserError(
+            f"dataset.text_column={section.text_column!r} of {section.name} holds no text; use one of {texts}"
+        )
+    return documents
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def train_bpe(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE (Sennrich et al. 2015, arXiv:1508.07909; Radford et al. 2019) of `vocab_size` tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes: any text can be written
+    if vocab_size <= len(alphabet):
+        raise UserError(
+            f"vocab_size={vocab_size} is too small for a byte-level BPE; it needs at least {len(alphabet) + 1}"
+        )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT)
+
+
+def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer that `model.tokenizer` asks for; "bpe" trains one, or finds it in the cache.
+
+    Raises:
+        UserError: it cannot be loaded, or has more tokens than the model's vocabulary.
+    """
+    if config.model.tokenizer == "bpe":
+        folder = CACHE / f"bpe-{_key(documents._fingerprint, config.dataset.text_column, str(model_config.vocab_size))}"
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                logger.info(
+                    "training a byte-level BPE of %d tokens on %s", model_config.vocab_size, config.dataset.name
+                )
+                tokenizer = train_bpe(_texts(documents, config.dataset.text_column), model_config.vocab_size)
+                tokenizer.save_pretrained(f"{folder}.tmp")
+                os.replace(f"{folder}.tmp", folder)
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    name = config.model.tokenizer or config.model.name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise UserError(
+            f'no tokenizer in {name!r} ({reason(error)}); set model.tokenizer to a hub id, a folder, or "bpe" to train one'
+        ) from None
+    if len(tokenizer) > model_config.vocab_size:
+        raise UserError(
+            f"the tokenizer {name!r} has {len(tokenizer)} tokens, but the model's vocab_size is {model_config.vocab_size}; "
+            f"choose another model.tokenizer"
+        )
+    return tokenizer
+
+
+def _texts(documents: Any, column: str) -> Iterator[str]:
+    for document in documents.select_columns(column):
+        if document[column] is not None:
+            yield document[column]
+
+
+def _write_tokens(documents: Any, tokenizer: PreTrainedTokenizerBase, config: Config, dtype: type, path: Path) -> None:
+    """Tokenise all documents into one .npy file, each followed by the end-of-sequence token if there is one."""
+    column, end = config.dataset.text_column, [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def tokenise(batch: dict[str, list[str | None]]) -> dict[str, list[list[int]]]:
+        texts = [text for text in batch[column] if text]
+        ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        return {"ids": [document + end for document in ids]}
+
+    rows = documents.map(
+        tokenise,
+        batched=True,
+        batch_size=100,
+        remove_columns=documents.column_names,
+        num_proc=config.dataset.num_proc if config.dataset.num_proc > 1 else None,
+        new_fingerprint=path.stem,
+        desc="Tokenising",
+    ).with_format("arrow")
+
+    def parts() -> Iterator[np.ndarray]:
+        for rows_part in rows.iter(1000):
+            yield from (chunk.flatten().to_numpy() for chunk in rows_part["ids"].chunks)
+
+    # Two passes, since neither the rows nor the stream need to fit into memory.
+    stream = np.lib.format.open_memmap(f"{path}.tmp", mode="w+", dtype=dtype, shape=(sum(map(len, parts())),))
+    start = 0
+    for part in parts():
+        stream[start : start + len(part)] = part
+        start += len(part)
+    stream.flush()
+    os.replace(f"{path}.tmp", path)
+
+
+def write_tokens(config: Config, model_config: LlamaConfig) -> Path:
+    """The path of the data set's stream of tokens, an .npy file in the cache that is written if it is not there.
+
+    Raises:
+        UserError: as `load_documents` and `load_tokenizer`.
+    """
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(CACHE / "lock"):  # another run may want the same
+        documents = load_documents(config.dataset)
+        if config.training.num_samples is not None:
+            documents = documents.select(range(min(config.training.num_samples, len(documents))))
+        tokenizer = load_tokenizer(config, model_config, documents)
+        rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+        dtype = np.uint16 if model_config.vocab_size <= 2**16 else np.uint32
+        key = _key(
+            documents._fingerprint, config.dataset.text_column, rules, str(tokenizer.eos_token_id), dtype.__name__
+        )
+        path = CACHE / f"tokens-{key}.npy"
+        if not path.exists():
+            _write_tokens(documents, tokenizer, config, dtype, path)
+    return path
+
+
+def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
+    """The data set as one memory-mapped stream of tokens. One process per machine tokenises, the others wait for it.
+
+    Raises:
+        UserError: as `load_documents` and `load_tokenizer`.
+    """
+    path = [write_tokens(config, model_config)] if pgm.process_group_manager.local_rank == 0 else [Path()]
+    # A group of its own, on the CPU and patient: tokenising may take longer than any other message.
+    waiting = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+    dist.barrier(waiting)
+    dist.broadcast_object_list(path, src=0, group=waiting)
+    dist.destroy_process_group(waiting)
+    return np.load(path[0], mmap_mode="r")
