@@ -12,37 +12,35 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from transformers import LlamaConfig
 
 from picotron.checkpoint import pretrained_value
 from picotron.config import Config, UserError, check_world_size
 from picotron.config_reader import load_config
 from picotron.data import MicroBatchDataLoader
-from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.metrics import Metrics, check_save_dir
-from picotron.model import Llama, fused_attention, initial_value, load_model_config, materialise, math_attention
+from picotron.model import Llama, fused_attention, load_model_config, math_attention
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from picotron.tokens import load_tokens
 from picotron.utils import exit_on_error
+from picotron.weights import initial_value, materialise
 
 logger = logging.getLogger("picotron")
 
 
-def train_step(model: DataParallelBucket, data_loader: MicroBatchDataLoader, device: torch.device) -> torch.Tensor:
+def train_step(model: DataParallel, data_loader: MicroBatchDataLoader, device: torch.device) -> torch.Tensor:
     """Forward and backward for this rank's micro-batches of one global batch; gradients end up in `main_grad`.
 
     Returns the mean loss over this rank's tokens, a scalar that stays on the device.
     """
     total_loss = torch.zeros((), device=device)
     for i in range(data_loader.grad_acc_steps):
-        batch = next(data_loader)
         # Gradients add up over the micro-batches; only the last backward averages the sum over the other ranks.
         model.require_backward_grad_sync = i == data_loader.grad_acc_steps - 1
-        logits = model(batch["input_ids"], batch["position_ids"])  # (B, T, V)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["target_ids"].flatten()) / data_loader.grad_acc_steps
+        loss = model(**next(data_loader)) / data_loader.grad_acc_steps
         loss.backward()
         total_loss = total_loss + loss.detach()
     return total_loss
@@ -59,6 +57,7 @@ def main() -> None:
     check_save_dir(config)
     device, dtype = set_up_device(config), getattr(torch, config.model.dtype)
     model_config = load_model_config(config.model)
+    check_tensor_parallel(model_config, config.distributed.tp_size)
 
     # The grid of processes.
     init_process_group(config, device)
@@ -77,15 +76,14 @@ def main() -> None:
     optimizer = AdamW(model.parameters(), config.training, config.model.use_fused_adam)
     scheduler = make_scheduler(optimizer, config.training)
     metrics = Metrics(config, model_config, device, dtype)
-    size = sum(p.numel() for p in llama.parameters())
-    logger.info("%s | %s parameters, %s on %s", grid, f"{size:,}", config.model.dtype, device)
+    logger.info("%s | %s parameters, %s on %s", grid, f"{metrics.parameters:,}", config.model.dtype, device)
     logger.info("%s tokens of %s, %s per step", f"{len(tokens):,}", config.dataset.name, f"{metrics.tokens_per_step:,}")
 
     step = 0
     max_tokens = config.training.max_tokens or math.inf
     while step < config.training.total_train_steps and step * metrics.tokens_per_step < max_tokens:
         loss = train_step(model, data_loader, device)
-        grad_norm = clip_grad_norm(model.parameters(), config.training.max_grad_norm)
+        grad_norm = clip_grad_norm(model, config.training.max_grad_norm)
         learning_rate = float(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
@@ -135,6 +133,7 @@ def build_model(config: Config, model_config: LlamaConfig, device: torch.device,
     attend = fused_attention if config.model.use_flash_attention else math_attention
     with torch.device("meta"):
         model = Llama(model_config, attend, config.training.activation_checkpointing == "full").to(dtype)
+        model = apply_tensor_parallel(model, config.distributed.sequence_parallel)
     if config.model.pretrained:
         materialise(model, device, pretrained_value(config.model.name))
     else:

@@ -15,9 +15,11 @@ from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
-from picotron.model import Llama, initial_value, materialise
+from picotron.model import Llama
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
+from picotron.weights import initial_value, materialise
 from train import train_step
 
 ON_GPU = torch.cuda.is_available()
@@ -62,13 +64,19 @@ def loader_of(config: Config, device: torch.device) -> MicroBatchDataLoader:
 
 
 def ours(
-    rank: int, dp_size: int, micro_batch: int, wrapper: str = "bucket", compiled: bool = False
+    rank: int,
+    dp_size: int,
+    micro_batch: int,
+    wrapper: str = "bucket",
+    compiled: bool = False,
+    tp_size: int = 1,
+    sequence_parallel: bool = False,
 ) -> Callable[[], Any]:
     """A step of picotron: its own train_step, clipping and optimizer."""
     device, config = device_of(rank), run_config(dp_size, micro_batch)
-    setup_process_group_manager(1, 1, 1, dp_size)
+    setup_process_group_manager(tp_size, 1, 1, dp_size)
     with torch.device("meta"):
-        llama = Llama(model_config()).to(getattr(torch, config.model.dtype))
+        llama = apply_tensor_parallel(Llama(model_config()).to(getattr(torch, config.model.dtype)), sequence_parallel)
     materialise(llama, device, initial_value(model_config(), 0))
     if compiled:
         for layer in llama.model.layers:
@@ -79,7 +87,7 @@ def ours(
 
     def step() -> None:
         train_step(model, loader, device)
-        clip_grad_norm(model.parameters(), 1.0)
+        clip_grad_norm(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 

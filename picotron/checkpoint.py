@@ -1,14 +1,15 @@
 """Hugging Face model folders, read as safetensors only: tensor by tensor, of each only the slice that is asked for."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from picotron.config import UserError, reason
+from picotron.weights import Index, Value
 
 
 def find_folder(name: str) -> Path:
@@ -49,11 +50,11 @@ class SafetensorsFolder:
         except (SafetensorError, ValueError, KeyError) as error:
             raise UserError(f"the safetensors of {folder} are damaged ({error}); fetch or save them again") from None
 
-    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Rows of one tensor; only these bytes are read.
+    def read(self, name: str, shape: torch.Size, index: Index = ()) -> Tensor:
+        """The part `[index]` of one tensor, which should have `shape` as a whole; only that part is read.
 
         Raises:
-            UserError: the folder does not have it, or its file is missing or damaged.
+            UserError: the folder does not have it, it has another shape, or its file is missing or damaged.
         """
         if name not in self.file_of:
             raise UserError(
@@ -62,14 +63,16 @@ class SafetensorsFolder:
         path = self.file_of[name]
         try:
             with safe_open(path, framework="pt") as file:
-                return file.get_slice(name)[rows]
+                tensor = file.get_slice(name)
+                if tensor.get_shape() != list(shape):
+                    raise UserError(f"{name} of {path} has shape {tensor.get_shape()}; the model expects {list(shape)}")
+                return tensor[index or ...]
         except FileNotFoundError:
             raise UserError(f"{path}, named by the index of {self.folder}, is missing; fetch it again") from None
         except SafetensorError as error:
             raise UserError(f"{path} is damaged ({error}); fetch or save it again") from None
 
 
-def pretrained_value(name: str) -> Callable[[str, Tensor], Tensor]:
+def pretrained_value(name: str) -> Value:
     """For `materialise`: the values of the parameters in a model folder (or hub model) `name`."""
-    folder = SafetensorsFolder(find_folder(name))
-    return lambda parameter_name, _: folder.read(parameter_name)
+    return SafetensorsFolder(find_folder(name)).read

@@ -37,6 +37,8 @@ class Section(BaseModel):
 class Distributed(Section):
     tp_size: PositiveInt = 1
     """tensor-parallel ranks: each holds a part of every matrix"""
+    sequence_parallel: bool = False
+    """with tp_size > 1: between the matrices, each of these ranks holds a part of the sequence"""
     cp_size: PositiveInt = 1
     """context-parallel ranks: each holds a part of every sequence"""
     pp_size: PositiveInt = 1
@@ -180,6 +182,16 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
     environment: Environment = Environment()
+
+    @model_validator(mode="after")
+    def sequence_divides(self) -> "Config":
+        length, tp = self.training.seq_length, self.distributed.tp_size
+        if self.distributed.sequence_parallel and length % tp:
+            below = length // tp * tp
+            raise ValueError(
+                f"training.seq_length={length} does not divide by tp_size={tp}, as sequence_parallel needs; use {below} or {below + tp}"
+            )
+        return self
 
     @property
     def global_batch_size(self) -> int:

@@ -24,10 +24,8 @@ logger = logging.getLogger("picotron")
 
 # Keys of the format whose feature does not exist yet, with the values that ask for nothing; others are refused by name.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "distributed.tp_size": (1,),
     "distributed.cp_size": (1,),
     "distributed.pp_size": (1,),
-    "distributed.sequence_parallel": (False,),
     "distributed.cp_sharding": (),
     "distributed.cp_engine": (),
     "distributed.pp_chunks": (1,),
@@ -111,7 +109,7 @@ def _sentence(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key} is missing; set it in the file or by --{key}"
     if error["type"] == "value_error":
-        return f"{key}: {error['ctx']['error']}"
+        return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
     if isinstance(error["input"], dict | list):  # not shown: it may be long, or hold a secret
         return f"{key}: {error['msg'].replace('Input should', 'it should')}"
     return f"{key}={json.dumps(error['input'], default=str)}: {error['msg'].replace('Input should', 'it should')}"

@@ -51,6 +51,12 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     return next((flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
+def whole_model(config: LlamaConfig) -> Llama:
+    """The model without its weights, and whatever the layout."""
+    with torch.device("meta"):
+        return Llama(config)
+
+
 def flops_per_token(config: LlamaConfig, seq_length: int) -> float:
     """Forward and backward FLOPs that training needs per token: 6 N + 12 L H Q T (Chowdhery et al. 2022,
     arXiv:2204.02311, appendix B), where L layers have H heads of size Q and sequences have T tokens.
@@ -58,8 +64,7 @@ def flops_per_token(config: LlamaConfig, seq_length: int) -> float:
     N counts each parameter that a token is multiplied with: all, but for an embedding that is not also the head.
     Recomputed activations do not count: they are a cost, not work that was asked for.
     """
-    with torch.device("meta"):
-        model = Llama(config)
+    model = whole_model(config)
     multiplied = sum(p.numel() for p in model.parameters())
     if not config.tie_word_embeddings:
         multiplied -= model.model.embed_tokens.weight.numel()
@@ -132,6 +137,7 @@ class Metrics:
         self.config, self.device = config, device
         self.tokens_per_step = config.global_batch_size * config.training.seq_length
         self.flops_per_step = flops_per_token(model_config, config.training.seq_length) * self.tokens_per_step
+        self.parameters = sum(p.numel() for p in whole_model(model_config).parameters())
         self.peak_flops = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", dtype)
         self.first_loss = self.last_loss = math.nan
         self.writes = pgm.process_group_manager.global_rank == 0

@@ -7,7 +7,6 @@ Shapes: B sequences, T tokens, D hidden size, H query heads and K key/value head
 V vocabulary.
 """
 
-import hashlib
 from collections.abc import Callable
 
 import torch
@@ -68,6 +67,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """Several linear layers applied to the same input."""
+    return [linear(x) for linear in linears]
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 
@@ -85,19 +89,19 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, attend: Attend) -> None:
         super().__init__()
         bias = config.attention_bias
-        self.head_dim, self.attend = config.head_dim, attend
+        self.head_dim, self.attend, self.project = config.head_dim, attend, project
         self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias)
         self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
         self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        B, T, _ = x.shape
-        q = rotate(self.q_proj(x).view(B, T, -1, self.head_dim), cos, sin)  # (B, T, H, d)
-        k = rotate(self.k_proj(x).view(B, T, -1, self.head_dim), cos, sin)  # (B, T, K, d)
-        v = self.v_proj(x).view(B, T, -1, self.head_dim)
+        B = x.size(0)
+        projected = self.project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (each.view(B, -1, each.size(-1) // self.head_dim, self.head_dim) for each in projected)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # (B, T, H, d), (B, T, K, d)
         y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, T, d)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -105,12 +109,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
+        self.project = project
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.project(x, self.gate_proj, self.up_proj)  # (B, T, F) each
+        return self.down_proj(F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):
@@ -124,6 +130,15 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Head(nn.Linear):
+    """The logits of the next token: (B, T, D) -> (B, T, V)."""
+
+    def cross_entropy(self, x: Tensor, target_ids: Tensor) -> Tensor:
+        """The mean loss of predicting target_ids (B, T) from x (B, T, D), a scalar in float32 or wider."""
+        logits = self(x).flatten(0, 1)
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), target_ids.flatten())
 
 
 class Decoder(nn.Module):
@@ -152,7 +167,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config, self.checkpoint_activations = config, checkpoint_activations
         self.model = Decoder(config, attend)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -161,56 +176,29 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, hidden_states: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        target_ids: Tensor | None = None,
     ) -> Tensor:
-        """input_ids (B, T) -> logits (B, T, V).
+        """input_ids (B, T) -> logits (B, T, V), or the mean loss, a scalar, if there are target_ids.
 
         position_ids (B, T): where each token stands in its sequence; 0, 1, 2, ... by default.
         hidden_states (B, T, D): start from these instead of the embedded input_ids.
+        target_ids (B, T): the tokens to predict.
         """
         x = self.model.embed_tokens(input_ids) if hidden_states is None else hidden_states
         if position_ids is None:
-            position_ids = torch.arange(x.size(1), device=x.device)[None]
+            position_ids = torch.arange(input_ids.size(1), device=x.device)[None]
         cos, sin = (table.to(x.dtype) for table in rope(self.config, position_ids))
         for layer in self.model.layers:
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, cos, sin)
-        return self.lm_head(self.model.norm(x))
-
-
-def materialise(model: Llama, device: torch.device, value: Callable[[str, Tensor], Tensor]) -> None:
-    """Give every parameter of a model built on the meta device its memory and `value(name, parameter)`."""
-    for name, parameter in list(model.named_parameters()):  # a tied weight is listed once
-        owner, _, leaf = name.rpartition(".")
-        filled = value(name, parameter).to(device, parameter.dtype)
-        if filled.shape != parameter.shape:
-            raise UserError(f"{name} has shape {list(filled.shape)} where the model expects {list(parameter.shape)}")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(filled))
-    model.tie_weights()
-
-
-def initial_value(config: LlamaConfig, seed: int) -> Callable[[str, Tensor], Tensor]:
-    """Initial weights as transformers draws them: normal with std `initializer_range`, biases 0, norms 1.
-
-    Each parameter has its own generator, on the CPU, seeded by (seed, name): whoever draws it gets the same numbers,
-    whatever else this process holds.
-    """
-
-    def draw(name: str, parameter: Tensor) -> Tensor:
-        if name.endswith("norm.weight"):
-            return torch.ones(parameter.shape)
-        if name.endswith(".bias"):
-            return torch.zeros(parameter.shape)
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        weight = torch.normal(0.0, config.initializer_range, parameter.shape, generator=generator)
-        if name.endswith("embed_tokens.weight") and config.pad_token_id is not None:
-            weight[config.pad_token_id] = 0.0  # padding is embedded as nothing, and never learns
-        return weight
-
-    return draw
+        x = self.model.norm(x)
+        return self.lm_head(x) if target_ids is None else self.lm_head.cross_entropy(x, target_ids)
 
 
 def load_model_config(section: ModelSection) -> LlamaConfig:

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from picotron import process_group_manager as pgm
 from picotron.config import Training
+from picotron.utils import all_reduce
+from picotron.weights import parameters_and_shards
 
 
 class AdamW(torch.optim.AdamW):
@@ -76,13 +79,21 @@ def make_scheduler(optimizer: torch.optim.Optimizer, training: Training) -> Lamb
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
+def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scale all `main_grad`s by min(1, max_norm / norm) and return the norm before that, a scalar on the device.
 
-    It is the norm of all gradients as one vector, in float32 or wider. None never clips.
+    It is the norm of the whole model's gradients as one vector, in float32 or wider: what several tp ranks hold alike
+    counts once. None never clips.
     """
-    gradients = [p.main_grad for p in parameters]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    grid = pgm.process_group_manager
+    gradients, copies = [], []
+    for _, parameter, shard in parameters_and_shards(model):
+        gradients.append(parameter.main_grad)
+        copies.append(grid.tp_world_size if shard is None else shard.copies)
+    squares = torch.stack(torch._foreach_norm(gradients)).square()
+    square = (squares / torch.tensor(copies, device=squares.device)).sum()
+    all_reduce(square, grid.tp_group)
+    norm = square.sqrt()
     if max_norm is not None:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

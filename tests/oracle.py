@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from picotron.config import Config
 from picotron.config_reader import parse_config
-from picotron.model import Llama, initial_value, materialise
+from picotron.model import Llama
+from picotron.weights import initial_value, materialise
 
 
 def tiny_llama(**changes: Any) -> LlamaConfig:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel import bucket as bucket_module
-from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
+from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.utils import all_reduce
@@ -24,21 +25,27 @@ WRAPPERS = {
 }
 
 
-def train(config: Config, model_config: Any, wrapper: str) -> dict[str, Any]:
-    grid = setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
-    model = WRAPPERS[wrapper](our_model(model_config, seed=config.training.seed))
+def train_steps(model: DataParallel, config: Config) -> tuple[list[float], list[float]]:
+    """The losses and gradient norms of a whole run on random tokens."""
     loader = MicroBatchDataLoader(random_tokens(), config, torch.device("cpu"))
     optimizer = AdamW(model.parameters(), config.training, fused=config.model.use_fused_adam)
     scheduler = make_scheduler(optimizer, config.training)
     losses, norms = [], []
     for _ in range(config.training.total_train_steps):
         loss = train_step(model, loader, torch.device("cpu"))
-        all_reduce(loss, grid.cp_dp_group, torch.distributed.ReduceOp.AVG)
+        all_reduce(loss, pgm.process_group_manager.cp_dp_group, torch.distributed.ReduceOp.AVG)
         losses.append(loss.item())
-        norms.append(clip_grad_norm(model.parameters(), config.training.max_grad_norm).item())
+        norms.append(clip_grad_norm(model, config.training.max_grad_norm).item())
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+    return losses, norms
+
+
+def train(config: Config, model_config: Any, wrapper: str) -> dict[str, Any]:
+    setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
+    model = WRAPPERS[wrapper](our_model(model_config, seed=config.training.seed))
+    losses, norms = train_steps(model, config)
     return {"losses": losses, "grad_norms": norms, "weights": model.module.state_dict()}
 
 

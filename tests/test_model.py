@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 
 from picotron.config import Model, UserError
-from picotron.model import Llama, check_supported, initial_value, load_model_config, math_attention
+from picotron.model import Llama, check_supported, load_model_config, math_attention
+from picotron.weights import initial_value
 from tests.oracle import assert_close, oracle_model, our_model, tiny_llama
 
 LLAMA3 = {
@@ -76,7 +77,7 @@ def test_logits_loss_and_every_gradient(variant: str, how: str) -> None:
 def test_hidden_states_replace_the_embedding() -> None:
     model = our_model(tiny_llama())
     ids, _, position_ids = batch("from 7")
-    assert torch.equal(model(ids, position_ids), model(None, position_ids, model.model.embed_tokens(ids)))
+    assert torch.equal(model(ids, position_ids), model(ids, position_ids, model.model.embed_tokens(ids)))
 
 
 def test_compiled_layers_give_the_same_loss() -> None:
@@ -121,12 +122,12 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
 def test_initial_weights_are_distributed_as_transformers_draws_them() -> None:
     config = tiny_llama(hidden_size=128, intermediate_size=256, vocab_size=500, initializer_range=0.02, pad_token_id=7)
     draw = initial_value(config, seed=3)
-    weight = draw("model.embed_tokens.weight", torch.empty(500, 128))
+    weight = draw("model.embed_tokens.weight", torch.Size([500, 128]), ())
     assert weight.mean().abs() < 4 * 0.02 / weight.numel() ** 0.5
     assert (weight.std() / 0.02 - 1).abs() < 0.02
     assert weight[7].count_nonzero() == 0
-    assert torch.equal(draw("model.norm.weight", torch.empty(9)), torch.ones(9))
-    assert torch.equal(draw("model.layers.0.mlp.up_proj.bias", torch.empty(9)), torch.zeros(9))
+    assert torch.equal(draw("model.norm.weight", torch.Size([9]), ()), torch.ones(9))
+    assert torch.equal(draw("model.layers.0.mlp.up_proj.bias", torch.Size([9]), ()), torch.zeros(9))
 
 
 @pytest.mark.parametrize(

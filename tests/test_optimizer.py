@@ -9,7 +9,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 
 from picotron.config import Training
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from picotron.process_group_manager import setup_process_group_manager
 from tests.oracle import assert_close, make_config
+from tests.worker_pool import WorkerPool
 
 
 def training(**changes: object) -> Training:
@@ -88,12 +90,17 @@ def test_bfloat16_has_float32_masters(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("limit", [0.5, 1e6, None])
-def test_clipping_equals_torchs(limit: float | None) -> None:
+def test_clipping_equals_torchs(pool: WorkerPool, limit: float | None) -> None:
+    pool.run(clip_like_torch, 1, limit)
+
+
+def clip_like_torch(limit: float | None) -> None:
+    setup_process_group_manager(1, 1, 1, 1)
     ours, theirs = nn.Linear(5, 4, dtype=torch.float64), nn.Linear(5, 4, dtype=torch.float64)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         b.grad = torch.randn_like(b)
         a.main_grad = b.grad.clone()
-    norm = clip_grad_norm(ours.parameters(), limit)
+    norm = clip_grad_norm(ours, limit)
     assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), math.inf if limit is None else limit), 1e-12)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert_close(a.main_grad, b.grad, 1e-12)

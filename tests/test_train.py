@@ -47,23 +47,37 @@ def metrics(save_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_processes_write_the_metrics_of_one(home: Path, tmp_path: Path) -> None:
-    one = run(home, 0, *arguments(tmp_path / "one", 1, 4))
+@pytest.fixture(scope="module")
+def one_process(home: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The metrics of a run on one process, and the checks of what it says."""
+    save_dir = tmp_path_factory.mktemp("one")
+    one = run(home, 0, *arguments(save_dir, 1, 4))
     assert one.returncode == 0, one.stderr
-    two = run(home, 2, *arguments(tmp_path / "two", 2, 2))
-    assert two.returncode == 0, two.stderr
-    first, second = metrics(tmp_path / "one"), metrics(tmp_path / "two")
-    assert len(first) == 4
-    for field in ("step", "loss", "grad_norm", "learning_rate", "tokens"):
-        assert_close([line[field] for line in second], [line[field] for line in first], what=field)
-    assert first[-1]["loss"] < first[0]["loss"] - 0.05
     output = one.stdout + one.stderr
     assert re.search(r"loss 8\.\d+ -> \d\.\d+ \(a uniform guess has 8\.3178\)", output)
-    assert f"config.json and metrics.jsonl are in {tmp_path}/one" in output
+    assert f"config.json and metrics.jsonl are in {save_dir}" in output
     assert len(re.findall(r"^step +\d+ \| loss ", output, re.MULTILINE)) == 4
-    assert "Warning" not in output + two.stdout + two.stderr
-    assert "dp 2 x pp 1 x cp 1 x tp 1" in two.stdout + two.stderr
-    assert json.loads((tmp_path / "two/config.json").read_text())["distributed"]["dp_size"] == 2
+    assert "Warning" not in output
+    lines = metrics(save_dir)
+    assert len(lines) == 4
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.05
+    return lines
+
+
+@pytest.mark.parametrize(("dp", "tp", "sequence_parallel"), [(2, 1, False), (1, 2, False), (2, 2, False), (1, 2, True)])
+def test_every_layout_writes_the_metrics_of_one_process(
+    one_process: list[dict[str, Any]], home: Path, tmp_path: Path, dp: int, tp: int, sequence_parallel: bool
+) -> None:
+    layout = {"distributed.tp_size": tp, "distributed.sequence_parallel": str(sequence_parallel).lower()}
+    result = run(home, dp * tp, *arguments(tmp_path, dp, 4 // dp, **layout))
+    assert result.returncode == 0, result.stderr
+    lines = metrics(tmp_path)
+    for field in ("step", "loss", "grad_norm", "learning_rate", "tokens"):
+        assert_close([line[field] for line in lines], [line[field] for line in one_process], what=field)
+    output = result.stdout + result.stderr
+    assert f"dp {dp} x pp 1 x cp 1 x tp {tp} | 3,262,464 parameters" in output
+    assert "Warning" not in output
+    assert json.loads((tmp_path / "config.json").read_text())["distributed"]["dp_size"] == dp
 
 
 def test_max_tokens_ends_the_run(home: Path, tmp_path: Path) -> None:
@@ -102,6 +116,7 @@ def test_pretrained_folder_is_where_training_starts(home: Path, tmp_path: Path) 
         (0, ["--distributed.dp_size", "3"], "dp_size=3 x pp_size=1 x cp_size=1 x tp_size=1 needs 3 processes, but 1 started"),
         (2, ["--distributed.dp_size", "3"], "needs 3 processes, but 2 started; use torchrun --nproc_per_node 3"),
         (0, ["--distributed.use_cpu", "false", "--distributed.dp_size", "1", "--distributed.backend", "null"], "no CUDA device; run on the CPU with"),
+        (3, ["--distributed.dp_size", "1", "--distributed.tp_size", "3"], "tp_size=3 does not split num_attention_heads=8"),
         (0, ["--distributed.dp_size", "1", "--model.name", "no/such/folder/at/all"], "has no readable config.json"),
         (2, ["--distributed.dp_size", "2", "--training.seq_length", "2000000"], "one global batch needs 8"),
         (2, ["--distributed.dp_size", "2", "--training.learning_rate", "1e30", "--training.warmup_steps", "0"], "step 2: grad_norm is nan; try a lower"),

@@ -1,0 +1,269 @@
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): every matrix is split over the tp ranks.
+
+A block is a column-parallel matrix (a rank computes some of the outputs: its heads, its hidden units of the MLP), then
+what happens to each output on its own, then a row-parallel matrix (a rank has some of the inputs), whose partial
+results are summed. So forward communicates once per block, and so does backward.
+
+With sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) what lies between the blocks (norms, residuals) is
+split too, along the sequence. The sum becomes a reduce-scatter, and the next block begins with an all-gather: together
+the same bytes as one all-reduce.
+
+        x (B, T, D), whole                    x (B, T/tp, D), shards
+             | copy                                | all-gather
+    column-parallel ... row-parallel      column-parallel ... row-parallel
+             | reduce                              | reduce-scatter
+        y (B, T, D), whole                    y (B, T/tp, D), shards
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from picotron import process_group_manager as pgm
+from picotron.config import UserError
+from picotron.model import Llama, RMSNorm
+from picotron.tensor_parallel.cross_entropy import linear_cross_entropy
+from picotron.tensor_parallel.tp_communications import (
+    AllGather,
+    CopyToRanks,
+    GatherFromRanks,
+    ReduceFromRanks,
+    ReduceScatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from picotron.weights import Shard
+
+SEQUENCE = 1  # the dimension of (B, T, D) that sequence parallelism splits
+
+
+class ColumnParallel(torch.autograd.Function):
+    """forward: y = x W' for several W that share x, which travels once for all of them.
+    backward: the partial sums of x's gradient travel while the weights' gradients are computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.save_for_backward(x, *weights)  # of x only the shard: backward gathers it again
+        whole = start_all_gather(x, SEQUENCE, group)() if sequence_parallel else x
+        return tuple(F.linear(whole, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        whole = start_all_gather(x, SEQUENCE, ctx.group) if ctx.sequence_parallel else lambda: x
+        dys = [gradient.flatten(0, 1) for gradient in gradients]  # (B * T, outputs/tp)
+        dx = dys[0] @ weights[0]
+        for dy, weight in zip(dys[1:], weights[1:], strict=True):
+            dx.addmm_(dy, weight)
+        dx = dx.view(*gradients[0].shape[:2], -1)
+        if ctx.sequence_parallel:
+            finish = start_reduce_scatter(dx, SEQUENCE, ctx.group)
+        else:
+            finish = start_all_reduce(dx, ctx.group)
+        inputs = whole().flatten(0, 1)
+        dweights = [dy.t() @ inputs for dy in dys]
+        return finish(), None, None, *dweights
+
+
+@torch.compiler.disable  # a compiler cannot overlap what it does not see; this is fast as it is
+def column_parallel(x: Tensor, *linears: "ColumnParallelLinear") -> list[Tensor]:
+    """The outputs of several column-parallel matrices on the same x: (B, T, D) or its shard -> (B, T, outputs/tp)."""
+    first = linears[0]
+    ys = ColumnParallel.apply(
+        x, first.group, first.sequence_parallel, *(linear.of_all(linear.weight) for linear in linears)
+    )
+    return [y if linear.bias is None else y + linear.of_all(linear.bias) for y, linear in zip(ys, linears, strict=True)]
+
+
+class ColumnParallelLinear(nn.Module):
+    """Some of the outputs of a linear layer.
+
+    Args:
+        linear: the whole layer, on the meta device.
+        shard: this rank's rows of the weight, and elements of the bias.
+        sequence_parallel: the input is a shard of the sequence.
+        replicas: the ranks that hold the same rows, and use them for different heads.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, shard: Shard, sequence_parallel: bool, replicas: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
+        self.replicas = replicas
+        self.shards = {"weight": shard, "bias": shard}
+        self.weight = nn.Parameter(linear.weight.new_empty(shard.size, linear.in_features))
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.new_empty(shard.size))
+
+    def of_all(self, parameter: Tensor) -> Tensor:
+        """`parameter`, whose gradient is the sum over its replicas."""
+        return parameter if self.replicas is None else CopyToRanks.apply(parameter, self.replicas)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return column_parallel(x, self)[0]
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer, of whose inputs each rank has some: x (B, T, inputs/tp) -> y (B, T, D), or its shard."""
+
+    def __init__(self, linear: nn.Linear, shard: Shard, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
+        self.shards = {"weight": shard}  # the bias is whole on every rank
+        self.weight = nn.Parameter(linear.weight.new_empty(linear.out_features, shard.size))
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.new_empty(linear.out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)  # partial
+        if not self.sequence_parallel:
+            y = ReduceFromRanks.apply(y, self.group)
+            return y if self.bias is None else y + self.bias
+        y = ReduceScatter.apply(y, SEQUENCE, self.group)
+        return y if self.bias is None else y + CopyToRanks.apply(self.bias, self.group)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """The rows of some tokens: input_ids (B, T) -> (B, T, D), or its shard. Other ranks know the other tokens."""
+
+    def __init__(self, embedding: nn.Embedding, shard: Shard, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
+        self.shards = {"weight": shard}
+        self.weight = nn.Parameter(embedding.weight.new_empty(shard.size, embedding.embedding_dim))
+        padding = -1 if embedding.padding_idx is None else embedding.padding_idx
+        here = shard.start <= padding < shard.stop
+        self.padding_idx = padding - shard.start if here else None  # its embedding never learns
+        self.start, self.stop = shard.start, shard.stop
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        elsewhere = (input_ids < self.start) | (input_ids >= self.stop)
+        y = F.embedding((input_ids - self.start).masked_fill(elsewhere, 0), self.weight, self.padding_idx)
+        y = y.masked_fill(elsewhere[..., None], 0.0)  # partial: one rank has the row, the others have zeros
+        return (
+            ReduceScatter.apply(y, SEQUENCE, self.group)
+            if self.sequence_parallel
+            else ReduceFromRanks.apply(y, self.group)
+        )
+
+
+class VocabParallelHead(ColumnParallelLinear):
+    """The logits of some tokens. Called as a module, it gathers those of all: for inference, not for the loss."""
+
+    def __init__(self, linear: nn.Linear, shard: Shard, sequence_parallel: bool) -> None:
+        super().__init__(linear, shard, sequence_parallel)
+        self.vocab_size = linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = GatherFromRanks.apply(super().forward(x), 2, self.group)
+        return logits[..., : self.vocab_size]  # without the padding
+
+    def cross_entropy(self, x: Tensor, target_ids: Tensor) -> Tensor:
+        """The mean loss of predicting target_ids (B, T) from x (B, T, D), or its shard."""
+        x = AllGather.apply(x, SEQUENCE, self.group) if self.sequence_parallel else CopyToRanks.apply(x, self.group)
+        shard = self.shards["weight"]
+        return linear_cross_entropy(x, self.weight, target_ids, shard.start, shard.stop - shard.start, self.group)
+
+
+class SequenceParallelRMSNorm(RMSNorm):
+    """RMSNorm of a shard of the sequence. Every rank uses the same weight, so its gradient is summed over them."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__(norm.weight.numel(), norm.eps)
+        self.weight, self.group = norm.weight, pgm.process_group_manager.tp_group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, CopyToRanks.apply(self.weight, self.group), self.eps)
+
+
+def check_tensor_parallel(config: LlamaConfig, tp_size: int) -> None:
+    """Raises UserError if the model cannot be split over tp_size ranks."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+
+    def fits(tp: int) -> bool:
+        return heads % tp == 0 and config.intermediate_size % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+    if not fits(tp_size):
+        raise UserError(
+            f"tp_size={tp_size} does not split num_attention_heads={heads}, num_key_value_heads={kv_heads} and "
+            f"intermediate_size={config.intermediate_size}; use one of {[tp for tp in range(1, heads + 1) if fits(tp)]}"
+        )
+
+
+def _even_shard(full_size: int) -> Shard:
+    """An equal part for each rank; if it does not divide, the last ranks have padding."""
+    grid = pgm.process_group_manager
+    size = -(-full_size // grid.tp_world_size)
+    start = min(grid.tp_rank * size, full_size)
+    return Shard(0, full_size, start, min(start + size, full_size), size)
+
+
+def _kv_shard(kv_heads: int, head_dim: int) -> Shard:
+    """Whole key/value heads. If there are fewer than ranks, neighbouring ranks hold the same one."""
+    grid = pgm.process_group_manager
+    heads, copies = max(1, kv_heads // grid.tp_world_size), max(1, grid.tp_world_size // kv_heads)
+    start = grid.tp_rank // copies * heads * head_dim
+    return Shard(0, kv_heads * head_dim, start, start + heads * head_dim, heads * head_dim, copies)
+
+
+def _replica_group(copies: int) -> dist.ProcessGroup | None:
+    """The `copies` neighbouring tp ranks that hold the same key/value head. All ranks have to call this."""
+    mine = None
+    for ids in pgm.process_group_manager.grid.view(-1, copies).tolist() if copies > 1 else []:
+        group = dist.new_group(ids)
+        mine = group if dist.get_rank() in ids else mine
+    return mine
+
+
+def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llama:
+    """Swap the layers of a Llama on the meta device for those that hold this tp rank's shards.
+
+    On one rank there is nothing to split, and only the head is swapped, for the sake of its frugal loss.
+
+    Args:
+        sequence_parallel: split norms and residuals along the sequence; T must divide by tp.
+
+    Raises:
+        UserError: see `check_tensor_parallel`.
+    """
+    config, tp = model.config, pgm.process_group_manager.tp_world_size
+    check_tensor_parallel(config, tp)
+    sequence_parallel = sequence_parallel and tp > 1
+    vocabulary = _even_shard(config.vocab_size)
+    swapped: Any = model  # the new layers do what the old ones did, but are of other classes
+    swapped.lm_head = VocabParallelHead(model.lm_head, vocabulary, sequence_parallel)
+    if tp == 1:
+        model.tie_weights()
+        return model
+
+    norm = SequenceParallelRMSNorm if sequence_parallel else lambda norm: norm
+    queries = _even_shard(config.num_attention_heads * config.head_dim)
+    kv = _kv_shard(config.num_key_value_heads, config.head_dim)
+    hidden = _even_shard(config.intermediate_size)
+    replicas = _replica_group(kv.copies)
+    decoder = swapped.model
+    decoder.embed_tokens = VocabParallelEmbedding(decoder.embed_tokens, vocabulary, sequence_parallel)
+    decoder.norm = norm(decoder.norm)
+    for layer in decoder.layers:
+        layer.input_layernorm = norm(layer.input_layernorm)
+        layer.post_attention_layernorm = norm(layer.post_attention_layernorm)
+        attention, mlp = layer.self_attn, layer.mlp
+        attention.project = mlp.project = column_parallel
+        attention.q_proj = ColumnParallelLinear(attention.q_proj, queries, sequence_parallel)
+        attention.k_proj = ColumnParallelLinear(attention.k_proj, kv, sequence_parallel, replicas)
+        attention.v_proj = ColumnParallelLinear(attention.v_proj, kv, sequence_parallel, replicas)
+        attention.o_proj = RowParallelLinear(attention.o_proj, dataclasses.replace(queries, dim=1), sequence_parallel)
+        mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, hidden, sequence_parallel)
+        mlp.up_proj = ColumnParallelLinear(mlp.up_proj, hidden, sequence_parallel)
+        mlp.down_proj = RowParallelLinear(mlp.down_proj, dataclasses.replace(hidden, dim=1), sequence_parallel)
+    model.tie_weights()
+    return model
