@@ -75,7 +75,7 @@ def test_every_layout_writes_the_metrics_of_one_process(
     for field in ("step", "loss", "grad_norm", "learning_rate", "tokens"):
         assert_close([line[field] for line in lines], [line[field] for line in one_process], what=field)
     output = result.stdout + result.stderr
-    assert f"dp {dp} x pp 1 x cp 1 x tp {tp} | 3,262,464 parameters" in output
+    assert f"dp {dp} x pp 1 x cp 1 x tp {tp} | 2,524,416 parameters" in output
     assert "Warning" not in output
     assert json.loads((tmp_path / "config.json").read_text())["distributed"]["dp_size"] == dp
 
