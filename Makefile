@@ -34,9 +34,10 @@ lint: $(STAMP) ## ruff and mypy
 schema: $(STAMP) ## write the JSON schema of the config, for editors
 	$(BIN)/python train.py --schema > template/config.schema.json
 
-bench: $(STAMP) ## speed and memory beside transformers and DistributedDataParallel
+bench: $(STAMP) ## speed and memory beside transformers and torch's own parallelism
 	$(BIN)/python -m benchmarks.single
 	$(BIN)/python -m benchmarks.data_parallel
+	$(BIN)/python -m benchmarks.tensor_parallel
 
 clean: ## remove .venv and caches of the tools (not the outputs of runs)
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache

@@ -35,7 +35,7 @@ from benchmarks.workload import (
 )
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.tensor_parallel import tp_communications
+from picotron.tensor_parallel import cross_entropy, tp_communications
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
 from picotron.weights import initial_value, materialise
 
@@ -58,13 +58,14 @@ def plan(sequence_parallel: bool, vocabulary_parallel_loss: bool) -> dict[str, A
         rules |= {f"{layer}.self_attn.{name}_proj": column for name in "qkv"}
         rules |= {f"{layer}.mlp.{name}_proj": column for name in ("gate", "up")}
         rules |= {f"{layer}.self_attn.o_proj": row, f"{layer}.mlp.down_proj": row}
+        # What a block reads is made whole once for all its matrices, so that backward sums its gradient once, too.
+        attention_inputs, mlp_inputs = (between, None, None), (between,)
+        rules |= {
+            f"{layer}.self_attn": PrepareModuleInput(attention_inputs, (Replicate(), None, None)),
+            f"{layer}.mlp": PrepareModuleInput(mlp_inputs, (Replicate(),)),
+        }
         if sequence_parallel:
             rules |= {f"{layer}.{name}": SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
-            gathered = (between, None, None), (Replicate(), None, None)
-            rules[f"{layer}.self_attn"] = PrepareModuleInput(
-                input_layouts=gathered[0], desired_input_layouts=gathered[1]
-            )
-            rules[f"{layer}.mlp"] = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
     if sequence_parallel:
         rules["model.norm"] = SequenceParallel()
     return rules
@@ -108,85 +109,114 @@ def torchs(rank: int, sequence_parallel: bool, vocabulary_parallel_loss: bool) -
 
 
 def speed() -> None:
+    """Each row of picotron beside PyTorch's that splits the same: the logits are never gathered in either."""
     options = arguments(__doc__ or "")
-    baseline = "torch, tensor parallel"
-    variants = [
-        Variant(baseline, torchs, (False, False), TP),
-        Variant("torch, + loss parallel", torchs, (False, True), TP),
-        Variant("torch, + loss and sequence parallel", torchs, (True, True), TP),
-        Variant("picotron, tensor parallel", ours, (1, MICRO_BATCH, "bucket", False, TP, False), TP),
-        Variant("picotron, + sequence parallel", ours, (1, MICRO_BATCH, "bucket", False, TP, True), TP),
-    ]
-    print_table(measure(variants, options.turns, options.steps), SEQ_LENGTH * MICRO_BATCH * MICRO_BATCHES, baseline)
+    for sequence_parallel in (False, True):
+        text = ", + sequence parallel" if sequence_parallel else ""
+        baseline = f"torch, tensor and loss parallel{text}"
+        variants = [
+            Variant(baseline, torchs, (sequence_parallel, True), TP),
+            Variant(f"picotron{text}", ours, (1, MICRO_BATCH, "bucket", False, TP, sequence_parallel), TP),
+        ]
+        if not sequence_parallel:
+            variants.append(Variant("torch, tensor parallel", torchs, (False, False), TP))
+        print_table(measure(variants, options.turns, options.steps), SEQ_LENGTH * MICRO_BATCH * MICRO_BATCHES, baseline)
 
 
-def one_layer(tp: int, sequence_parallel: bool) -> tuple[int, int]:
-    """Forward and backward of one decoder layer on rank 0 of `tp`: (bytes it sends, bytes it keeps for backward).
-
-    The process group is torch's fake one, whose collectives do nothing at once. A ring sends (tp - 1)/tp of the whole
-    tensor for an all-gather or a reduce-scatter, and twice that for an all-reduce.
-    """
+def parallel_model(tp: int, sequence_parallel: bool) -> Llama:
+    """The model of rank 0 of `tp`, in torch's fake process group, whose collectives do nothing at once."""
     dist.init_process_group("fake", rank=0, world_size=tp)
     setup_process_group_manager(tp, 1, 1, 1)
-    config = model_config()
     with torch.device("meta"):
-        model = apply_tensor_parallel(Llama(config), sequence_parallel)
-    materialise(model, torch.device("cpu"), initial_value(config, 0))
-    layer = model.model.layers[0]
-    weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    sent, kept = 0, {}
-    originals = {name: getattr(tp_communications, name) for name in ("_all_gather", "_reduce_scatter", "all_reduce")}
+        model = apply_tensor_parallel(Llama(model_config()), sequence_parallel)
+    materialise(model, torch.device("cpu"), initial_value(model_config(), 0))
+    return model
 
-    def counted(name: str) -> Callable[..., Any]:
+
+def bytes_sent(tp: int, sequence_parallel: bool) -> int:
+    """What one rank sends for one micro-batch, counted.
+
+    A ring sends (tp - 1)/tp of the whole tensor for an all-gather or a reduce-scatter, twice that for an all-reduce.
+    """
+    model, sent = parallel_model(tp, sequence_parallel), 0
+    places = [(tp_communications, name) for name in ("_all_gather", "_reduce_scatter", "all_reduce")]
+    places.append((cross_entropy, "all_reduce"))
+    originals = [(module, name, getattr(module, name)) for module, name in places]
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*tensors: Any, **options: Any) -> Any:
             nonlocal sent
             whole = max(t.nbytes for t in tensors if isinstance(t, Tensor))
             sent += (2 if name == "all_reduce" else 1) * (tp - 1) * whole // tp
-            return originals[name](*tensors, **options)
+            return original(*tensors, **options)
 
         return call
 
+    for module, name, original in originals:
+        setattr(module, name, counted(name, original))
+    ids = torch.zeros(MICRO_BATCH, SEQ_LENGTH, dtype=torch.long)
+    model(ids, target_ids=ids).backward()
+    for module, name, original in originals:
+        setattr(module, name, original)
+    dist.destroy_process_group()
+    return sent
+
+
+def bytes_kept(tp: int, sequence_parallel: bool) -> int:
+    """What one rank keeps of a decoder layer's forward for its backward, counted; weights and positions not."""
+    layer, config = parallel_model(tp, sequence_parallel).model.layers[0], model_config()
+    angle = torch.zeros(1, SEQ_LENGTH, 1, config.head_dim // 2)
+    cos, sin = angle.cos(), angle.sin()
+    not_counted = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), cos, sin)}
+    kept = {}
+
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights and tensor.is_floating_point():
+        if storage.data_ptr() not in not_counted:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    length = SEQ_LENGTH // tp if sequence_parallel and tp > 1 else SEQ_LENGTH
-    x = torch.randn(MICRO_BATCH, length, config.hidden_size, requires_grad=True)
-    angle = torch.zeros(1, SEQ_LENGTH, 1, config.head_dim // 2)
-    for name in originals:
-        setattr(tp_communications, name, counted(name))
+    x = torch.randn(MICRO_BATCH, SEQ_LENGTH // tp if sequence_parallel else SEQ_LENGTH, config.hidden_size)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = layer(x, angle.cos(), angle.sin())
-        weights.add(angle.untyped_storage().data_ptr())
-    y.sum().backward()
-    for name, original in originals.items():
-        setattr(tp_communications, name, original)
+        y = layer(x.requires_grad_(), cos, sin)
+    del y
     dist.destroy_process_group()
-    return sent, sum(kept.values())
+    return sum(kept.values())
 
 
 def traffic_and_activations() -> None:
-    """Counted beside Shoeybi et al. 2019, section 3 (4 all-reduces a layer), and Korthikanti et al. 2022, section 4."""
-    config = model_config()
-    whole = MICRO_BATCH * SEQ_LENGTH * config.hidden_size * 4
-    counted = {(tp, sp): one_layer(tp, sp) for tp in (1, 2, 4) for sp in ((False, True) if tp > 1 else (False,))}
-    print("\nOne decoder layer, one micro-batch, float32: MiB that each rank sends, counted and by the formula\n")
+    """Counted beside the formulas of Shoeybi et al. 2019, section 3, and Korthikanti et al. 2022, section 4."""
+    c, mib = model_config(), 2**20
+    L, D, F = c.num_hidden_layers, c.hidden_size, c.intermediate_size
+    heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    BT = MICRO_BATCH * SEQ_LENGTH
+    layouts = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+    print(
+        "\nMiB that each rank sends, float32. In units of (tp - 1)/tp B T D, a layer sends 8 (four all-reduces), with"
+    )
+    print(
+        "sequence parallelism 10 (four all-gathers, four reduce-scatters, and two all-gathers for what was not kept);"
+    )
+    print("embedding and head 4; the loss 6/D.\n")
+    print("| | step, counted | formula | of it per layer and micro-batch |\n|---|---|---|---|")
+    for tp, sp in layouts:
+        unit = (tp - 1) / tp * BT * D * 4
+        layer = (10 if sp else 8) * unit
+        step = MICRO_BATCHES * (L * layer + (4 + 6 / D) * unit)
+        counted = MICRO_BATCHES * bytes_sent(tp, sp)
+        name = f"tp {tp}" + (", sequence parallel" if sp else "")
+        print(f"| {name} | {counted / mib:.2f} | {step / mib:.2f} | {layer / mib:.2f} |")
+    print("\nMiB that each rank keeps of a layer for backward, float32. Each of two norms keeps its input, what it")
+    print(
+        "normalised and its output: s = 6 B T D. The blocks keep q, k, v, the attention's output, gate, silu(gate), up"
+    )
+    print("and their product: p = B T (2 H d + 2 K d + 4 F). (Not in the formula: a few numbers per token.)\n")
     print("| | counted | formula | |\n|---|---|---|---|")
-    for (tp, sp), (sent, _) in counted.items():
-        formula = (10 if sp else 8) * (tp - 1) / tp * whole
-        text = f"{10 if sp else 8} (tp - 1)/tp B T D" + (" (2 of them for what was not kept)" if sp else "")
-        print(f"| tp {tp}{', sequence parallel' if sp else ''} | {sent / 2**20:.3f} | {formula / 2**20:.3f} | {text} |")
-    # What tensor parallelism alone keeps is s + p/tp: s of what every rank has whole, p of what is split.
-    one, two = counted[1, False][1], counted[2, False][1]
-    split = 2 * (one - two)
-    print("\nThe same layer: MiB that each rank keeps for backward; s and p come from the first two rows\n")
-    print("| | counted | formula | |\n|---|---|---|---|")
-    for (tp, sp), (_, kept) in counted.items():
-        formula = one / tp if sp else one - split + split / tp
-        text = "(s + p)/tp" if sp else "s + p/tp"
-        print(f"| tp {tp}{', sequence parallel' if sp else ''} | {kept / 2**20:.2f} | {formula / 2**20:.2f} | {text} |")
+    s, p = 6 * BT * D * 4, BT * (2 * heads + 2 * kv_heads + 4 * F) * 4
+    for tp, sp in layouts:
+        formula, text = ((s + p) / tp, "(s + p)/tp") if sp else (s + p / tp, "s + p/tp")
+        name = f"tp {tp}" + (", sequence parallel" if sp else "")
+        print(f"| {name} | {bytes_kept(tp, sp) / mib:.2f} | {formula / mib:.2f} | {text} |")
 
 
 if __name__ == "__main__":

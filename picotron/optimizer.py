@@ -90,8 +90,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     for _, parameter, shard in parameters_and_shards(model):
         gradients.append(parameter.main_grad)
         copies.append(grid.tp_world_size if shard is None else shard.copies)
-    squares = torch.stack(torch._foreach_norm(gradients)).square()
-    square = (squares / torch.tensor(copies, device=squares.device)).sum()
+    norms = torch._foreach_norm(gradients)
+    torch._foreach_div_(norms, [math.sqrt(copy) for copy in copies])  # Python numbers: nothing waits for the GPU
+    square = torch.stack(norms).square().sum()
     all_reduce(square, grid.tp_group)
     norm = square.sqrt()
     if max_norm is not None:

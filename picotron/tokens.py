@@ -130,9 +130,10 @@ def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Any) ->
         raise UserError(
             f'no tokenizer in {name!r} ({reason(error)}); set model.tokenizer to a hub id, a folder, or "bpe" to train one'
         ) from None
-    if len(tokenizer) > model_config.vocab_size:
+    tokens = max(tokenizer.get_vocab().values()) + 1  # len(tokenizer) may be less: there may be gaps
+    if tokens > model_config.vocab_size:
         raise UserError(
-            f"the tokenizer {name!r} has {len(tokenizer)} tokens, but the model's vocab_size is {model_config.vocab_size}; "
+            f"the tokenizer {name!r} has {tokens} tokens, but the model's vocab_size is {model_config.vocab_size}; "
             f"choose another model.tokenizer"
         )
     return tokenizer

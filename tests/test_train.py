@@ -80,6 +80,22 @@ def test_every_layout_writes_the_metrics_of_one_process(
     assert json.loads((tmp_path / "config.json").read_text())["distributed"]["dp_size"] == dp
 
 
+def test_a_layout_with_everything(home: Path, tmp_path: Path) -> None:
+    """dp 2 x tp 2, sequence parallel, fewer key/value heads than ranks, recomputed activations; then bfloat16."""
+    more = {"model.num_key_value_heads": 1, "training.activation_checkpointing": "full"}
+    layout = {"distributed.tp_size": 2, "distributed.sequence_parallel": "true"}
+    losses = {}
+    for name, processes, changes in (
+        ("one", 0, more), ("four", 4, more | layout), ("half", 4, more | layout | {"model.dtype": "bfloat16"}),
+    ):  # fmt: skip
+        dp = 2 if processes else 1
+        result = run(home, processes, *arguments(tmp_path / name, dp, 4 // dp, **changes))
+        assert result.returncode == 0, result.stderr
+        losses[name] = [[line["loss"], line["grad_norm"]] for line in metrics(tmp_path / name)]
+    assert_close(losses["four"], losses["one"])
+    assert_close(losses["half"], losses["one"], 0.01)
+
+
 def test_max_tokens_ends_the_run(home: Path, tmp_path: Path) -> None:
     result = run(
         home,

@@ -18,9 +18,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     in section 3 of Shoeybi et al. 2019 (arXiv:1909.08053); logits are never gathered.
 
     Tokens are worked off in chunks, and a chunk's gradients are computed at once, while its logits are there: the
-    loss is a scalar, so backward only has to scale them. So instead of logits, softmax and gradient of all N tokens
-    (3 N V/tp floats), memory holds those of one chunk (2 * 512 * V/tp floats), and the gradients of x and W. For
-    N = 8,192, V = 49,152, tp = 1 in float32 that is 0.2 GB instead of 4.8 GB.
+    loss is a scalar, so backward only has to scale them. So instead of the logits, softmax and gradient of all N
+    tokens (3 N V/tp numbers in float32), memory holds those of one chunk (at most 3 * 512 V/tp) and the gradients of
+    x and W, which backward would make anyway. For N = 8,192, V = 49,152, tp = 1 that is 0.3 GB instead of 4.8 GB.
     """
 
     @staticmethod
@@ -65,15 +65,20 @@ class LinearCrossEntropy(torch.autograd.Function):
                 gradient *= (kept[chunk].to(wide) / count)[:, None]
                 gradient = gradient.to(x.dtype)
                 torch.mm(gradient, weight, out=dx[chunk])
-                dweight += gradient.t() @ x[chunk]
+                if wide == x.dtype:
+                    dweight.addmm_(gradient.t(), x[chunk])
+                else:  # chunks add up in float32
+                    dweight += gradient.t() @ x[chunk]
         if dx is not None and dweight is not None:
-            ctx.save_for_backward(dx, dweight.to(weight.dtype))
+            ctx.save_for_backward(dx, dweight)
+            ctx.dtype = weight.dtype
         return loss / count
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
-        return dx * gradient.to(dx.dtype), dweight * gradient.to(dweight.dtype), *[None] * 6
+        # `gradient` is float32 or wider. Rounded to bfloat16, a factor of 1/3 would shift all gradients by 0.2 %.
+        return (dx * gradient[None]).to(dx.dtype), (dweight * gradient[None]).to(ctx.dtype), *[None] * 6
 
 
 def linear_cross_entropy(

@@ -60,19 +60,28 @@ class ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        whole = start_all_gather(x, SEQUENCE, ctx.group) if ctx.sequence_parallel else lambda: x
+        if ctx.sequence_parallel:
+            finish_x = start_all_gather(x, SEQUENCE, ctx.group)
         dys = [gradient.flatten(0, 1) for gradient in gradients]  # (B * T, outputs/tp)
         dx = dys[0] @ weights[0]
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
             dx.addmm_(dy, weight)
-        dx = dx.view(*gradients[0].shape[:2], -1)
+        dx = dx.view(*gradients[0].shape[:2], -1)  # partial
         if ctx.sequence_parallel:
-            finish = start_reduce_scatter(dx, SEQUENCE, ctx.group)
+            x, finish_dx = finish_x(), start_reduce_scatter(dx, SEQUENCE, ctx.group)
         else:
-            finish = start_all_reduce(dx, ctx.group)
-        inputs = whole().flatten(0, 1)
+            finish_dx = start_all_reduce(dx, ctx.group)
+        inputs = x.flatten(0, 1)
         dweights = [dy.t() @ inputs for dy in dys]
-        return finish(), None, None, *dweights
+        return finish_dx(), None, None, *dweights
+
+
+def summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`parameter`, which the ranks of `group` hold alike but use for different work: its gradient is their sum, in
+    float32 or wider.
+    """
+    wide = parameter.to(torch.promote_types(parameter.dtype, torch.float32))
+    return CopyToRanks.apply(wide, group).to(parameter.dtype)
 
 
 @torch.compiler.disable  # a compiler cannot overlap what it does not see; this is fast as it is
@@ -80,9 +89,12 @@ def column_parallel(x: Tensor, *linears: "ColumnParallelLinear") -> list[Tensor]
     """The outputs of several column-parallel matrices on the same x: (B, T, D) or its shard -> (B, T, outputs/tp)."""
     first = linears[0]
     ys = ColumnParallel.apply(
-        x, first.group, first.sequence_parallel, *(linear.of_all(linear.weight) for linear in linears)
+        x, first.group, first.sequence_parallel, *(linear.whole_gradient(linear.weight) for linear in linears)
     )
-    return [y if linear.bias is None else y + linear.of_all(linear.bias) for y, linear in zip(ys, linears, strict=True)]
+    return [
+        y if linear.bias is None else y + linear.whole_gradient(linear.bias)
+        for y, linear in zip(ys, linears, strict=True)
+    ]
 
 
 class ColumnParallelLinear(nn.Module):
@@ -105,9 +117,9 @@ class ColumnParallelLinear(nn.Module):
         self.weight = nn.Parameter(linear.weight.new_empty(shard.size, linear.in_features))
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.new_empty(shard.size))
 
-    def of_all(self, parameter: Tensor) -> Tensor:
-        """`parameter`, whose gradient is the sum over its replicas."""
-        return parameter if self.replicas is None else CopyToRanks.apply(parameter, self.replicas)
+    def whole_gradient(self, parameter: Tensor) -> Tensor:
+        """`parameter`, with a gradient that is the sum over its replicas."""
+        return parameter if self.replicas is None else summed_gradient(parameter, self.replicas)
 
     def forward(self, x: Tensor) -> Tensor:
         return column_parallel(x, self)[0]
@@ -129,7 +141,7 @@ class RowParallelLinear(nn.Module):
             y = ReduceFromRanks.apply(y, self.group)
             return y if self.bias is None else y + self.bias
         y = ReduceScatter.apply(y, SEQUENCE, self.group)
-        return y if self.bias is None else y + CopyToRanks.apply(self.bias, self.group)
+        return y if self.bias is None else y + summed_gradient(self.bias, self.group)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -142,7 +154,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(embedding.weight.new_empty(shard.size, embedding.embedding_dim))
         padding = -1 if embedding.padding_idx is None else embedding.padding_idx
         here = shard.start <= padding < shard.stop
-        self.padding_idx = padding - shard.start if here else None  # its embedding never learns
+        self.padding_idx = padding - shard.start if here else None  # this row gets no gradient
         self.start, self.stop = shard.start, shard.stop
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -182,7 +194,7 @@ class SequenceParallelRMSNorm(RMSNorm):
         self.weight, self.group = norm.weight, pgm.process_group_manager.tp_group
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, CopyToRanks.apply(self.weight, self.group), self.eps)
+        return F.rms_norm(x, self.weight.shape, summed_gradient(self.weight, self.group), self.eps)
 
 
 def check_tensor_parallel(config: LlamaConfig, tp_size: int) -> None:
@@ -200,19 +212,19 @@ def check_tensor_parallel(config: LlamaConfig, tp_size: int) -> None:
 
 
 def _even_shard(full_size: int) -> Shard:
-    """An equal part for each rank; if it does not divide, the last ranks have padding."""
+    """An equal part for each rank. If it does not divide, as a vocabulary may, the last ranks have padding."""
     grid = pgm.process_group_manager
     size = -(-full_size // grid.tp_world_size)
     start = min(grid.tp_rank * size, full_size)
-    return Shard(0, full_size, start, min(start + size, full_size), size)
+    return Shard(dim=0, full_size=full_size, start=start, stop=min(start + size, full_size), size=size)
 
 
 def _kv_shard(kv_heads: int, head_dim: int) -> Shard:
     """Whole key/value heads. If there are fewer than ranks, neighbouring ranks hold the same one."""
     grid = pgm.process_group_manager
-    heads, copies = max(1, kv_heads // grid.tp_world_size), max(1, grid.tp_world_size // kv_heads)
-    start = grid.tp_rank // copies * heads * head_dim
-    return Shard(0, kv_heads * head_dim, start, start + heads * head_dim, heads * head_dim, copies)
+    size, copies = max(1, kv_heads // grid.tp_world_size) * head_dim, max(1, grid.tp_world_size // kv_heads)
+    start = grid.tp_rank // copies * size
+    return Shard(dim=0, full_size=kv_heads * head_dim, start=start, stop=start + size, size=size, copies=copies)
 
 
 def _replica_group(copies: int) -> dist.ProcessGroup | None:

@@ -63,13 +63,16 @@ def start_reduce_scatter(partial: Tensor, dim: int, group: Group) -> Callable[[]
 
 
 def start_all_reduce(partial: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Begin to sum over the ranks, in place; the result of calling the result is the whole tensor."""
-    work = all_reduce(partial, group, async_op=True)
+    """Begin to sum over the ranks; the result of calling the result is the whole tensor."""
+    if dist.get_world_size(group) == 1:
+        return lambda: partial
+    whole = partial.clone()
+    work = all_reduce(whole, group, async_op=True)
 
     def finish() -> Tensor:
-        if work is not None:
-            work.wait()
-        return partial
+        assert work is not None
+        work.wait()
+        return whole
 
     return finish
 
@@ -88,7 +91,7 @@ class CopyToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return start_all_reduce(gradient.clone(), ctx.group)(), None
+        return start_all_reduce(gradient, ctx.group)(), None
 
 
 class ReduceFromRanks(torch.autograd.Function):
@@ -96,7 +99,7 @@ class ReduceFromRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
-        return start_all_reduce(partial.clone(), group)()
+        return start_all_reduce(partial, group)()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
