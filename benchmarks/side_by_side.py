@@ -62,7 +62,6 @@ def _work(connection: Any, variant: Variant, rank: int, rendezvous: str) -> None
         connection.send(peak_memory_mib())
     except Exception as error:
         connection.send(error)
-        raise
 
 
 def _answer(connection: Any) -> Any:

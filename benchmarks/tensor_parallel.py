@@ -59,10 +59,12 @@ def plan(sequence_parallel: bool, vocabulary_parallel_loss: bool) -> dict[str, A
         rules |= {f"{layer}.mlp.{name}_proj": column for name in ("gate", "up")}
         rules |= {f"{layer}.self_attn.o_proj": row, f"{layer}.mlp.down_proj": row}
         # What a block reads is made whole once for all its matrices, so that backward sums its gradient once, too.
-        attention_inputs, mlp_inputs = (between, None, None), (between,)
+        whole = Replicate()
         rules |= {
-            f"{layer}.self_attn": PrepareModuleInput(attention_inputs, (Replicate(), None, None)),
-            f"{layer}.mlp": PrepareModuleInput(mlp_inputs, (Replicate(),)),
+            f"{layer}.self_attn": PrepareModuleInput(
+                input_layouts=(between, None, None), desired_input_layouts=(whole, None, None)
+            ),
+            f"{layer}.mlp": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(whole,)),
         }
         if sequence_parallel:
             rules |= {f"{layer}.{name}": SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
