@@ -81,19 +81,15 @@ def test_every_layout_writes_the_metrics_of_one_process(
 
 
 def test_a_layout_with_everything(home: Path, tmp_path: Path) -> None:
-    """dp 2 x tp 2, sequence parallel, fewer key/value heads than ranks, recomputed activations; then bfloat16."""
+    """dp 2 x tp 2, sequence parallel, fewer key/value heads than tp ranks, recomputed activations."""
     more = {"model.num_key_value_heads": 1, "training.activation_checkpointing": "full"}
     layout = {"distributed.tp_size": 2, "distributed.sequence_parallel": "true"}
-    losses = {}
-    for name, processes, changes in (
-        ("one", 0, more), ("four", 4, more | layout), ("half", 4, more | layout | {"model.dtype": "bfloat16"}),
-    ):  # fmt: skip
-        dp = 2 if processes else 1
-        result = run(home, processes, *arguments(tmp_path / name, dp, 4 // dp, **changes))
-        assert result.returncode == 0, result.stderr
-        losses[name] = [[line["loss"], line["grad_norm"]] for line in metrics(tmp_path / name)]
-    assert_close(losses["four"], losses["one"])
-    assert_close(losses["half"], losses["one"], 0.01)
+    one = run(home, 0, *arguments(tmp_path / "one", 1, 4, **more))
+    four = run(home, 4, *arguments(tmp_path / "four", 2, 2, **more | layout))
+    assert (one.returncode, four.returncode) == (0, 0), one.stderr + four.stderr
+    for field in ("loss", "grad_norm"):
+        values = [[line[field] for line in metrics(tmp_path / name)] for name in ("four", "one")]
+        assert_close(*values, what=field)
 
 
 def test_max_tokens_ends_the_run(home: Path, tmp_path: Path) -> None:
@@ -132,7 +128,6 @@ def test_pretrained_folder_is_where_training_starts(home: Path, tmp_path: Path) 
         (0, ["--distributed.dp_size", "3"], "dp_size=3 x pp_size=1 x cp_size=1 x tp_size=1 needs 3 processes, but 1 started"),
         (2, ["--distributed.dp_size", "3"], "needs 3 processes, but 2 started; use torchrun --nproc_per_node 3"),
         (0, ["--distributed.use_cpu", "false", "--distributed.dp_size", "1", "--distributed.backend", "null"], "no CUDA device; run on the CPU with"),
-        (3, ["--distributed.dp_size", "1", "--distributed.tp_size", "3"], "tp_size=3 does not split num_attention_heads=8"),
         (0, ["--distributed.dp_size", "1", "--model.name", "no/such/folder/at/all"], "has no readable config.json"),
         (2, ["--distributed.dp_size", "2", "--training.seq_length", "2000000"], "one global batch needs 8"),
         (2, ["--distributed.dp_size", "2", "--training.learning_rate", "1e30", "--training.warmup_steps", "0"], "step 2: grad_norm is nan; try a lower"),

@@ -8,6 +8,7 @@ new worker starts in no time and a worker that hangs or dies can be replaced.
 
 import atexit
 import datetime
+import gc
 import multiprocessing
 import multiprocessing.connection
 import pickle
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from picotron import process_group_manager
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.llama.modeling_llama"])
@@ -44,6 +47,10 @@ def _work(connection: multiprocessing.connection.Connection) -> None:
             return
         except BaseException:
             answer = (False, traceback.format_exc())
+        # A gloo group has threads that end with its last reference: here, and in whatever the function built.
+        function = arguments = None
+        process_group_manager.process_group_manager = None  # type: ignore[assignment]
+        gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
         connection.send_bytes(pickle.dumps(answer))
