@@ -64,7 +64,7 @@ def one_process(home: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
     return lines
 
 
-@pytest.mark.parametrize(("dp", "tp", "sequence_parallel"), [(2, 1, False), (1, 2, False), (2, 2, False), (1, 2, True)])
+@pytest.mark.parametrize(("dp", "tp", "sequence_parallel"), [(2, 1, False), (1, 2, False), (1, 2, True)])
 def test_every_layout_writes_the_metrics_of_one_process(
     one_process: list[dict[str, Any]], home: Path, tmp_path: Path, dp: int, tp: int, sequence_parallel: bool
 ) -> None:
@@ -129,8 +129,8 @@ def test_pretrained_folder_is_where_training_starts(home: Path, tmp_path: Path) 
         (2, ["--distributed.dp_size", "3"], "needs 3 processes, but 2 started; use torchrun --nproc_per_node 3"),
         (0, ["--distributed.use_cpu", "false", "--distributed.dp_size", "1", "--distributed.backend", "null"], "no CUDA device; run on the CPU with"),
         (0, ["--distributed.dp_size", "1", "--model.name", "no/such/folder/at/all"], "has no readable config.json"),
-        (2, ["--distributed.dp_size", "2", "--training.seq_length", "2000000"], "one global batch needs 8"),
-        (2, ["--distributed.dp_size", "2", "--training.learning_rate", "1e30", "--training.warmup_steps", "0"], "step 2: grad_norm is nan; try a lower"),
+        (0, ["--distributed.dp_size", "1", "--training.seq_length", "2000000"], "one global batch needs 4"),
+        (0, ["--distributed.dp_size", "1", "--training.learning_rate", "1e30", "--training.warmup_steps", "0"], "step 2: grad_norm is nan; try a lower"),
     ],
 )  # fmt: skip
 def test_mistakes_end_the_program_with_one_sentence(
