@@ -1,6 +1,5 @@
 """What is left: a collective that skips groups of one, and leaving a run when something goes wrong."""
 
-import logging
 import os
 import sys
 import time
@@ -11,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron.config import UserError
-
-logger = logging.getLogger("picotron")
 
 
 def all_reduce(
