@@ -122,6 +122,7 @@ def branch_gradients(wrapper: str) -> list[torch.Tensor]:
                 model(inputs(rank, i), ROUTES[rank][i]).backward()
         assert model.require_backward_grad_sync
         model(inputs(rank, 2), ROUTES[rank][2]).backward()
+        model.finish_grad_sync()
     assert all(p.grad is None for p in model.parameters())
     return [p.main_grad.clone() for p in model.parameters()]
 
@@ -145,6 +146,7 @@ def bfloat16_gradients(wrapper: str) -> tuple[torch.dtype, torch.Tensor]:
     for i in range(300):  # a gradient of 1 each time; in bfloat16 the sum would stop at 256
         model.require_backward_grad_sync = i == 299
         model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    model.finish_grad_sync()
     return module.weight.main_grad.dtype, module.weight.main_grad
 
 
@@ -168,13 +170,28 @@ def launches() -> list[str]:
         bucket.launch = lambda k=k, launch=launch: (events.append(f"launch {k}"), launch())
         bucket.wait = lambda k=k, wait=wait: (events.append(f"wait {k}"), wait())
     model(torch.ones(2, 64, requires_grad=True)).sum().backward()
+    events.append("end of backward")
+    model.finish_grad_sync()
     return events
 
 
 def test_buckets_leave_while_backward_goes_on(pool: WorkerPool) -> None:
     events = pool.run(launches, 2)[0]
     assert events.index("launch 0") < events.index("backward 1")  # layers 3 and 2 are on their way before 1 is computed
-    assert [e for e in events if "backward" not in e] == ["launch 0", "launch 1", "wait 0", "wait 1"]
+    rest = [e for e in events if not e.startswith("backward")]
+    assert rest == ["launch 0", "launch 1", "end of backward", "wait 0", "wait 1"]
+
+
+def two_reductions() -> None:
+    setup_process_group_manager(1, 1, 1, 1)
+    model = DataParallelBucket(nn.Linear(2, 2))
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_forgotten_finish_is_noticed(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="before finish_grad_sync"):
+        pool.run(two_reductions, 1)
 
 
 def bucket_sizes() -> list[int]:

@@ -186,6 +186,7 @@ def bfloat16_gradients(config: LlamaConfig, tp: int, sequence_parallel: bool, ch
     ids, targets = batch()
     for _ in range(3):
         (wrapped(ids, target_ids=targets) / 3).backward()
+        wrapped.finish_grad_sync()
     gradients = gathered(model, "main_grad")
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
     return gradients

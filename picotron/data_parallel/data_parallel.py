@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from picotron import process_group_manager as pgm
 from picotron.data_parallel.bucket import Bucket, make_buckets
@@ -19,6 +18,9 @@ from picotron.data_parallel.bucket import Bucket, make_buckets
 
 class DataParallel(nn.Module):
     """What both versions share: gradients are added to `main_grad`, and full buckets are handed to `_reduce` in order.
+
+    A step calls `finish_grad_sync` when all its backwards are done. They do not wait themselves: under pipeline
+    parallelism, other stages want their gradients while this stage's are still being averaged.
 
     Attributes:
         require_backward_grad_sync: does the next backward reduce the gradients? With several micro-batches only the
@@ -33,8 +35,7 @@ class DataParallel(nn.Module):
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         self.buckets = make_buckets(parameters, pgm.process_group_manager.cp_dp_group, bucket_mb)
         self.bucket_of: dict[Tensor, Bucket] = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.reduced = 0  # so many of the buckets, in this backward
-        self.finish_is_queued = False
+        self.reduced = 0  # so many of the buckets, in this step
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulate)
 
@@ -60,12 +61,9 @@ class DataParallel(nn.Module):
             self._ready(parameter)
 
     def _ready(self, parameter: Tensor) -> None:
-        if not self.finish_is_queued:
-            # When this backward is over, what got no gradient in it is reduced too: it may hold one of an earlier
-            # micro-batch.
-            Variable._execution_engine.queue_callback(self._finish)
-            self.finish_is_queued = True
-        self.bucket_of[parameter].missing.discard(parameter)
+        missing = self.bucket_of[parameter].missing
+        assert parameter in missing, "a second backward reduces before finish_grad_sync"
+        missing.remove(parameter)
         # Always in order: a message meets its partner on other ranks by its place in the sequence, and ranks may
         # differ in which parameters their part of the batch uses.
         while self.reduced < len(self.buckets) and not self.buckets[self.reduced].missing:
@@ -75,20 +73,23 @@ class DataParallel(nn.Module):
         self._reduce(self.buckets[self.reduced])
         self.reduced += 1
 
-    def _finish(self) -> None:
+    def finish_grad_sync(self) -> None:
+        """Wait until every gradient is the average. What got none in the last backward is reduced now: it may hold one
+        of an earlier micro-batch.
+        """
         while self.reduced < len(self.buckets):
             self._reduce_next()
         for bucket in self.buckets:
             bucket.wait()
             bucket.reset()
-        self.reduced, self.finish_is_queued = 0, False
+        self.reduced = 0
 
     def _reduce(self, bucket: Bucket) -> None:
         raise NotImplementedError
 
 
 class DataParallelNaive(DataParallel):
-    """Averages each gradient by a message of its own, and backward waits until it is done."""
+    """Averages each gradient by a message of its own, and waits until it is done."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, bucket_mb=0.0)
