@@ -166,7 +166,7 @@ def bytes_sent(tp: int, sequence_parallel: bool) -> int:
 
 def bytes_kept(tp: int, sequence_parallel: bool) -> int:
     """What one rank keeps of a decoder layer's forward for its backward, counted; weights and positions not."""
-    layer, config = parallel_model(tp, sequence_parallel).model.layers[0], model_config()
+    layer, config = parallel_model(tp, sequence_parallel).model.layers["0"], model_config()
     angle = torch.zeros(1, SEQ_LENGTH, 1, config.head_dim // 2)
     cos, sin = angle.cos(), angle.sin()
     not_counted = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), cos, sin)}

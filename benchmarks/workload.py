@@ -79,7 +79,7 @@ def ours(
         llama = apply_tensor_parallel(Llama(model_config()).to(getattr(torch, config.model.dtype)), sequence_parallel)
     materialise(llama, device, initial_value(model_config(), 0))
     if compiled:
-        for layer in llama.model.layers:
+        for layer in llama.model.layers.values():
             layer.compile()
     model = {"bucket": DataParallelBucket, "naive": DataParallelNaive}[wrapper](llama)
     optimizer = AdamW(model.parameters(), config.training, fused=True)

@@ -113,6 +113,10 @@ class Training(Section):
     """full: keep only each layer's input, compute the rest again in backward"""
     compile: bool = False
     """torch.compile each decoder layer"""
+    eval_frequency: NonNegativeInt = 0
+    """steps between evaluations of the loss on held-out data; 0: never"""
+    eval_steps: PositiveInt = 10
+    """global batches per evaluation: the end of the data, which is then not trained on"""
 
     @model_validator(mode="after")
     def warmup_ends(self) -> "Training":
@@ -147,6 +151,8 @@ class Checkpoint(Section):
 
 
 class Logging(Section):
+    level: Literal["info", "debug"] = "info"
+    """debug: every rank tells what it does, like F3, the forward of micro-batch 3"""
     use_wandb: bool = False
     project_name: str = "picotron"
     """of wandb, as run_name"""
@@ -192,6 +198,11 @@ class Config(Section):
                 f"training.seq_length={length} does not divide by tp_size={tp}, as sequence_parallel needs; use {below} or {below + tp}"
             )
         return self
+
+    @property
+    def held_out_sequences(self) -> int:
+        """Sequences that are not trained on, but evaluated."""
+        return self.training.eval_steps * self.global_batch_size if self.training.eval_frequency else 0
 
     @property
     def global_batch_size(self) -> int:

@@ -36,6 +36,17 @@ def epoch_order(windows: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(np.random.PCG64([seed, epoch]).random_raw(windows), kind="stable")
 
 
+def hold_out(tokens: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Cut the stream into what is trained on and what is evaluated: the last `eval_steps` global batches."""
+    length, held_out = config.training.seq_length, config.held_out_sequences
+    if held_out == 0:
+        return tokens, tokens[:0]
+    start = max(0, len(tokens) - 1 - held_out * length)
+    return tokens[: start + 1], tokens[
+        start:
+    ]  # the token they share is only a target in the one, an input in the other
+
+
 class MicroBatchDataLoader:
     """An endless iterator over this rank's micro-batches.
 
@@ -50,23 +61,33 @@ class MicroBatchDataLoader:
         config: of the run.
         device: where batches go.
         start_step: the step to begin with.
+        shuffle: a seeded order, another one in every epoch; by default as the config says.
 
     Raises:
         UserError: the stream has too few tokens for one global batch.
     """
 
-    def __init__(self, tokens: np.ndarray, config: Config, device: torch.device, start_step: int = 0) -> None:
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        config: Config,
+        device: torch.device,
+        start_step: int = 0,
+        shuffle: bool | None = None,
+    ) -> None:
         training, grid = config.training, pgm.process_group_manager
         self.grad_acc_steps = training.gradient_accumulation_steps
         self.micro_batch_size = training.micro_batch_size
         self.seq_length_per_gpu = training.seq_length // grid.cp_world_size
         self.global_batch_size = config.global_batch_size
         self.dp_rank, self.dp_size = grid.dp_rank, grid.dp_world_size
-        self.seed, self.shuffle = training.seed, config.dataset.shuffle
+        self.seed, self.shuffle = training.seed, config.dataset.shuffle if shuffle is None else shuffle
         self.windows = Windows(tokens, training.seq_length)
         if len(self.windows) < self.global_batch_size:
+            held_out = config.held_out_sequences
+            beside = f" beside the {held_out} sequences held out for evaluation" if held_out else ""
             raise UserError(
-                f"{config.dataset.name} has {len(tokens):,} tokens, that is {len(self.windows)} sequences of {training.seq_length}; "
+                f"{config.dataset.name} has {len(tokens):,} tokens{beside}, that is {len(self.windows)} sequences of {training.seq_length}; "
                 f"one global batch needs {self.global_batch_size}: use more data, a shorter seq_length or a smaller batch"
             )
         self.device = device

@@ -9,6 +9,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,24 +151,37 @@ class Metrics:
             self.wandb = _start_wandb(config) if config.logging.use_wandb else None
         self.start = time.perf_counter()
 
-    def log(self, step: int, loss: Tensor, grad_norm: Tensor, learning_rate: float) -> None:
+    def _global_mean(self, loss: Tensor) -> float:
+        """The mean over all ranks that have one: those of the last stage. The others have zeros."""
+        grid, mean = pgm.process_group_manager, loss.double()
+        all_reduce(mean, grid.cp_dp_group, dist.ReduceOp.AVG)
+        all_reduce(mean, grid.pp_group)
+        return mean.item()
+
+    def log(
+        self,
+        step: int,
+        loss: Tensor,
+        grad_norm: Tensor,
+        learning_rate: float,
+        evaluate: Callable[[], Tensor] | None = None,
+    ) -> None:
         """Record step number `step` (from 1).
 
         Args:
-            loss: this rank's mean over its tokens of the step; a scalar on the device.
+            loss: this rank's mean over its tokens of the step, 0 if its stage has none; a scalar on the device.
             grad_norm: the global one, before clipping; a scalar on the device.
+            evaluate: called, if given, for such a loss on other data; its time is not the step's.
 
         Raises:
             UserError: the loss or the gradient norm is NaN or infinite, on every rank alike.
         """
         grid = pgm.process_group_manager
-        loss = loss.detach().clone()
-        all_reduce(loss, grid.cp_dp_group, dist.ReduceOp.AVG)
         memory = torch.tensor(memory_gb(self.device), dtype=torch.float64, device=self.device)
         all_reduce(memory, None, dist.ReduceOp.MAX)
         record: dict[str, Any] = {
             "step": step,
-            "loss": loss.item(),
+            "loss": self._global_mean(loss),
             "grad_norm": grad_norm.item(),
             "learning_rate": learning_rate,
         }
@@ -177,7 +191,7 @@ class Metrics:
                     f"step {step}: {name} is {record[name]}; try a lower learning_rate than {learning_rate:g}, or more warmup_steps"
                 )
 
-        step_time, self.start = time.perf_counter() - self.start, time.perf_counter()
+        step_time = time.perf_counter() - self.start
         rate = self.tokens_per_step / step_time
         record |= {
             "tokens": step * self.tokens_per_step,
@@ -187,20 +201,25 @@ class Metrics:
             "mfu": self.peak_flops and self.flops_per_step / step_time / (self.peak_flops * grid.world_size),
             "memory_gb": memory.item(),
         }
+        if evaluate is not None:
+            record["eval_loss"] = self._global_mean(evaluate())
         self.first_loss = self.first_loss if step > 1 else record["loss"]
         self.last_loss = record["loss"]
         if self.writes:
             self._write(record)
+        self.start = time.perf_counter()
 
     def _write(self, record: dict[str, Any]) -> None:
         with self.path.open("a") as file:  # closed after every step: a killed run has all its lines
             file.write(json.dumps(record) + "\n")
         if self.wandb:
             self.wandb.log(record, step=record["step"])
-        if record["step"] % self.config.logging.log_frequency == 0 or record["step"] == 1:
+        evaluated = "eval_loss" in record
+        if evaluated or record["step"] % self.config.logging.log_frequency == 0 or record["step"] == 1:
             mfu = "" if record["mfu"] is None else f" | mfu {record['mfu']:.1%}"
+            eval_loss = f" | eval loss {record['eval_loss']:.4f}" if evaluated else ""
             print(
-                f"step {record['step']:>5} | loss {record['loss']:.4f} | grad norm {record['grad_norm']:.3f} | "
+                f"step {record['step']:>5} | loss {record['loss']:.4f}{eval_loss} | grad norm {record['grad_norm']:.3f} | "
                 f"lr {record['learning_rate']:.2e} | {record['tokens']:,} tokens | "
                 f"{record['tokens_per_second']:,.0f} tokens/s{mfu} | {record['memory_gb']:.2f} GB",
                 flush=True,

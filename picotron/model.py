@@ -147,7 +147,8 @@ class Decoder(nn.Module):
     def __init__(self, config: LlamaConfig, attend: Attend) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(DecoderLayer(config, attend) for _ in range(config.num_hidden_layers))
+        # By number, so that a layer keeps its name where some of the others are missing.
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config, attend) for i in range(config.num_hidden_layers)})
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -171,8 +172,8 @@ class Llama(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let the head use the embedding's matrix, if the config says so."""
-        if self.config.tie_word_embeddings:
+        """Let the head, where there is one, use the embedding's matrix, if the config says so."""
+        if self.config.tie_word_embeddings and self.lm_head is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
@@ -188,15 +189,27 @@ class Llama(nn.Module):
         hidden_states (B, T, D): start from these instead of the embedded input_ids.
         target_ids (B, T): the tokens to predict.
         """
-        x = self.model.embed_tokens(input_ids) if hidden_states is None else hidden_states
+        x = self.embed(input_ids) if hidden_states is None else hidden_states
         if position_ids is None:
             position_ids = torch.arange(input_ids.size(1), device=x.device)[None]
+        return self.predict(self.decode(x, position_ids), target_ids)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """(B, T) -> (B, T, D)"""
+        return self.model.embed_tokens(input_ids)
+
+    def decode(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """Apply the decoder layers: x (B, T, D), position_ids (B, T) -> (B, T, D)."""
         cos, sin = (table.to(x.dtype) for table in rope(self.config, position_ids))
-        for layer in self.model.layers:
+        for layer in self.model.layers.values():
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, cos, sin)
+        return x
+
+    def predict(self, x: Tensor, target_ids: Tensor | None) -> Tensor:
+        """x (B, T, D) -> logits (B, T, V), or the mean loss, a scalar, if there are target_ids (B, T)."""
         x = self.model.norm(x)
         return self.lm_head(x) if target_ids is None else self.lm_head.cross_entropy(x, target_ids)
 

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from picotron import process_group_manager as pgm
 from picotron.config import Training
 from picotron.utils import all_reduce
-from picotron.weights import parameters_and_shards
+from picotron.weights import is_copy, parameters_and_shards
 
 
 class AdamW(torch.optim.AdamW):
@@ -82,19 +82,22 @@ def make_scheduler(optimizer: torch.optim.Optimizer, training: Training) -> Lamb
 def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scale all `main_grad`s by min(1, max_norm / norm) and return the norm before that, a scalar on the device.
 
-    It is the norm of the whole model's gradients as one vector, in float32 or wider: what several tp ranks hold alike
+    It is the norm of the whole model's gradients as one vector, in float32 or wider: what several ranks hold alike
     counts once. None never clips.
     """
     grid = pgm.process_group_manager
     gradients, copies = [], []
-    for _, parameter, shard in parameters_and_shards(model):
-        gradients.append(parameter.main_grad)
-        copies.append(grid.tp_world_size if shard is None else shard.copies)
+    for name, parameter, shard in parameters_and_shards(model):
+        if not is_copy(model, name):
+            gradients.append(parameter.main_grad)
+            copies.append(grid.tp_world_size if shard is None else shard.copies)
     norms = torch._foreach_norm(gradients)
     torch._foreach_div_(norms, [math.sqrt(copy) for copy in copies])  # Python numbers: nothing waits for the GPU
     square = torch.stack(norms).square().sum()
     all_reduce(square, grid.tp_group)
+    all_reduce(square, grid.pp_group)
     norm = square.sqrt()
     if max_norm is not None:
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([parameter.main_grad for parameter in model.parameters()], scale)
     return norm

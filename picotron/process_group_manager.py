@@ -70,6 +70,10 @@ class ProcessGroupManager:
         self.pp_next_rank = None if self.pp_is_last_stage else self.pp_group_ids[self.pp_rank + 1]
         self.cp_send_rank = self.cp_group_ids[(self.cp_rank + 1) % cp_size]  # the ring: send to the next,
         self.cp_recv_rank = self.cp_group_ids[(self.cp_rank - 1) % cp_size]  # receive from the previous
+        if dist.get_backend() == "nccl":
+            # Before neighbours can exchange messages, all ranks of their group have to have communicated once.
+            for group in (self.pp_group, self.cp_group):
+                dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
     def _create_groups(self, axis: str, dims: tuple[int, ...]) -> None:
         """Every process creates every group, in the same order, as torch.distributed demands; it keeps its own."""

@@ -1,4 +1,4 @@
-"""What is left: a collective that skips groups of one, and leaving a run when something goes wrong."""
+"""What is left: how a process starts, a collective that skips groups of one, and how a run ends when it fails."""
 
 import os
 import sys
@@ -6,10 +6,37 @@ import time
 import traceback
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron.config import UserError
+from picotron.config import Config, UserError
+
+
+def set_up_device(config: Config) -> torch.device:
+    """This process's device, and how many threads it may use."""
+    os.environ["TOKENIZERS_PARALLELISM"] = str(config.environment.TOKENIZERS_PARALLELISM).lower()
+    torch.set_num_threads(config.environment.OMP_NUM_THREADS)
+    if config.distributed.use_cpu:
+        return torch.device("cpu")
+    count, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    if count == 0:
+        raise UserError("this machine has no CUDA device; run on the CPU with --distributed.use_cpu true")
+    if local_rank >= count:
+        raise UserError(
+            f"process {local_rank} of this machine needs a GPU of its own, but it has {count}; start {count}"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def init_process_group(config: Config, device: torch.device) -> None:
+    """Meet the other processes that torchrun started; without torchrun, this process is all there is."""
+    backend = config.distributed.backend or ("nccl" if device.type == "cuda" else "gloo")
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def all_reduce(

@@ -44,6 +44,14 @@ def parameters_and_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter,
         yield name, parameter, getattr(model.get_submodule(owner), "shards", {}).get(leaf)
 
 
+def is_copy(model: nn.Module, name: str) -> bool:
+    """Is this parameter here because another pipeline stage's layer is used here as well? Then it counts there.
+
+    A module says so in `is_copy`: the embedding on the last stage, whose matrix is the head's too.
+    """
+    return getattr(model.get_submodule(name.rpartition(".")[0]), "is_copy", False)
+
+
 def materialise(model: Llama, device: torch.device, value: Value) -> None:
     """Give every parameter of a model on the meta device its memory.
 

@@ -70,7 +70,7 @@ def oracle_model(
     return model
 
 
-def random_tokens(count: int = 5000, vocab_size: int = 61) -> np.ndarray:
+def random_tokens(count: int = 6000, vocab_size: int = 61) -> np.ndarray:
     return np.random.default_rng(0).integers(vocab_size, size=count).astype(np.uint16)
 
 

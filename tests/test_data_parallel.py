@@ -12,11 +12,12 @@ from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel import bucket as bucket_module
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from picotron.pipeline_parallel.pipeline_parallel import hidden_states_shape
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.utils import all_reduce
 from tests.oracle import assert_close, make_config, oracle_training, our_model, random_tokens, tiny_llama
 from tests.worker_pool import WorkerError, WorkerPool
-from train import train_step
+from train import pick_train_step
 
 WRAPPERS = {
     "naive": DataParallelNaive,
@@ -25,15 +26,18 @@ WRAPPERS = {
 }
 
 
-def train_steps(model: DataParallel, config: Config) -> tuple[list[float], list[float]]:
+def train_steps(model: DataParallel, config: Config, model_config: Any) -> tuple[list[float], list[float]]:
     """The losses and gradient norms of a whole run on random tokens."""
-    loader = MicroBatchDataLoader(random_tokens(), config, torch.device("cpu"))
+    device, grid = torch.device("cpu"), pgm.process_group_manager
+    loader = MicroBatchDataLoader(random_tokens(), config, device)
+    take_step = pick_train_step(config, hidden_states_shape(config, model_config), device, torch.float64)
     optimizer = AdamW(model.parameters(), config.training, fused=config.model.use_fused_adam)
     scheduler = make_scheduler(optimizer, config.training)
     losses, norms = [], []
     for _ in range(config.training.total_train_steps):
-        loss = train_step(model, loader, torch.device("cpu"))
-        all_reduce(loss, pgm.process_group_manager.cp_dp_group, torch.distributed.ReduceOp.AVG)
+        loss = take_step(model, loader).double()
+        all_reduce(loss, grid.cp_dp_group, torch.distributed.ReduceOp.AVG)
+        all_reduce(loss, grid.pp_group)
         losses.append(loss.item())
         norms.append(clip_grad_norm(model, config.training.max_grad_norm).item())
         optimizer.step()
@@ -45,7 +49,7 @@ def train_steps(model: DataParallel, config: Config) -> tuple[list[float], list[
 def train(config: Config, model_config: Any, wrapper: str) -> dict[str, Any]:
     setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
     model = WRAPPERS[wrapper](our_model(model_config, seed=config.training.seed))
-    losses, norms = train_steps(model, config)
+    losses, norms = train_steps(model, config, model_config)
     return {"losses": losses, "grad_norms": norms, "weights": model.module.state_dict()}
 
 

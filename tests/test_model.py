@@ -86,7 +86,7 @@ def test_compiled_layers_give_the_same_loss() -> None:
     for compiled in (False, True):
         model = our_model(tiny_llama())
         if compiled:
-            for layer in model.model.layers:
+            for layer in model.model.layers.values():
                 layer.compile(backend="aot_eager")
         loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
         loss.backward()

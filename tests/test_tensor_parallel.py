@@ -113,7 +113,7 @@ def test_loss_logits_and_every_gradient(
 def compiled_gradients(sequence_parallel: bool) -> dict[str, Tensor]:
     setup_process_group_manager(2, 1, 1, 1)
     model = parallel_model(model_of("kv heads < tp"), sequence_parallel)
-    for layer in model.model.layers:
+    for layer in model.model.layers.values():
         layer.compile(backend="aot_eager")
     ids, targets = batch()
     DataParallelBucket(model)(ids, target_ids=targets).backward()
@@ -147,7 +147,7 @@ def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, 1, 1, layout.dp_size)
     model = parallel_model(model_config, layout.sequence_parallel)
-    losses, norms = train_steps(DataParallelBucket(model), config)
+    losses, norms = train_steps(DataParallelBucket(model), config, model_config)
     return {"losses": losses, "grad_norms": norms, "weights": gathered(model, "data")}
 
 
@@ -412,7 +412,7 @@ def test_the_loss_sends_three_numbers_per_token(pool: WorkerPool) -> None:
 def traffic(sequence_parallel: bool) -> dict[str, list[tuple[str, int]]]:
     """What one forward and one backward of one decoder layer send: (collective, elements of the whole tensor)."""
     setup_process_group_manager(2, 1, 1, 1)
-    layer = parallel_model(tiny_llama(num_hidden_layers=1), sequence_parallel).model.layers[0]
+    layer = parallel_model(tiny_llama(num_hidden_layers=1), sequence_parallel).model.layers["0"]
     sent: list[tuple[str, int]] = []
     originals = {name: getattr(comm, name) for name in ("_all_gather", "_reduce_scatter", "all_reduce")}
 

@@ -51,7 +51,7 @@ class DataParallel(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
-    def _accumulate(self, parameter: Tensor) -> None:
+    def _accumulate(self, parameter: nn.Parameter) -> None:
         """Runs when autograd has summed up `parameter.grad` for this backward (once, also for a tied weight)."""
         if parameter.grad is None:  # a backward that defers weight gradients calls this before there is one
             return
@@ -60,7 +60,7 @@ class DataParallel(nn.Module):
         if self.require_backward_grad_sync:
             self._ready(parameter)
 
-    def _ready(self, parameter: Tensor) -> None:
+    def _ready(self, parameter: nn.Parameter) -> None:
         missing = self.bucket_of[parameter].missing
         assert parameter in missing, "a second backward reduces before finish_grad_sync"
         missing.remove(parameter)

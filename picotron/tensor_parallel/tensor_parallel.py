@@ -265,7 +265,7 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
     decoder = swapped.model
     decoder.embed_tokens = VocabParallelEmbedding(decoder.embed_tokens, vocabulary, sequence_parallel)
     decoder.norm = norm(decoder.norm)
-    for layer in decoder.layers:
+    for layer in decoder.layers.values():
         layer.input_layernorm = norm(layer.input_layernorm)
         layer.post_attention_layernorm = norm(layer.post_attention_layernorm)
         attention, mlp = layer.self_attn, layer.mlp

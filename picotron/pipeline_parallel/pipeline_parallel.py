@@ -1,0 +1,288 @@
+"""Pipeline parallelism: each stage holds some of the layers, and micro-batches flow through the stages.
+
+A stage can only start when the one before it has finished a micro-batch, so at the beginning and at the end of a step
+stages are idle: the bubble, (p - 1) / (m + p - 1) of the time for p stages and m micro-batches. Two orders, here for
+3 stages and 4 micro-batches, where a backward (B) takes as long as two forwards (F):
+
+    AFAB, all forward, all backward
+        F0 F1 F2 F3 .. .. .. .. .. .. B0 B0 B1 B1 B2 B2 B3 B3
+        .. F0 F1 F2 F3 .. .. .. B0 B0 B1 B1 B2 B2 B3 B3 .. ..
+        .. .. F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .. .. .. ..
+
+    1F1B, one forward, one backward
+        F0 F1 F2 .. .. .. .. B0 B0 F3 B1 B1 .. B2 B2 .. B3 B3
+        .. F0 F1 .. .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3 .. ..
+        .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .. .. .. ..
+
+Both have the same bubble. But between a micro-batch's forward and its backward its activations wait in memory: in AFAB
+those of all m micro-batches, in 1F1B of at most p - rank.
+"""
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.profiler import record_function
+from transformers import LlamaConfig
+
+from picotron import process_group_manager as pgm
+from picotron.config import Config, UserError
+from picotron.model import Llama
+from picotron.pipeline_parallel.layout import balanced_layers
+from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
+from picotron.utils import all_reduce
+
+logger = logging.getLogger("picotron.pipeline")
+
+
+def check_pipeline_parallel(config: LlamaConfig, pp_size: int) -> None:
+    """Raises UserError if there are fewer layers than stages."""
+    if config.num_hidden_layers < pp_size:
+        raise UserError(
+            f"pp_size={pp_size} stages need a layer each, but num_hidden_layers={config.num_hidden_layers}; "
+            f"use a pp_size of at most {config.num_hidden_layers}"
+        )
+
+
+def hidden_states_shape(config: Config, model_config: LlamaConfig) -> tuple[int, int, int]:
+    """What stages send each other: (B, T/cp, D); with sequence parallelism (B, T/cp/tp, D)."""
+    layout, training = config.distributed, config.training
+    split = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
+    return (training.micro_batch_size, training.seq_length // split, model_config.hidden_size)
+
+
+class PipelineParallel(nn.Module):
+    """One stage: the layers that are this rank's, the embedding on the first stage, norm and head on the last.
+
+    If the embedding's matrix is also the head's (tied), both stages have it. Each copy gets the gradient of its own
+    use, and `sum_tied_gradients` adds them. As both start and go on alike, they stay equal to the last bit.
+
+    Args:
+        model: a Llama on the meta device. It loses, in place, what other stages hold.
+        seq_length: of the sequences it is trained on; attention takes more time in longer ones.
+        deallocate_outputs: free outputs that have been sent, see `deallocate_output_tensor`.
+    """
+
+    def __init__(self, model: Llama, seq_length: int, deallocate_outputs: bool = True) -> None:
+        super().__init__()
+        grid, config = pgm.process_group_manager, model.config
+        check_pipeline_parallel(config, grid.pp_world_size)
+        self.module, self.deallocate_outputs = model, deallocate_outputs
+        self.is_first, self.is_last = grid.pp_is_first_stage, grid.pp_is_last_stage
+        self.layers = balanced_layers(config, grid.pp_world_size, seq_length)[grid.pp_rank]
+
+        tied = config.tie_word_embeddings and grid.pp_world_size > 1
+        stage: Any = model  # of which parts may be missing now
+        for i in set(range(config.num_hidden_layers)) - set(self.layers):
+            del stage.model.layers[str(i)]
+        if not self.is_last:
+            stage.model.norm = stage.lm_head = None
+        if not self.is_first and not (self.is_last and tied):
+            stage.model.embed_tokens = None
+        elif not self.is_first:
+            stage.model.embed_tokens.is_copy = True
+        self.embedding_group = first_and_last_stage_group() if tied else None
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, hidden_states: Tensor | None, target_ids: Tensor | None = None
+    ) -> Tensor:
+        """The first stage reads input_ids (B, T), the others hidden_states (B, T, D), see `hidden_states_shape`.
+
+        Returns:
+            hidden states for the next stage; on the last stage what `Llama.forward` returns: the mean loss, if there
+            are target_ids (B, T), else logits.
+        """
+        x = self.module.embed(input_ids) if self.is_first else hidden_states
+        assert x is not None
+        x = self.module.decode(x, position_ids)
+        return self.module.predict(x, target_ids) if self.is_last else x
+
+    def backward(
+        self, input_tensor: Tensor | None, output_tensor: Tensor, output_tensor_grad: Tensor | None
+    ) -> Tensor | None:
+        """Add one micro-batch's gradients to the parameters', and return that of the stage's input.
+
+        Args:
+            input_tensor: the hidden states that came in; None on the first stage.
+            output_tensor: what `forward` made of them.
+            output_tensor_grad: its gradient from the next stage; None on the last stage, whose output is the loss.
+        """
+        if output_tensor_grad is None:
+            output_tensor.backward()
+        else:
+            custom_backward(output_tensor, output_tensor_grad)
+        return None if input_tensor is None else input_tensor.grad
+
+    def deallocate_output_tensor(self, output_tensor: Tensor) -> None:
+        """Free the data of an output that has been sent: backward only needs the graph that made it.
+
+        (Megatron-LM's `deallocate_pipeline_outputs`.) It saves B T D numbers per micro-batch in flight.
+        """
+        if self.deallocate_outputs and not self.is_last:
+            output_tensor.data = output_tensor.new_empty(0)
+
+    def sum_tied_gradients(self) -> None:
+        """The gradient of the tied matrix is that of its use as embedding plus that of its use as head."""
+        if self.embedding_group is not None:
+            all_reduce(self.module.model.embed_tokens.weight.main_grad, self.embedding_group)
+
+
+def custom_backward(output_tensor: Tensor, output_tensor_grad: Tensor) -> None:
+    """`output_tensor.backward(output_tensor_grad)` for an output whose data may have been freed.
+
+    Autograd compares the shapes of the two, so it gets the place in the graph instead of the tensor.
+    """
+    torch.autograd.backward(get_gradient_edge(output_tensor), output_tensor_grad)
+
+
+def first_and_last_stage_group() -> dist.ProcessGroup | None:
+    """The first and the last stage of this rank's pipeline, if it is one of them. All ranks have to call this."""
+    mine = None
+    for ids in pgm.process_group_manager.grid.movedim(1, -1)[..., [0, -1]].reshape(-1, 2).tolist():
+        group = dist.new_group(ids)
+        mine = group if dist.get_rank() in ids else mine
+    return mine
+
+
+@contextlib.contextmanager
+def action(name: str) -> Iterator[None]:
+    """A name like F3, the forward of micro-batch 3, in the log at debug level and in profiler traces."""
+    logger.debug("stage %d: %s", pgm.process_group_manager.pp_rank, name)
+    with record_function(name):
+        yield
+
+
+def forward_step(model: Any, data_loader: Any, input_tensor: Tensor | None, i: int, losses: list[Tensor]) -> Tensor:
+    """Forward of micro-batch i: every stage loads it, for its position_ids.
+
+    Returns:
+        This stage's output. On the last one it is the mean loss divided by the number of micro-batches, so that
+        gradients add up to those of the mean; it is also appended to `losses`.
+    """
+    batch = next(data_loader) | {"hidden_states": input_tensor}
+    with action(f"F{i}"):
+        output_tensor = model(**batch)
+        if pgm.process_group_manager.pp_is_last_stage:
+            output_tensor = output_tensor / data_loader.grad_acc_steps
+            losses.append(output_tensor.detach())
+    return output_tensor
+
+
+def backward_step(
+    model: Any, input_tensor: Tensor | None, output_tensor: Tensor, output_tensor_grad: Tensor | None, i: int
+) -> Tensor | None:
+    """Backward of micro-batch i; see `PipelineParallel.backward`."""
+    with action(f"B{i}"):
+        return model.module.backward(input_tensor, output_tensor, output_tensor_grad)
+
+
+def _sum(losses: list[Tensor], device: torch.device) -> Tensor:
+    """On the device: nothing waits for it here."""
+    return torch.stack(losses).sum() if losses else torch.zeros((), device=device)
+
+
+def train_step_pipeline_afab(
+    model: Any, data_loader: Any, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """All forward, all backward: GPipe (Huang et al. 2018, arXiv:1811.06965).
+
+    x and y are a micro-batch's input and output of this stage, dx and dy their gradients.
+
+    Args:
+        model: a `PipelineParallel` in a `DataParallel`.
+        data_loader: the micro-batches of this rank's pipeline.
+        tensor_shapes, device, dtype: of the hidden states between stages.
+
+    Returns:
+        On the last stage the mean loss over this pipeline's tokens, elsewhere 0; a scalar on the device.
+    """
+    micro_batches = data_loader.grad_acc_steps
+    losses: list[Tensor] = []
+    saved: deque[tuple[Tensor | None, Tensor]] = deque()  # (x, y) that wait for their backward
+
+    for i in range(micro_batches):
+        x = pipeline_communicate("recv_forward", device, dtype, shapes=tensor_shapes)
+        y = forward_step(model, data_loader, x, i, losses)
+        pipeline_communicate("send_forward", device, dtype, y, tensor_shapes)
+        model.module.deallocate_output_tensor(y)
+        saved.append((x, y))
+
+    for i in range(micro_batches):
+        # Gradients add up; the last backward starts to average their sum over the data-parallel ranks.
+        model.require_backward_grad_sync = i == micro_batches - 1
+        dy = pipeline_communicate("recv_backward", device, dtype, shapes=tensor_shapes)
+        dx = backward_step(model, *saved.popleft(), dy, i)
+        pipeline_communicate("send_backward", device, dtype, dx, tensor_shapes)
+
+    model.finish_grad_sync()
+    model.module.sum_tied_gradients()
+    return _sum(losses, device)
+
+
+def train_step_pipeline_1f1b(
+    model: Any, data_loader: Any, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """One forward, one backward: PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473). Otherwise as AFAB."""
+    grid, micro_batches = pgm.process_group_manager, data_loader.grad_acc_steps
+    losses: list[Tensor] = []
+    saved: deque[tuple[Tensor | None, Tensor]] = deque()  # (x, y) that wait for their backward
+    warmup = min(grid.pp_world_size - grid.pp_rank - 1, micro_batches)
+
+    for i in range(warmup):  # forwards only, until the first gradient can arrive
+        x = pipeline_communicate("recv_forward", device, dtype, shapes=tensor_shapes)
+        y = forward_step(model, data_loader, x, i, losses)
+        pipeline_communicate("send_forward", device, dtype, y, tensor_shapes)
+        model.module.deallocate_output_tensor(y)
+        saved.append((x, y))
+
+    if warmup < micro_batches:
+        x = pipeline_communicate("recv_forward", device, dtype, shapes=tensor_shapes)
+    for i in range(micro_batches - warmup):  # steady state: the newest forward, then the oldest backward
+        y = forward_step(model, data_loader, x, warmup + i, losses)
+        dy = bidirectional_pipeline_communicate("send_fwd_recv_bwd", y, tensor_shapes, device, dtype)
+        model.module.deallocate_output_tensor(y)
+        saved.append((x, y))
+        model.require_backward_grad_sync = i == micro_batches - 1  # on the last stage: it has no cool-down
+        dx = backward_step(model, *saved.popleft(), dy, i)
+        if warmup + i < micro_batches - 1:
+            x = bidirectional_pipeline_communicate("send_bwd_recv_fwd", dx, tensor_shapes, device, dtype)
+        else:
+            pipeline_communicate("send_backward", device, dtype, dx, tensor_shapes)
+
+    for i in range(micro_batches - warmup, micro_batches):  # cool-down: the backwards that are left
+        model.require_backward_grad_sync = i == micro_batches - 1  # its reduction overlaps the drain before it
+        dy = pipeline_communicate("recv_backward", device, dtype, shapes=tensor_shapes)
+        dx = backward_step(model, *saved.popleft(), dy, i)
+        pipeline_communicate("send_backward", device, dtype, dx, tensor_shapes)
+
+    model.finish_grad_sync()
+    model.module.sum_tied_gradients()
+    return _sum(losses, device)
+
+
+@torch.no_grad()
+def evaluate(
+    model: Any,
+    data_loader: Any,
+    eval_steps: int,
+    tensor_shapes: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The mean loss over the next `eval_steps` global batches: forward only, in any layout, also without a pipeline.
+
+    Returns:
+        As the training steps do.
+    """
+    losses: list[Tensor] = []
+    for i in range(eval_steps * data_loader.grad_acc_steps):
+        x = pipeline_communicate("recv_forward", device, dtype, shapes=tensor_shapes)
+        y = forward_step(model, data_loader, x, i, losses)
+        pipeline_communicate("send_forward", device, dtype, y, tensor_shapes)
+    return _sum(losses, device) / eval_steps
