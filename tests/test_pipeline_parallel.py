@@ -1,4 +1,4 @@
-"""Pipeline parallelism equals one process running transformers, and each schedule is what its paper draws."""
+"""Pipeline parallelism equals one process running transformers. (The order of what stages do: test_pipeline_order.)"""
 
 import functools
 import itertools
@@ -7,29 +7,45 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
+from picotron.data import MicroBatchDataLoader, hold_out
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model import Llama
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+from picotron.pipeline_parallel.pipeline_parallel import (
+    PipelineParallel,
+    evaluate,
+    hidden_states_shape,
+    train_step_pipeline_1f1b,
+    train_step_pipeline_afab,
+)
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
+from picotron.utils import all_reduce
 from picotron.weights import initial_value, materialise
-from tests.oracle import assert_close, make_config, oracle_training, our_model, random_tokens, tiny_llama
+from tests.oracle import assert_close, make_config, oracle_model, oracle_training, our_model, random_tokens, tiny_llama
 from tests.test_data_parallel import train_steps
 from tests.test_tensor_parallel import gathered
 from tests.worker_pool import WorkerPool
+from train import train_step
 
 CPU = torch.device("cpu")
 
 
-def stage_of(config: LlamaConfig, layout: Any, checkpointed: bool = False, deallocate: bool = True) -> PipelineParallel:
+def stage_of(
+    config: LlamaConfig,
+    layout: Any,
+    checkpointed: bool = False,
+    deallocate: bool = True,
+    dtype: torch.dtype = torch.float64,
+) -> PipelineParallel:
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     with torch.device("meta"):
-        llama = Llama(config, checkpoint_activations=checkpointed).to(torch.float64)
+        llama = Llama(config, checkpoint_activations=checkpointed).to(dtype)
         llama = apply_tensor_parallel(llama, layout.sequence_parallel)
         stage = PipelineParallel(llama, seq_length=16, deallocate_outputs=deallocate)
     materialise(llama, CPU, initial_value(config, 42))
@@ -59,7 +75,7 @@ LAYERS = {2: 3, 3: 5, 4: 6}  # never the same number for every stage
 LAYOUTS: list[dict[str, Any]] = [{"pp_size": p} | more for p in LAYERS for more in ({}, {"dp_size": 2}, {"tp_size": 2})]
 LAYOUTS += [{"pp_size": 2, "dp_size": 2, "tp_size": 2}, {"pp_size": 2, "tp_size": 2, "sequence_parallel": True}]
 MICRO_BATCHES = (1, 2, 5, 8)
-# Of everything with everything, `make test` has some: each layout and schedule, the rest in turn. `make parity` has all.
+# Of all combinations, `make test` has some: each layout and schedule, the rest in turn. `make parity` has the others.
 EVERYTHING = list(itertools.product(("afab", "1f1b"), LAYOUTS, MICRO_BATCHES, (False, True), ("none", "full")))
 SOME = [
     (engine, layout, MICRO_BATCHES[(i + shift) % 4], (i // 2 + shift) % 2 == 0, ("none", "full")[i // 3 % 2])
@@ -109,3 +125,138 @@ def test_ten_steps_equal_one_process(
         assert result["weights"].keys() == dict(our_model(model_config).named_parameters()).keys()
         for key, weight in result["weights"].items():
             assert_close(weight, expected["weights"][key], what=key)
+
+
+def batches(count: int) -> list[dict[str, Any]]:
+    ids = torch.randint(61, (count, 2, 17), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(16).expand(2, -1)
+    return [
+        {"input_ids": x[:, :-1], "target_ids": x[:, 1:], "position_ids": positions, "hidden_states": None} for x in ids
+    ]
+
+
+class Loader:
+    """What a step needs of a data loader."""
+
+    def __init__(self, items: list[dict[str, Any]]) -> None:
+        self.items, self.grad_acc_steps = iter(items), len(items)
+
+    def __next__(self) -> dict[str, Any]:
+        return dict(next(self.items))
+
+
+STEPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
+
+
+def gradients(
+    engine: str, config: LlamaConfig, layout: dict[str, int], dtype: torch.dtype, deallocate: bool, compiled: bool
+) -> dict[str, Any]:
+    """Loss and gradients of one step of three micro-batches."""
+    stage = stage_of(config, make_config(**layout).distributed, deallocate=deallocate, dtype=dtype)
+    if compiled:
+        for layer in stage.module.model.layers.values():
+            layer.compile(backend="aot_eager")
+    model = DataParallelBucket(stage)
+    if pgm.process_group_manager.pp_world_size == 1:
+        loss = train_step(model, Loader(batches(3)), CPU)
+    else:
+        loss = STEPS[engine](model, Loader(batches(3)), (2, 16, 32), CPU, dtype).double()
+        all_reduce(loss, pgm.process_group_manager.pp_group)
+    return {"loss": loss, "gradients": all_stages(stage.module, "main_grad")}
+
+
+@pytest.mark.parametrize("layout", [{"pp_size": 3}, {"pp_size": 2, "tp_size": 2}], ids=layout_name)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("engine", STEPS)
+def test_every_gradient(pool: WorkerPool, engine: str, tied: bool, layout: dict[str, int]) -> None:
+    config = tiny_llama(
+        num_hidden_layers=4, tie_word_embeddings=tied, pad_token_id=3, attention_bias=True, mlp_bias=True
+    )
+    theirs = oracle_model(config, our_model(config, seed=42).state_dict())
+    loss = torch.zeros(())
+    for batch in batches(3):
+        logits = theirs(input_ids=batch["input_ids"], use_cache=False).logits
+        loss = loss + F.cross_entropy(logits.flatten(0, 1), batch["target_ids"].flatten()) / 3
+    loss.backward()
+    sizes = {f"distributed__{key}": value for key, value in layout.items()}
+    for result in pool.run(
+        gradients, 2 * len(layout) + (len(layout) == 1), engine, config, sizes, torch.float64, True, False
+    ):
+        assert_close(result["loss"], loss.detach(), what="loss")
+        assert result["gradients"].keys() == dict(theirs.named_parameters()).keys()
+        for name, parameter in theirs.named_parameters():
+            assert_close(result["gradients"][name], parameter.grad, what=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "deallocate", "compiled"),
+    [(torch.bfloat16, True, False), (torch.float64, False, False), (torch.float64, True, True)],
+    ids=["bfloat16", "outputs kept", "compiled"],
+)
+@pytest.mark.parametrize("engine", STEPS)
+def test_stages_compute_bit_for_bit_what_one_process_does(
+    pool: WorkerPool, engine: str, dtype: torch.dtype, deallocate: bool, compiled: bool
+) -> None:
+    config = tiny_llama(num_hidden_layers=4)
+    (whole,) = pool.run(gradients, 1, engine, config, {}, dtype, True, compiled)
+    for result in pool.run(gradients, 3, engine, config, {"distributed__pp_size": 3}, dtype, deallocate, compiled):
+        assert result["loss"].float() == whole["loss"].float()
+        for name, gradient in whole["gradients"].items():
+            assert torch.equal(result["gradients"][name], gradient), name
+
+
+def test_a_stage_has_its_own_parameters_only(pool: WorkerPool) -> None:
+    for tied in (False, True):
+        names = pool.run(parameter_names, 3, tiny_llama(num_hidden_layers=4, tie_word_embeddings=tied))
+        layers = [sorted({name.split(".")[2] for name in stage if ".layers." in name}) for stage in names]
+        assert layers == [["0"], ["1", "2"], ["3"]]
+        others = [[name for name in stage if ".layers." not in name] for stage in names]
+        last = ["model.norm.weight", "lm_head.weight"]
+        assert others == [
+            ["model.embed_tokens.weight"],
+            [],
+            ["model.embed_tokens.weight", "model.norm.weight"] if tied else last,
+        ]
+
+
+def parameter_names(config: LlamaConfig) -> list[str]:
+    stage = stage_of(config, make_config(distributed__pp_size=3).distributed)
+    assert not any(parameter.is_meta for parameter in stage.parameters())
+    return [name for name, _ in stage.module.named_parameters()]
+
+
+def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
+    """The global loss of two evaluations in a row."""
+    model = DataParallelBucket(stage_of(model_config, config.distributed))
+    grid = pgm.process_group_manager
+    _, tokens = hold_out(random_tokens(), config)
+    loader = MicroBatchDataLoader(tokens, config, CPU, shuffle=False)
+    shape, losses = hidden_states_shape(config, model_config), []
+    for _ in range(2):
+        loss = evaluate(model, loader, config.training.eval_steps, shape, CPU, torch.float64).double()
+        assert not loss.requires_grad
+        all_reduce(loss, grid.cp_dp_group, dist.ReduceOp.AVG)
+        all_reduce(loss, grid.pp_group)
+        losses.append(loss.item())
+    assert all(parameter.main_grad.count_nonzero() == 0 for parameter in model.parameters())
+    return losses
+
+
+@pytest.mark.parametrize("layout", [{}, *LAYOUTS[:3], {"pp_size": 3}, *LAYOUTS[-2:]], ids=layout_name)
+def test_evaluation(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    """The mean loss of the last sequences of the data, the same in every layout and every time."""
+    sequences = 3 * 2 * 4
+    config = make_config(
+        **{f"distributed__{key}": value for key, value in layout.items()},
+        training__gradient_accumulation_steps=4 // layout.get("dp_size", 1),
+        training__eval_frequency=1,
+        training__eval_steps=3,
+    )
+    model_config = tiny_llama(tie_word_embeddings=True)
+    stream = torch.from_numpy(random_tokens()[-(16 * sequences + 1) :].astype("int64"))
+    model = oracle_model(model_config, our_model(model_config, seed=42).state_dict())
+    with torch.no_grad():
+        logits = model(input_ids=stream[:-1].view(sequences, 16), use_cache=False).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), stream[1:]).item()
+    for losses in pool.run(evaluations, config.distributed.world_size, config, model_config):
+        assert_close(losses, [expected, expected])

@@ -1,0 +1,366 @@
+"""What each stage of a pipeline does, in which order: the real loops with recorders in place of their primitives."""
+
+import logging
+import weakref
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from picotron import process_group_manager as pgm
+from picotron.config import UserError
+from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.pipeline_parallel import pipeline_parallel
+from picotron.pipeline_parallel.layout import Cost, _hand_out, balanced_layers
+from picotron.pipeline_parallel.pipeline_parallel import check_pipeline_parallel
+from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
+from picotron.process_group_manager import setup_process_group_manager
+from tests.oracle import make_config, tiny_llama
+from tests.test_pipeline_parallel import CPU, STEPS, Loader, batches, stage_of
+from tests.worker_pool import WorkerError, WorkerPool
+
+GRID = [(stages, micro_batches) for stages in range(1, 7) for micro_batches in range(1, 10)]
+SHORT = {"recv_forward": "rF", "send_forward": "sF", "recv_backward": "rB", "send_backward": "sB"}
+SHORT |= {"send_fwd_recv_bwd": "sF|rB", "send_bwd_recv_fwd": "sB|rF"}
+
+
+def trace(engine: str, stage: int, stages: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """F0, B0, ... (B0* with the gradients reduced), sends, receives, both at once, what is freed, and the end."""
+    events: list[str] = []
+    grid = SimpleNamespace(pp_rank=stage, pp_world_size=stages, pp_is_last_stage=stage == stages - 1)
+    toward_next = {"sF", "rB", "sF|rB"}
+
+    def communicate(operation: str, *_: Any, **__: Any) -> None:
+        name = SHORT[operation]
+        if stage < stages - 1 if name in toward_next else stage > 0:
+            events.append(name)
+
+    def backward(model: Any, x: Any, y: int, dy: Any, i: int) -> None:
+        assert y == i, "a backward got another micro-batch's output"
+        events.append(f"B{i}" + "*" * model.require_backward_grad_sync)
+
+    def forward(model: Any, loader: Any, x: Any, i: int, losses: Any) -> int:
+        events.append(f"F{i}")
+        return i
+
+    module = SimpleNamespace(deallocate_output_tensor=lambda y: None, sum_tied_gradients=lambda: events.append("tied"))
+    model = SimpleNamespace(
+        require_backward_grad_sync=True, module=module, finish_grad_sync=lambda: events.append("finish")
+    )
+    monkeypatch.setattr(pgm, "process_group_manager", grid)
+    monkeypatch.setattr(pipeline_parallel, "pipeline_communicate", communicate)
+    monkeypatch.setattr(pipeline_parallel, "bidirectional_pipeline_communicate", communicate)
+    monkeypatch.setattr(pipeline_parallel, "forward_step", forward)
+    monkeypatch.setattr(pipeline_parallel, "backward_step", backward)
+    STEPS[engine](model, SimpleNamespace(grad_acc_steps=micro_batches), (1,), CPU, torch.float32)
+    assert events[-2:] == ["finish", "tied"]
+    return events[:-2]
+
+
+@pytest.mark.parametrize(
+    ("engine", "micro_batches", "expected"),
+    [
+        ("afab", 1, ["F0 sF rB B0*", "rF F0 B0* sB"]),
+        ("afab", 2, ["F0 sF F1 sF rB B0 rB B1*", "rF F0 sF rF F1 sF rB B0 sB rB B1* sB", "rF F0 rF F1 B0 sB B1* sB"]),
+        ("1f1b", 1, ["F0 sF rB B0*", "rF F0 sF rB B0* sB", "rF F0 sF rB B0* sB", "rF F0 B0* sB"]),
+        ("1f1b", 3, ["F0 sF F1 sF|rB B0 F2 sF|rB B1 rB B2*", "rF F0 B0 sB|rF F1 B1 sB|rF F2 B2* sB"]),
+        (
+            "1f1b",
+            2,
+            ["F0 sF F1 sF rB B0 rB B1*", "rF F0 sF rF F1 sF|rB B0 sB rB B1* sB", "rF F0 B0 sB|rF F1 B1* sB"],
+        ),
+        (
+            "1f1b",
+            4,
+            [
+                "F0 sF F1 sF F2 sF|rB B0 F3 sF|rB B1 rB B2 rB B3*",
+                "rF F0 sF rF F1 sF|rB B0 sB|rF F2 sF|rB B1 sB|rF F3 sF|rB B2 sB rB B3* sB",
+                "rF F0 B0 sB|rF F1 B1 sB|rF F2 B2 sB|rF F3 B3* sB",
+            ],
+        ),
+    ],
+)
+def test_order(engine: str, micro_batches: int, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = len(expected)
+    assert [" ".join(trace(engine, rank, stages, micro_batches, monkeypatch)) for rank in range(stages)] == expected
+
+
+@pytest.mark.parametrize("engine", STEPS)
+def test_every_order_finishes_and_reduces_once(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages' traces meet: with messages that wait for each other, as the strictest network has them, all end."""
+    for stages, micro_batches in GRID:
+        traces = [trace(engine, rank, stages, micro_batches, monkeypatch) for rank in range(stages)]
+        for rank, events in enumerate(traces):
+            numbers = [[e[1:] for e in events if e[0] == kind] for kind in "FB"]
+            assert numbers[0] == [str(i) for i in range(micro_batches)]
+            assert numbers[1] == [*numbers[0][:-1], f"{micro_batches - 1}*"]  # sync is on in the last backward only
+            waiting = [
+                sum(e[0] == "F" for e in events[:k]) - sum(e[0] == "B" for e in events[:k]) for k in range(len(events))
+            ]
+            assert max(waiting) == (micro_batches if engine == "afab" else min(stages - rank, micro_batches))
+        assert walk(traces) == [[]] * stages, f"{engine}, {stages} stages, {micro_batches} micro-batches: deadlock"
+
+
+def walk(traces: list[list[str]]) -> list[list[str]]:
+    """Run all traces, where a message needs both ends at the same time. What is left of each: nothing, if all is well.
+
+    A batch of two messages is over when both have met their partners.
+    """
+    todo = [deque(tuple(event.split("|")) for event in events) for events in traces]
+    partner = {"sF": ("rF", 1), "rB": ("sB", 1), "sB": ("rB", -1), "rF": ("sF", -1)}
+    moved = True
+    while moved:
+        moved = False
+        for rank, queue in enumerate(todo):
+            while queue and queue[0][0][0] in "FB":
+                queue.popleft()
+                moved = True
+            for message in queue[0] if queue else ():
+                other, side = partner[message]
+                neighbour = todo[rank + side]
+                if neighbour and other in neighbour[0]:
+                    for q, done in ((queue, message), (neighbour, other)):
+                        q[0] = tuple(m for m in q[0] if m != done)
+                        if not q[0]:
+                            q.popleft()
+                    moved = True
+                    break
+    return [[" ".join(event) for event in queue] for queue in todo]
+
+
+def test_the_walk_finds_a_deadlock() -> None:
+    """Two neighbours that first send and then receive wait for each other for ever."""
+    assert walk([["F0", "sF", "rB"], ["sB", "rF"]]) == [["sF", "rB"], ["sB", "rF"]]
+    assert walk([["F0", "sF|rB", "B0"], ["sB|rF", "F0"]]) == [[], []]
+
+
+@pytest.mark.parametrize(("engine", "theirs"), [("afab", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
+def test_forwards_and_backwards_alternate_as_in_torch(
+    engine: str, theirs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(Their 1F1B starts its numbers at 1 on the last stage, and wants as many micro-batches as stages.)"""
+    for stages, micro_batches in GRID:
+        if stages == 1 or micro_batches < stages:
+            continue
+        schedule = SimpleNamespace(_num_stages=stages, _n_microbatches=micro_batches)
+        order = getattr(torch_schedules, theirs)._get_pipeline_order(schedule)
+        for rank in range(stages):
+            expected = [repr(action)[1] for action in order[rank] if action is not None]
+            events = trace(engine, rank, stages, micro_batches, monkeypatch)
+            assert [e[0] for e in events if e[0] in "FB"] == [kind for kind in expected if kind in "FB"]
+
+
+# ----------------------------------------------------------------------------------------------- what a real step does
+
+
+class Kept:
+    """Stands for a tensor that autograd keeps."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def live_micro_batches(engine: str, micro_batches: int) -> tuple[list[int], list[int], int]:
+    """After each forward: micro-batches with kept activations; and the numbers in outputs that were sent before."""
+    stage = stage_of(tiny_llama(num_hidden_layers=4), make_config(distributed__pp_size=4).distributed)
+    model = DataParallelBucket(stage)
+    kept: list[weakref.WeakSet[Kept]] = []
+    outputs: list[Tensor] = []
+    live, unsent = [], []
+    original = pipeline_parallel.forward_step
+
+    def forward_step(*arguments: Any) -> Tensor:
+        kept.append(weakref.WeakSet())
+
+        def pack(tensor: Tensor) -> Kept:
+            holder = Kept(tensor)
+            kept[-1].add(holder)
+            return holder
+
+        unsent.append(sum(y.numel() for y in outputs))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
+            outputs.append(original(*arguments))
+        live.append(sum(len(each) > 0 for each in kept))
+        return outputs[-1]
+
+    pipeline_parallel.forward_step = forward_step
+    try:
+        STEPS[engine](model, Loader(batches(micro_batches)), (2, 16, 32), CPU, torch.float64)
+    finally:
+        pipeline_parallel.forward_step = original
+    return live, unsent, sum(len(each) for each in kept)
+
+
+@pytest.mark.parametrize("engine", STEPS)
+def test_activations_that_are_kept(pool: WorkerPool, engine: str) -> None:
+    """Counted in what autograd really keeps: AFAB all micro-batches, 1F1B at most `stages - rank`; no sent output."""
+    for rank, (live, unsent, left) in enumerate(pool.run(live_micro_batches, 4, engine, 6)):
+        limit = 6 if engine == "afab" else 4 - rank
+        assert live == [min(i + 1, limit) for i in range(6)]
+        assert left == 0
+        if rank < 3:
+            assert unsent == [0] * 6
+
+
+def profiled_names() -> tuple[list[str], list[str]]:
+    model = DataParallelBucket(stage_of(tiny_llama(), make_config(distributed__pp_size=2).distributed))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("picotron").addHandler(handler)
+    logging.getLogger("picotron").setLevel(logging.DEBUG)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        STEPS["1f1b"](model, Loader(batches(2)), (2, 16, 32), CPU, torch.float64)
+    logging.getLogger("picotron").removeHandler(handler)
+    logging.getLogger("picotron").setLevel(logging.INFO)
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [e.name for e in events if len(e.name) == 2 and e.name[0] in "FB"], lines
+
+
+def test_a_profile_reads_as_the_schedule(pool: WorkerPool) -> None:
+    first, last = pool.run(profiled_names, 2)
+    assert first[0] == ["F0", "F1", "B0", "B1"]
+    assert last[0] == ["F0", "B0", "F1", "B1"]
+    assert first[1] == ["stage 0: F0", "stage 0: F1", "stage 0: B0", "stage 0: B1"]
+
+
+# ------------------------------------------------------------------------------------------------------- messages
+
+
+def messages() -> list[Any]:
+    """Forward and backward along three stages, one way and both ways at once."""
+    grid = setup_process_group_manager(1, 1, 3, 1)
+    rank, shape = grid.pp_rank, (2, 3)
+    mine = torch.full(shape, float(rank), dtype=torch.bfloat16).t().contiguous().t()  # need not be contiguous
+
+    def talk(operation: str, **more: Any) -> Tensor | None:
+        return pipeline_communicate(operation, CPU, torch.bfloat16, **more)
+
+    x = talk("recv_forward", shapes=shape)
+    talk("send_forward", tensor=mine)
+    dy = talk("recv_backward", shapes=shape)
+    talk("send_backward", tensor=mine, shapes=shape)
+    if rank == 1:
+        both = [
+            bidirectional_pipeline_communicate("send_fwd_recv_bwd", mine, shape, CPU, torch.bfloat16),
+            bidirectional_pipeline_communicate("send_bwd_recv_fwd", mine, shape, CPU, torch.bfloat16),
+        ]
+    else:
+        operation = "send_fwd_recv_bwd" if rank == 0 else "send_bwd_recv_fwd"
+        other = "send_bwd_recv_fwd" if rank == 0 else "send_fwd_recv_bwd"
+        assert bidirectional_pipeline_communicate(other, mine, shape, CPU, torch.bfloat16) is None  # no neighbour
+        both = [bidirectional_pipeline_communicate(operation, mine, shape, CPU, torch.bfloat16)]
+        if rank == 2:
+            both = both[::-1]
+    return [None if t is None else (t.dtype, tuple(t.shape), t[0, 0].item(), t.requires_grad) for t in (x, dy, *both)]
+
+
+def test_messages_reach_the_neighbour(pool: WorkerPool) -> None:
+    def got(rank: int, activation: bool) -> tuple[Any, ...]:
+        return torch.bfloat16, (2, 3), float(rank), activation  # an activation gets a gradient
+
+    first, middle, last = pool.run(messages, 3)
+    assert first == [None, got(1, False), got(1, False)]
+    assert middle == [got(0, True), got(2, False), got(2, False), got(0, True)]
+    assert last == [got(1, True), None, got(1, True)]
+
+
+def every_handle_is_waited_on() -> bool:
+    grid = setup_process_group_manager(1, 1, 2, 1)
+    waited, batches = [], []
+
+    def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Any]:
+        assert all(operation.group is grid.pp_group for operation in operations)
+        batches.append(len(operations))
+        return [SimpleNamespace(wait=lambda: waited.append(1)) for _ in operations]
+
+    original, dist.batch_isend_irecv = dist.batch_isend_irecv, batch_isend_irecv
+    try:
+        x = torch.zeros(1)
+        for operation in ("recv_forward", "send_forward", "recv_backward", "send_backward"):
+            pipeline_communicate(operation, CPU, torch.float32, x, (1,))
+        for operation in ("send_fwd_recv_bwd", "send_bwd_recv_fwd"):
+            bidirectional_pipeline_communicate(operation, x, (1,), CPU, torch.float32)
+    finally:
+        dist.batch_isend_irecv = original
+    return batches == [1, 1, 2] and len(waited) == 4
+
+
+def test_messages_go_in_batches_on_the_pp_group(pool: WorkerPool) -> None:
+    assert pool.run(every_handle_is_waited_on, 2) == [True, True]
+
+
+def wrong_message(kind: str) -> None:
+    setup_process_group_manager(1, 1, 2, 1)
+    x = torch.zeros(2, 3, dtype=torch.float64 if kind == "dtype" else torch.float32)
+    shape = (3, 2) if kind == "shape" else (2, 3)
+    if kind == "both ways":
+        bidirectional_pipeline_communicate("send_fwd_recv_bwd", x, (2, 4), CPU, torch.float32)
+    pipeline_communicate("send_forward", CPU, torch.float32, x, shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("dtype", r"stage 0 wants to send torch.float64 \[2, 3\] on cpu, but torch.float32 \[2, 3\] on cpu was announced"),
+        ("shape", r"torch.float32 \[2, 3\] on cpu, but torch.float32 \[3, 2\] on cpu was announced"),
+        ("both ways", r"but torch.float32 \[2, 4\] on cpu was announced"),
+    ],
+)  # fmt: skip
+def test_what_was_not_announced_is_not_sent(pool: WorkerPool, kind: str, message: str) -> None:
+    with pytest.raises(WorkerError, match=message):
+        pool.run(wrong_message, 2, kind)
+
+
+# --------------------------------------------------------------------------------------------------------- layers
+
+
+def all_splits(layers: int, stages: int) -> Any:
+    if stages == 1:
+        yield [layers]
+        return
+    for first in range(1, layers - stages + 2):
+        for rest in all_splits(layers - first, stages - 1):
+            yield [first, *rest]
+
+
+@pytest.mark.parametrize("head", [0.0, 0.4, 1.0, 2.3, 7.0])
+def test_no_other_split_has_a_lighter_heaviest_stage(head: float) -> None:
+    layer, embedding = Cost(1.0, 10), Cost(0.0, 25)
+    for stages in range(1, 5):
+        for layers in range(stages, 10):
+
+            def heaviest(counts: list[int]) -> Cost:
+                costs = [Cost(count * layer.flops, count * layer.parameters) for count in counts]
+                costs[0] += embedding
+                costs[-1] += Cost(head, 25)
+                return max(costs)
+
+            ranges = _hand_out(layers, stages, layer, embedding, Cost(head, 25))
+            assert [i for r in ranges for i in r] == list(range(layers))
+            assert min(len(r) for r in ranges) >= 1
+            assert heaviest([len(r) for r in ranges]) == min(map(heaviest, all_splits(layers, stages)))
+
+
+def test_ends_with_a_large_vocabulary_get_fewer_layers() -> None:
+    """The shape of Llama 3.1 8B: its head takes as long as two layers."""
+    config = tiny_llama(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8,
+    )  # fmt: skip
+    assert [len(r) for r in balanced_layers(config, 4, 8192)] == [8, 8, 9, 7]
+    tiny = tiny_llama(num_hidden_layers=8)
+    assert [len(r) for r in balanced_layers(tiny, 4, 16)] == [2, 2, 2, 2]
+
+
+def test_too_few_layers() -> None:
+    check_pipeline_parallel(tiny_llama(), 3)
+    with pytest.raises(
+        UserError, match="pp_size=4 stages need a layer each, but num_hidden_layers=3; use a pp_size of at"
+    ):
+        check_pipeline_parallel(tiny_llama(), 4)
