@@ -2,11 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-NPROC ?= 4
+NPROC ?= 8
 CONFIG ?= template/base_config.json
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test lint schema bench clean
+.PHONY: help setup train test parity lint schema bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -26,6 +26,9 @@ train: $(STAMP) ## train a tiny Llama on the sources of Python's standard librar
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -q $(ARGS)
 
+parity: $(STAMP) ## run the tests of every combination of layouts, which take longer
+	$(BIN)/python -m pytest -q -m parity $(ARGS)
+
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,6 +41,7 @@ bench: $(STAMP) ## speed and memory beside transformers and torch's own parallel
 	$(BIN)/python -m benchmarks.single
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.tensor_parallel
+	$(BIN)/python -m benchmarks.pipeline
 
 clean: ## remove .venv and caches of the tools (not the outputs of runs)
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache

@@ -17,9 +17,9 @@ def main() -> None:
     options = arguments(__doc__ or "")
     ddp = "transformers, DistributedDataParallel"
     variants = [
-        Variant(ddp, theirs, (DP, MICRO_BATCH, True), DP),
-        Variant("picotron, DataParallelBucket", ours, (DP, MICRO_BATCH, "bucket"), DP),
-        Variant("picotron, DataParallelNaive", ours, (DP, MICRO_BATCH, "naive"), DP),
+        Variant(ddp, theirs, (DP, True), DP),
+        Variant("picotron, DataParallelBucket", ours, ({"dp_size": DP},), DP),
+        Variant("picotron, DataParallelNaive", ours, ({"dp_size": DP}, MICRO_BATCHES, "naive"), DP),
     ]
     results = measure(variants, options.turns, options.steps)
     print_table(results, SEQ_LENGTH * MICRO_BATCH * MICRO_BATCHES * DP, ddp)

@@ -42,13 +42,16 @@ def peak_memory_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def _started(rank: int, processes: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(rendezvous, processes), rank=rank, world_size=processes)
+
+
 def _work(connection: Any, variant: Variant, rank: int, rendezvous: str) -> None:
     """Prepare, then answer each number of steps with the seconds they took, and 0 with the peak memory."""
     try:
-        torch.set_num_threads(1)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        store = dist.FileStore(rendezvous, variant.processes)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=variant.processes)
+        _started(rank, variant.processes, rendezvous)
         step = variant.prepare(rank, *variant.arguments)
         connection.send("ready")
         while steps := connection.recv():
@@ -62,6 +65,29 @@ def _work(connection: Any, variant: Variant, rank: int, rendezvous: str) -> None
         connection.send(peak_memory_mib())
     except Exception as error:
         connection.send(error)
+
+
+def _call(
+    connection: Any, function: Callable[..., Any], rank: int, processes: int, rendezvous: str, arguments: Any
+) -> None:
+    try:
+        _started(rank, processes, rendezvous)
+        connection.send(function(rank, *arguments))
+    except Exception as error:
+        connection.send(error)
+
+
+def gather(function: Callable[..., Any], processes: int, *arguments: Any) -> list[Any]:
+    """`function(rank, *arguments)` of so many processes, by rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        connections = []
+        for rank in range(processes):
+            ours, theirs = CONTEXT.Pipe()
+            call = (theirs, function, rank, processes, f"{folder}/rendezvous", arguments)
+            CONTEXT.Process(target=_call, args=call, daemon=True).start()
+            theirs.close()
+            connections.append(ours)
+        return [_answer(connection) for connection in connections]
 
 
 def _answer(connection: Any) -> Any:

@@ -15,8 +15,8 @@ def main() -> None:
     for compiled in (False, True) if ON_GPU else (False,):
         baseline = "transformers, compiled" if compiled else "transformers"
         variants = [
-            Variant(baseline, theirs, (1, MICRO_BATCH, False, compiled)),
-            Variant(baseline.replace("transformers", "picotron"), ours, (1, MICRO_BATCH, "bucket", compiled)),
+            Variant(baseline, theirs, (1, False, compiled)),
+            Variant(baseline.replace("transformers", "picotron"), ours, ({}, MICRO_BATCHES, "bucket", compiled)),
         ]
         results = measure(variants, options.turns, options.steps)
         print_table(results, SEQ_LENGTH * MICRO_BATCH * MICRO_BATCHES, baseline, mfu)

@@ -85,7 +85,7 @@ def clip(parameters: list[Tensor]) -> None:
 
 def torchs(rank: int, sequence_parallel: bool, vocabulary_parallel_loss: bool) -> Callable[[], Any]:
     """A step of our Llama under PyTorch's own tensor parallelism."""
-    device, config = device_of(rank), run_config(1, MICRO_BATCH)
+    device, config = device_of(rank), run_config()
     setup_process_group_manager(TP, 1, 1, 1)
     with torch.device("meta"):
         model = Llama(model_config())
@@ -118,7 +118,7 @@ def speed() -> None:
         baseline = f"torch, tensor and loss parallel{text}"
         variants = [
             Variant(baseline, torchs, (sequence_parallel, True), TP),
-            Variant(f"picotron{text}", ours, (1, MICRO_BATCH, "bucket", False, TP, sequence_parallel), TP),
+            Variant(f"picotron{text}", ours, ({"tp_size": TP, "sequence_parallel": sequence_parallel},), TP),
         ]
         if not sequence_parallel:
             variants.append(Variant("torch, tensor parallel", torchs, (False, False), TP))

@@ -17,10 +17,11 @@ from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
 from picotron.model import Llama
 from picotron.optimizer import AdamW, clip_grad_norm
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, hidden_states_shape
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
 from picotron.weights import initial_value, materialise
-from train import train_step
+from train import pick_train_step
 
 ON_GPU = torch.cuda.is_available()
 SHAPE = (  # on a GPU: the shape of SmolLM-1.7B
@@ -35,15 +36,16 @@ def model_config() -> LlamaConfig:
     return LlamaConfig(**SHAPE, max_position_embeddings=SEQ_LENGTH, tie_word_embeddings=ON_GPU)
 
 
-def run_config(dp_size: int, micro_batch: int) -> Config:
+def run_config(micro_batches: int = MICRO_BATCHES, **layout: Any) -> Config:
+    """The config of the workload; `layout` are keys of its section `distributed`."""
     return parse_config(
         {
-            "distributed": {"dp_size": dp_size, "use_cpu": not ON_GPU},
+            "distributed": {**layout, "use_cpu": not ON_GPU},
             "model": {"name": "benchmark", "dtype": "bfloat16" if ON_GPU else "float32"},
             "training": {
                 "seq_length": SEQ_LENGTH,
-                "micro_batch_size": micro_batch,
-                "gradient_accumulation_steps": MICRO_BATCHES,
+                "micro_batch_size": MICRO_BATCH,
+                "gradient_accumulation_steps": micro_batches,
             },
             "dataset": {"name": "random tokens"},
         }
@@ -63,30 +65,40 @@ def loader_of(config: Config, device: torch.device) -> MicroBatchDataLoader:
     return MicroBatchDataLoader(tokens, config, device)
 
 
+def stage_of(config: Config, device: torch.device, deallocate_outputs: bool = True) -> PipelineParallel:
+    """This rank's part of the model, as train.py builds it."""
+    layout = config.distributed
+    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    with torch.device("meta"):
+        llama = Llama(model_config()).to(getattr(torch, config.model.dtype))
+        llama = apply_tensor_parallel(llama, layout.sequence_parallel)
+        stage = PipelineParallel(llama, SEQ_LENGTH, deallocate_outputs)
+    materialise(llama, device, initial_value(model_config(), 0))
+    return stage
+
+
 def ours(
     rank: int,
-    dp_size: int,
-    micro_batch: int,
+    layout: dict[str, Any],
+    micro_batches: int = MICRO_BATCHES,
     wrapper: str = "bucket",
     compiled: bool = False,
-    tp_size: int = 1,
-    sequence_parallel: bool = False,
+    deallocate_outputs: bool = True,
 ) -> Callable[[], Any]:
-    """A step of picotron: its own train_step, clipping and optimizer."""
-    device, config = device_of(rank), run_config(dp_size, micro_batch)
-    setup_process_group_manager(tp_size, 1, 1, dp_size)
-    with torch.device("meta"):
-        llama = apply_tensor_parallel(Llama(model_config()).to(getattr(torch, config.model.dtype)), sequence_parallel)
-    materialise(llama, device, initial_value(model_config(), 0))
+    """A step of picotron: its own training step, clipping and optimizer."""
+    device, config = device_of(rank), run_config(micro_batches, **layout)
+    stage = stage_of(config, device, deallocate_outputs)
     if compiled:
-        for layer in llama.model.layers.values():
+        for layer in stage.module.model.layers.values():
             layer.compile()
-    model = {"bucket": DataParallelBucket, "naive": DataParallelNaive}[wrapper](llama)
+    model = {"bucket": DataParallelBucket, "naive": DataParallelNaive}[wrapper](stage)
     optimizer = AdamW(model.parameters(), config.training, fused=True)
     loader = loader_of(config, device)
+    shape = hidden_states_shape(config, model_config())
+    take_step = pick_train_step(config, shape, device, getattr(torch, config.model.dtype))
 
     def step() -> None:
-        train_step(model, loader, device)
+        take_step(model, loader)
         clip_grad_norm(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -99,9 +111,9 @@ def nothing() -> Iterator[None]:
     yield
 
 
-def theirs(rank: int, dp_size: int, micro_batch: int, ddp: bool, compiled: bool = False) -> Callable[[], Any]:
+def theirs(rank: int, dp_size: int, ddp: bool, compiled: bool = False) -> Callable[[], Any]:
     """A step of transformers' model in a plain loop, or in DistributedDataParallel; on a GPU under bf16 autocast."""
-    device, config = device_of(rank), run_config(dp_size, micro_batch)
+    device, config = device_of(rank), run_config(dp_size=dp_size)
     setup_process_group_manager(1, 1, 1, dp_size)
     with device:
         model: Any = LlamaForCausalLM(model_config())

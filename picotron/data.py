@@ -37,14 +37,21 @@ def epoch_order(windows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def hold_out(tokens: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Cut the stream into what is trained on and what is evaluated: the last `eval_steps` global batches."""
-    length, held_out = config.training.seq_length, config.held_out_sequences
-    if held_out == 0:
-        return tokens, tokens[:0]
-    start = max(0, len(tokens) - 1 - held_out * length)
-    return tokens[: start + 1], tokens[
-        start:
-    ]  # the token they share is only a target in the one, an input in the other
+    """Cut the stream into what is trained on and what is evaluated: the last `eval_steps` global batches.
+
+    Raises:
+        UserError: there are too few tokens for that, and for one global batch to train on.
+    """
+    length, batch, held_out = config.training.seq_length, config.global_batch_size, config.held_out_sequences
+    windows = len(Windows(tokens, length))
+    if windows < batch + held_out:
+        evaluation = f" and evaluation {held_out}" if held_out else ""
+        raise UserError(
+            f"{config.dataset.name} has {len(tokens):,} tokens, that is {windows} sequences of {length}; one global batch "
+            f"needs {batch}{evaluation}: use more data, a shorter seq_length or a smaller batch"
+        )
+    start = len(tokens) - 1 - held_out * length
+    return tokens[: start + 1], tokens[start:]  # the token they share is a target in the one, an input in the other
 
 
 class MicroBatchDataLoader:
@@ -62,9 +69,6 @@ class MicroBatchDataLoader:
         device: where batches go.
         start_step: the step to begin with.
         shuffle: a seeded order, another one in every epoch; by default as the config says.
-
-    Raises:
-        UserError: the stream has too few tokens for one global batch.
     """
 
     def __init__(
@@ -83,13 +87,6 @@ class MicroBatchDataLoader:
         self.dp_rank, self.dp_size = grid.dp_rank, grid.dp_world_size
         self.seed, self.shuffle = training.seed, config.dataset.shuffle if shuffle is None else shuffle
         self.windows = Windows(tokens, training.seq_length)
-        if len(self.windows) < self.global_batch_size:
-            held_out = config.held_out_sequences
-            beside = f" beside the {held_out} sequences held out for evaluation" if held_out else ""
-            raise UserError(
-                f"{config.dataset.name} has {len(tokens):,} tokens{beside}, that is {len(self.windows)} sequences of {training.seq_length}; "
-                f"one global batch needs {self.global_batch_size}: use more data, a shorter seq_length or a smaller batch"
-            )
         self.device = device
         self.position_ids = torch.arange(self.seq_length_per_gpu, device=device).expand(self.micro_batch_size, -1)
         loader = DataLoader(

@@ -129,9 +129,8 @@ BAD = [
         r"environment\.OMP_NUM_THREADS=\"many\": it should be a valid integer",
     ),
     # what is not built yet
-    (changed(distributed__pp_size=2), r"distributed\.pp_size=2 is not built yet; use 1"),
+    (changed(distributed__cp_size=2), r"distributed\.cp_size=2 is not built yet; use 1"),
     (changed(distributed__cp_engine="ring"), r'distributed\.cp_engine="ring" is not built yet; leave it out'),
-    (changed(training__eval_frequency=10), r"training\.eval_frequency=10 is not built yet; use 0"),
     (changed(checkpoint__load_path="latest"), r'checkpoint\.load_path="latest" is not built yet; use ""'),
 ]
 

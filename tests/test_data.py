@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from picotron import tokens as tokens_module
 from picotron.config import Config, UserError
-from picotron.data import MicroBatchDataLoader, epoch_order
+from picotron.data import MicroBatchDataLoader, Windows, epoch_order, hold_out
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tokens import load_documents, python_stdlib, train_bpe, write_tokens
 from tests.oracle import make_config, tiny_llama
@@ -273,17 +273,27 @@ def test_an_epoch_has_every_window_once_and_epochs_differ() -> None:
     assert orders[0][:5].tolist() == [458, 323, 622, 828, 93]  # written down, since resuming relies on it
 
 
-def too_little() -> str:
-    setup_process_group_manager(1, 1, 1, 1)
-    config = sample_config(training__micro_batch_size=101)
+def test_too_little_data() -> None:
+    tokens = np.arange(1001, dtype=np.uint16)
     with pytest.raises(UserError) as error:
-        MicroBatchDataLoader(np.arange(1001, dtype=np.uint16), config, CPU)
-    MicroBatchDataLoader(np.arange(1001, dtype=np.uint16), sample_config(training__micro_batch_size=100), CPU)
-    return str(error.value)
-
-
-def test_too_little_data(pool: WorkerPool) -> None:
-    assert pool.run(too_little, 1)[0] == (
+        hold_out(tokens, sample_config(training__micro_batch_size=101))
+    assert str(error.value) == (
         "python-stdlib has 1,001 tokens, that is 100 sequences of 10; one global batch needs 101: "
         "use more data, a shorter seq_length or a smaller batch"
     )
+    with pytest.raises(UserError, match="one global batch needs 51 and evaluation 51: use more"):
+        hold_out(
+            tokens, sample_config(training__micro_batch_size=51, training__eval_frequency=2, training__eval_steps=1)
+        )
+
+
+def test_what_is_evaluated_is_not_trained_on() -> None:
+    tokens = np.arange(1007, dtype=np.uint16)
+    everything, nothing = hold_out(tokens, sample_config(training__micro_batch_size=100))
+    assert (len(everything), len(Windows(nothing, 10))) == (1007, 0)
+    config = sample_config(training__micro_batch_size=5, training__eval_frequency=1, training__eval_steps=4)
+    train, held_out = hold_out(tokens, config)
+    assert len(Windows(train, 10)) == 80  # and six tokens that are too few for a sequence
+    assert len(Windows(held_out, 10)) == 20
+    assert train[-1] == held_out[0]  # the last target of the one is the first input of the other
+    assert held_out[-1] == 1006

@@ -1,5 +1,7 @@
 """Data parallelism equals one process: ten optimizer steps against a plain transformers loop."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -184,6 +186,20 @@ def test_buckets_leave_while_backward_goes_on(pool: WorkerPool) -> None:
     assert events.index("launch 0") < events.index("backward 1")  # layers 3 and 2 are on their way before 1 is computed
     rest = [e for e in events if not e.startswith("backward")]
     assert rest == ["launch 0", "launch 1", "end of backward", "wait 0", "wait 1"]
+
+
+def outlives_its_last_reference() -> bool:
+    setup_process_group_manager(1, 1, 1, 1)
+    model = DataParallelBucket(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    watch = weakref.ref(model.module)
+    del model
+    gc.collect()
+    return watch() is not None
+
+
+def test_a_model_that_nobody_uses_is_freed(pool: WorkerPool) -> None:
+    assert pool.run(outlives_its_last_reference, 1) == [False]
 
 
 def two_reductions() -> None:

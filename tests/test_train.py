@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ def run(
 
 def arguments(save_dir: Path, dp: int, batch: int, **more: Any) -> list[str]:
     keys = {
-        "distributed.dp_size": dp, "model.dtype": "float64", "model.num_hidden_layers": 2, "training.total_train_steps": 4,
+        "distributed.dp_size": dp, "distributed.tp_size": 1, "distributed.pp_size": 1, "model.dtype": "float64", "model.num_hidden_layers": 2, "training.total_train_steps": 4,
         "training.seq_length": 64, "training.micro_batch_size": batch, "training.gradient_accumulation_steps": 2,
-        "training.warmup_steps": 2, "checkpoint.save_dir": save_dir, **more,
+        "training.warmup_steps": 2, "training.eval_frequency": 2, "training.eval_steps": 1, "checkpoint.save_dir": save_dir, **more,
     }  # fmt: skip
     return [str(word) for key, value in keys.items() for word in (f"--{key}", value)]
 
@@ -61,31 +62,40 @@ def one_process(home: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
     lines = metrics(save_dir)
     assert len(lines) == 4
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.05
+    assert ["eval_loss" in line for line in lines] == [False, True, False, True]
+    assert lines[3]["eval_loss"] < lines[1]["eval_loss"]
+    assert output.count(" | eval loss ") == 2
     return lines
 
 
-@pytest.mark.parametrize(("dp", "tp", "sequence_parallel"), [(2, 1, False), (1, 2, False), (1, 2, True)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "pp", "sequence_parallel"), [(2, 1, 1, False), (1, 2, 1, True), (1, 1, 2, False), (2, 2, 2, False)]
+)
 def test_every_layout_writes_the_metrics_of_one_process(
-    one_process: list[dict[str, Any]], home: Path, tmp_path: Path, dp: int, tp: int, sequence_parallel: bool
+    one_process: list[dict[str, Any]], home: Path, tmp_path: Path, dp: int, tp: int, pp: int, sequence_parallel: bool
 ) -> None:
     layout = {"distributed.tp_size": tp, "distributed.sequence_parallel": str(sequence_parallel).lower()}
-    result = run(home, dp * tp, *arguments(tmp_path, dp, 4 // dp, **layout))
+    layout |= {"distributed.pp_size": pp, "logging.level": "debug" if (dp, pp) == (1, 2) else "info"}
+    result = run(home, dp * tp * pp, *arguments(tmp_path, dp, 4 // dp, **layout))
     assert result.returncode == 0, result.stderr
     lines = metrics(tmp_path)
     for field in ("step", "loss", "grad_norm", "learning_rate", "tokens"):
         assert_close([line[field] for line in lines], [line[field] for line in one_process], what=field)
+    assert_close([line["eval_loss"] for line in lines[1::2]], [line["eval_loss"] for line in one_process[1::2]])
     output = result.stdout + result.stderr
-    assert f"dp {dp} x pp 1 x cp 1 x tp {tp} | 2,524,416 parameters" in output
+    assert f"dp {dp} x pp {pp} x cp 1 x tp {tp} | 2,524,416 parameters" in output
     assert "Warning" not in output
     assert json.loads((tmp_path / "config.json").read_text())["distributed"]["dp_size"] == dp
+    assert output.count("stage 1: B1\n") == (4 if layout["logging.level"] == "debug" else 0)
 
 
 def test_a_layout_with_everything(home: Path, tmp_path: Path) -> None:
-    """dp 2 x tp 2, sequence parallel, fewer key/value heads than tp ranks, recomputed activations."""
+    """pp 2 x tp 2, afab, sequence parallel, fewer key/value heads than tp ranks, recomputed activations."""
     more = {"model.num_key_value_heads": 1, "training.activation_checkpointing": "full"}
     layout = {"distributed.tp_size": 2, "distributed.sequence_parallel": "true"}
+    layout |= {"distributed.pp_size": 2, "distributed.pp_engine": "afab"}
     one = run(home, 0, *arguments(tmp_path / "one", 1, 4, **more))
-    four = run(home, 4, *arguments(tmp_path / "four", 2, 2, **more | layout))
+    four = run(home, 4, *arguments(tmp_path / "four", 1, 4, **more | layout))
     assert (one.returncode, four.returncode) == (0, 0), one.stderr + four.stderr
     for field in ("loss", "grad_norm"):
         values = [[line[field] for line in metrics(tmp_path / name)] for name in ("four", "one")]
@@ -127,16 +137,18 @@ def test_pretrained_folder_is_where_training_starts(home: Path, tmp_path: Path) 
         (0, ["--training.lr", "1"], "unknown key training.lr"),
         (0, ["--distributed.dp_size", "3"], "dp_size=3 x pp_size=1 x cp_size=1 x tp_size=1 needs 3 processes, but 1 started"),
         (2, ["--distributed.dp_size", "3"], "needs 3 processes, but 2 started; use torchrun --nproc_per_node 3"),
-        (0, ["--distributed.use_cpu", "false", "--distributed.dp_size", "1", "--distributed.backend", "null"], "no CUDA device; run on the CPU with"),
-        (0, ["--distributed.dp_size", "1", "--model.name", "no/such/folder/at/all"], "has no readable config.json"),
-        (0, ["--distributed.dp_size", "1", "--training.seq_length", "2000000"], "one global batch needs 4"),
-        (0, ["--distributed.dp_size", "1", "--training.learning_rate", "1e30", "--training.warmup_steps", "0"], "step 2: grad_norm is nan; try a lower"),
+        (0, ["--distributed.use_cpu", "false", "--distributed.backend", "null"], "no CUDA device; run on the CPU with"),
+        (0, ["--model.name", "no/such/folder/at/all"], "has no readable config.json"),
+        (0, ["--training.seq_length", "2000000"], "one global batch needs 8 and evaluation 32: use more data"),
+        (0, ["--training.learning_rate", "1e30", "--training.warmup_steps", "0", "--training.gradient_accumulation_steps", "1"], "step 2: grad_norm is nan; try a lower"),
+        (2, ["--distributed.pp_size", "2", "--model.num_hidden_layers", "1"], "pp_size=2 stages need a layer each, but num_hidden_layers=1; use a pp_size of at most 1"),
     ],
 )  # fmt: skip
 def test_mistakes_end_the_program_with_one_sentence(
     home: Path, tmp_path: Path, processes: int, words: list[str], message: str
 ) -> None:
-    result = run(home, processes, "--checkpoint.save_dir", str(tmp_path), *words)
+    one = [f"--distributed.{axis}_size=1" for axis in ("dp", "tp", "pp")]
+    result = run(home, processes, "--checkpoint.save_dir", str(tmp_path), *one, *words)
     assert result.returncode != 0
     errors = [line for line in result.stderr.splitlines() if "error: " in line and line.startswith("[rank")]
     assert len(errors) == 1, result.stderr
@@ -145,20 +157,24 @@ def test_mistakes_end_the_program_with_one_sentence(
     assert "in main" not in result.stderr.split("torch/distributed/run.py")[0]
 
 
-def test_a_failing_rank_ends_the_others_and_shows_its_traceback(home: Path, tmp_path: Path) -> None:
-    """A mistake of ours is no user error: it is shown whole, and nobody waits for the rank that is gone."""
+def run_broken(
+    home: Path, tmp_path: Path, in_step: str, **layout: Any
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    """A run on two processes, one of which does something else in its second step; and when it ended."""
     program = tmp_path / "broken.py"
     program.write_text(
         "import sys; sys.path.insert(0, '.')\n"
-        "import train, torch\n"
-        "step = train.train_step\n"
-        "def broken(*arguments):\n"
-        "    if torch.distributed.get_rank() == 1: raise RuntimeError('something we did not think of')\n"
-        "    return step(*arguments)\n"
-        "train.train_step = broken\n"
+        "import os, signal, train, torch\n"
+        "from picotron.data import MicroBatchDataLoader\n"
+        "load, calls = MicroBatchDataLoader.__next__, []\n"
+        "def broken(self):\n"
+        "    calls.append(1)\n"
+        f"    if len(calls) == 4 and torch.distributed.get_rank() == 1: {in_step}\n"
+        "    return load(self)\n"
+        "MicroBatchDataLoader.__next__ = broken\n"
         "train.exit_on_error(train.main)\n"
     )
-    config = ["--config", "template/base_config.json", *arguments(tmp_path / "run", 2, 2)]
+    config = ["--config", "template/base_config.json", *arguments(tmp_path / "run", 1, 2, **layout)]
     environment = {**os.environ, "HOME": str(home)}
     result = subprocess.run(
         [*TORCHRUN, "2", str(program), *config],
@@ -168,5 +184,28 @@ def test_a_failing_rank_ends_the_others_and_shows_its_traceback(home: Path, tmp_
         timeout=120,
         check=False,
     )
+    return result, time.time()
+
+
+def test_a_failing_rank_ends_the_others_and_shows_its_traceback(home: Path, tmp_path: Path) -> None:
+    """A mistake of ours is no user error: it is shown whole, and nobody waits for the rank that is gone."""
+    result, _ = run_broken(
+        home, tmp_path, "raise RuntimeError('something we did not think of')", **{"distributed.dp_size": 2}
+    )
     assert result.returncode != 0
     assert "RuntimeError: something we did not think of" in result.stderr
+
+
+def test_a_killed_stage_takes_the_run_down_at_once(home: Path, tmp_path: Path) -> None:
+    """In the middle of a step: the other stage waits for a message that will never come."""
+    killed = tmp_path / "killed"
+    result, end = run_broken(
+        home,
+        tmp_path,
+        f"open({str(killed)!r}, 'w').close(); os.kill(os.getpid(), signal.SIGKILL)",
+        **{"distributed.pp_size": 2},
+    )
+    assert result.returncode != 0
+    assert end - killed.stat().st_mtime < 30
+    assert "Signal 9 (SIGKILL)" in result.stderr
+    assert len(metrics(tmp_path / "run")) == 1

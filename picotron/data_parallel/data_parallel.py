@@ -37,7 +37,10 @@ class DataParallel(nn.Module):
         self.bucket_of: dict[Tensor, Bucket] = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.reduced = 0  # so many of the buckets, in this step
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._accumulate)
+            # The hook itself must not refer to `self`: the garbage collector does not look into this kind of hook, and
+            # would never free the model and its gradients.
+            parameter.accumulate = self._accumulate
+            parameter.register_post_accumulate_grad_hook(_accumulate)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -86,6 +89,10 @@ class DataParallel(nn.Module):
 
     def _reduce(self, bucket: Bucket) -> None:
         raise NotImplementedError
+
+
+def _accumulate(parameter: nn.Parameter) -> None:
+    parameter.accumulate(parameter)
 
 
 class DataParallelNaive(DataParallel):

@@ -1,0 +1,141 @@
+"""Two pipeline stages: picotron beside torch.distributed.pipelining on the same stages; what freeing sent outputs
+saves; and how long stages are idle.  python -m benchmarks.pipeline
+"""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from benchmarks.side_by_side import Variant, gather, measure, print_table
+from benchmarks.workload import (
+    MICRO_BATCH,
+    ON_GPU,
+    SEQ_LENGTH,
+    arguments,
+    device_of,
+    loader_of,
+    model_config,
+    ours,
+    run_config,
+    stage_of,
+)
+from picotron import process_group_manager as pgm
+from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.pipeline_parallel import pipeline_parallel
+from picotron.pipeline_parallel.pipeline_parallel import hidden_states_shape
+from train import pick_train_step
+
+PP = 2
+
+
+class TorchStage(nn.Module):
+    """One of our stages as torch's schedules want it: one tensor in, one out. The loss function has the head."""
+
+    def __init__(self, stage: pipeline_parallel.PipelineParallel) -> None:
+        super().__init__()
+        self.llama, self.is_first = stage.module, stage.is_first
+        self.register_buffer("positions", torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.llama.decode(self.llama.embed(x) if self.is_first else x, self.positions)
+
+
+def torchs(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
+    """A step of PyTorch's own schedule of the same name."""
+    device, config = device_of(rank), run_config(micro_batches, pp_size=PP)
+    stage = stage_of(config, device)
+    module = TorchStage(stage).to(device)
+    pipeline = PipelineStage(module, rank, PP, device, group=pgm.process_group_manager.pp_group)
+    kind: Any = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B}[engine]
+    schedule = kind(pipeline, micro_batches, loss_fn=stage.module.predict if stage.is_last else None)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    loader = loader_of(config, device)
+
+    def step() -> None:
+        batches = [next(loader) for _ in range(micro_batches)]
+        if stage.is_first:
+            schedule.step(torch.cat([batch["input_ids"] for batch in batches]))
+        else:
+            losses: list[Tensor] = []
+            targets = torch.cat([batch["target_ids"] for batch in batches])
+            schedule.step(target=targets, losses=losses, return_outputs=False)
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        square = torch.nn.utils.get_total_norm(gradients) ** 2
+        dist.all_reduce(square)
+        torch._foreach_mul_(gradients, (1.0 / (square.sqrt() + 1e-6)).clamp(max=1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def speed(turns: int, steps: int) -> None:
+    for micro_batches in (4, 8):
+        for engine, theirs in (("afab", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")):
+            layout = {"pp_size": PP, "pp_engine": engine}
+            variants = [
+                Variant(f"torch, {theirs}", torchs, (engine, micro_batches), PP),
+                Variant(f"picotron, {engine}", ours, (layout, micro_batches), PP),
+                Variant(f"picotron, {engine}, outputs kept", ours, (layout, micro_batches, "bucket", False, False), PP),
+            ]
+            print(f"\n{micro_batches} micro-batches")
+            results = measure(variants, turns, steps)
+            print_table(results, SEQ_LENGTH * MICRO_BATCH * micro_batches, f"torch, {theirs}")
+
+
+def busy(rank: int, engine: str, micro_batches: int, turns: int) -> list[tuple[float, float]]:
+    """For each of a few steps: the seconds in which this stage computes, and the seconds from its begin to its end."""
+    config = run_config(micro_batches, pp_size=PP, pp_engine=engine)
+    device = device_of(rank)
+    model = DataParallelBucket(stage_of(config, device))
+    loader, dtype = loader_of(config, device), getattr(torch, config.model.dtype)
+    take_step = pick_train_step(config, hidden_states_shape(config, model_config()), device, dtype)
+    seconds = 0.0
+
+    @contextlib.contextmanager
+    def timed(name: str) -> Iterator[None]:
+        nonlocal seconds
+        start = time.perf_counter()
+        yield
+        seconds += time.perf_counter() - start
+
+    pipeline_parallel.action = timed
+    measured = []
+    for _ in range(turns + 1):
+        dist.barrier()
+        seconds, start = 0.0, time.perf_counter()
+        take_step(model, loader)
+        dist.barrier()
+        measured.append((seconds, time.perf_counter() - start))
+    return measured[1:]  # the first warms up
+
+
+def bubble(turns: int) -> None:
+    """The idle part of a step, beside the papers' formula, which supposes stages that take equally long."""
+    print(
+        "\n| | micro-batches | computing, s per stage | step, s | idle | (p - 1)/(m + p - 1) |\n|---|---|---|---|---|---|"
+    )
+    for engine in ("afab", "1f1b"):
+        for micro_batches in (1, 2, 4, 8):
+            stages = gather(busy, PP, engine, micro_batches, turns)
+            computing = [statistics.median(seconds for seconds, _ in stage) for stage in stages]
+            step = statistics.median(whole for _, whole in stages[0])
+            idle, formula = 1 - sum(computing) / PP / step, (PP - 1) / (micro_batches + PP - 1)
+            text = " and ".join(f"{seconds:.2f}" for seconds in computing)
+            print(f"| {engine} | {micro_batches} | {text} | {step:.2f} | {idle:.1%} | {formula:.1%} |")
+
+
+if __name__ == "__main__":
+    if ON_GPU and torch.cuda.device_count() < PP:
+        raise SystemExit(f"this benchmark needs {PP} GPUs; with CUDA_VISIBLE_DEVICES='' it runs on the CPU")
+    options = arguments(__doc__ or "")
+    if not ON_GPU:  # where the seconds of a call are those of its work
+        bubble(options.turns)
+    speed(options.turns, options.steps)
