@@ -76,7 +76,7 @@ def main() -> None:
     # What to do. Mistakes are found here, before anything expensive starts.
     config = load_config(sys.argv[1:])
     if config.logging.level == "debug":
-        logger.setLevel(logging.DEBUG)
+        logging.getLogger("picotron.pipeline").setLevel(logging.DEBUG)
     check_world_size(config.distributed, world_size)
     check_save_dir(config)
     device, dtype = set_up_device(config), getattr(torch, config.model.dtype)

@@ -60,6 +60,11 @@ class Distributed(Section):
     def backend_fits_device(self) -> "Distributed":
         if self.use_cpu and self.backend == "nccl":
             raise ValueError("backend='nccl' needs GPUs, but use_cpu=true; set backend to 'gloo' or null")
+        if not self.use_cpu and self.backend == "gloo" and self.pp_size > 1:
+            raise ValueError(
+                f"backend='gloo' does not send from GPU to GPU, as pp_size={self.pp_size} needs; set backend to null, "
+                f"or use_cpu to true"
+            )
         return self
 
 
@@ -126,6 +131,15 @@ class Training(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def evaluations_happen(self) -> "Training":
+        if self.eval_frequency > self.total_train_steps:
+            raise ValueError(
+                f"eval_frequency={self.eval_frequency} is never reached in total_train_steps={self.total_train_steps}; "
+                f"use at most that, or 0 for no evaluation"
+            )
+        return self
+
 
 class Dataset(Section):
     name: str
@@ -152,7 +166,7 @@ class Checkpoint(Section):
 
 class Logging(Section):
     level: Literal["info", "debug"] = "info"
-    """debug: every rank tells what it does, like F3, the forward of micro-batch 3"""
+    """debug: with pp_size > 1 every rank tells what it does, like F3, the forward of micro-batch 3"""
     use_wandb: bool = False
     project_name: str = "picotron"
     """of wandb, as run_name"""

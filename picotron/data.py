@@ -45,10 +45,10 @@ def hold_out(tokens: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray
     length, batch, held_out = config.training.seq_length, config.global_batch_size, config.held_out_sequences
     windows = len(Windows(tokens, length))
     if windows < batch + held_out:
-        evaluation = f" and evaluation {held_out}" if held_out else ""
+        evaluation, fewer = (f" and evaluation {held_out}", ", or fewer eval_steps") if held_out else ("", "")
         raise UserError(
             f"{config.dataset.name} has {len(tokens):,} tokens, that is {windows} sequences of {length}; one global batch "
-            f"needs {batch}{evaluation}: use more data, a shorter seq_length or a smaller batch"
+            f"needs {batch}{evaluation}: use more data, a shorter seq_length or a smaller batch{fewer}"
         )
     start = len(tokens) - 1 - held_out * length
     return tokens[: start + 1], tokens[start:]  # the token they share is a target in the one, an input in the other

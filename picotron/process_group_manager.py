@@ -20,6 +20,15 @@ from picotron.config import UserError
 AXES = {"dp": (0,), "pp": (1,), "cp": (2,), "tp": (3,), "cp_dp": (0, 2), "pp_dp": (0, 1)}
 
 
+def new_groups(rows: list[list[int]]) -> dist.ProcessGroup | None:
+    """Make a group of each row of global ranks, and return the one that this process is in, if any.
+
+    Every process has to make every group, in the same order, as torch.distributed demands.
+    """
+    groups = {tuple(ids): dist.new_group(ids) for ids in rows}
+    return next((group for ids, group in groups.items() if dist.get_rank() in ids), None)
+
+
 class ProcessGroupManager:
     """This process's place in the grid. For each axis in AXES: `{axis}_group`, its members' global ranks in
     `{axis}_group_ids`, how many they are (`{axis}_world_size`) and which one this process is (`{axis}_rank`).
@@ -71,21 +80,20 @@ class ProcessGroupManager:
         self.cp_send_rank = self.cp_group_ids[(self.cp_rank + 1) % cp_size]  # the ring: send to the next,
         self.cp_recv_rank = self.cp_group_ids[(self.cp_rank - 1) % cp_size]  # receive from the previous
         if dist.get_backend() == "nccl":
-            # Before neighbours can exchange messages, all ranks of their group have to have communicated once.
+            # `batch_isend_irecv` between some ranks of a group demands that all of them have communicated before.
             for group in (self.pp_group, self.cp_group):
-                dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+                if dist.get_world_size(group) > 1:
+                    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
     def _create_groups(self, axis: str, dims: tuple[int, ...]) -> None:
-        """Every process creates every group, in the same order, as torch.distributed demands; it keeps its own."""
         fixed = [dim for dim in range(4) if dim not in dims]
         size = math.prod(self.grid.shape[dim] for dim in dims)
-        for ids in self.grid.permute(*fixed, *dims).reshape(-1, size).tolist():
-            group = dist.new_group(ids)
-            if self.global_rank in ids:
-                setattr(self, f"{axis}_group", group)
-                setattr(self, f"{axis}_group_ids", ids)
-                setattr(self, f"{axis}_world_size", len(ids))
-                setattr(self, f"{axis}_rank", ids.index(self.global_rank))
+        rows = self.grid.permute(*fixed, *dims).reshape(-1, size).tolist()
+        ids = next(row for row in rows if self.global_rank in row)
+        setattr(self, f"{axis}_group", new_groups(rows))
+        setattr(self, f"{axis}_group_ids", ids)
+        setattr(self, f"{axis}_world_size", size)
+        setattr(self, f"{axis}_rank", ids.index(self.global_rank))
 
     def __str__(self) -> str:
         dp, pp, cp, tp = self.grid.shape

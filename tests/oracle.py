@@ -75,7 +75,9 @@ def random_tokens(count: int = 6000, vocab_size: int = 61) -> np.ndarray:
 
 
 def oracle_training(config: Config, model_config: LlamaConfig, tokens: np.ndarray) -> dict[str, Any]:
-    """The losses, gradient norms and final weights of training on one process, the data in their own order."""
+    """The losses, gradient norms, gradients of the first step and final weights of training on one process, with the
+    data in their own order.
+    """
     training, batch = config.training, config.global_batch_size
     model = oracle_model(model_config, our_model(model_config, seed=training.seed).state_dict())
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -95,19 +97,20 @@ def oracle_training(config: Config, model_config: LlamaConfig, tokens: np.ndarra
     windows = torch.stack([
         torch.from_numpy(tokens[i : i + length + 1].astype(np.int64)) for i in range(0, len(tokens) - length, length)
     ])  # fmt: skip
-    losses, norms = [], []
+    losses, norms, gradients = [], [], {}
     for step in range(total):
         rows = windows[step * batch : (step + 1) * batch]
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
         limit = float("inf") if training.max_grad_norm is None else training.max_grad_norm
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         losses.append(loss.item())
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    return {"losses": losses, "grad_norms": norms, "weights": dict(model.state_dict())}
+    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": dict(model.state_dict())}
 
 
 def assert_close(actual: Any, expected: Any, relative: float = 1e-9, what: str = "") -> None:

@@ -281,7 +281,9 @@ def test_too_little_data() -> None:
         "python-stdlib has 1,001 tokens, that is 100 sequences of 10; one global batch needs 101: "
         "use more data, a shorter seq_length or a smaller batch"
     )
-    with pytest.raises(UserError, match="one global batch needs 51 and evaluation 51: use more"):
+    with pytest.raises(
+        UserError, match=r"one global batch needs 51 and evaluation 51: use more .* batch, or fewer eval_steps"
+    ):
         hold_out(
             tokens, sample_config(training__micro_batch_size=51, training__eval_frequency=2, training__eval_steps=1)
         )

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,16 +29,19 @@ WRAPPERS = {
 }
 
 
-def train_steps(model: DataParallel, config: Config, model_config: Any) -> tuple[list[float], list[float]]:
-    """The losses and gradient norms of a whole run on random tokens."""
+def train_steps(
+    model: DataParallel, config: Config, model_config: Any, look: Callable[[], Any] = lambda: None
+) -> tuple[list[float], list[float], Any]:
+    """The losses and gradient norms of a whole run on random tokens, and what `look` finds after the first backward."""
     device, grid = torch.device("cpu"), pgm.process_group_manager
     loader = MicroBatchDataLoader(random_tokens(), config, device)
     take_step = pick_train_step(config, hidden_states_shape(config, model_config), device, torch.float64)
     optimizer = AdamW(model.parameters(), config.training, fused=config.model.use_fused_adam)
     scheduler = make_scheduler(optimizer, config.training)
-    losses, norms = [], []
+    losses, norms, found = [], [], []
     for _ in range(config.training.total_train_steps):
         loss = take_step(model, loader).double()
+        found = found or [look()]
         all_reduce(loss, grid.cp_dp_group, torch.distributed.ReduceOp.AVG)
         all_reduce(loss, grid.pp_group)
         losses.append(loss.item())
@@ -45,13 +49,13 @@ def train_steps(model: DataParallel, config: Config, model_config: Any) -> tuple
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    return losses, norms
+    return losses, norms, found[0]
 
 
 def train(config: Config, model_config: Any, wrapper: str) -> dict[str, Any]:
     setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
     model = WRAPPERS[wrapper](our_model(model_config, seed=config.training.seed))
-    losses, norms = train_steps(model, config, model_config)
+    losses, norms, _ = train_steps(model, config, model_config)
     return {"losses": losses, "grad_norms": norms, "weights": model.module.state_dict()}
 
 

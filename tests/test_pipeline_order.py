@@ -30,7 +30,7 @@ SHORT |= {"send_fwd_recv_bwd": "sF|rB", "send_bwd_recv_fwd": "sB|rF"}
 
 
 def trace(engine: str, stage: int, stages: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """F0, B0, ... (B0* with the gradients reduced), sends, receives, both at once, what is freed, and the end."""
+    """F0, B0, ... (B0* with the gradients reduced), sends, receives, and both at once."""
     events: list[str] = []
     grid = SimpleNamespace(pp_rank=stage, pp_world_size=stages, pp_is_last_stage=stage == stages - 1)
     toward_next = {"sF", "rB", "sF|rB"}
@@ -48,7 +48,13 @@ def trace(engine: str, stage: int, stages: int, micro_batches: int, monkeypatch:
         events.append(f"F{i}")
         return i
 
-    module = SimpleNamespace(deallocate_output_tensor=lambda y: None, sum_tied_gradients=lambda: events.append("tied"))
+    freed: list[int] = []
+
+    def deallocate(y: int) -> None:
+        assert events[-1] in ("sF", "sF|rB") or stage == stages - 1, "an output is freed before it has been sent"
+        freed.append(y)
+
+    module = SimpleNamespace(deallocate_output_tensor=deallocate, sum_tied_gradients=lambda: events.append("tied"))
     model = SimpleNamespace(
         require_backward_grad_sync=True, module=module, finish_grad_sync=lambda: events.append("finish")
     )
@@ -59,6 +65,7 @@ def trace(engine: str, stage: int, stages: int, micro_batches: int, monkeypatch:
     monkeypatch.setattr(pipeline_parallel, "backward_step", backward)
     STEPS[engine](model, SimpleNamespace(grad_acc_steps=micro_batches), (1,), CPU, torch.float32)
     assert events[-2:] == ["finish", "tied"]
+    assert freed == list(range(micro_batches))
     return events[:-2]
 
 
@@ -165,14 +172,21 @@ class Kept:
         self.tensor = tensor
 
 
-def live_micro_batches(engine: str, micro_batches: int) -> tuple[list[int], list[int], int]:
-    """After each forward: micro-batches with kept activations; and the numbers in outputs that were sent before."""
-    stage = stage_of(tiny_llama(num_hidden_layers=4), make_config(distributed__pp_size=4).distributed)
+def live_micro_batches(
+    engine: str, micro_batches: int, deallocate: bool
+) -> tuple[list[int], list[int], list[int], int]:
+    """At each forward: micro-batches with kept activations after it; before it, outputs and gradients in memory.
+
+    And how many of the tensors that autograd kept are still there in the end.
+    """
+    layout = make_config(distributed__pp_size=4).distributed
+    stage = stage_of(tiny_llama(num_hidden_layers=4), layout, deallocate=deallocate)
     model = DataParallelBucket(stage)
     kept: list[weakref.WeakSet[Kept]] = []
-    outputs: list[Tensor] = []
-    live, unsent = [], []
-    original = pipeline_parallel.forward_step
+    outputs: list[Any] = []  # weak references to storages
+    gradients: list[Any] = []  # to tensors
+    live, sent, received = [], [], []
+    original, communicate = pipeline_parallel.forward_step, pipeline_parallel.backward_step
 
     def forward_step(*arguments: Any) -> Tensor:
         kept.append(weakref.WeakSet())
@@ -182,29 +196,40 @@ def live_micro_batches(engine: str, micro_batches: int) -> tuple[list[int], list
             kept[-1].add(holder)
             return holder
 
-        unsent.append(sum(y.numel() for y in outputs))
+        sent.append(sum(storage() is not None for storage in outputs))
+        received.append(sum(gradient() is not None for gradient in gradients))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
-            outputs.append(original(*arguments))
+            y = original(*arguments)
+        outputs.append(weakref.ref(y.untyped_storage()))
         live.append(sum(len(each) > 0 for each in kept))
-        return outputs[-1]
+        return y
 
-    pipeline_parallel.forward_step = forward_step
+    def backward_step(model: Any, x: Any, y: Tensor, dy: Tensor | None, i: int) -> Tensor | None:
+        dx = communicate(model, x, y, dy, i)
+        gradients.extend(weakref.ref(gradient) for gradient in (dy, dx) if gradient is not None)
+        return dx
+
+    pipeline_parallel.forward_step, pipeline_parallel.backward_step = forward_step, backward_step
     try:
         STEPS[engine](model, Loader(batches(micro_batches)), (2, 16, 32), CPU, torch.float64)
     finally:
-        pipeline_parallel.forward_step = original
-    return live, unsent, sum(len(each) for each in kept)
+        pipeline_parallel.forward_step, pipeline_parallel.backward_step = original, communicate
+    return live, sent, received, sum(len(each) for each in kept)
 
 
 @pytest.mark.parametrize("engine", STEPS)
 def test_activations_that_are_kept(pool: WorkerPool, engine: str) -> None:
-    """Counted in what autograd really keeps: AFAB all micro-batches, 1F1B at most `stages - rank`; no sent output."""
-    for rank, (live, unsent, left) in enumerate(pool.run(live_micro_batches, 4, engine, 6)):
-        limit = 6 if engine == "afab" else 4 - rank
-        assert live == [min(i + 1, limit) for i in range(6)]
-        assert left == 0
-        if rank < 3:
-            assert unsent == [0] * 6
+    """Counted in what autograd really keeps: AFAB all micro-batches, 1F1B at most `stages - rank`. No output that was
+    sent, unless they are not freed, and no gradient of an earlier micro-batch.
+    """
+    for deallocate in (True, False):
+        for rank, (live, sent, received, left) in enumerate(pool.run(live_micro_batches, 4, engine, 6, deallocate)):
+            limit = 6 if engine == "afab" else 4 - rank
+            assert live == [min(i + 1, limit) for i in range(6)]
+            assert received == [0] * 6
+            assert left == 0
+            if rank < 3:
+                assert sent == ([0] * 6 if deallocate else [min(i, limit - 1) for i in range(6)])
 
 
 def profiled_names() -> tuple[list[str], list[str]]:
@@ -226,7 +251,7 @@ def test_a_profile_reads_as_the_schedule(pool: WorkerPool) -> None:
     first, last = pool.run(profiled_names, 2)
     assert first[0] == ["F0", "F1", "B0", "B1"]
     assert last[0] == ["F0", "B0", "F1", "B1"]
-    assert first[1] == ["stage 0: F0", "stage 0: F1", "stage 0: B0", "stage 0: B1"]
+    assert first[1] == [f"[rank 0, stage 0] {name}" for name in ("F0", "F1", "B0", "B1")]
 
 
 # ------------------------------------------------------------------------------------------------------- messages

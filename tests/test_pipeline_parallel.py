@@ -67,8 +67,9 @@ def all_stages(model: nn.Module, attribute: str) -> dict[str, Tensor]:
 def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     stage = stage_of(model_config, config.distributed, config.training.activation_checkpointing == "full")
     model = DataParallelBucket(stage)
-    losses, norms = train_steps(model, config, model_config)
-    return {"losses": losses, "grad_norms": norms, "weights": all_stages(stage.module, "data")}
+    losses, norms, gradients = train_steps(model, config, model_config, lambda: all_stages(stage.module, "main_grad"))
+    weights = all_stages(stage.module, "data")
+    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": weights}
 
 
 LAYERS = {2: 3, 3: 5, 4: 6}  # never the same number for every stage
@@ -125,6 +126,7 @@ def test_ten_steps_equal_one_process(
         assert result["weights"].keys() == dict(our_model(model_config).named_parameters()).keys()
         for key, weight in result["weights"].items():
             assert_close(weight, expected["weights"][key], what=key)
+            assert_close(result["gradients"][key], expected["gradients"][key], what=f"gradient of {key}")
 
 
 def batches(count: int) -> list[dict[str, Any]]:

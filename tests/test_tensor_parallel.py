@@ -147,7 +147,7 @@ def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, 1, 1, layout.dp_size)
     model = parallel_model(model_config, layout.sequence_parallel)
-    losses, norms = train_steps(DataParallelBucket(model), config, model_config)
+    losses, norms, _ = train_steps(DataParallelBucket(model), config, model_config)
     return {"losses": losses, "grad_norms": norms, "weights": gathered(model, "data")}
 
 

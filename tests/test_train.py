@@ -86,7 +86,7 @@ def test_every_layout_writes_the_metrics_of_one_process(
     assert f"dp {dp} x pp {pp} x cp 1 x tp {tp} | 2,524,416 parameters" in output
     assert "Warning" not in output
     assert json.loads((tmp_path / "config.json").read_text())["distributed"]["dp_size"] == dp
-    assert output.count("stage 1: B1\n") == (4 if layout["logging.level"] == "debug" else 0)
+    assert output.count("[rank 1, stage 1] B1\n") == (4 if layout["logging.level"] == "debug" else 0)
 
 
 def test_a_layout_with_everything(home: Path, tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
@@ -36,6 +35,7 @@ from picotron.config import Config, UserError
 from picotron.model import Llama
 from picotron.pipeline_parallel.layout import balanced_layers
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
+from picotron.process_group_manager import new_groups
 from picotron.utils import all_reduce
 
 logger = logging.getLogger("picotron.pipeline")
@@ -87,7 +87,8 @@ class PipelineParallel(nn.Module):
             stage.model.embed_tokens = None
         elif not self.is_first:
             stage.model.embed_tokens.is_copy = True
-        self.embedding_group = first_and_last_stage_group() if tied else None
+        ends = grid.grid.movedim(1, -1)[..., [0, -1]].reshape(-1, 2).tolist()  # first and last stage of each pipeline
+        self.embedding_group = new_groups(ends) if tied else None
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, hidden_states: Tensor | None, target_ids: Tensor | None = None
@@ -141,32 +142,24 @@ def custom_backward(output_tensor: Tensor, output_tensor_grad: Tensor) -> None:
     torch.autograd.backward(get_gradient_edge(output_tensor), output_tensor_grad)
 
 
-def first_and_last_stage_group() -> dist.ProcessGroup | None:
-    """The first and the last stage of this rank's pipeline, if it is one of them. All ranks have to call this."""
-    mine = None
-    for ids in pgm.process_group_manager.grid.movedim(1, -1)[..., [0, -1]].reshape(-1, 2).tolist():
-        group = dist.new_group(ids)
-        mine = group if dist.get_rank() in ids else mine
-    return mine
-
-
 @contextlib.contextmanager
 def action(name: str) -> Iterator[None]:
     """A name like F3, the forward of micro-batch 3, in the log at debug level and in profiler traces."""
-    logger.debug("stage %d: %s", pgm.process_group_manager.pp_rank, name)
+    grid = pgm.process_group_manager
+    logger.debug("[rank %d, stage %d] %s", grid.global_rank, grid.pp_rank, name)
     with record_function(name):
         yield
 
 
 def forward_step(model: Any, data_loader: Any, input_tensor: Tensor | None, i: int, losses: list[Tensor]) -> Tensor:
-    """Forward of micro-batch i: every stage loads it, for its position_ids.
+    """Forward of micro-batch i, named Fi, or Ei in an evaluation. Every stage loads it, for its position_ids.
 
     Returns:
         This stage's output. On the last one it is the mean loss divided by the number of micro-batches, so that
         gradients add up to those of the mean; it is also appended to `losses`.
     """
     batch = next(data_loader) | {"hidden_states": input_tensor}
-    with action(f"F{i}"):
+    with action(f"F{i}" if torch.is_grad_enabled() else f"E{i}"):
         output_tensor = model(**batch)
         if pgm.process_group_manager.pp_is_last_stage:
             output_tensor = output_tensor / data_loader.grad_acc_steps
@@ -182,8 +175,15 @@ def backward_step(
         return model.module.backward(input_tensor, output_tensor, output_tensor_grad)
 
 
-def _sum(losses: list[Tensor], device: torch.device) -> Tensor:
-    """On the device: nothing waits for it here."""
+def finish_step(model: Any, losses: list[Tensor], device: torch.device) -> Tensor:
+    """Complete the gradients of a step: averaged over data-parallel ranks, tied ones summed. Returns its loss."""
+    model.finish_grad_sync()
+    model.module.sum_tied_gradients()
+    return total(losses, device)
+
+
+def total(losses: list[Tensor], device: torch.device) -> Tensor:
+    """Their sum, on the device: nothing waits for it here. 0 if there are none, before the last stage."""
     return torch.stack(losses).sum() if losses else torch.zeros((), device=device)
 
 
@@ -191,6 +191,8 @@ def train_step_pipeline_afab(
     model: Any, data_loader: Any, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """All forward, all backward: GPipe (Huang et al. 2018, arXiv:1811.06965).
+
+    The last stage's loss computes the gradient of the head in forward, so here it keeps one for each micro-batch.
 
     x and y are a micro-batch's input and output of this stage, dx and dy their gradients.
 
@@ -214,15 +216,14 @@ def train_step_pipeline_afab(
         saved.append((x, y))
 
     for i in range(micro_batches):
-        # Gradients add up; the last backward starts to average their sum over the data-parallel ranks.
+        # Gradients add up. The last backward averages the sum over the data-parallel ranks, while the stages before
+        # this one, which get its gradient later, are still at theirs.
         model.require_backward_grad_sync = i == micro_batches - 1
         dy = pipeline_communicate("recv_backward", device, dtype, shapes=tensor_shapes)
         dx = backward_step(model, *saved.popleft(), dy, i)
         pipeline_communicate("send_backward", device, dtype, dx, tensor_shapes)
 
-    model.finish_grad_sync()
-    model.module.sum_tied_gradients()
-    return _sum(losses, device)
+    return finish_step(model, losses, device)
 
 
 def train_step_pipeline_1f1b(
@@ -248,22 +249,21 @@ def train_step_pipeline_1f1b(
         dy = bidirectional_pipeline_communicate("send_fwd_recv_bwd", y, tensor_shapes, device, dtype)
         model.module.deallocate_output_tensor(y)
         saved.append((x, y))
-        model.require_backward_grad_sync = i == micro_batches - 1  # on the last stage: it has no cool-down
+        model.require_backward_grad_sync = i == micro_batches - 1  # only where there is no cool-down
         dx = backward_step(model, *saved.popleft(), dy, i)
         if warmup + i < micro_batches - 1:
             x = bidirectional_pipeline_communicate("send_bwd_recv_fwd", dx, tensor_shapes, device, dtype)
         else:
             pipeline_communicate("send_backward", device, dtype, dx, tensor_shapes)
+        del y, dy, dx  # not to be in memory during the next forward
 
     for i in range(micro_batches - warmup, micro_batches):  # cool-down: the backwards that are left
-        model.require_backward_grad_sync = i == micro_batches - 1  # its reduction overlaps the drain before it
+        model.require_backward_grad_sync = i == micro_batches - 1  # this stage's last; see AFAB
         dy = pipeline_communicate("recv_backward", device, dtype, shapes=tensor_shapes)
         dx = backward_step(model, *saved.popleft(), dy, i)
         pipeline_communicate("send_backward", device, dtype, dx, tensor_shapes)
 
-    model.finish_grad_sync()
-    model.module.sum_tied_gradients()
-    return _sum(losses, device)
+    return finish_step(model, losses, device)
 
 
 @torch.no_grad()
@@ -285,4 +285,4 @@ def evaluate(
         x = pipeline_communicate("recv_forward", device, dtype, shapes=tensor_shapes)
         y = forward_step(model, data_loader, x, i, losses)
         pipeline_communicate("send_forward", device, dtype, y, tensor_shapes)
-    return _sum(losses, device) / eval_steps
+    return total(losses, device) / eval_steps

@@ -27,6 +27,7 @@ from transformers import LlamaConfig
 from picotron import process_group_manager as pgm
 from picotron.config import UserError
 from picotron.model import Llama, RMSNorm
+from picotron.process_group_manager import new_groups
 from picotron.tensor_parallel.cross_entropy import linear_cross_entropy
 from picotron.tensor_parallel.tp_communications import (
     AllGather,
@@ -227,15 +228,6 @@ def _kv_shard(kv_heads: int, head_dim: int) -> Shard:
     return Shard(dim=0, full_size=kv_heads * head_dim, start=start, stop=start + size, size=size, copies=copies)
 
 
-def _replica_group(copies: int) -> dist.ProcessGroup | None:
-    """The `copies` neighbouring tp ranks that hold the same key/value head. All ranks have to call this."""
-    mine = None
-    for ids in pgm.process_group_manager.grid.view(-1, copies).tolist() if copies > 1 else []:
-        group = dist.new_group(ids)
-        mine = group if dist.get_rank() in ids else mine
-    return mine
-
-
 def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llama:
     """Swap the layers of a Llama on the meta device for those that hold this tp rank's shards.
 
@@ -261,7 +253,8 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
     queries = _even_shard(config.num_attention_heads * config.head_dim)
     kv = _kv_shard(config.num_key_value_heads, config.head_dim)
     hidden = _even_shard(config.intermediate_size)
-    replicas = _replica_group(kv.copies)
+    # Neighbouring ranks that hold the same key/value head.
+    replicas = new_groups(pgm.process_group_manager.grid.view(-1, kv.copies).tolist()) if kv.copies > 1 else None
     decoder = swapped.model
     decoder.embed_tokens = VocabParallelEmbedding(decoder.embed_tokens, vocabulary, sequence_parallel)
     decoder.norm = norm(decoder.norm)
