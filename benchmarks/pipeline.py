@@ -5,6 +5,7 @@ saves; and how long stages are idle.  python -m benchmarks.pipeline
 import contextlib
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,7 +37,10 @@ PP = 2
 
 
 class TorchStage(nn.Module):
-    """One of our stages as torch's schedules want it: one tensor in, one out. The loss function has the head."""
+    """One of our stages as torch's schedules want it: one tensor in, one out. The loss function has the head.
+
+    On a GPU its weights are float32, like picotron's master weights, and it computes under bf16 autocast.
+    """
 
     def __init__(self, stage: pipeline_parallel.PipelineParallel) -> None:
         super().__init__()
@@ -44,17 +48,24 @@ class TorchStage(nn.Module):
         self.register_buffer("positions", torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.llama.decode(self.llama.embed(x) if self.is_first else x, self.positions)
+        with torch.autocast("cuda", torch.bfloat16, enabled=ON_GPU):
+            y = self.llama.decode(self.llama.embed(x) if self.is_first else x, self.positions)
+            return y.to(torch.bfloat16) if ON_GPU else y  # what picotron's stages send each other
 
 
 def torchs(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
     """A step of PyTorch's own schedule of the same name."""
     device, config = device_of(rank), run_config(micro_batches, pp_size=PP)
-    stage = stage_of(config, device)
+    stage = stage_of(config, device, dtype=torch.float32)
     module = TorchStage(stage).to(device)
     pipeline = PipelineStage(module, rank, PP, device, group=pgm.process_group_manager.pp_group)
+
+    def loss(y: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=ON_GPU):
+            return stage.module.predict(y, targets)
+
     kind: Any = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B}[engine]
-    schedule = kind(pipeline, micro_batches, loss_fn=stage.module.predict if stage.is_last else None)
+    schedule = kind(pipeline, micro_batches, loss_fn=loss if stage.is_last else None)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     loader = loader_of(config, device)
 
@@ -83,7 +94,6 @@ def speed(turns: int, steps: int) -> None:
             variants = [
                 Variant(f"torch, {theirs}", torchs, (engine, micro_batches), PP),
                 Variant(f"picotron, {engine}", ours, (layout, micro_batches), PP),
-                Variant(f"picotron, {engine}, outputs kept", ours, (layout, micro_batches, "bucket", False, False), PP),
             ]
             print(f"\n{micro_batches} micro-batches")
             results = measure(variants, turns, steps)
@@ -132,10 +142,43 @@ def bubble(turns: int) -> None:
             print(f"| {engine} | {micro_batches} | {text} | {step:.2f} | {idle:.1%} | {formula:.1%} |")
 
 
+def bytes_of_outputs(engine: str, deallocate: bool, stages: int = 4, micro_batches: int = 8) -> int:
+    """The most that the outputs of the first stage, whose messages do nothing at once, take in memory in a step."""
+    dist.init_process_group("fake", rank=0, world_size=stages)
+    config = run_config(micro_batches, pp_size=stages, pp_engine=engine)
+    device, dtype = torch.device("cpu"), torch.float32
+    model = DataParallelBucket(stage_of(config, device, deallocate))
+    outputs, most, original = [], 0, pipeline_parallel.forward_step
+
+    def counted(*arguments: Any) -> Tensor:
+        nonlocal most
+        y = original(*arguments)
+        outputs.append(weakref.ref(y.untyped_storage()))
+        most = max(most, sum(alive.nbytes() for storage in outputs if (alive := storage()) is not None))
+        return y
+
+    pipeline_parallel.forward_step = counted
+    pick_train_step(config, hidden_states_shape(config, model_config()), device, dtype)(
+        model, loader_of(config, device)
+    )
+    pipeline_parallel.forward_step = original
+    dist.destroy_process_group()
+    return most
+
+
+def outputs() -> None:
+    print("\nMiB of outputs in memory on the first of 4 stages with 8 micro-batches, counted\n")
+    print("| | freed once sent | kept |\n|---|---|---|")
+    for engine in ("afab", "1f1b"):
+        freed, kept = (bytes_of_outputs(engine, deallocate) / 2**20 for deallocate in (True, False))
+        print(f"| {engine} | {freed:.1f} | {kept:.1f} |")
+
+
 if __name__ == "__main__":
     if ON_GPU and torch.cuda.device_count() < PP:
         raise SystemExit(f"this benchmark needs {PP} GPUs; with CUDA_VISIBLE_DEVICES='' it runs on the CPU")
     options = arguments(__doc__ or "")
-    if not ON_GPU:  # where the seconds of a call are those of its work
+    if not ON_GPU:  # where the seconds of a call are those of its work, and messages need no device
+        outputs()
         bubble(options.turns)
     speed(options.turns, options.steps)

@@ -65,12 +65,14 @@ def loader_of(config: Config, device: torch.device) -> MicroBatchDataLoader:
     return MicroBatchDataLoader(tokens, config, device)
 
 
-def stage_of(config: Config, device: torch.device, deallocate_outputs: bool = True) -> PipelineParallel:
-    """This rank's part of the model, as train.py builds it."""
+def stage_of(
+    config: Config, device: torch.device, deallocate_outputs: bool = True, dtype: torch.dtype | None = None
+) -> PipelineParallel:
+    """This rank's part of the model, as train.py builds it; in the config's dtype, if not in another one."""
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     with torch.device("meta"):
-        llama = Llama(model_config()).to(getattr(torch, config.model.dtype))
+        llama = Llama(model_config()).to(dtype or getattr(torch, config.model.dtype))
         llama = apply_tensor_parallel(llama, layout.sequence_parallel)
         stage = PipelineParallel(llama, SEQ_LENGTH, deallocate_outputs)
     materialise(llama, device, initial_value(model_config(), 0))
@@ -83,11 +85,10 @@ def ours(
     micro_batches: int = MICRO_BATCHES,
     wrapper: str = "bucket",
     compiled: bool = False,
-    deallocate_outputs: bool = True,
 ) -> Callable[[], Any]:
     """A step of picotron: its own training step, clipping and optimizer."""
     device, config = device_of(rank), run_config(micro_batches, **layout)
-    stage = stage_of(config, device, deallocate_outputs)
+    stage = stage_of(config, device)
     if compiled:
         for layer in stage.module.model.layers.values():
             layer.compile()
