@@ -65,7 +65,7 @@ def torchs(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
             return stage.module.predict(y, targets)
 
     kind: Any = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B}[engine]
-    schedule = kind(pipeline, micro_batches, loss_fn=loss if stage.is_last else None)
+    schedule = kind(pipeline, micro_batches, loss_fn=loss)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     loader = loader_of(config, device)
 
