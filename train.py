@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 from picotron.checkpoint import pretrained_value
 from picotron.config import Config, check_world_size
 from picotron.config_reader import load_config
+from picotron.context_parallel.context_parallel import apply_context_parallel, check_context_parallel
 from picotron.data import MicroBatchDataLoader, hold_out
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.metrics import Metrics, check_save_dir
@@ -83,6 +84,7 @@ def main() -> None:
     model_config = load_model_config(config.model)
     check_tensor_parallel(model_config, config.distributed.tp_size)
     check_pipeline_parallel(model_config, config.distributed.pp_size)
+    check_context_parallel(model_config, config.distributed)
 
     # The grid of processes.
     init_process_group(config, device)
@@ -144,10 +146,9 @@ def build_model(
         llama = Llama(model_config, attend, config.training.activation_checkpointing == "full").to(dtype)
         llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)
         stage = PipelineParallel(llama, config.training.seq_length)  # what llama has left
-    if config.model.pretrained:
-        materialise(llama, device, pretrained_value(config.model.name))
-    else:
-        materialise(llama, device, initial_value(model_config, config.training.seed))
+        apply_context_parallel(stage, config.distributed)
+    initial = initial_value(model_config, config.training.seed)
+    materialise(llama, device, pretrained_value(config.model.name) if config.model.pretrained else initial)
     if config.training.compile:
         for layer in llama.model.layers.values():
             layer.compile()

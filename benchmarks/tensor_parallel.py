@@ -141,7 +141,7 @@ def bytes_sent(tp: int, sequence_parallel: bool) -> int:
     A ring sends (tp - 1)/tp of the whole tensor for an all-gather or a reduce-scatter, twice that for an all-reduce.
     """
     model, sent = parallel_model(tp, sequence_parallel), 0
-    places = [(tp_communications, name) for name in ("_all_gather", "_reduce_scatter", "all_reduce")]
+    places = [(tp_communications, name) for name in ("all_gather_single", "reduce_scatter_single", "all_reduce")]
     places.append((cross_entropy, "all_reduce"))
     originals = [(module, name, getattr(module, name)) for module, name in places]
 

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from picotron.config import Config
 from picotron.config_reader import parse_config
+from picotron.context_parallel.context_parallel import apply_context_parallel
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
 from picotron.model import Llama
@@ -75,6 +76,7 @@ def stage_of(
         llama = Llama(model_config()).to(dtype or getattr(torch, config.model.dtype))
         llama = apply_tensor_parallel(llama, layout.sequence_parallel)
         stage = PipelineParallel(llama, SEQ_LENGTH, deallocate_outputs)
+        apply_context_parallel(stage, layout)
     materialise(llama, device, initial_value(model_config(), 0))
     return stage
 

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -41,6 +42,10 @@ class Distributed(Section):
     """with tp_size > 1: between the matrices, each of these ranks holds a part of the sequence"""
     cp_size: PositiveInt = 1
     """context-parallel ranks: each holds a part of every sequence"""
+    cp_sharding: Literal["zigzag", "contiguous"] = "zigzag"
+    """which part: zigzag gives every rank as much attention to compute, contiguous the last one the most"""
+    cp_engine: Literal["ring", "all_gather", "ulysses"] = "ring"
+    """how attention sees the other parts; ulysses splits heads instead"""
     pp_size: PositiveInt = 1
     """pipeline stages: each holds some of the layers"""
     dp_size: PositiveInt = 1
@@ -205,12 +210,36 @@ class Config(Section):
 
     @model_validator(mode="after")
     def sequence_divides(self) -> "Config":
-        length, tp = self.training.seq_length, self.distributed.tp_size
-        if self.distributed.sequence_parallel and length % tp:
-            below = length // tp * tp
-            raise ValueError(
-                f"training.seq_length={length} does not divide by tp_size={tp}, as sequence_parallel needs; use {below} or {below + tp}"
+        layout, length, needs = self.distributed, self.training.seq_length, {}
+        if layout.cp_size > 1:
+            needs[f"cp_size={layout.cp_size} with cp_sharding={layout.cp_sharding!r}"] = layout.cp_size * (
+                2 if layout.cp_sharding == "zigzag" else 1
             )
+        if layout.sequence_parallel:
+            needs[f"sequence_parallel with tp_size={layout.tp_size}"] = layout.cp_size * layout.tp_size
+        multiple = math.lcm(*needs.values())
+        if length % multiple:
+            below = length // multiple * multiple
+            nearest = f"{below} or {below + multiple}" if below else f"{multiple}"
+            raise ValueError(
+                f"training.seq_length={length} does not divide by {multiple}, as {' and '.join(needs)} needs; use {nearest}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def ring_has_a_kernel(self) -> "Config":
+        layout, model = self.distributed, self.model
+        if layout.cp_size > 1 and layout.cp_engine != "ulysses":
+            if not model.use_flash_attention:
+                raise ValueError(
+                    f"cp_engine={layout.cp_engine!r} needs fused attention kernels, but model.use_flash_attention=false; "
+                    f"set it to true, or cp_engine to 'ulysses'"
+                )
+            if model.dtype == "float64" and not layout.use_cpu:
+                raise ValueError(
+                    f"cp_engine={layout.cp_engine!r} has no kernel for model.dtype='float64' on GPUs; "
+                    f"use float32, cp_engine 'ulysses', or use_cpu"
+                )
         return self
 
     @property

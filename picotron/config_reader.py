@@ -24,9 +24,6 @@ logger = logging.getLogger("picotron")
 
 # Keys of the format whose feature does not exist yet, with the values that ask for nothing; others are refused by name.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "distributed.cp_size": (1,),
-    "distributed.cp_sharding": (),
-    "distributed.cp_engine": (),
     "distributed.pp_chunks": (1,),
     "distributed.pp_layout": (None,),
     "checkpoint.load_path": ("",),

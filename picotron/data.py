@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config, UserError
+from picotron.process_group_manager import local_positions
 
 
 class Windows(Dataset[Tensor]):
@@ -88,7 +89,10 @@ class MicroBatchDataLoader:
         self.seed, self.shuffle = training.seed, config.dataset.shuffle if shuffle is None else shuffle
         self.windows = Windows(tokens, training.seq_length)
         self.device = device
-        self.position_ids = torch.arange(self.seq_length_per_gpu, device=device).expand(self.micro_batch_size, -1)
+        layout = config.distributed
+        positions = local_positions(training.seq_length, layout.cp_size, grid.cp_rank, layout.cp_sharding)
+        self.positions = positions.to(device)
+        self.position_ids = self.positions.expand(self.micro_batch_size, -1)
         loader = DataLoader(
             self.windows,
             batch_sampler=self._rows(start_step),
@@ -118,8 +122,8 @@ class MicroBatchDataLoader:
     def __next__(self) -> dict[str, Any]:
         window = next(self.batches).to(self.device, non_blocking=True)  # (B, T + 1)
         return {
-            "input_ids": window[:, :-1],
-            "target_ids": window[:, 1:],
+            "input_ids": window[:, self.positions],
+            "target_ids": window[:, self.positions + 1],
             "position_ids": self.position_ids,
             "hidden_states": None,
         }

@@ -29,6 +29,17 @@ def new_groups(rows: list[list[int]]) -> dist.ProcessGroup | None:
     return next((group for ids, group in groups.items() if dist.get_rank() in ids), None)
 
 
+def local_positions(seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> torch.Tensor:
+    """The positions in the sequence of the tokens that a cp rank has: (seq_length / cp_size,), ascending.
+
+    contiguous: one part after the other. zigzag: of 2 cp_size chunks number cp_rank, and as far from the end.
+    """
+    if sharding == "contiguous":
+        return torch.arange(seq_length).chunk(cp_size)[cp_rank]
+    chunks = torch.arange(seq_length).chunk(2 * cp_size)
+    return torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]))
+
+
 class ProcessGroupManager:
     """This process's place in the grid. For each axis in AXES: `{axis}_group`, its members' global ranks in
     `{axis}_group_ids`, how many they are (`{axis}_world_size`) and which one this process is (`{axis}_rank`).

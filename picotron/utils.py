@@ -39,6 +39,11 @@ def init_process_group(config: Config, device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
+# torch 2.13 renamed them and warns about the names that are the only ones in 2.11
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def all_reduce(
     tensor: Tensor,
     group: dist.ProcessGroup | None,

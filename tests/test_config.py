@@ -128,9 +128,42 @@ BAD = [
         changed(environment__OMP_NUM_THREADS="many"),
         r"environment\.OMP_NUM_THREADS=\"many\": it should be a valid integer",
     ),
+    (
+        changed(distributed__pp_size=2, distributed__use_cpu=False, distributed__backend="gloo"),
+        r"backend='gloo' does not send from GPU to GPU, as pp_size=2 needs; set backend to null, or use_cpu to true",
+    ),
+    (
+        changed(training__eval_frequency=500),
+        r"eval_frequency=500 is never reached in total_train_steps=200; use at most",
+    ),
+    (
+        changed(training__eval_frequency=5, training__eval_steps=0),
+        r"training\.eval_steps=0: it should be greater than 0",
+    ),
+    (
+        changed(distributed__cp_size=4, training__seq_length=1028),
+        r"training\.seq_length=1028 does not divide by 8, as cp_size=4 with cp_sharding='zigzag' needs; use 1024 or 1032",
+    ),
+    (
+        changed(distributed__cp_size=4, distributed__cp_sharding="contiguous", training__seq_length=3),
+        r"does not divide by 4, as cp_size=4 with cp_sharding='contiguous' needs; use 4$",
+    ),
+    (
+        changed(
+            distributed__cp_size=2, distributed__tp_size=6, distributed__sequence_parallel=True, training__seq_length=16
+        ),
+        r"does not divide by 12, as cp_size=2 with cp_sharding='zigzag' and sequence_parallel with tp_size=6 needs; use 12 or 24",
+    ),
+    (
+        changed(distributed__cp_size=2, model__use_flash_attention=False),
+        r"cp_engine='ring' needs fused attention kernels, but model\.use_flash_attention=false; set it to true, or cp_en",
+    ),
+    (
+        changed(distributed__cp_size=2, distributed__use_cpu=False, model__dtype="float64"),
+        r"cp_engine='ring' has no kernel for model\.dtype='float64' on GPUs; use float32, cp_engine 'ulysses', or use_cpu",
+    ),
     # what is not built yet
-    (changed(distributed__cp_size=2), r"distributed\.cp_size=2 is not built yet; use 1"),
-    (changed(distributed__cp_engine="ring"), r'distributed\.cp_engine="ring" is not built yet; leave it out'),
+    (changed(distributed__pp_chunks=2), r"distributed\.pp_chunks=2 is not built yet; use 1"),
     (changed(checkpoint__load_path="latest"), r'checkpoint\.load_path="latest" is not built yet; use ""'),
 ]
 
@@ -160,7 +193,7 @@ def test_a_section_that_is_no_section_is_not_shown() -> None:
 
 def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(UserError) as error:
-        parse_config(changed(distributed__cp_size=2, training__seed=-1, training__seq_length=0, dataset__nmae="x"))
+        parse_config(changed(distributed__pp_chunks=2, training__seed=-1, training__seq_length=0, dataset__nmae="x"))
     assert [line.split("=")[0].split(";")[0] for line in str(error.value).splitlines()] == [
         "distributed.cp_size",
         "training.seed",

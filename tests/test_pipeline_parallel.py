@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
+from picotron.context_parallel.context_parallel import apply_context_parallel
 from picotron.data import MicroBatchDataLoader, hold_out
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model import Llama
@@ -48,6 +49,7 @@ def stage_of(
         llama = Llama(config, checkpoint_activations=checkpointed).to(dtype)
         llama = apply_tensor_parallel(llama, layout.sequence_parallel)
         stage = PipelineParallel(llama, seq_length=16, deallocate_outputs=deallocate)
+        apply_context_parallel(stage, layout)
     materialise(llama, CPU, initial_value(config, 42))
     return stage
 

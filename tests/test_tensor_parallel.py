@@ -414,7 +414,7 @@ def traffic(sequence_parallel: bool) -> dict[str, list[tuple[str, int]]]:
     setup_process_group_manager(2, 1, 1, 1)
     layer = parallel_model(tiny_llama(num_hidden_layers=1), sequence_parallel).model.layers["0"]
     sent: list[tuple[str, int]] = []
-    originals = {name: getattr(comm, name) for name in ("_all_gather", "_reduce_scatter", "all_reduce")}
+    originals = {name: getattr(comm, name) for name in ("all_gather_single", "reduce_scatter_single", "all_reduce")}
 
     def counted(name: str) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -447,7 +447,7 @@ def test_a_layer_sends_what_the_papers_say(pool: WorkerPool) -> None:
     whole = 2 * 32 * 32
     plain = pool.run(traffic, 2, False)[0]
     assert plain == {"forward": [("all_reduce", whole)] * 2, "backward": [("all_reduce", whole)] * 2}
-    gather, scatter = ("_all_gather", whole), ("_reduce_scatter", whole)
+    gather, scatter = ("all_gather_single", whole), ("reduce_scatter_single", whole)
     split = pool.run(traffic, 2, True)[0]
     assert split["forward"] == [gather, scatter] * 2
     assert sorted(split["backward"]) == [gather] * 4 + [scatter] * 2

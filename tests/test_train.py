@@ -68,25 +68,35 @@ def one_process(home: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
     return lines
 
 
-@pytest.mark.parametrize(
-    ("dp", "tp", "pp", "sequence_parallel"), [(2, 1, 1, False), (1, 2, 1, True), (1, 1, 2, False), (2, 2, 2, False)]
-)
+LAYOUTS = [
+    {"dp_size": 2},
+    {"tp_size": 2, "sequence_parallel": "true"},
+    {"pp_size": 2},
+    {"cp_size": 2},
+    {"dp_size": 2, "pp_size": 2, "tp_size": 2},
+    pytest.param({"dp_size": 2, "pp_size": 2, "cp_size": 2, "tp_size": 2}, marks=pytest.mark.parity),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_writes_the_metrics_of_one_process(
-    one_process: list[dict[str, Any]], home: Path, tmp_path: Path, dp: int, tp: int, pp: int, sequence_parallel: bool
+    one_process: list[dict[str, Any]], home: Path, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
-    layout = {"distributed.tp_size": tp, "distributed.sequence_parallel": str(sequence_parallel).lower()}
-    layout |= {"distributed.pp_size": pp, "logging.level": "debug" if (dp, pp) == (1, 2) else "info"}
-    result = run(home, dp * tp * pp, *arguments(tmp_path, dp, 4 // dp, **layout))
+    dp, pp, cp, tp = (layout.get(f"{axis}_size", 1) for axis in ("dp", "pp", "cp", "tp"))
+    debug = layout == {"pp_size": 2}
+    more = {f"distributed.{key}": value for key, value in layout.items()}
+    more["logging.level"] = "debug" if debug else "info"
+    result = run(home, dp * pp * cp * tp, *arguments(tmp_path, dp, 4 // dp, **more))
     assert result.returncode == 0, result.stderr
     lines = metrics(tmp_path)
     for field in ("step", "loss", "grad_norm", "learning_rate", "tokens"):
         assert_close([line[field] for line in lines], [line[field] for line in one_process], what=field)
     assert_close([line["eval_loss"] for line in lines[1::2]], [line["eval_loss"] for line in one_process[1::2]])
     output = result.stdout + result.stderr
-    assert f"dp {dp} x pp {pp} x cp 1 x tp {tp} | 2,524,416 parameters" in output
+    assert f"dp {dp} x pp {pp} x cp {cp} x tp {tp} | 2,524,416 parameters" in output
     assert "Warning" not in output
     assert json.loads((tmp_path / "config.json").read_text())["distributed"]["dp_size"] == dp
-    assert output.count("[rank 1, stage 1] B1\n") == (4 if layout["logging.level"] == "debug" else 0)
+    assert output.count("[rank 1, stage 1] B1\n") == (4 if debug else 0)
 
 
 def test_a_layout_with_everything(home: Path, tmp_path: Path) -> None:

@@ -22,11 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron.utils import all_reduce
-
-# torch 2.13 renamed them and warns about the names that are the only ones in 2.11
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from picotron.utils import all_gather_single, all_reduce, reduce_scatter_single
 
 Group = dist.ProcessGroup
 
@@ -37,7 +33,7 @@ def start_all_gather(shard: Tensor, dim: int, group: Group) -> Callable[[], Tens
     if size == 1:
         return lambda: shard
     shards = torch.empty(size * shard.numel(), dtype=shard.dtype, device=shard.device)
-    work = _all_gather(shards, shard.contiguous().view(-1), group=group, async_op=True)
+    work = all_gather_single(shards, shard.contiguous().view(-1), group=group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -53,7 +49,7 @@ def start_reduce_scatter(partial: Tensor, dim: int, group: Group) -> Callable[[]
         return lambda: partial
     shards = torch.stack(partial.chunk(size, dim))  # each rank's shard is one block of memory
     shard = torch.empty_like(shards[0])
-    work = _reduce_scatter(shard.view(-1), shards.view(-1), group=group, async_op=True)
+    work = reduce_scatter_single(shard.view(-1), shards.view(-1), group=group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()

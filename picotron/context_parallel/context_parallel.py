@@ -1,0 +1,231 @@
+"""Context parallelism: every rank holds a part of each sequence, and only attention has to see the rest.
+
+Causal attention of a token needs the keys and values of all tokens before it. Three ways to get at them:
+
+    ring         they travel from rank to rank; each attends to what it has, while the next part is on its way
+                 (Liu et al. 2023, arXiv:2310.01889)
+    all_gather   every rank gets all of them at once, as in Llama 3 (arXiv:2407.21783, section 3.3.2)
+    ulysses      an all-to-all turns a part of the sequence with all heads into the whole sequence with a part of the
+                 heads, and back after attention (Jacobs et al. 2023, arXiv:2309.14509)
+
+Which part of the sequence? In its order ("contiguous"), the first rank attends to its own part and the last one to all
+parts: it has 2 cp - 1 times as much to do, and everyone waits for it. Cut into 2 cp chunks, of which rank r has numbers
+r and 2 cp - 1 - r ("zigzag"), all have the same work. For cp 2, with the rank that has these queries on the left:
+
+    contiguous  0 | x                 zigzag  0 | x
+                0 | x x                       1 | x x
+                1 | x x x                     1 | x x x
+                1 | x x x x                   0 | x x x x
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from picotron import process_group_manager as pgm
+from picotron.config import Distributed, UserError
+from picotron.context_parallel.block_attention import block_backward, block_forward
+from picotron.context_parallel.cp_communications import start_ring_step
+from picotron.model import Attend, Attention
+from picotron.process_group_manager import local_positions
+from picotron.utils import all_gather_single, reduce_scatter_single
+
+Block = tuple[slice, slice, bool]
+ALL = slice(None)
+
+
+def visible_blocks(source: int, tokens: int, sharding: str) -> list[Block]:
+    """Which of this rank's queries see which of the keys of rank `source`: (queries, keys, causal), local indices.
+
+    Args:
+        tokens: how many a rank has.
+    """
+    rank = pgm.process_group_manager.cp_rank
+    if source == rank:
+        return [(ALL, ALL, True)]  # local tokens are in order, whatever lies between them elsewhere
+    if sharding == "contiguous":
+        return [(ALL, ALL, False)] if source < rank else []
+    # Zigzag: both of our chunks come after the first chunk of an earlier rank, and before its second one; of a later
+    # rank, both chunks lie between our two.
+    half = tokens // 2
+    return [(ALL, slice(half), False)] if source < rank else [(slice(half, None), ALL, False)]
+
+
+def attend_to(q: Tensor, kv: Tensor, blocks: list[Block], out: Tensor, lse: Tensor) -> None:
+    """Add blocks of keys and values to the attention so far, in place.
+
+    An attention is a mean, and exp(lse) its total weight; so two are joined by adding weights, and averaging by them.
+
+    Args:
+        q: (B, H, T, d). kv: (2, B, K, S, d), keys and values.
+        out, lse: (B, H, T, d) and (B, H, T) in float32 or wider; of nothing: zeros and -inf.
+    """
+    for queries, keys, causal in blocks:
+        k, v = kv[:, :, :, keys]
+        y, s = block_forward(q[:, :, queries], k, v, causal)
+        before = lse[:, :, queries]
+        total = torch.logaddexp(before, s)
+        mean = out[:, :, queries]
+        mean.mul_((before - total).exp_()[..., None]).add_((s - total).exp_()[..., None] * y)
+        before.copy_(total)
+
+
+def add_gradients(
+    dy: Tensor, q: Tensor, kv: Tensor, blocks: list[Block], out: Tensor, lse: Tensor, dq: Tensor, dkv: Tensor
+) -> None:
+    """Add to dq and dkv, in place, what those blocks contribute; out and lse are of the attention to everything."""
+    for queries, keys, causal in blocks:
+        block_dy, block_q, block_out, block_lse = (each[:, :, queries] for each in (dy, q, out, lse))
+        k, v = kv[:, :, :, keys]
+        block_dq, dk, dv = block_backward(block_dy, block_q, block_out, block_lse, k, v, causal)
+        dq[:, :, queries] += block_dq
+        dkv[:, :, :, keys] += torch.stack((dk, dv))
+
+
+def wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def nothing_yet(q: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention to no keys: out and lse."""
+    return torch.zeros_like(q, dtype=wide(q)), q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
+
+
+class RingAttention(torch.autograd.Function):
+    """Keys and values travel the ring; in backward once more, and with each block its gradient, which every rank adds
+    to as it passes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sharding: str) -> Tensor:
+        grid = pgm.process_group_manager
+        kv, (out, lse) = torch.stack((k, v)), nothing_yet(q)
+        for step in range(grid.cp_world_size):
+            if not_last := step < grid.cp_world_size - 1:
+                receive = start_ring_step(kv)
+            source = (grid.cp_rank - step) % grid.cp_world_size
+            attend_to(q, kv, visible_blocks(source, q.size(2), sharding), out, lse)
+            if not_last:
+                kv = receive()
+        out = out.to(q.dtype)
+        ctx.sharding = sharding
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        grid = pgm.process_group_manager
+        q, k, v, out, lse = ctx.saved_tensors
+        kv, dq = torch.stack((k, v)), torch.zeros_like(q, dtype=wide(q))
+        receive_gradient: Callable[[], Any] = int  # 0; later on, what a block has got from the ranks that it has passed
+        for step in range(grid.cp_world_size):
+            if not_last := step < grid.cp_world_size - 1:
+                receive = start_ring_step(kv)
+            source = (grid.cp_rank - step) % grid.cp_world_size
+            dkv = torch.zeros_like(kv, dtype=wide(kv))
+            add_gradients(dy, q, kv, visible_blocks(source, q.size(2), ctx.sharding), out, lse, dq, dkv)
+            dkv += receive_gradient()
+            receive_gradient = start_ring_step(dkv)  # on with its block; from the last rank home
+            if not_last:
+                kv = receive()
+        dk, dv = receive_gradient()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+class AllGatherAttention(torch.autograd.Function):
+    """Keys and values are gathered, also in backward, whose gradients are then summed where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sharding: str) -> Tensor:
+        out, lse = nothing_yet(q)
+        for source, kv in enumerate(gather_from_ranks(torch.stack((k, v)))):
+            attend_to(q, kv, visible_blocks(source, q.size(2), sharding), out, lse)
+        out = out.to(q.dtype)
+        ctx.sharding = sharding
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        everyone = gather_from_ranks(torch.stack((k, v)))  # (cp, 2, B, K, T, d)
+        dq, dkv = torch.zeros_like(q, dtype=wide(q)), torch.zeros_like(everyone, dtype=wide(q))
+        for source, kv in enumerate(everyone):
+            blocks = visible_blocks(source, q.size(2), ctx.sharding)
+            add_gradients(dy, q, kv, blocks, out, lse, dq, dkv[source])
+        mine = torch.empty_like(dkv[0])
+        reduce_scatter_single(mine, dkv.flatten(0, 1), group=pgm.process_group_manager.cp_group)
+        dk, dv = mine
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def gather_from_ranks(x: Tensor) -> Tensor:
+    """x of each rank: (...) -> (cp, ...)"""
+    grid = pgm.process_group_manager
+    everyone = x.new_empty(grid.cp_world_size, *x.shape)
+    all_gather_single(everyone.flatten(0, 1), x, group=grid.cp_group)
+    return everyone
+
+
+class AllToAll(torch.autograd.Function):
+    """forward: cut x along dimension `split`, a part for each rank, and join what comes along dimension `join`.
+    backward: the other way round.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: int, join: int) -> Tensor:
+        grid = pgm.process_group_manager
+        ctx.split, ctx.join = split, join
+        parts = x.unflatten(split, (grid.cp_world_size, -1)).movedim(split, 0).contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=grid.cp_group)
+        return received.movedim(0, join).flatten(join, join + 1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return AllToAll.apply(dy, ctx.join, ctx.split), None, None
+
+
+HEADS, SEQUENCE = 1, 2
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, sharding: str, attend: Callable[..., Tensor]) -> Tensor:
+    """(B, H, T/cp, d) -> (B, H/cp, T, d), attention as on one rank, and back."""
+    size = pgm.process_group_manager.cp_world_size
+    length = q.size(SEQUENCE) * size
+    positions = torch.cat([local_positions(length, size, rank, sharding) for rank in range(size)]).to(q.device)
+    order = positions.argsort()  # where the sequence's first token is, its second, ...
+    q, k, v = (AllToAll.apply(x, HEADS, SEQUENCE).index_select(SEQUENCE, order) for x in (q, k, v))
+    return AllToAll.apply(attend(q, k, v).index_select(SEQUENCE, positions), SEQUENCE, HEADS)
+
+
+def check_context_parallel(config: LlamaConfig, layout: Distributed) -> None:
+    """Raises UserError if cp_engine 'ulysses' cannot give each cp rank as many of the heads."""
+    kv_heads = max(1, config.num_key_value_heads // layout.tp_size)  # of a tp rank
+    if layout.cp_engine == "ulysses" and kv_heads % layout.cp_size:
+        raise UserError(
+            f"cp_engine='ulysses' splits the key/value heads of a tp rank, {kv_heads}, over cp_size={layout.cp_size} ranks; "
+            f"use a cp_size that divides them, or cp_engine 'ring'"
+        )
+
+
+def apply_context_parallel(model: nn.Module, layout: Distributed) -> None:
+    """Let the attention layers of `model`, which are called with a part of the sequence, see all of it."""
+    if pgm.process_group_manager.cp_world_size == 1:
+        return
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = torch.compiler.disable(attend_across_ranks(layout, module.attend))
+
+
+def attend_across_ranks(layout: Distributed, attend: Attend) -> Attend:
+    """Attention of (q, k, v) with a part of the sequence each. (`attend`, of a whole one, is what ulysses uses.)"""
+    if layout.cp_engine == "ulysses":
+        return functools.partial(ulysses_attention, sharding=layout.cp_sharding, attend=attend)
+    function = {"ring": RingAttention, "all_gather": AllGatherAttention}[layout.cp_engine]
+    return lambda q, k, v: function.apply(q, k, v, layout.cp_sharding)

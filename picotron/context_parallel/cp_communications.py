@@ -1,0 +1,37 @@
+"""The ring: what travels from each context-parallel rank to the next one, while the ranks compute.
+
+rank 0 -> rank 1 -> rank 2 -> rank 3 -> rank 0        After i steps a rank has what was i ranks before it.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from picotron import process_group_manager as pgm
+
+
+def start_ring_step(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to send `tensor` to the next rank, and to receive as much from the previous one.
+
+    Returns:
+        A function that waits for both, and returns what was received. Until then `tensor` must not change.
+    """
+    grid = pgm.process_group_manager
+    tensor, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    handles = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, tensor, grid.cp_send_rank, grid.cp_group),
+            dist.P2POp(dist.irecv, received, grid.cp_recv_rank, grid.cp_group),
+        ]
+    )
+
+    def finish() -> Tensor:
+        nonlocal tensor
+        for handle in handles:
+            handle.wait()
+        del tensor  # it had to live until it was sent
+        return received
+
+    return finish

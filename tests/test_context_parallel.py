@@ -1,0 +1,249 @@
+"""Context parallelism equals one process: attention alone, then the whole model against transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig
+
+from picotron.config import Config, Distributed, UserError
+from picotron.context_parallel import context_parallel
+from picotron.context_parallel.context_parallel import attend_across_ranks, check_context_parallel
+from picotron.context_parallel.cp_communications import start_ring_step
+from picotron.data import MicroBatchDataLoader
+from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.model import fused_attention
+from picotron.process_group_manager import local_positions, setup_process_group_manager
+from tests.oracle import assert_close, make_config, oracle_training, our_model, random_tokens, tiny_llama
+from tests.test_data_parallel import train_steps
+from tests.test_pipeline_parallel import all_stages, layout_name, stage_of
+from tests.worker_pool import WorkerPool
+
+CPU = torch.device("cpu")
+ENGINES = [(engine, sharding) for engine in ("ring", "all_gather", "ulysses") for sharding in ("zigzag", "contiguous")]
+
+
+def attention_inputs(cp: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output, of whole sequences: GQA of 12 query heads and 12 / cp or so for k, v."""
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads, length = 24, 12, 24
+    shapes = [(2, heads, length, 8), (2, kv_heads, length, 8), (2, kv_heads, length, 8), (2, heads, length, 8)]
+    return tuple(torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes)
+
+
+def attention_of_a_rank(engine: str, sharding: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """This rank's part of the output and of the gradients of q, k, v; and which part that is."""
+    cp = dist.get_world_size()
+    grid = setup_process_group_manager(1, cp, 1, 1)
+    layout = Distributed(cp_size=cp, cp_engine=engine, cp_sharding=sharding)
+    positions = local_positions(24, cp, grid.cp_rank, sharding)
+    # Strided as in the model, where (B, T, H, d) is transposed.
+    *qkv, dy = (x[:, :, positions].transpose(1, 2).contiguous().transpose(1, 2) for x in attention_inputs(cp, dtype))
+    q, k, v = (x.detach().requires_grad_() for x in qkv)
+    y = attend_across_ranks(layout, fused_attention)(q, k, v)
+    y.backward(dy)
+    assert all(x.dtype == dtype for x in (y, q.grad, k.grad, v.grad))
+    return positions, y.detach(), q.grad, k.grad, v.grad
+
+
+def whole_attention(cp: int) -> list[Tensor]:
+    """PyTorch's plain attention of whole sequences, output and gradients."""
+    q, k, v, dy = attention_inputs(cp)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.MATH):
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    y.backward(dy)
+    return [y.detach(), q.grad, k.grad, v.grad]
+
+
+def joined(results: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    order = torch.cat([positions for positions, *_ in results]).argsort()
+    parts = zip(*(rest for _, *rest in results), strict=True)
+    return [torch.cat(part, 2)[:, :, order] for part in parts]
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize(("engine", "sharding"), ENGINES)
+def test_attention_and_its_gradients(pool: WorkerPool, engine: str, sharding: str, cp: int) -> None:
+    results = joined(pool.run(attention_of_a_rank, cp, engine, sharding, torch.float64))
+    for result, expected, name in zip(results, whole_attention(cp), ("y", "dq", "dk", "dv"), strict=True):
+        assert_close(result, expected, 1e-10, name)
+
+
+@pytest.mark.parametrize("engine", ["ring", "all_gather"])
+def test_bfloat16_errors_do_not_grow_with_the_ring(pool: WorkerPool, engine: str) -> None:
+    """Parts are put together in float32, so the error is about that of one process, whatever the number of parts."""
+    expected = whole_attention(2)
+    errors = {}
+    for cp in (2, 4, 6):
+        results = joined(pool.run(attention_of_a_rank, cp, engine, "zigzag", torch.bfloat16))
+        errors[cp] = [((a - b).norm() / b.norm()).item() for a, b in zip(results, expected, strict=True)]
+    q, k, v, dy = attention_inputs(2, torch.bfloat16)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    y = fused_attention(q, k, v)
+    y.backward(dy)
+    one = [((a - b).norm() / b.norm()).item() for a, b in zip((y, q.grad, k.grad, v.grad), expected, strict=True)]
+    for cp, found in errors.items():
+        for error, usual in zip(found, one, strict=True):
+            assert error < 1.3 * usual, f"cp {cp}: {found}, one process: {one}"
+
+
+def pairs_computed(engine: str, sharding: str) -> tuple[int, int]:
+    """How many query-key pairs this rank's forward and backward compute: of a causal block, up to the diagonal."""
+    counts = [0, 0]
+
+    def pairs(q: Tensor, k: Tensor, causal: bool) -> int:
+        return q.size(2) * (q.size(2) + 1) // 2 if causal else q.size(2) * k.size(2)
+
+    forward, backward = context_parallel.block_forward, context_parallel.block_backward
+
+    def count_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+        counts[0] += pairs(q, k, causal)
+        return forward(q, k, v, causal)
+
+    def count_backward(dy: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+        counts[1] += pairs(q, k, causal)
+        return backward(dy, q, out, lse, k, v, causal)
+
+    context_parallel.block_forward, context_parallel.block_backward = count_forward, count_backward
+    try:
+        attention_of_a_rank(engine, sharding, torch.float64)
+    finally:
+        context_parallel.block_forward, context_parallel.block_backward = forward, backward
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("engine", ["ring", "all_gather"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_zigzag_is_balanced_and_nothing_masked_is_computed(pool: WorkerPool, engine: str, cp: int) -> None:
+    everything = 24 * 25 // 2
+    zigzag = pool.run(pairs_computed, cp, engine, "zigzag")
+    assert zigzag == [(everything // cp, everything // cp)] * cp
+    forward = [pairs for pairs, _ in pool.run(pairs_computed, cp, engine, "contiguous")]
+    assert sum(forward) == everything
+    # In blocks, (2 cp - 1) / cp of the mean; here a block on the diagonal counts a little more than half.
+    assert max(forward) / (everything / cp) == pytest.approx((2 * cp - 1) / cp, rel=0.05)
+
+
+def ring() -> list[float]:
+    grid = setup_process_group_manager(1, 3, 1, 1)
+    x, seen = torch.full((2, 3), float(grid.cp_rank)).t(), []
+    for _ in range(3):
+        finish = start_ring_step(x)
+        seen.append(x[0, 0].item())
+        x = finish()
+    assert x.shape == (3, 2)
+    return [*seen, x[0, 0].item()]
+
+
+def test_the_ring_goes_around(pool: WorkerPool) -> None:
+    assert pool.run(ring, 3) == [[0, 2, 1, 0], [1, 0, 2, 1], [2, 1, 0, 2]]
+
+
+def test_positions() -> None:
+    assert [local_positions(8, 2, rank, "zigzag").tolist() for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [local_positions(9, 3, rank, "contiguous").tolist() for rank in (0, 1, 2)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+    ]
+    for sharding in ("zigzag", "contiguous"):
+        assert local_positions(8, 1, 0, sharding).tolist() == list(range(8))
+
+
+def batches_of_a_rank(sharding: str) -> list[Tensor]:
+    cp = dist.get_world_size()
+    setup_process_group_manager(1, cp, 1, 1)
+    config = make_config(
+        distributed__cp_size=cp, distributed__cp_sharding=sharding, training__seq_length=12, dataset__shuffle=False
+    )
+    loader = MicroBatchDataLoader(random_tokens(), config, CPU)
+    assert loader.seq_length_per_gpu == 12 // cp
+    batch = next(loader)
+    assert all(batch[name].shape == (2, 12 // cp) for name in ("input_ids", "target_ids", "position_ids"))
+    return [batch[name] for name in ("input_ids", "target_ids", "position_ids")]
+
+
+@pytest.mark.parametrize("sharding", ["zigzag", "contiguous"])
+def test_every_rank_gets_its_tokens_with_their_targets(pool: WorkerPool, sharding: str) -> None:
+    stream = torch.from_numpy(random_tokens()[:25].astype("int64"))
+    seen = torch.zeros(2, 12)
+    for ids, targets, positions in pool.run(batches_of_a_rank, 3, sharding):
+        for row in (0, 1):
+            assert torch.equal(ids[row], stream[12 * row + positions[row]])
+            assert torch.equal(targets[row], stream[12 * row + positions[row] + 1])
+            seen[row, positions[row]] += 1
+    assert (seen == 1).all()
+
+
+# ------------------------------------------------------------------------------------------------------ the whole model
+
+
+def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
+    stage = stage_of(model_config, config.distributed, config.training.activation_checkpointing == "full")
+    model = DataParallelBucket(stage)
+    losses, norms, gradients = train_steps(model, config, model_config, lambda: all_stages(stage.module, "main_grad"))
+    weights = all_stages(stage.module, "data")
+    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": weights}
+
+
+TEN_STEPS: list[dict[str, Any]] = [
+    {"cp_size": 2},
+    {"cp_size": 2, "cp_sharding": "contiguous"},
+    {"cp_size": 4},
+    {"cp_size": 4, "cp_engine": "all_gather"},
+    {"cp_size": 2, "cp_engine": "ulysses"},
+    {"cp_size": 2, "dp_size": 2},
+    {"cp_size": 2, "tp_size": 2},
+    {"cp_size": 2, "tp_size": 2, "sequence_parallel": True},
+    {"cp_size": 2, "tp_size": 2, "cp_engine": "ulysses"},
+    {"cp_size": 2, "pp_size": 2},
+    {"cp_size": 2, "pp_size": 2, "pp_engine": "afab"},
+    {"cp_size": 2, "dp_size": 2, "tp_size": 2, "pp_size": 2, "sequence_parallel": True},
+]
+# Others are like these, or take long: they are for `make parity`.
+MORE: list[dict[str, Any]] = [
+    {"cp_size": cp, "cp_engine": engine, "cp_sharding": sharding, **more}
+    for cp in (2, 4)
+    for engine, sharding in ENGINES
+    for more in ({}, {"dp_size": 2}, {"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}, {"pp_size": 2})
+    if not (engine == "ulysses" and cp * more.get("tp_size", 1) > 4)
+]
+
+
+@pytest.mark.parametrize(
+    "layout", [*TEN_STEPS, *[pytest.param(layout, marks=pytest.mark.parity) for layout in MORE]], ids=layout_name
+)
+def test_ten_steps_equal_one_process(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    config = make_config(
+        **{f"distributed__{key}": value for key, value in layout.items()},
+        training__gradient_accumulation_steps=2,
+        training__activation_checkpointing="full" if "pp_engine" in layout else "none",
+        training__warmup_steps=3,
+        training__max_grad_norm=0.5,
+        dataset__shuffle=False,
+    )
+    model_config = tiny_llama(
+        num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings="sequence_parallel" in layout
+    )
+    expected = oracle_training(config, model_config, random_tokens())
+    for result in pool.run(train, config.distributed.world_size, config, model_config):
+        assert_close(result["losses"], expected["losses"], what="losses")
+        assert_close(result["grad_norms"], expected["grad_norms"], what="grad norms")
+        assert result["weights"].keys() == dict(our_model(model_config).named_parameters()).keys()
+        for key, weight in result["weights"].items():
+            assert_close(weight, expected["weights"][key], what=key)
+            assert_close(result["gradients"][key], expected["gradients"][key], what=f"gradient of {key}")
+
+
+def test_ulysses_needs_heads_that_divide() -> None:
+    config = tiny_llama(num_attention_heads=8, num_key_value_heads=4)
+    check_context_parallel(config, Distributed(cp_size=2, tp_size=2, cp_engine="ulysses"))
+    check_context_parallel(config, Distributed(cp_size=8, cp_engine="ring"))
+    with pytest.raises(
+        UserError, match="the key/value heads of a tp rank, 2, over cp_size=4 ranks; use a cp_size that"
+    ):
+        check_context_parallel(config, Distributed(cp_size=4, tp_size=2, cp_engine="ulysses"))
