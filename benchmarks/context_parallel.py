@@ -49,7 +49,7 @@ def run_config(seq_length: int, **layout: Any) -> Config:
 
 def model_and_loader(rank: int, config: Config) -> tuple[Llama, MicroBatchDataLoader]:
     device = device_of(rank)
-    setup_process_group_manager(1, config.distributed.cp_size, 1, 1)
+    setup_process_group_manager(1, config.distributed.cp_size, 1, config.distributed.dp_size)
     with torch.device("meta"):
         llama = Llama(model_config()).to(getattr(torch, config.model.dtype))
     materialise(llama, device, initial_value(model_config(), 0))
@@ -80,8 +80,9 @@ def torchs(rank: int, seq_length: int) -> Callable[[], Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 
-    config = run_config(seq_length)
+    config = run_config(seq_length, dp_size=CP)
     llama, loader = model_and_loader(rank, config)
+    loader.dp_rank = 0  # all ranks have the same whole sequences, which torch cuts up
     mesh = init_device_mesh(loader.device.type, (CP,))
     optimizer = torch.optim.AdamW(llama.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
