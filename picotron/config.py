@@ -65,10 +65,10 @@ class Distributed(Section):
     def backend_fits_device(self) -> "Distributed":
         if self.use_cpu and self.backend == "nccl":
             raise ValueError("backend='nccl' needs GPUs, but use_cpu=true; set backend to 'gloo' or null")
-        if not self.use_cpu and self.backend == "gloo" and self.pp_size > 1:
+        if not self.use_cpu and self.backend == "gloo" and max(self.pp_size, self.cp_size) > 1:
             raise ValueError(
-                f"backend='gloo' does not send from GPU to GPU, as pp_size={self.pp_size} needs; set backend to null, "
-                f"or use_cpu to true"
+                f"backend='gloo' does not send from GPU to GPU, as pp_size={self.pp_size} and cp_size={self.cp_size} need; "
+                f"set backend to null, or use_cpu to true"
             )
         return self
 

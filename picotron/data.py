@@ -60,9 +60,8 @@ class MicroBatchDataLoader:
 
     Row b of micro-batch i at step s on dp_rank is global sample
     s * G + (i * dp_size + dp_rank) * micro_batch_size + b, where G is global_batch_size; sample n is window number
-    n % windows of epoch n // windows. A batch is a dict of `input_ids`, `target_ids`, `position_ids` (B, T) on the
-    device and `hidden_states`
-    (None).
+    n % windows of epoch n // windows. A batch is a dict of `input_ids`, `target_ids` and `position_ids`,
+    (B, T / cp_size) for the positions that this cp rank has, on the device, and `hidden_states` (None).
 
     Args:
         tokens: the stream, see `load_tokens`.

@@ -130,7 +130,11 @@ BAD = [
     ),
     (
         changed(distributed__pp_size=2, distributed__use_cpu=False, distributed__backend="gloo"),
-        r"backend='gloo' does not send from GPU to GPU, as pp_size=2 needs; set backend to null, or use_cpu to true",
+        r"backend='gloo' does not send from GPU to GPU, as pp_size=2 and cp_size=1 need; set backend to null, or use_cpu",
+    ),
+    (
+        changed(distributed__cp_size=2, distributed__use_cpu=False, distributed__backend="gloo"),
+        r"backend='gloo' does not send from GPU to GPU, as pp_size=1 and cp_size=2 need; set backend to null, or use_cpu",
     ),
     (
         changed(training__eval_frequency=500),
@@ -195,7 +199,7 @@ def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(UserError) as error:
         parse_config(changed(distributed__pp_chunks=2, training__seed=-1, training__seq_length=0, dataset__nmae="x"))
     assert [line.split("=")[0].split(";")[0] for line in str(error.value).splitlines()] == [
-        "distributed.cp_size",
+        "distributed.pp_chunks",
         "training.seed",
         "training.seq_length",
         "unknown key dataset.nmae",

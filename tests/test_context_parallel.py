@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 
 from picotron.config import Config, Distributed, UserError
-from picotron.context_parallel import context_parallel
+from picotron.context_parallel import block_attention, context_parallel
 from picotron.context_parallel.context_parallel import attend_across_ranks, check_context_parallel
 from picotron.context_parallel.cp_communications import start_ring_step
 from picotron.data import MicroBatchDataLoader
@@ -26,22 +26,24 @@ CPU = torch.device("cpu")
 ENGINES = [(engine, sharding) for engine in ("ring", "all_gather", "ulysses") for sharding in ("zigzag", "contiguous")]
 
 
-def attention_inputs(cp: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """q, k, v and the gradient of the output, of whole sequences: GQA of 12 query heads and 12 / cp or so for k, v."""
+def attention_inputs(dtype: torch.dtype = torch.float64, length: int = 24) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output, of whole sequences: 24 query heads, 12 for keys and values."""
     generator = torch.Generator().manual_seed(0)
-    heads, kv_heads, length = 24, 12, 24
+    heads, kv_heads = 24, 12
     shapes = [(2, heads, length, 8), (2, kv_heads, length, 8), (2, kv_heads, length, 8), (2, heads, length, 8)]
     return tuple(torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes)
 
 
-def attention_of_a_rank(engine: str, sharding: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def attention_of_a_rank(engine: str, sharding: str, dtype: torch.dtype, length: int = 24) -> tuple[Tensor, ...]:
     """This rank's part of the output and of the gradients of q, k, v; and which part that is."""
     cp = dist.get_world_size()
     grid = setup_process_group_manager(1, cp, 1, 1)
     layout = Distributed(cp_size=cp, cp_engine=engine, cp_sharding=sharding)
-    positions = local_positions(24, cp, grid.cp_rank, sharding)
+    positions = local_positions(length, cp, grid.cp_rank, sharding)
     # Strided as in the model, where (B, T, H, d) is transposed.
-    *qkv, dy = (x[:, :, positions].transpose(1, 2).contiguous().transpose(1, 2) for x in attention_inputs(cp, dtype))
+    *qkv, dy = (
+        x[:, :, positions].transpose(1, 2).contiguous().transpose(1, 2) for x in attention_inputs(dtype, length)
+    )
     q, k, v = (x.detach().requires_grad_() for x in qkv)
     y = attend_across_ranks(layout, fused_attention)(q, k, v)
     y.backward(dy)
@@ -49,9 +51,9 @@ def attention_of_a_rank(engine: str, sharding: str, dtype: torch.dtype) -> tuple
     return positions, y.detach(), q.grad, k.grad, v.grad
 
 
-def whole_attention(cp: int) -> list[Tensor]:
+def whole_attention(length: int = 24) -> list[Tensor]:
     """PyTorch's plain attention of whole sequences, output and gradients."""
-    q, k, v, dy = attention_inputs(cp)
+    q, k, v, dy = attention_inputs(length=length)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     with sdpa_kernel(SDPBackend.MATH):
         y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -69,26 +71,50 @@ def joined(results: list[tuple[Tensor, ...]]) -> list[Tensor]:
 @pytest.mark.parametrize(("engine", "sharding"), ENGINES)
 def test_attention_and_its_gradients(pool: WorkerPool, engine: str, sharding: str, cp: int) -> None:
     results = joined(pool.run(attention_of_a_rank, cp, engine, sharding, torch.float64))
-    for result, expected, name in zip(results, whole_attention(cp), ("y", "dq", "dk", "dv"), strict=True):
+    for result, expected, name in zip(results, whole_attention(), ("y", "dq", "dk", "dv"), strict=True):
         assert_close(result, expected, 1e-10, name)
 
 
 @pytest.mark.parametrize("engine", ["ring", "all_gather"])
 def test_bfloat16_errors_do_not_grow_with_the_ring(pool: WorkerPool, engine: str) -> None:
-    """Parts are put together in float32, so the error is about that of one process, whatever the number of parts."""
-    expected = whole_attention(2)
-    errors = {}
-    for cp in (2, 4, 6):
-        results = joined(pool.run(attention_of_a_rank, cp, engine, "zigzag", torch.bfloat16))
+    """Parts are put together in float32, so it does not matter how many there are."""
+    expected, errors = whole_attention(96), {}
+    for cp in (2, 12):
+        results = joined(pool.run(attention_of_a_rank, cp, engine, "zigzag", torch.bfloat16, 96))
         errors[cp] = [((a - b).norm() / b.norm()).item() for a, b in zip(results, expected, strict=True)]
-    q, k, v, dy = attention_inputs(2, torch.bfloat16)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    y = fused_attention(q, k, v)
-    y.backward(dy)
-    one = [((a - b).norm() / b.norm()).item() for a, b in zip((y, q.grad, k.grad, v.grad), expected, strict=True)]
-    for cp, found in errors.items():
-        for error, usual in zip(found, one, strict=True):
-            assert error < 1.3 * usual, f"cp {cp}: {found}, one process: {one}"
+    for few, many, name in zip(errors[2], errors[12], ("y", "dq", "dk", "dv"), strict=True):
+        assert 0 < many < 1.1 * few, f"{name}: {many} in 12 parts, {few} in 2"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gpu_kernels_get_what_they_take(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, which has the shapes of GPU kernels: a block of the second half of the queries."""
+    seen = {}
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> Any:
+                seen[name] = arguments
+                return getattr(torch.ops.aten, name)(*arguments)
+
+            return call
+
+    monkeypatch.setattr(block_attention, "aten", Recorder())
+    q = torch.empty(2, 8, 48, 16, dtype=dtype, device="meta")
+    k, v = (torch.empty(2, 4, 48, 16, dtype=dtype, device="meta") for _ in range(2))
+    queries = slice(24, None)
+    out, lse = block_attention.block_forward(q[:, :, queries], k, v, False)
+    assert (out.shape, lse.shape) == ((2, 8, 24, 16), (2, 8, 24))
+    assert lse.dtype == torch.float32
+    whole = torch.empty(2, 8, 48, device="meta")
+    gradients = block_attention.block_backward(
+        q[:, :, queries], q[:, :, queries], out, whole[:, :, queries], k, v, False
+    )
+    assert [g.shape for g in gradients] == [(2, 8, 24, 16), (2, 4, 48, 16), (2, 4, 48, 16)]
+    (backward,) = (arguments for name, arguments in seen.items() if name.endswith("backward"))
+    (passed,) = (a for a in backward if isinstance(a, Tensor) and a.ndim == 3)
+    assert passed.is_contiguous()
+    assert next(iter(seen)).startswith("_scaled_dot_product_" + ("flash" if dtype == torch.bfloat16 else "efficient"))
 
 
 def pairs_computed(engine: str, sharding: str) -> tuple[int, int]:
@@ -221,7 +247,7 @@ def test_ten_steps_equal_one_process(pool: WorkerPool, layout: dict[str, Any]) -
     config = make_config(
         **{f"distributed__{key}": value for key, value in layout.items()},
         training__gradient_accumulation_steps=2,
-        training__activation_checkpointing="full" if "pp_engine" in layout else "none",
+        training__activation_checkpointing="full" if {"pp_engine", "cp_engine"} & layout.keys() else "none",
         training__warmup_steps=3,
         training__max_grad_norm=0.5,
         dataset__shuffle=False,
@@ -239,10 +265,38 @@ def test_ten_steps_equal_one_process(pool: WorkerPool, layout: dict[str, Any]) -
             assert_close(result["gradients"][key], expected["gradients"][key], what=f"gradient of {key}")
 
 
+def compiled_gradients(engine: str, cp: int) -> dict[str, Tensor]:
+    layout = make_config(distributed__cp_size=cp, distributed__cp_engine=engine).distributed
+    stage = stage_of(tiny_llama(), layout, checkpointed=True)
+    for layer in stage.module.model.layers.values():
+        layer.compile(backend="aot_eager")
+    model = DataParallelBucket(stage)
+    loader = MicroBatchDataLoader(random_tokens(), make_config(distributed__cp_size=cp), CPU)
+    model(**next(loader)).backward()
+    model.finish_grad_sync()
+    return all_stages(stage.module, "main_grad")
+
+
+def test_compiled_layers_have_the_same_gradients(pool: WorkerPool) -> None:
+    (expected,) = pool.run(compiled_gradients, 1, "ring", 1)
+    for name, gradient in pool.run(compiled_gradients, 2, "ring", 2)[0].items():
+        assert_close(gradient, expected[name], what=name)
+
+
+def test_heads_that_an_engine_cannot_take() -> None:
+    small = tiny_llama(head_dim=20)
+    check_context_parallel(small, Distributed(cp_size=2, use_cpu=True))
+    check_context_parallel(small, Distributed(cp_size=2, cp_engine="ulysses"))
+    with pytest.raises(
+        UserError, match="'ring' has GPU kernels for a head_dim that is a multiple of 8, up to 256, not for 20"
+    ):
+        check_context_parallel(small, Distributed(cp_size=2))
+
+
 def test_ulysses_needs_heads_that_divide() -> None:
     config = tiny_llama(num_attention_heads=8, num_key_value_heads=4)
     check_context_parallel(config, Distributed(cp_size=2, tp_size=2, cp_engine="ulysses"))
-    check_context_parallel(config, Distributed(cp_size=8, cp_engine="ring"))
+    check_context_parallel(config, Distributed(cp_size=8, cp_engine="ring", use_cpu=True))
     with pytest.raises(
         UserError, match="the key/value heads of a tp rank, 2, over cp_size=4 ranks; use a cp_size that"
     ):

@@ -52,6 +52,7 @@ def block_backward(
     """
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, out, lse, 0.0, causal)
+    lse = lse.contiguous()  # the kernels do not look at its strides
     nothing = torch.zeros(
         (), dtype=torch.int64, device=q.device
     )  # the state of a random generator: there is no dropout

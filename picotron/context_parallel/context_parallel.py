@@ -122,18 +122,22 @@ class RingAttention(torch.autograd.Function):
         grid = pgm.process_group_manager
         q, k, v, out, lse = ctx.saved_tensors
         kv, dq = torch.stack((k, v)), torch.zeros_like(q, dtype=wide(q))
-        receive_gradient: Callable[[], Any] = int  # 0; later on, what a block has got from the ranks that it has passed
+        # The gradient of a block follows it one step behind: this rank adds its part to what the ranks before it have
+        # collected, and sends that on. The last rank that a block visits is the one before its own.
+        collected: Callable[[], Tensor] | None = None
         for step in range(grid.cp_world_size):
             if not_last := step < grid.cp_world_size - 1:
                 receive = start_ring_step(kv)
             source = (grid.cp_rank - step) % grid.cp_world_size
             dkv = torch.zeros_like(kv, dtype=wide(kv))
             add_gradients(dy, q, kv, visible_blocks(source, q.size(2), ctx.sharding), out, lse, dq, dkv)
-            dkv += receive_gradient()
-            receive_gradient = start_ring_step(dkv)  # on with its block; from the last rank home
+            if collected is not None:
+                dkv += collected()
+            collected = start_ring_step(dkv)
             if not_last:
                 kv = receive()
-        dk, dv = receive_gradient()
+        assert collected is not None
+        dk, dv = collected()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
@@ -197,20 +201,31 @@ HEADS, SEQUENCE = 1, 2
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, sharding: str, attend: Callable[..., Tensor]) -> Tensor:
     """(B, H, T/cp, d) -> (B, H/cp, T, d), attention as on one rank, and back."""
     size = pgm.process_group_manager.cp_world_size
-    length = q.size(SEQUENCE) * size
-    positions = torch.cat([local_positions(length, size, rank, sharding) for rank in range(size)]).to(q.device)
-    order = positions.argsort()  # where the sequence's first token is, its second, ...
+    positions, order = sequence_order(q.size(SEQUENCE) * size, size, sharding, q.device)
     q, k, v = (AllToAll.apply(x, HEADS, SEQUENCE).index_select(SEQUENCE, order) for x in (q, k, v))
     return AllToAll.apply(attend(q, k, v).index_select(SEQUENCE, positions), SEQUENCE, HEADS)
 
 
+@functools.cache
+def sequence_order(length: int, size: int, sharding: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The positions of all tokens, rank after rank; and where among these position 0 is, 1, 2, ..."""
+    positions = torch.cat([local_positions(length, size, rank, sharding) for rank in range(size)]).to(device)
+    return positions, positions.argsort()
+
+
 def check_context_parallel(config: LlamaConfig, layout: Distributed) -> None:
-    """Raises UserError if cp_engine 'ulysses' cannot give each cp rank as many of the heads."""
+    """Raises UserError if the engine cannot split this model."""
     kv_heads = max(1, config.num_key_value_heads // layout.tp_size)  # of a tp rank
     if layout.cp_engine == "ulysses" and kv_heads % layout.cp_size:
         raise UserError(
             f"cp_engine='ulysses' splits the key/value heads of a tp rank, {kv_heads}, over cp_size={layout.cp_size} ranks; "
             f"use a cp_size that divides them, or cp_engine 'ring'"
+        )
+    on_blocks = layout.cp_size > 1 and layout.cp_engine != "ulysses"
+    if on_blocks and not layout.use_cpu and (config.head_dim % 8 or config.head_dim > 256):
+        raise UserError(
+            f"cp_engine={layout.cp_engine!r} has GPU kernels for a head_dim that is a multiple of 8, up to 256, not for "
+            f"{config.head_dim}; use cp_engine 'ulysses'"
         )
 
 
@@ -220,6 +235,7 @@ def apply_context_parallel(model: nn.Module, layout: Distributed) -> None:
         return
     for module in model.modules():
         if isinstance(module, Attention):
+            # A compiler could not overlap messages, and does not know the kernels; around attention it still helps.
             module.attend = torch.compiler.disable(attend_across_ranks(layout, module.attend))
 
 

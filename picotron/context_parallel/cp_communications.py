@@ -19,19 +19,18 @@ def start_ring_step(tensor: Tensor) -> Callable[[], Tensor]:
         A function that waits for both, and returns what was received. Until then `tensor` must not change.
     """
     grid = pgm.process_group_manager
-    tensor, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    handles = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, tensor, grid.cp_send_rank, grid.cp_group),
-            dist.P2POp(dist.irecv, received, grid.cp_recv_rank, grid.cp_group),
-        ]
-    )
+    received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    messages = [
+        dist.P2POp(dist.isend, tensor.contiguous(), grid.cp_send_rank, grid.cp_group),
+        dist.P2POp(dist.irecv, received, grid.cp_recv_rank, grid.cp_group),
+    ]
+    handles = dist.batch_isend_irecv(messages)
+    results = [received]
+    del messages, received
 
     def finish() -> Tensor:
-        nonlocal tensor
-        for handle in handles:
-            handle.wait()
-        del tensor  # it had to live until it was sent
-        return received
+        while handles:  # each keeps its tensor in memory
+            handles.pop().wait()
+        return results.pop()
 
     return finish
