@@ -1,9 +1,11 @@
 """Two context-parallel processes: picotron's engines beside the same model on one process with as many cores, and
-beside torch's experimental context_parallel where that runs; the balance of zigzag; what a rank keeps for backward.
+beside torch's experimental context_parallel where that runs; the balance of zigzag; activations in memory.
 python -m benchmarks.context_parallel
 """
 
+import itertools
 import statistics
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from benchmarks.side_by_side import Variant, measure, print_table
@@ -138,32 +142,58 @@ def attention_work(cp: int, sharding: str) -> float:
     return max(work) / statistics.mean(work)
 
 
-def bytes_kept(cp: int, seq_length: int = 2048) -> int:
-    """What a rank keeps of one decoder layer for its backward, counted; weights and positions not."""
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made in it and still alive, and the most of them at any time."""
+
+    def __init__(self, not_counted: list[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in not_counted}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in self.known:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def activation_bytes(cp: int, engine: str, seq_length: int = 2048) -> tuple[int, int, int]:
+    """Of one decoder layer on a rank: what is in memory after forward, the peak of forward and backward, and the peak
+    of its attention alone.
+
+    Counted in torch's fake process group, whose messages do nothing at once; weights and their gradients not.
+    """
     dist.init_process_group("fake", rank=0, world_size=cp)
-    grid = setup_process_group_manager(1, cp, 1, 1)
-    config = model_config()
+    setup_process_group_manager(1, cp, 1, 1)
+    config, length = model_config(), seq_length // cp
     with torch.device("meta"):
         llama = Llama(config)
     layer = llama.model.layers["0"].to_empty(device="cpu")
-    layer.self_attn.attend = attend_across_ranks(run_config(seq_length, cp_size=cp).distributed, fused_attention)
-    length = seq_length // grid.cp_world_size
+    layout = run_config(seq_length, cp_size=cp, cp_engine=engine).distributed
+    layer.self_attn.attend = attend_across_ranks(layout, fused_attention) if cp > 1 else fused_attention
+    for parameter in layer.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     angle = torch.zeros(1, length, 1, config.head_dim // 2)
-    cos, sin = angle.cos(), angle.sin()
-    not_counted = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), cos, sin)}
-    kept = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in not_counted:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = layer(torch.zeros(1, length, config.hidden_size, requires_grad=True), cos, sin)
-    del y
+    with LiveBytes(not_counted=list(layer.parameters())) as live:
+        y = layer(torch.zeros(1, length, config.hidden_size, requires_grad=True), angle.cos(), angle.sin())
+        kept = live.now
+        y.backward(torch.zeros_like(y))
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    q, k, v = (torch.zeros(1, n, length, config.head_dim, requires_grad=True) for n in heads)
+    with LiveBytes(not_counted=[q, k, v]) as attention:
+        y = layer.self_attn.attend(q, k, v)
+        y.backward(torch.zeros_like(y))
     dist.destroy_process_group()
-    return sum(kept.values())
+    return kept, live.peak, attention.peak
 
 
 def counted() -> None:
@@ -172,11 +202,15 @@ def counted() -> None:
     for cp in (2, 4, 8):
         zigzag, contiguous = attention_work(cp, "zigzag"), attention_work(cp, "contiguous")
         print(f"| {cp} | {zigzag:.3f} | {contiguous:.3f} | {(2 * cp - 1) / cp:.3f} |")
-    print("\nMiB that a rank keeps of one layer's forward for a sequence of 2,048 tokens, float32, ring\n")
-    print("| cp | counted | of that for cp 1, over cp |\n|---|---|---|")
-    whole = bytes_kept(1)
-    for cp in (1, 2, 4, 8):
-        print(f"| {cp} | {bytes_kept(cp) / 2**20:.2f} | {whole / cp / 2**20:.2f} |")
+    print("\nMiB of one layer's activations on a rank, for a sequence of 2,048 tokens, float32, counted\n")
+    print(
+        "| cp | engine | after forward | peak | over that of cp 1 | attention alone, peak |\n|---|---|---|---|---|---|"
+    )
+    _, whole, _ = activation_bytes(1, "ring")
+    for cp, engine in ((1, "ring"), *itertools.product((2, 4), ("ring", "all_gather", "ulysses"))):
+        kept, peak, attention = activation_bytes(cp, engine)
+        mib = " | ".join(f"{n / 2**20:.1f}" for n in (kept, peak))
+        print(f"| {cp} | {engine if cp > 1 else ''} | {mib} | {peak / whole:.2f} | {attention / 2**20:.1f} |")
 
 
 if __name__ == "__main__":
