@@ -99,6 +99,7 @@ def test_every_layout_writes_the_metrics_of_one_process(
     assert output.count("[rank 1, stage 1] B1\n") == (4 if debug else 0)
 
 
+@pytest.mark.parity
 def test_a_layout_with_everything(home: Path, tmp_path: Path) -> None:
     """pp 2 x tp 2, afab, sequence parallel, fewer key/value heads than tp ranks, recomputed activations."""
     more = {"model.num_key_value_heads": 1, "training.activation_checkpointing": "full"}
