@@ -20,7 +20,7 @@ $(STAMP): requirements.txt
 
 setup: $(STAMP) ## make .venv and install requirements.txt into it
 
-train: $(STAMP) ## train a tiny Llama on the sources of Python's standard library, on the CPU, in about 2 minutes
+train: $(STAMP) ## train a tiny Llama on the sources of Python's standard library, on the CPU, in about 3 minutes
 	$(BIN)/torchrun --nproc_per_node $(NPROC) train.py --config $(CONFIG) $(ARGS)
 
 test: $(STAMP) ## run the tests
