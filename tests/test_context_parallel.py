@@ -1,5 +1,6 @@
 """Context parallelism equals one process: attention alone, then the whole model against transformers."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import LlamaConfig
 from picotron.config import Config, Distributed, UserError
 from picotron.context_parallel import block_attention, context_parallel
 from picotron.context_parallel.context_parallel import attend_across_ranks, check_context_parallel
-from picotron.context_parallel.cp_communications import start_ring_step
+from picotron.context_parallel.cp_communications import ring, start_ring_step
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model import fused_attention
@@ -154,19 +155,47 @@ def test_zigzag_is_balanced_and_nothing_masked_is_computed(pool: WorkerPool, eng
     assert max(forward) / (everything / cp) == pytest.approx((2 * cp - 1) / cp, rel=0.05)
 
 
-def ring() -> list[float]:
+def around_the_ring() -> tuple[list[tuple[int, float]], float]:
+    """What each step has, and what comes back in the end. (What travels need not be contiguous.)"""
     grid = setup_process_group_manager(1, 3, 1, 1)
-    x, seen = torch.full((2, 3), float(grid.cp_rank)).t(), []
-    for _ in range(3):
-        finish = start_ring_step(x)
-        seen.append(x[0, 0].item())
-        x = finish()
-    assert x.shape == (3, 2)
-    return [*seen, x[0, 0].item()]
+    mine, seen = torch.full((2, 3), float(grid.cp_rank)).t(), []
+    for source, x in ring(mine):
+        assert x.shape == (3, 2)
+        seen.append((source, x[0, 0].item()))
+    return seen, start_ring_step(x)()[0, 0].item()
 
 
 def test_the_ring_goes_around(pool: WorkerPool) -> None:
-    assert pool.run(ring, 3) == [[0, 2, 1, 0], [1, 0, 2, 1], [2, 1, 0, 2]]
+    steps = [([(r, r) for r in order], order[0]) for order in ((0, 2, 1), (1, 0, 2), (2, 1, 0))]
+    assert pool.run(around_the_ring, 3) == steps
+
+
+def tensors_that_travel() -> list[tuple[int, int]]:
+    """When each message leaves: how many tensors of those sent or received are in memory, of keys and values, and of
+    gradients, which are in float32.
+    """
+    dtypes: Any = weakref.WeakKeyDictionary()  # of each storage
+    alive: list[tuple[int, int]] = []
+    original = dist.batch_isend_irecv
+
+    def batch_isend_irecv(messages: list[dist.P2POp]) -> Any:
+        dtypes.update({message.tensor.untyped_storage(): message.tensor.dtype for message in messages})
+        found = list(dtypes.values())
+        alive.append((found.count(torch.bfloat16), found.count(torch.float32)))
+        return original(messages)
+
+    dist.batch_isend_irecv = batch_isend_irecv
+    try:
+        attention_of_a_rank("ring", "zigzag", torch.bfloat16)
+    finally:
+        dist.batch_isend_irecv = original
+    return alive
+
+
+def test_what_has_been_sent_is_freed(pool: WorkerPool) -> None:
+    """No more in memory than what this rank works with and what is on its way to it."""
+    forward, backward = [(2, 0)] * 3, [(2, 0), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (1, 2)]
+    assert pool.run(tensors_that_travel, 4) == [forward + backward] * 4
 
 
 def test_positions() -> None:

@@ -19,7 +19,7 @@ r and 2 cp - 1 - r ("zigzag"), all have the same work. For cp 2, with the rank t
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from transformers import LlamaConfig
 from picotron import process_group_manager as pgm
 from picotron.config import Distributed, UserError
 from picotron.context_parallel.block_attention import block_backward, block_forward
-from picotron.context_parallel.cp_communications import start_ring_step
+from picotron.context_parallel.cp_communications import ring, start_ring_step
 from picotron.model import Attend, Attention
 from picotron.process_group_manager import local_positions
 from picotron.utils import all_gather_single, reduce_scatter_single
@@ -91,52 +91,44 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def nothing_yet(q: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention to no keys: out and lse."""
-    return torch.zeros_like(q, dtype=wide(q)), q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
+def attend_to_parts(q: Tensor, parts: Iterable[tuple[int, Tensor]], sharding: str) -> tuple[Tensor, Tensor]:
+    """Attention of q to the keys and values of all ranks, given as (rank, kv).
+
+    Returns:
+        The output (B, H, T, d) in q's dtype, and the log-sum-exp (B, H, T) in float32 or wider.
+    """
+    out, lse = torch.zeros_like(q, dtype=wide(q)), q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
+    for source, kv in parts:
+        attend_to(q, kv, visible_blocks(source, q.size(2), sharding), out, lse)
+        del kv  # its memory is free before the next part needs some
+    return out.to(q.dtype), lse
 
 
 class RingAttention(torch.autograd.Function):
-    """Keys and values travel the ring; in backward once more, and with each block its gradient, which every rank adds
+    """Keys and values travel the ring; in backward once more, and with each part its gradient, which every rank adds
     to as it passes.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sharding: str) -> Tensor:
-        grid = pgm.process_group_manager
-        kv, (out, lse) = torch.stack((k, v)), nothing_yet(q)
-        for step in range(grid.cp_world_size):
-            if not_last := step < grid.cp_world_size - 1:
-                receive = start_ring_step(kv)
-            source = (grid.cp_rank - step) % grid.cp_world_size
-            attend_to(q, kv, visible_blocks(source, q.size(2), sharding), out, lse)
-            if not_last:
-                kv = receive()
-        out = out.to(q.dtype)
+        out, lse = attend_to_parts(q, ring(torch.stack((k, v))), sharding)
         ctx.sharding = sharding
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        grid = pgm.process_group_manager
         q, k, v, out, lse = ctx.saved_tensors
-        kv, dq = torch.stack((k, v)), torch.zeros_like(q, dtype=wide(q))
-        # The gradient of a block follows it one step behind: this rank adds its part to what the ranks before it have
-        # collected, and sends that on. The last rank that a block visits is the one before its own.
-        collected: Callable[[], Tensor] | None = None
-        for step in range(grid.cp_world_size):
-            if not_last := step < grid.cp_world_size - 1:
-                receive = start_ring_step(kv)
-            source = (grid.cp_rank - step) % grid.cp_world_size
+        dq = torch.zeros_like(q, dtype=wide(q))
+        # The gradient of a part follows it one step behind: this rank adds its own to what the ranks before it have
+        # collected, and sends that on. The last rank that a part visits is the one before its own.
+        collected: Callable[[], Tensor] = functools.partial(dq.new_zeros, ())
+        for source, kv in ring(torch.stack((k, v))):
             dkv = torch.zeros_like(kv, dtype=wide(kv))
             add_gradients(dy, q, kv, visible_blocks(source, q.size(2), ctx.sharding), out, lse, dq, dkv)
-            if collected is not None:
-                dkv += collected()
+            dkv += collected()
             collected = start_ring_step(dkv)
-            if not_last:
-                kv = receive()
-        assert collected is not None
+            del kv
         dk, dv = collected()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
@@ -146,10 +138,7 @@ class AllGatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sharding: str) -> Tensor:
-        out, lse = nothing_yet(q)
-        for source, kv in enumerate(gather_from_ranks(torch.stack((k, v)))):
-            attend_to(q, kv, visible_blocks(source, q.size(2), sharding), out, lse)
-        out = out.to(q.dtype)
+        out, lse = attend_to_parts(q, enumerate(gather_from_ranks(torch.stack((k, v)))), sharding)
         ctx.sharding = sharding
         ctx.save_for_backward(q, k, v, out, lse)
         return out

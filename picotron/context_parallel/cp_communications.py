@@ -3,7 +3,7 @@
 rank 0 -> rank 1 -> rank 2 -> rank 3 -> rank 0        After i steps a rank has what was i ranks before it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -34,3 +34,17 @@ def start_ring_step(tensor: Tensor) -> Callable[[], Tensor]:
         return results.pop()
 
     return finish
+
+
+def ring(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Each rank's `tensor`, beginning with this rank's own, and which rank it is from.
+
+    The next one arrives while the caller works with this one. A caller that deletes what it is done with never has more
+    than two in memory.
+    """
+    grid = pgm.process_group_manager
+    for step in range(grid.cp_world_size - 1):
+        receive = start_ring_step(tensor)
+        yield (grid.cp_rank - step) % grid.cp_world_size, tensor
+        tensor = receive()
+    yield (grid.cp_rank + 1) % grid.cp_world_size, tensor
