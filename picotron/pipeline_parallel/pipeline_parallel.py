@@ -83,12 +83,14 @@ class PipelineParallel(nn.Module):
             del stage.model.layers[str(i)]
         if not self.is_last:
             stage.model.norm = stage.lm_head = None
-        if not self.is_first and not (self.is_last and tied):
-            stage.model.embed_tokens = None
-        elif not self.is_first:
-            stage.model.embed_tokens.is_copy = True
-        ends = grid.grid.movedim(1, -1)[..., [0, -1]].reshape(-1, 2).tolist()  # first and last stage of each pipeline
-        self.embedding_group = new_groups(ends) if tied else None
+        if not self.is_first:
+            if self.is_last and tied:
+                stage.model.embed_tokens.is_copy = True
+            else:
+                stage.model.embed_tokens = None
+        self.embedding_group = None
+        if tied:  # a group of the first and the last stage of each pipeline
+            self.embedding_group = new_groups(grid.grid.movedim(1, -1)[..., [0, -1]].reshape(-1, 2).tolist())
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, hidden_states: Tensor | None, target_ids: Tensor | None = None
