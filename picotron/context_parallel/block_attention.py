@@ -10,14 +10,6 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def _repeat(heads: Tensor, times: int) -> Tensor:
-    return heads.repeat_interleave(times, dim=1)
-
-
-def _sum_repeated(gradient: Tensor, times: int) -> Tensor:
-    return gradient.unflatten(1, (-1, times)).sum(2)
-
-
 def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention of q to k and v alone.
 
@@ -34,9 +26,8 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor
     if q.dtype in (torch.float16, torch.bfloat16):
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     times = q.size(1) // k.size(1)  # this kernel does not share key/value heads
-    out, lse = aten._scaled_dot_product_efficient_attention(
-        q, _repeat(k, times), _repeat(v, times), None, True, 0.0, causal
-    )[:2]
+    k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+    out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
     return out, lse[..., : q.size(2)]  # its length is rounded up
 
 
@@ -53,27 +44,18 @@ def block_backward(
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, out, lse, 0.0, causal)
     lse = lse.contiguous()  # the kernels do not look at its strides
-    nothing = torch.zeros(
-        (), dtype=torch.int64, device=q.device
-    )  # the state of a random generator: there is no dropout
+    # The state of a random generator: there is no dropout.
+    nothing = torch.zeros((), dtype=torch.int64, device=q.device)
     if q.dtype in (torch.float16, torch.bfloat16):
         return aten._scaled_dot_product_flash_attention_backward(
             dy, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, nothing, nothing
         )
     times = q.size(1) // k.size(1)
+    k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
     padded = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32))
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        dy,
-        q,
-        _repeat(k, times),
-        _repeat(v, times),
-        None,
-        out,
-        padded,
-        nothing,
-        nothing,
-        0.0,
-        (True, True, True, False),
-        causal,
+    needed = (True, True, True, False)
+    dq, *repeated, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dy, q, k, v, None, out, padded, nothing, nothing, 0.0, needed, causal
     )
-    return dq, _sum_repeated(dk, times), _sum_repeated(dv, times)
+    dk, dv = (x.unflatten(1, (-1, times)).sum(2) for x in repeated)
+    return dq, dk, dv
