@@ -186,7 +186,7 @@ def live_micro_batches(
     outputs: list[Any] = []  # weak references to storages
     gradients: list[Any] = []  # to tensors
     live, sent, received = [], [], []
-    original, communicate = pipeline_parallel.forward_step, pipeline_parallel.backward_step
+    original_forward, original_backward = pipeline_parallel.forward_step, pipeline_parallel.backward_step
 
     def forward_step(*arguments: Any) -> Tensor:
         kept.append(weakref.WeakSet())
@@ -199,13 +199,13 @@ def live_micro_batches(
         sent.append(sum(storage() is not None for storage in outputs))
         received.append(sum(gradient() is not None for gradient in gradients))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
-            y = original(*arguments)
+            y = original_forward(*arguments)
         outputs.append(weakref.ref(y.untyped_storage()))
         live.append(sum(len(each) > 0 for each in kept))
         return y
 
     def backward_step(model: Any, x: Any, y: Tensor, dy: Tensor | None, i: int) -> Tensor | None:
-        dx = communicate(model, x, y, dy, i)
+        dx = original_backward(model, x, y, dy, i)
         gradients.extend(weakref.ref(gradient) for gradient in (dy, dx) if gradient is not None)
         return dx
 
@@ -213,7 +213,7 @@ def live_micro_batches(
     try:
         STEPS[engine](model, Loader(batches(micro_batches)), (2, 16, 32), CPU, torch.float64)
     finally:
-        pipeline_parallel.forward_step, pipeline_parallel.backward_step = original, communicate
+        pipeline_parallel.forward_step, pipeline_parallel.backward_step = original_forward, original_backward
     return live, sent, received, sum(len(each) for each in kept)
 
 
