@@ -221,8 +221,9 @@ class Config(Section):
         if length % multiple:
             below = length // multiple * multiple
             nearest = f"{below} or {below + multiple}" if below else f"{multiple}"
+            verb = "needs" if len(needs) == 1 else "need"
             raise ValueError(
-                f"training.seq_length={length} does not divide by {multiple}, as {' and '.join(needs)} needs; use {nearest}"
+                f"training.seq_length={length} does not divide by {multiple}, as {' and '.join(needs)} {verb}; use {nearest}"
             )
         return self
 

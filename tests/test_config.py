@@ -156,7 +156,7 @@ BAD = [
         changed(
             distributed__cp_size=2, distributed__tp_size=6, distributed__sequence_parallel=True, training__seq_length=16
         ),
-        r"does not divide by 12, as cp_size=2 with cp_sharding='zigzag' and sequence_parallel with tp_size=6 needs; use 12 or 24",
+        r"does not divide by 12, as cp_size=2 with cp_sharding='zigzag' and sequence_parallel with tp_size=6 need; use 12 or 24",
     ),
     (
         changed(distributed__cp_size=2, model__use_flash_attention=False),
