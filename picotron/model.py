@@ -18,6 +18,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from picotron.config import Model as ModelSection
 from picotron.config import UserError, reason
+from picotron.utils import wide_dtype
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -138,7 +139,7 @@ class Head(nn.Linear):
     def cross_entropy(self, x: Tensor, target_ids: Tensor) -> Tensor:
         """The mean loss of predicting target_ids (B, T) from x (B, T, D), a scalar in float32 or wider."""
         logits = self(x).flatten(0, 1)
-        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), target_ids.flatten())
+        return F.cross_entropy(logits.to(wide_dtype(logits)), target_ids.flatten())
 
 
 class Decoder(nn.Module):

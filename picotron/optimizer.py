@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from picotron import process_group_manager as pgm
 from picotron.config import Training
-from picotron.utils import all_reduce
+from picotron.utils import all_reduce, wide_dtype
 from picotron.weights import is_copy, parameters_and_shards
 
 
@@ -25,8 +25,8 @@ class AdamW(torch.optim.AdamW):
     def __init__(self, parameters: Iterable[nn.Parameter], training: Training, fused: bool) -> None:
         self.masters: dict[nn.Parameter, Tensor] = {}
         for p in parameters:
-            wide = torch.promote_types(p.dtype, torch.float32)
-            self.masters[p] = p if p.dtype == wide else p.detach().to(wide).requires_grad_()
+            dtype = wide_dtype(p)
+            self.masters[p] = p if p.dtype == dtype else p.detach().to(dtype).requires_grad_()
         matrices = [m for m in self.masters.values() if m.ndim >= 2]
         vectors = [m for m in self.masters.values() if m.ndim < 2]
         super().__init__(

@@ -1,4 +1,6 @@
-"""What is left: how a process starts, a collective that skips groups of one, and how a run ends when it fails."""
+"""What is left: how a process starts, a collective that skips groups of one, the dtype of sums, and how a run ends when
+it fails.
+"""
 
 import os
 import sys
@@ -54,6 +56,11 @@ def all_reduce(
     if dist.get_world_size(group) == 1:
         return None
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype to add up numbers like those of x in: float32 or wider. In bfloat16, 256 + 1 = 256."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def exit_on_error(main: Callable[[], None]) -> None:

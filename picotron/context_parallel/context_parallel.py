@@ -33,7 +33,7 @@ from picotron.context_parallel.block_attention import block_backward, block_forw
 from picotron.context_parallel.cp_communications import ring, start_ring_step
 from picotron.model import Attend, Attention
 from picotron.process_group_manager import local_positions
-from picotron.utils import all_gather_single, reduce_scatter_single
+from picotron.utils import all_gather_single, reduce_scatter_single, wide_dtype
 
 Block = tuple[slice, slice, bool]
 ALL = slice(None)
@@ -87,17 +87,13 @@ def add_gradients(
         dkv[:, :, :, keys] += torch.stack((dk, dv))
 
 
-def wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def attend_to_parts(q: Tensor, parts: Iterable[tuple[int, Tensor]], sharding: str) -> tuple[Tensor, Tensor]:
     """Attention of q to the keys and values of all ranks, given as (rank, kv).
 
     Returns:
         The output (B, H, T, d) in q's dtype, and the log-sum-exp (B, H, T) in float32 or wider.
     """
-    out, lse = torch.zeros_like(q, dtype=wide(q)), q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
+    out, lse = torch.zeros_like(q, dtype=wide_dtype(q)), q.new_full(q.shape[:3], -torch.inf, dtype=wide_dtype(q))
     for source, kv in parts:
         attend_to(q, kv, visible_blocks(source, q.size(2), sharding), out, lse)
         del kv  # its memory is free before the next part needs some
@@ -119,12 +115,12 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        dq = torch.zeros_like(q, dtype=wide(q))
+        dq = torch.zeros_like(q, dtype=wide_dtype(q))
         # The gradient of a part follows it one step behind: this rank adds its own to what the ranks before it have
         # collected, and sends that on. The last rank that a part visits is the one before its own.
         collected: Callable[[], Tensor] = functools.partial(dq.new_zeros, ())
         for source, kv in ring(torch.stack((k, v))):
-            dkv = torch.zeros_like(kv, dtype=wide(kv))
+            dkv = torch.zeros_like(kv, dtype=wide_dtype(kv))
             add_gradients(dy, q, kv, visible_blocks(source, q.size(2), ctx.sharding), out, lse, dq, dkv)
             dkv += collected()
             collected = start_ring_step(dkv)
@@ -147,7 +143,7 @@ class AllGatherAttention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         everyone = gather_from_ranks(torch.stack((k, v)))  # (cp, 2, B, K, T, d)
-        dq, dkv = torch.zeros_like(q, dtype=wide(q)), torch.zeros_like(everyone, dtype=wide(q))
+        dq, dkv = torch.zeros_like(q, dtype=wide_dtype(q)), torch.zeros_like(everyone, dtype=wide_dtype(q))
         for source, kv in enumerate(everyone):
             blocks = visible_blocks(source, q.size(2), ctx.sharding)
             add_gradients(dy, q, kv, blocks, out, lse, dq, dkv[source])

@@ -4,12 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from picotron.utils import all_reduce
-
-
-def main_grad_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Gradients accumulate in float32 or wider: in bfloat16, 256 + 1 = 256."""
-    return torch.promote_types(parameter.dtype, torch.float32)
+from picotron.utils import all_reduce, wide_dtype
 
 
 class Bucket:
@@ -23,7 +18,7 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.parameters, self.group = parameters, group
         first, sizes = parameters[0], [p.numel() for p in parameters]
-        self.buffer = torch.zeros(sum(sizes), dtype=main_grad_dtype(first), device=first.device)
+        self.buffer = torch.zeros(sum(sizes), dtype=wide_dtype(first), device=first.device)
         for parameter, view in zip(parameters, self.buffer.split(sizes), strict=True):
             parameter.main_grad = view.view_as(parameter)
         self.reset()
@@ -49,7 +44,7 @@ def make_buckets(parameters: list[nn.Parameter], group: dist.ProcessGroup, megab
     size = 0.0
     for parameter in parameters:
         same = filling and (parameter.dtype, parameter.device) == (filling[0].dtype, filling[0].device)
-        needed = parameter.numel() * main_grad_dtype(parameter).itemsize / 2**20
+        needed = parameter.numel() * wide_dtype(parameter).itemsize / 2**20
         if filling and (not same or size + needed > megabytes):
             buckets.append(Bucket(filling, group))
             filling, size = [], 0.0

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron.utils import all_reduce
+from picotron.utils import all_reduce, wide_dtype
 
 CHUNK_TOKENS = 512
 
@@ -36,7 +36,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         with_gradients: bool,
     ) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = wide_dtype(x)
         kept = targets != ignore_index
         count = kept.sum()
         loss = torch.zeros((), dtype=wide, device=x.device)

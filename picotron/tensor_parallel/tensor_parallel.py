@@ -39,6 +39,7 @@ from picotron.tensor_parallel.tp_communications import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from picotron.utils import wide_dtype
 from picotron.weights import Shard
 
 SEQUENCE = 1  # the dimension of (B, T, D) that sequence parallelism splits
@@ -81,8 +82,7 @@ def summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`parameter`, which the ranks of `group` hold alike but use for different work: its gradient is their sum, in
     float32 or wider.
     """
-    wide = parameter.to(torch.promote_types(parameter.dtype, torch.float32))
-    return CopyToRanks.apply(wide, group).to(parameter.dtype)
+    return CopyToRanks.apply(parameter.to(wide_dtype(parameter)), group).to(parameter.dtype)
 
 
 @torch.compiler.disable  # a compiler cannot overlap what it does not see; this is fast as it is
