@@ -110,7 +110,19 @@ def oracle_training(config: Config, model_config: LlamaConfig, tokens: np.ndarra
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": dict(model.state_dict())}
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": weights}
+
+
+def assert_equals_training(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    """What a rank has after its training, of the whole model, equals what `oracle_training` returns."""
+    assert result.keys() == expected.keys()
+    assert_close(result["losses"], expected["losses"], what="losses")
+    assert_close(result["grad_norms"], expected["grad_norms"], what="grad norms")
+    for kind in ("gradients", "weights"):
+        assert result[kind].keys() == expected[kind].keys()
+        for name, tensor in expected[kind].items():
+            assert_close(result[kind][name], tensor, what=f"{kind} of {name}")
 
 
 def assert_close(actual: Any, expected: Any, relative: float = 1e-9, what: str = "") -> None:

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig
 
-from picotron.config import Config, Distributed, UserError
+from picotron.config import Distributed, UserError
 from picotron.context_parallel import block_attention, context_parallel
 from picotron.context_parallel.context_parallel import attend_across_ranks, check_context_parallel
 from picotron.context_parallel.cp_communications import ring, start_ring_step
@@ -18,9 +17,15 @@ from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model import fused_attention
 from picotron.process_group_manager import local_positions, setup_process_group_manager
-from tests.oracle import assert_close, make_config, oracle_training, our_model, random_tokens, tiny_llama
-from tests.test_data_parallel import train_steps
-from tests.test_pipeline_parallel import all_stages, layout_name, stage_of
+from tests.oracle import (
+    assert_close,
+    assert_equals_training,
+    make_config,
+    oracle_training,
+    random_tokens,
+    tiny_llama,
+)
+from tests.test_pipeline_parallel import all_stages, layout_name, stage_of, train
 from tests.worker_pool import WorkerPool
 
 CPU = torch.device("cpu")
@@ -237,14 +242,6 @@ def test_every_rank_gets_its_tokens_with_their_targets(pool: WorkerPool, shardin
 # ------------------------------------------------------------------------------------------------------ the whole model
 
 
-def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
-    stage = stage_of(model_config, config.distributed, config.training.activation_checkpointing == "full")
-    model = DataParallelBucket(stage)
-    losses, norms, gradients = train_steps(model, config, model_config, lambda: all_stages(stage.module, "main_grad"))
-    weights = all_stages(stage.module, "data")
-    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": weights}
-
-
 TEN_STEPS: list[dict[str, Any]] = [
     {"cp_size": 2},
     {"cp_size": 2, "cp_sharding": "contiguous"},
@@ -286,12 +283,7 @@ def test_ten_steps_equal_one_process(pool: WorkerPool, layout: dict[str, Any]) -
     )
     expected = oracle_training(config, model_config, random_tokens())
     for result in pool.run(train, config.distributed.world_size, config, model_config):
-        assert_close(result["losses"], expected["losses"], what="losses")
-        assert_close(result["grad_norms"], expected["grad_norms"], what="grad norms")
-        assert result["weights"].keys() == dict(our_model(model_config).named_parameters()).keys()
-        for key, weight in result["weights"].items():
-            assert_close(weight, expected["weights"][key], what=key)
-            assert_close(result["gradients"][key], expected["gradients"][key], what=f"gradient of {key}")
+        assert_equals_training(result, expected)
 
 
 def compiled_gradients(engine: str, cp: int) -> dict[str, Tensor]:

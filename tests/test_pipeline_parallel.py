@@ -28,7 +28,16 @@ from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
 from picotron.utils import all_reduce
 from picotron.weights import initial_value, materialise
-from tests.oracle import assert_close, make_config, oracle_model, oracle_training, our_model, random_tokens, tiny_llama
+from tests.oracle import (
+    assert_close,
+    assert_equals_training,
+    make_config,
+    oracle_model,
+    oracle_training,
+    our_model,
+    random_tokens,
+    tiny_llama,
+)
 from tests.test_data_parallel import train_steps
 from tests.test_tensor_parallel import gathered
 from tests.worker_pool import WorkerPool
@@ -125,12 +134,7 @@ def test_ten_steps_equal_one_process(
     model_config = tiny_llama(num_hidden_layers=LAYERS[layout["pp_size"]], tie_word_embeddings=tied)
     expected = expected_training(layout.get("dp_size", 1) * micro_batches, model_config.num_hidden_layers, tied)
     for result in pool.run(train, config.distributed.world_size, config, model_config):
-        assert_close(result["losses"], expected["losses"], what="losses")
-        assert_close(result["grad_norms"], expected["grad_norms"], what="grad norms")
-        assert result["weights"].keys() == dict(our_model(model_config).named_parameters()).keys()
-        for key, weight in result["weights"].items():
-            assert_close(weight, expected["weights"][key], what=key)
-            assert_close(result["gradients"][key], expected["gradients"][key], what=f"gradient of {key}")
+        assert_equals_training(result, expected)
 
 
 def batches(count: int) -> list[dict[str, Any]]:
