@@ -287,12 +287,14 @@ def test_ten_steps_equal_one_process(pool: WorkerPool, layout: dict[str, Any]) -
 
 
 def compiled_gradients(engine: str, cp: int) -> dict[str, Tensor]:
-    layout = make_config(distributed__cp_size=cp, distributed__cp_engine=engine).distributed
-    stage = stage_of(tiny_llama(), layout, checkpointed=True)
+    config = make_config(
+        distributed__cp_size=cp, distributed__cp_engine=engine, training__activation_checkpointing="full"
+    )
+    stage = stage_of(config, tiny_llama())
     for layer in stage.module.model.layers.values():
         layer.compile(backend="aot_eager")
     model = DataParallelBucket(stage)
-    loader = MicroBatchDataLoader(random_tokens(), make_config(distributed__cp_size=cp), CPU)
+    loader = MicroBatchDataLoader(random_tokens(), config, CPU)
     model(**next(loader)).backward()
     model.finish_grad_sync()
     return all_stages(stage.module, "main_grad")

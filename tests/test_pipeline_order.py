@@ -179,8 +179,8 @@ def live_micro_batches(
 
     And how many of the tensors that autograd kept are still there in the end.
     """
-    layout = make_config(distributed__pp_size=4).distributed
-    stage = stage_of(tiny_llama(num_hidden_layers=4), layout, deallocate=deallocate)
+    stage = stage_of(make_config(distributed__pp_size=4), tiny_llama(num_hidden_layers=4))
+    stage.deallocate_outputs = deallocate
     model = DataParallelBucket(stage)
     kept: list[weakref.WeakSet[Kept]] = []
     outputs: list[Any] = []  # weak references to storages
@@ -233,7 +233,7 @@ def test_activations_that_are_kept(pool: WorkerPool, engine: str) -> None:
 
 
 def profiled_names() -> tuple[list[str], list[str]]:
-    model = DataParallelBucket(stage_of(tiny_llama(), make_config(distributed__pp_size=2).distributed))
+    model = DataParallelBucket(stage_of(make_config(distributed__pp_size=2), tiny_llama()))
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -13,10 +13,8 @@ from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.context_parallel.context_parallel import apply_context_parallel
 from picotron.data import MicroBatchDataLoader, hold_out
 from picotron.data_parallel.data_parallel import DataParallelBucket
-from picotron.model import Llama
 from picotron.pipeline_parallel.pipeline_parallel import (
     PipelineParallel,
     evaluate,
@@ -25,9 +23,7 @@ from picotron.pipeline_parallel.pipeline_parallel import (
     train_step_pipeline_afab,
 )
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
 from picotron.utils import all_reduce
-from picotron.weights import initial_value, materialise
 from tests.oracle import (
     assert_close,
     assert_equals_training,
@@ -41,26 +37,16 @@ from tests.oracle import (
 from tests.test_data_parallel import train_steps
 from tests.test_tensor_parallel import gathered
 from tests.worker_pool import WorkerPool
-from train import train_step
+from train import build_model, train_step
 
 CPU = torch.device("cpu")
 
 
-def stage_of(
-    config: LlamaConfig,
-    layout: Any,
-    checkpointed: bool = False,
-    deallocate: bool = True,
-    dtype: torch.dtype = torch.float64,
-) -> PipelineParallel:
+def stage_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> PipelineParallel:
+    """This rank's part of the model, as train.py builds it."""
+    layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    with torch.device("meta"):
-        llama = Llama(config, checkpoint_activations=checkpointed).to(dtype)
-        llama = apply_tensor_parallel(llama, layout.sequence_parallel)
-        stage = PipelineParallel(llama, seq_length=16, deallocate_outputs=deallocate)
-        apply_context_parallel(stage, layout)
-    materialise(llama, CPU, initial_value(config, 42))
-    return stage
+    return build_model(config, model_config, CPU, dtype)
 
 
 def all_stages(model: nn.Module, attribute: str) -> dict[str, Tensor]:
@@ -76,7 +62,7 @@ def all_stages(model: nn.Module, attribute: str) -> dict[str, Tensor]:
 
 
 def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
-    stage = stage_of(model_config, config.distributed, config.training.activation_checkpointing == "full")
+    stage = stage_of(config, model_config)
     model = DataParallelBucket(stage)
     losses, norms, gradients = train_steps(model, config, model_config, lambda: all_stages(stage.module, "main_grad"))
     weights = all_stages(stage.module, "data")
@@ -162,7 +148,8 @@ def gradients(
     engine: str, config: LlamaConfig, layout: dict[str, int], dtype: torch.dtype, deallocate: bool, compiled: bool
 ) -> dict[str, Any]:
     """Loss and gradients of one step of three micro-batches."""
-    stage = stage_of(config, make_config(**layout).distributed, deallocate=deallocate, dtype=dtype)
+    stage = stage_of(make_config(**layout), config, dtype)
+    stage.deallocate_outputs = deallocate
     if compiled:
         for layer in stage.module.model.layers.values():
             layer.compile(backend="aot_eager")
@@ -236,14 +223,14 @@ def test_a_stage_has_its_own_parameters_only(pool: WorkerPool) -> None:
 
 
 def parameter_names(config: LlamaConfig) -> list[str]:
-    stage = stage_of(config, make_config(distributed__pp_size=3).distributed)
+    stage = stage_of(make_config(distributed__pp_size=3), config)
     assert not any(parameter.is_meta for parameter in stage.parameters())
     return [name for name, _ in stage.module.named_parameters()]
 
 
 def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
     """The global loss of two evaluations in a row."""
-    model = DataParallelBucket(stage_of(model_config, config.distributed))
+    model = DataParallelBucket(stage_of(config, model_config))
     grid = pgm.process_group_manager
     _, tokens = hold_out(random_tokens(), config)
     loader = MicroBatchDataLoader(tokens, config, CPU, shuffle=False)
