@@ -7,76 +7,29 @@ import itertools
 import statistics
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig
 
 from benchmarks.side_by_side import Variant, measure, print_table
-from benchmarks.workload import ON_GPU, SHAPE, arguments, device_of
-from picotron.config import Config
-from picotron.config_reader import parse_config
+from benchmarks.workload import ON_GPU, arguments, device_of, loader_of, model_config, ours, run_config, stage_of
 from picotron.context_parallel import context_parallel
-from picotron.context_parallel.context_parallel import apply_context_parallel, attend_across_ranks
-from picotron.data import MicroBatchDataLoader
-from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.context_parallel.context_parallel import attend_across_ranks
 from picotron.model import Llama, fused_attention
-from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.weights import initial_value, materialise
-from train import train_step
 
 CP = 2
 LENGTHS = (2048, 8192)
 LAYERS = 24 if ON_GPU else 2  # attention of 8,192 tokens is a lot for a CPU
 
 
-def model_config() -> LlamaConfig:
-    return LlamaConfig(**SHAPE | {"num_hidden_layers": LAYERS}, max_position_embeddings=max(LENGTHS))
-
-
-def run_config(seq_length: int, **layout: Any) -> Config:
-    return parse_config(
-        {
-            "distributed": {**layout, "use_cpu": not ON_GPU},
-            "model": {"name": "benchmark", "dtype": "bfloat16" if ON_GPU else "float32"},
-            "training": {"seq_length": seq_length},
-            "dataset": {"name": "random tokens"},
-        }
-    )
-
-
-def model_and_loader(rank: int, config: Config) -> tuple[Llama, MicroBatchDataLoader]:
-    device = device_of(rank)
-    setup_process_group_manager(1, config.distributed.cp_size, 1, config.distributed.dp_size)
-    with torch.device("meta"):
-        llama = Llama(model_config()).to(getattr(torch, config.model.dtype))
-    materialise(llama, device, initial_value(model_config(), 0))
-    tokens = np.random.default_rng(0).integers(SHAPE["vocab_size"], size=config.training.seq_length * 16 + 1)
-    return llama, MicroBatchDataLoader(tokens.astype(np.uint16), config, device)
-
-
-def ours(rank: int, seq_length: int, threads: int, layout: dict[str, Any]) -> Callable[[], Any]:
-    """A step of picotron."""
-    torch.set_num_threads(threads)
-    config = run_config(seq_length, **layout)
-    llama, loader = model_and_loader(rank, config)
-    apply_context_parallel(llama, config.distributed)
-    model = DataParallelBucket(llama)
-    optimizer = AdamW(model.parameters(), config.training, fused=True)
-
-    def step() -> None:
-        train_step(model, loader, loader.device)
-        clip_grad_norm(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def one_sequence(seq_length: int) -> dict[str, Any]:
+    return {"seq_length": seq_length, "micro_batch_size": 1, "gradient_accumulation_steps": 1}
 
 
 def torchs(rank: int, seq_length: int) -> Callable[[], Any]:
@@ -84,10 +37,11 @@ def torchs(rank: int, seq_length: int) -> Callable[[], Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 
-    config = run_config(seq_length, dp_size=CP)
-    llama, loader = model_and_loader(rank, config)
+    device, config = device_of(rank), run_config({"dp_size": CP}, **one_sequence(seq_length))
+    llama = stage_of(config, device, getattr(torch, config.model.dtype), LAYERS).module
+    loader = loader_of(config, device)
     loader.dp_rank = 0  # all ranks have the same whole sequences, which torch cuts up
-    mesh = init_device_mesh(loader.device.type, (CP,))
+    mesh = init_device_mesh(device.type, (CP,))
     optimizer = torch.optim.AdamW(llama.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step() -> None:
@@ -107,7 +61,8 @@ def torchs(rank: int, seq_length: int) -> Callable[[], Any]:
 def speed(turns: int, steps: int) -> None:
     for seq_length in LENGTHS:
         one = "one process" if ON_GPU else f"one process, {CP} threads"
-        variants = [Variant(one, ours, (seq_length, CP, {}))]
+        step = partial(ours, layers=LAYERS, **one_sequence(seq_length))
+        variants = [Variant(one, partial(step, threads=CP), ({},))]
         for engine, sharding in (
             ("ring", "zigzag"),
             ("ring", "contiguous"),
@@ -115,7 +70,7 @@ def speed(turns: int, steps: int) -> None:
             ("ulysses", "zigzag"),
         ):
             layout = {"cp_size": CP, "cp_engine": engine, "cp_sharding": sharding}
-            variants.append(Variant(f"cp {CP}, {engine}, {sharding}", ours, (seq_length, 1, layout), CP))
+            variants.append(Variant(f"cp {CP}, {engine}, {sharding}", step, (layout,), CP))
         try:
             measure([Variant("torch", torchs, (seq_length,), CP)], 0, 1)
             variants.append(Variant("torch, context_parallel", torchs, (seq_length,), CP))
@@ -166,19 +121,19 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def activation_bytes(cp: int, engine: str, seq_length: int = 2048) -> tuple[int, int, int]:
-    """Of one decoder layer on a rank: what is in memory after forward, the peak of forward and backward, and the peak
-    of its attention alone.
+def activation_bytes(cp: int, engine: str) -> tuple[int, int, int]:
+    """Of one decoder layer on a rank, for a sequence of 2,048 tokens: what is in memory after forward, the peak of
+    forward and backward, and the peak of its attention alone.
 
     Counted in torch's fake process group, whose messages do nothing at once; weights and their gradients not.
     """
     dist.init_process_group("fake", rank=0, world_size=cp)
     setup_process_group_manager(1, cp, 1, 1)
-    config, length = model_config(), seq_length // cp
+    config, length = model_config(), 2048 // cp
     with torch.device("meta"):
         llama = Llama(config)
     layer = llama.model.layers["0"].to_empty(device="cpu")
-    layout = run_config(seq_length, cp_size=cp, cp_engine=engine).distributed
+    layout = run_config({"cp_size": cp, "cp_engine": engine}).distributed
     layer.self_attn.attend = attend_across_ranks(layout, fused_attention) if cp > 1 else fused_attention
     for parameter in layer.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))

@@ -19,7 +19,7 @@ def main() -> None:
     variants = [
         Variant(ddp, theirs, (DP, True), DP),
         Variant("picotron, DataParallelBucket", ours, ({"dp_size": DP},), DP),
-        Variant("picotron, DataParallelNaive", ours, ({"dp_size": DP}, MICRO_BATCHES, "naive"), DP),
+        Variant("picotron, DataParallelNaive", ours, ({"dp_size": DP}, "naive"), DP),
     ]
     results = measure(variants, options.turns, options.steps)
     print_table(results, SEQ_LENGTH * MICRO_BATCH * MICRO_BATCHES * DP, ddp)

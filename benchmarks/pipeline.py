@@ -7,6 +7,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +56,8 @@ class TorchStage(nn.Module):
 
 def torchs(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
     """A step of PyTorch's own schedule of the same name."""
-    device, config = device_of(rank), run_config(micro_batches, pp_size=PP)
-    stage = stage_of(config, device, dtype=torch.float32)
+    device, config = device_of(rank), run_config({"pp_size": PP}, gradient_accumulation_steps=micro_batches)
+    stage = stage_of(config, device, torch.float32)
     module = TorchStage(stage).to(device)
     pipeline = PipelineStage(module, rank, PP, device, group=pgm.process_group_manager.pp_group)
 
@@ -93,7 +94,7 @@ def speed(turns: int, steps: int) -> None:
             layout = {"pp_size": PP, "pp_engine": engine}
             variants = [
                 Variant(f"torch, {theirs}", torchs, (engine, micro_batches), PP),
-                Variant(f"picotron, {engine}", ours, (layout, micro_batches), PP),
+                Variant(f"picotron, {engine}", partial(ours, gradient_accumulation_steps=micro_batches), (layout,), PP),
             ]
             print(f"\n{micro_batches} micro-batches")
             results = measure(variants, turns, steps)
@@ -102,10 +103,9 @@ def speed(turns: int, steps: int) -> None:
 
 def busy(rank: int, engine: str, micro_batches: int, turns: int) -> list[tuple[float, float]]:
     """For each of a few steps: the seconds in which this stage computes, and the seconds from its begin to its end."""
-    config = run_config(micro_batches, pp_size=PP, pp_engine=engine)
-    device = device_of(rank)
-    model = DataParallelBucket(stage_of(config, device))
-    loader, dtype = loader_of(config, device), getattr(torch, config.model.dtype)
+    config = run_config({"pp_size": PP, "pp_engine": engine}, gradient_accumulation_steps=micro_batches)
+    device, dtype = device_of(rank), getattr(torch, config.model.dtype)
+    model, loader = DataParallelBucket(stage_of(config, device, dtype)), loader_of(config, device)
     take_step = pick_train_step(config, hidden_states_shape(config, model_config()), device, dtype)
     seconds = 0.0
 
@@ -142,12 +142,16 @@ def bubble(turns: int) -> None:
             print(f"| {engine} | {micro_batches} | {text} | {step:.2f} | {idle:.1%} | {formula:.1%} |")
 
 
-def bytes_of_outputs(engine: str, deallocate: bool, stages: int = 4, micro_batches: int = 8) -> int:
-    """The most that the outputs of the first stage, whose messages do nothing at once, take in memory in a step."""
-    dist.init_process_group("fake", rank=0, world_size=stages)
-    config = run_config(micro_batches, pp_size=stages, pp_engine=engine)
+def bytes_of_outputs(engine: str, deallocate: bool) -> int:
+    """The most that the outputs of the first of 4 stages, whose messages do nothing at once, take in memory in a step
+    of 8 micro-batches.
+    """
+    dist.init_process_group("fake", rank=0, world_size=4)
+    config = run_config({"pp_size": 4, "pp_engine": engine}, gradient_accumulation_steps=8)
     device, dtype = torch.device("cpu"), torch.float32
-    model = DataParallelBucket(stage_of(config, device, deallocate))
+    stage = stage_of(config, device, dtype)
+    stage.deallocate_outputs = deallocate
+    model = DataParallelBucket(stage)
     outputs, most, original = [], 0, pipeline_parallel.forward_step
 
     def counted(*arguments: Any) -> Tensor:
@@ -158,9 +162,8 @@ def bytes_of_outputs(engine: str, deallocate: bool, stages: int = 4, micro_batch
         return y
 
     pipeline_parallel.forward_step = counted
-    pick_train_step(config, hidden_states_shape(config, model_config()), device, dtype)(
-        model, loader_of(config, device)
-    )
+    take_step = pick_train_step(config, hidden_states_shape(config, model_config()), device, dtype)
+    take_step(model, loader_of(config, device))
     pipeline_parallel.forward_step = original
     dist.destroy_process_group()
     return most

@@ -1,5 +1,7 @@
 """One process: picotron beside transformers' LlamaForCausalLM in a plain loop.  python -m benchmarks.single"""
 
+from functools import partial
+
 import torch
 
 from benchmarks.side_by_side import Variant, measure, print_table
@@ -16,7 +18,7 @@ def main() -> None:
         baseline = "transformers, compiled" if compiled else "transformers"
         variants = [
             Variant(baseline, theirs, (1, False, compiled)),
-            Variant(baseline.replace("transformers", "picotron"), ours, ({}, MICRO_BATCHES, "bucket", compiled)),
+            Variant(baseline.replace("transformers", "picotron"), partial(ours, compile=compiled), ({},)),
         ]
         results = measure(variants, options.turns, options.steps)
         print_table(results, SEQ_LENGTH * MICRO_BATCH * MICRO_BATCHES, baseline, mfu)

@@ -85,7 +85,7 @@ def clip(parameters: list[Tensor]) -> None:
 
 def torchs(rank: int, sequence_parallel: bool, vocabulary_parallel_loss: bool) -> Callable[[], Any]:
     """A step of our Llama under PyTorch's own tensor parallelism."""
-    device, config = device_of(rank), run_config()
+    device, config = device_of(rank), run_config({})
     setup_process_group_manager(TP, 1, 1, 1)
     with torch.device("meta"):
         model = Llama(model_config())

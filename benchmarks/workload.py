@@ -13,16 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from picotron.config import Config
 from picotron.config_reader import parse_config
-from picotron.context_parallel.context_parallel import apply_context_parallel
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
-from picotron.model import Llama
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, hidden_states_shape
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
-from picotron.weights import initial_value, materialise
-from train import pick_train_step
+from train import build_model, pick_train_step
 
 ON_GPU = torch.cuda.is_available()
 SHAPE = (  # on a GPU: the shape of SmolLM-1.7B
@@ -30,24 +26,23 @@ SHAPE = (  # on a GPU: the shape of SmolLM-1.7B
     if ON_GPU
     else {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096}
 )  # fmt: skip
+LAYERS = SHAPE["num_hidden_layers"]
 SEQ_LENGTH, MICRO_BATCH, MICRO_BATCHES = (2048, 4, 4) if ON_GPU else (512, 2, 4)
 
 
-def model_config() -> LlamaConfig:
-    return LlamaConfig(**SHAPE, max_position_embeddings=SEQ_LENGTH, tie_word_embeddings=ON_GPU)
+def model_config(layers: int = LAYERS, seq_length: int = SEQ_LENGTH) -> LlamaConfig:
+    shape = SHAPE | {"num_hidden_layers": layers}
+    return LlamaConfig(**shape, max_position_embeddings=seq_length, tie_word_embeddings=ON_GPU)
 
 
-def run_config(micro_batches: int = MICRO_BATCHES, **layout: Any) -> Config:
-    """The config of the workload; `layout` are keys of its section `distributed`."""
+def run_config(layout: dict[str, Any], **training: Any) -> Config:
+    """The config of the workload; `layout` are keys of its section `distributed`, the others of `training`."""
+    sizes = {"seq_length": SEQ_LENGTH, "micro_batch_size": MICRO_BATCH, "gradient_accumulation_steps": MICRO_BATCHES}
     return parse_config(
         {
             "distributed": {**layout, "use_cpu": not ON_GPU},
             "model": {"name": "benchmark", "dtype": "bfloat16" if ON_GPU else "float32"},
-            "training": {
-                "seq_length": SEQ_LENGTH,
-                "micro_batch_size": MICRO_BATCH,
-                "gradient_accumulation_steps": micro_batches,
-            },
+            "training": sizes | training,
             "dataset": {"name": "random tokens"},
         }
     )
@@ -62,43 +57,30 @@ def device_of(rank: int) -> torch.device:
 
 def loader_of(config: Config, device: torch.device) -> MicroBatchDataLoader:
     """Random tokens from the loader that training uses: the same work for everyone."""
-    tokens = np.random.default_rng(0).integers(SHAPE["vocab_size"], size=SEQ_LENGTH * 256 + 1).astype(np.uint16)
+    count = config.training.seq_length * 256 + 1
+    tokens = np.random.default_rng(0).integers(SHAPE["vocab_size"], size=count).astype(np.uint16)
     return MicroBatchDataLoader(tokens, config, device)
 
 
-def stage_of(
-    config: Config, device: torch.device, deallocate_outputs: bool = True, dtype: torch.dtype | None = None
-) -> PipelineParallel:
-    """This rank's part of the model, as train.py builds it; in the config's dtype, if not in another one."""
+def stage_of(config: Config, device: torch.device, dtype: torch.dtype, layers: int = LAYERS) -> PipelineParallel:
+    """This rank's part of the model, as train.py builds it."""
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    with torch.device("meta"):
-        llama = Llama(model_config()).to(dtype or getattr(torch, config.model.dtype))
-        llama = apply_tensor_parallel(llama, layout.sequence_parallel)
-        stage = PipelineParallel(llama, SEQ_LENGTH, deallocate_outputs)
-        apply_context_parallel(stage, layout)
-    materialise(llama, device, initial_value(model_config(), 0))
-    return stage
+    return build_model(config, model_config(layers, config.training.seq_length), device, dtype)
 
 
 def ours(
-    rank: int,
-    layout: dict[str, Any],
-    micro_batches: int = MICRO_BATCHES,
-    wrapper: str = "bucket",
-    compiled: bool = False,
+    rank: int, layout: dict[str, Any], wrapper: str = "bucket", layers: int = LAYERS, threads: int = 1, **training: Any
 ) -> Callable[[], Any]:
-    """A step of picotron: its own training step, clipping and optimizer."""
-    device, config = device_of(rank), run_config(micro_batches, **layout)
-    stage = stage_of(config, device)
-    if compiled:
-        for layer in stage.module.model.layers.values():
-            layer.compile()
+    """A step of picotron: its own training step, clipping and optimizer; see `run_config`."""
+    torch.set_num_threads(threads)
+    device, config = device_of(rank), run_config(layout, **training)
+    dtype = getattr(torch, config.model.dtype)
+    stage = stage_of(config, device, dtype, layers)
     model = {"bucket": DataParallelBucket, "naive": DataParallelNaive}[wrapper](stage)
     optimizer = AdamW(model.parameters(), config.training, fused=True)
     loader = loader_of(config, device)
-    shape = hidden_states_shape(config, model_config())
-    take_step = pick_train_step(config, shape, device, getattr(torch, config.model.dtype))
+    take_step = pick_train_step(config, hidden_states_shape(config, model_config()), device, dtype)
 
     def step() -> None:
         take_step(model, loader)
@@ -116,7 +98,7 @@ def nothing() -> Iterator[None]:
 
 def theirs(rank: int, dp_size: int, ddp: bool, compiled: bool = False) -> Callable[[], Any]:
     """A step of transformers' model in a plain loop, or in DistributedDataParallel; on a GPU under bf16 autocast."""
-    device, config = device_of(rank), run_config(dp_size=dp_size)
+    device, config = device_of(rank), run_config({"dp_size": dp_size})
     setup_process_group_manager(1, 1, 1, dp_size)
     with device:
         model: Any = LlamaForCausalLM(model_config())
