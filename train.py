@@ -6,23 +6,22 @@ config -> data -> process groups -> model -> parallelism -> optimizer -> steps.
 
 import functools
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from picotron.checkpoint import pretrained_value
+from picotron.checkpoint import Checkpoint, find_checkpoint
+from picotron.checkpoint_writer import CheckpointWriter
 from picotron.config import Config, check_world_size
 from picotron.config_reader import load_config
 from picotron.context_parallel.context_parallel import apply_context_parallel, check_context_parallel
-from picotron.data import MicroBatchDataLoader, hold_out
+from picotron.data import MicroBatchDataLoader, Progress, hold_out, order_of_samples
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
-from picotron.metrics import Metrics, check_save_dir
+from picotron.metrics import Metrics
 from picotron.model import Llama, fused_attention, load_model_config, math_attention
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.pipeline_parallel.pipeline_parallel import (
@@ -34,12 +33,11 @@ from picotron.pipeline_parallel.pipeline_parallel import (
     train_step_pipeline_afab,
 )
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run_folder import check_save_dir
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from picotron.tokens import load_tokens
-from picotron.utils import exit_on_error, init_process_group, set_up_device
+from picotron.utils import StopSignals, exit_on_error, init_process_group, set_up_device, set_up_logging
 from picotron.weights import initial_value, materialise
-
-logger = logging.getLogger("picotron")
 
 
 def train_step(model: DataParallel, data_loader: MicroBatchDataLoader, device: torch.device) -> torch.Tensor:
@@ -70,73 +68,76 @@ def pick_train_step(
 
 
 def main() -> None:
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    logger.addHandler(logging.StreamHandler(sys.stdout))
-    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    set_up_logging()
 
     # What to do. Mistakes are found here, before anything expensive starts.
     config = load_config(sys.argv[1:])
-    if config.logging.level == "debug":
-        logging.getLogger("picotron.pipeline").setLevel(logging.DEBUG)
-    check_world_size(config.distributed, world_size)
+    logging.getLogger("picotron.pipeline").setLevel(config.logging.level.upper())
+    layout, training = config.distributed, config.training
+    check_world_size(layout, int(os.environ.get("WORLD_SIZE", 1)))
     check_save_dir(config)
     device, dtype = set_up_device(config), getattr(torch, config.model.dtype)
     model_config = load_model_config(config.model)
-    check_tensor_parallel(model_config, config.distributed.tp_size)
-    check_pipeline_parallel(model_config, config.distributed.pp_size)
-    check_context_parallel(model_config, config.distributed)
+    check_tensor_parallel(model_config, layout.tp_size)
+    check_pipeline_parallel(model_config, layout.pp_size)
+    check_context_parallel(model_config, layout)
 
     # The grid of processes.
     init_process_group(config, device)
-    layout = config.distributed
-    grid = setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
 
-    # Data: tokenised by one process, memory-mapped by all.
-    tokens = load_tokens(config, model_config)
+    # Where to begin, and the data: tokenised by one process, memory-mapped by all.
+    checkpoint = find_checkpoint(config, model_config)
+    tokens, tokenizer = load_tokens(config, model_config)
     train_tokens, eval_tokens = hold_out(tokens, config)
-    data_loader = MicroBatchDataLoader(train_tokens, config, device)
-    eval_frequency, eval_steps = config.training.eval_frequency, config.training.eval_steps
-    eval_loader = MicroBatchDataLoader(eval_tokens, config, device, shuffle=False) if eval_frequency else None
+    order = order_of_samples(train_tokens, config)
+    progress = checkpoint.progress(order) if checkpoint else Progress()
+    data_loader = MicroBatchDataLoader(train_tokens, config, device, progress.samples)
+    eval_loader = MicroBatchDataLoader(eval_tokens, config, device, shuffle=False) if len(eval_tokens) > 1 else None
 
     # The model, and around it what makes it parallel.
-    model = DataParallelBucket(build_model(config, model_config, device, dtype))
+    stage = build_model(config, model_config, device, dtype, checkpoint)
+    model = DataParallelBucket(stage)
 
-    # Training.
+    # How it learns, what is told and kept of it.
     tensor_shapes = hidden_states_shape(config, model_config)
     take_step = pick_train_step(config, tensor_shapes, device, dtype)
-    eval_loss = functools.partial(evaluate, model, eval_loader, eval_steps, tensor_shapes, device, dtype)
-    optimizer = AdamW(model.parameters(), config.training, config.model.use_fused_adam)
-    scheduler = make_scheduler(optimizer, config.training)
-    metrics = Metrics(config, model_config, device, dtype)
-    logger.info("%s | %s parameters, %s on %s", grid, f"{metrics.parameters:,}", config.model.dtype, device)
-    logger.info(
-        "%s tokens of %s, %s per step", f"{len(train_tokens):,}", config.dataset.name, f"{metrics.tokens_per_step:,}"
-    )
+    eval_loss = functools.partial(evaluate, model, eval_loader, training.eval_steps, tensor_shapes, device, dtype)
+    optimizer = AdamW(model.parameters(), training, config.model.use_fused_adam)
+    if checkpoint:
+        checkpoint.restore(optimizer, stage.module)
+    scheduler = make_scheduler(optimizer, training, progress.step)
+    metrics = Metrics(config, model_config, device, dtype, checkpoint)
+    writer = CheckpointWriter(config, model_config, stage.module, optimizer, tokenizer, order, metrics.wandb_run_id)
 
-    step = 0
-    max_tokens = config.training.max_tokens or math.inf
-    while step < config.training.total_train_steps and step * metrics.tokens_per_step < max_tokens:
+    signals, stop = StopSignals(), 0
+    while not stop and not progress.is_end(training):
         loss = take_step(model, data_loader)
-        grad_norm = clip_grad_norm(model, config.training.max_grad_norm)
+        grad_norm = clip_grad_norm(model, training.max_grad_norm)
         learning_rate = float(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        step += 1
-        evaluate_now = eval_frequency > 0 and step % eval_frequency == 0
-        metrics.log(step, loss, grad_norm, learning_rate, eval_loss if evaluate_now else None)
+        progress = progress.after_step(config)
+        metrics.log(progress, loss, grad_norm, learning_rate, eval_loss)
+        stop = signals.agreed()
+        writer.after_step(progress, stop)
 
+    writer.wait()
     metrics.close()
-    guess = math.log(model_config.vocab_size)
-    logger.info("loss %.4f -> %.4f (a uniform guess has %.4f)", metrics.first_loss, metrics.last_loss, guess)
-    logger.info("config.json and metrics.jsonl are in %s", Path(config.checkpoint.save_dir).resolve())
     dist.destroy_process_group()
+    if stop:
+        sys.exit(128 + stop)  # what a shell says of a program that a signal ended
 
 
 def build_model(
-    config: Config, model_config: LlamaConfig, device: torch.device, dtype: torch.dtype
+    config: Config,
+    model_config: LlamaConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    checkpoint: Checkpoint | None = None,
 ) -> PipelineParallel:
-    """This rank's part of a Llama with its initial or pretrained weights.
+    """This rank's part of a Llama with its initial weights, or those of a checkpoint.
 
     It is built on the meta device first, a description without memory, so that each process only ever holds what is
     its own.
@@ -148,7 +149,7 @@ def build_model(
         stage = PipelineParallel(llama, config.training.seq_length)  # what llama has left
         apply_context_parallel(stage, config.distributed)
     initial = initial_value(model_config, config.training.seed)
-    materialise(llama, device, pretrained_value(config.model.name) if config.model.pretrained else initial)
+    materialise(llama, device, checkpoint.weights() if checkpoint else initial)
     if config.training.compile:
         for layer in llama.model.layers.values():
             layer.compile()

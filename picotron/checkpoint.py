@@ -1,78 +1,208 @@
-"""Hugging Face model folders, read as safetensors only: tensor by tensor, of each only the slice that is asked for."""
+"""Checkpoints, read: a Hugging Face model folder, and beside the model what training needs to go on exactly.
+
+    config.json  model.safetensors  tokenizer.json ...     a model that transformers loads as it is
+    exp_avg.safetensors  exp_avg_sq.safetensors            the optimizer's state under the same names, float32 or wider
+    master.safetensors                                     the master weights, if the model's own are narrower
+    trainer_state.json                                     how far the run was, its config, checksums of all files
+
+All tensors are whole, so it does not matter which layout wrote them: each rank reads its slices. With pp stages there
+is a file per stage and an index. `checkpoint_writer` writes all this.
+"""
 
 import json
+import logging
+import zlib
 from pathlib import Path
+from typing import Any
 
-import torch
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from torch import Tensor, nn
+from transformers import LlamaConfig
 
-from picotron.config import UserError, reason
-from picotron.weights import Index, Value
+from picotron.config import Config, Model, UserError
+from picotron.data import Progress
+from picotron.model import Llama, load_model_config
+from picotron.optimizer import AdamW
+from picotron.run_folder import UNFINISHED, checkpoint_folders
+from picotron.safetensors_folder import Part, SafetensorsFolder, check_part, find_folder
+from picotron.utils import together
+from picotron.weights import Value, fill, parameters_and_shards
+
+logger = logging.getLogger("picotron")
+
+STATE_FILE = "trainer_state.json"
+DECIDES = (  # what a model computes from its weights
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias", "rms_norm_eps", "rope_parameters",
+)  # fmt: skip
 
 
-def find_folder(name: str) -> Path:
-    """`name` itself if it is a local folder, else the local copy of that hub model (downloaded at the first use)."""
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:  # whatever the hub's client throws: no such model, no network, no permission
-        raise UserError(
-            f"model.name={name!r} is no local folder and cannot be downloaded ({reason(error)}); check the name, or give a folder"
-        ) from None
+class TrainerState(BaseModel):
+    """The contents of trainer_state.json, where a checksum of them is added."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    step: NonNegativeInt
+    tokens: NonNegativeInt
+    samples: NonNegativeInt
+    """the position in the data"""
+    order_of_samples: str
+    """in which that is the position, see `order_of_samples`"""
+    seed: NonNegativeInt
+    layout: str
+    config: dict[str, Any]
+    versions: dict[str, str]
+    wandb_run_id: str | None
+    files: dict[str, list[Part]]
+    """the parts of each of the other files, one after the other"""
+
+    def to_json(self) -> str:
+        data = self.model_dump(mode="json")
+        return json.dumps(data | {"crc32": _checksum(data)}, indent=2) + "\n"
 
 
-class SafetensorsFolder:
-    """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists.
+def _checksum(data: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(data, sort_keys=True).encode())
+
+
+def read_state(folder: Path) -> TrainerState | None:
+    """The state in a checkpoint; None if the folder is a model's without one.
 
     Raises:
-        UserError: there is no such file, or it is damaged.
+        UserError: it is no folder, no whole checkpoint, or its state is damaged.
+    """
+    path = folder / STATE_FILE
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; give a checkpoint, a model's folder, or 'latest'")
+    if folder.name.endswith(UNFINISHED):
+        raise UserError(f"{folder} was never finished; use an earlier checkpoint, or 'latest'")
+    if not path.exists():
+        if list(folder.glob("exp_avg*")):
+            raise UserError(f"{path} is missing, so training cannot go on from there; use another checkpoint")
+        return None
+    try:
+        data = json.loads(path.read_text())
+        if data.pop("crc32") != _checksum(data):
+            raise ValueError("its checksum is another one")
+        return TrainerState.model_validate_json(json.dumps(data))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({str(error).splitlines()[0]}); use another checkpoint") from None
+
+
+def check_files(folder: Path, files: dict[str, list[Part]], share: int = 0, shares: int = 1) -> None:
+    """Compare files with their sizes and checksums; of `shares` that together check all of them, one share.
+
+    Raises:
+        UserError: one is missing, has another size, or another content than was written.
+    """
+    for name, parts in files.items():
+        path, size = folder / name, sum(part.size for part in parts)
+        if not path.exists():
+            raise UserError(f"{path} is missing; use another checkpoint")
+        if path.stat().st_size != size:
+            raise UserError(
+                f"{path} has {path.stat().st_size:,} bytes, but {size:,} were written; use another checkpoint"
+            )
+    everything = [(folder / name, part) for name, parts in files.items() for part in parts]
+    for path, part in everything[share::shares]:
+        check_part(path, part)
+
+
+class Checkpoint:
+    """A checkpoint, all of whose files are whole; or just a model's folder (`state` is None).
+
+    Every rank has to make one: they share the checking.
+
+    Args:
+        weights_only: take no notice of a trainer's state.
+
+    Raises:
+        UserError: as `read_state` and `check_files`, on every rank.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        index = folder / "model.safetensors.index.json"
-        try:
-            if index.exists():
-                weight_map = json.loads(index.read_text())["weight_map"]
-                self.file_of = {name: folder / file for name, file in weight_map.items()}
-            else:
-                single = folder / "model.safetensors"
-                with safe_open(single, framework="pt") as file:
-                    self.file_of = dict.fromkeys(file.keys(), single)
-        except FileNotFoundError:
-            raise UserError(
-                f"{folder} has no model.safetensors and no model.safetensors.index.json; only safetensors are read, so save "
-                f"the model with transformers' save_pretrained first"
-            ) from None
-        except (SafetensorError, ValueError, KeyError) as error:
-            raise UserError(f"the safetensors of {folder} are damaged ({error}); fetch or save them again") from None
+    def __init__(self, folder: Path, weights_only: bool = False) -> None:
+        def check() -> TrainerState | None:
+            state = None if weights_only else read_state(folder)
+            if state is not None:
+                check_files(folder, state.files, dist.get_rank(), dist.get_world_size())
+            return state
 
-    def read(self, name: str, shape: torch.Size, index: Index = ()) -> Tensor:
-        """The part `[index]` of one tensor, which should have `shape` as a whole; only that part is read.
+        self.folder, self.state = folder, together(check)[0]
+        # The master weights are the more exact ones; a model's own are their rounding.
+        has_masters = self.state is not None and any(name.startswith("master") for name in self.state.files)
+        self.weights_kind = "master" if has_masters else "model"
 
-        Raises:
-            UserError: the folder does not have it, it has another shape, or its file is missing or damaged.
-        """
-        if name not in self.file_of:
-            raise UserError(
-                f"{self.folder} has no tensor {name}; is it a model of the same architecture and number of layers?"
+    def weights(self) -> Value:
+        """For `materialise`."""
+        return SafetensorsFolder(self.folder, self.weights_kind).read
+
+    def progress(self, order: str) -> Progress:
+        """Where to go on in data with this order of samples: at the beginning, if it is another one."""
+        if self.state is None:
+            return Progress()
+        if order != self.state.order_of_samples:
+            logger.warning(
+                "%s was trained on other data, or in another order (data set, tokenizer, seq_length, seed, evaluation): "
+                "the data begin anew",
+                self.folder,
             )
-        path = self.file_of[name]
+        samples = self.state.samples if order == self.state.order_of_samples else 0
+        return Progress(self.state.step, self.state.tokens, samples)
+
+    def restore(self, optimizer: AdamW, llama: Llama) -> None:
+        """Fill in the optimizer's state, if there is any here."""
+        if self.state is None:
+            return
+        known = {parameter: (name, shard) for name, parameter, shard in parameters_and_shards(llama)}
+        values: dict[str, Value] = {
+            kind: SafetensorsFolder(self.folder, kind).read for kind in ("exp_avg", "exp_avg_sq")
+        }
+        values["master"] = self.weights()
+
+        def read(parameter: nn.Parameter, kind: str, tensor: Tensor) -> None:
+            fill(tensor, *known[parameter], values[kind])
+
+        optimizer.restore(self.state.step, read)
+
+
+def check_same_model(folder: Path, model_config: LlamaConfig) -> None:
+    """Raises UserError if the folder's weights are those of another model than the run's."""
+    theirs = load_model_config(Model(name=str(folder)))
+    for key in DECIDES:
+        there, here = getattr(theirs, key), getattr(model_config, key)
+        if there != here:
+            raise UserError(
+                f"{folder} holds a model with {key}={there!r}, but this run's has {key}={here!r}; use the config of the "
+                f"run that wrote it, or another load_path"
+            )
+
+
+def find_checkpoint(config: Config, model_config: LlamaConfig) -> Checkpoint | None:
+    """Where `checkpoint.load_path`, or else `model.pretrained`, says that training begins; None: with initial weights.
+    Every rank has to call this.
+
+    Raises:
+        UserError: the checkpoint is not whole, or of another model.
+    """
+    load_path, save_dir = config.checkpoint.load_path, Path(config.checkpoint.save_dir)
+    checkpoint = _newest_checkpoint(save_dir) if load_path == "latest" else None
+    if load_path not in ("", "latest"):
+        checkpoint = Checkpoint(Path(load_path))
+    if checkpoint is not None:
+        check_same_model(checkpoint.folder, model_config)
+        logger.info("training goes on from %s", checkpoint.folder)
+    elif config.model.pretrained:
+        checkpoint = Checkpoint(find_folder(config.model.name), weights_only=True)
+    return checkpoint
+
+
+def _newest_checkpoint(save_dir: Path) -> Checkpoint | None:
+    """The newest whole one, if there is one; damaged ones are named."""
+    for folder in reversed(together(lambda: list(checkpoint_folders(save_dir).values()))[0]):
         try:
-            with safe_open(path, framework="pt") as file:
-                tensor = file.get_slice(name)
-                if tensor.get_shape() != list(shape):
-                    raise UserError(f"{name} of {path} has shape {tensor.get_shape()}; the model expects {list(shape)}")
-                return tensor[index or ...]
-        except FileNotFoundError:
-            raise UserError(f"{path}, named by the index of {self.folder}, is missing; fetch it again") from None
-        except SafetensorError as error:
-            raise UserError(f"{path} is damaged ({error}); fetch or save it again") from None
-
-
-def pretrained_value(name: str) -> Value:
-    """For `materialise`: the values of the parameters in a model folder (or hub model) `name`."""
-    return SafetensorsFolder(find_folder(name)).read
+            return Checkpoint(folder)
+        except UserError as error:
+            logger.warning("%s: the checkpoint before it is tried", str(error).split(";")[0])
+    logger.info("%s has no whole checkpoint: training begins anew", save_dir)
+    return None

@@ -165,8 +165,13 @@ class Checkpoint(Section):
     save_dir: str = "ckpt"
     """folder for all outputs of the run"""
     save_frequency: NonNegativeInt = 0
-    """steps between checkpoints; 0: none"""
+    """steps between checkpoints, of which the last is written at the end; 0: none, unless a signal stops the run"""
     load_path: str = ""
+    """a checkpoint to go on from, "latest" (the newest in save_dir), or a model's folder to start from its weights"""
+    keep_last: NonNegativeInt = 0
+    """delete all but the newest so many checkpoints; 0: keep all"""
+    async_save: bool = False
+    """copy a checkpoint to host memory, and write it while training goes on"""
 
 
 class Logging(Section):

@@ -26,9 +26,6 @@ logger = logging.getLogger("picotron")
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "distributed.pp_chunks": (1,),
     "distributed.pp_layout": (None,),
-    "checkpoint.load_path": ("",),
-    "checkpoint.keep_last": (0, None),
-    "checkpoint.async_save": (False,),
     "logging.trace_steps": (None,),
 }
 
@@ -122,11 +119,6 @@ def parse_config(data: dict[str, Any]) -> Config:
         mistakes += [_sentence(each) for each in error.errors()]
     if mistakes:
         raise UserError("\n".join(dict.fromkeys(mistakes)))
-    if config.checkpoint.save_frequency:
-        logger.warning(
-            "checkpoint.save_frequency=%d: checkpoints are not built yet, none is written",
-            config.checkpoint.save_frequency,
-        )
     return config
 
 

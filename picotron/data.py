@@ -5,6 +5,9 @@ Which window is global sample number s depends on the seed alone, so a position 
 layout.
 """
 
+import dataclasses
+import hashlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +17,27 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from picotron import process_group_manager as pgm
-from picotron.config import Config, UserError
+from picotron.config import Config, Training, UserError
 from picotron.process_group_manager import local_positions
+
+logger = logging.getLogger("picotron")
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a run has come: steps, tokens it was trained on, and the position in the data (samples)."""
+
+    step: int = 0
+    tokens: int = 0
+    samples: int = 0
+
+    def after_step(self, config: Config) -> "Progress":
+        batch = config.global_batch_size
+        return Progress(self.step + 1, self.tokens + batch * config.training.seq_length, self.samples + batch)
+
+    def is_end(self, training: Training) -> bool:
+        enough = training.max_tokens is not None and self.tokens >= training.max_tokens
+        return enough or self.step >= training.total_train_steps
 
 
 class Windows(Dataset[Tensor]):
@@ -37,6 +59,14 @@ def epoch_order(windows: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(np.random.PCG64([seed, epoch]).random_raw(windows), kind="stable")
 
 
+def order_of_samples(tokens: np.ndarray, config: Config) -> str:
+    """A name for the sequence of all samples: where it is the same, so is sample number n."""
+    training = config.training
+    rules = (len(tokens), training.seq_length, training.seed if config.dataset.shuffle else "in order")
+    ends = np.concatenate((tokens[:1000], tokens[-1000:])).astype(np.int64)
+    return hashlib.sha256(repr(rules).encode() + ends.tobytes()).hexdigest()[:24]
+
+
 def hold_out(tokens: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray]:
     """Cut the stream into what is trained on and what is evaluated: the last `eval_steps` global batches.
 
@@ -51,6 +81,9 @@ def hold_out(tokens: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray
             f"{config.dataset.name} has {len(tokens):,} tokens, that is {windows} sequences of {length}; one global batch "
             f"needs {batch}{evaluation}: use more data, a shorter seq_length or a smaller batch{fewer}"
         )
+    logger.info(
+        "%s tokens of %s, %s of them to evaluate", f"{len(tokens):,}", config.dataset.name, f"{held_out * length:,}"
+    )
     start = len(tokens) - 1 - held_out * length
     return tokens[: start + 1], tokens[start:]  # the token they share is a target in the one, an input in the other
 
@@ -59,15 +92,15 @@ class MicroBatchDataLoader:
     """An endless iterator over this rank's micro-batches.
 
     Row b of micro-batch i at step s on dp_rank is global sample
-    s * G + (i * dp_size + dp_rank) * micro_batch_size + b, where G is global_batch_size; sample n is window number
-    n % windows of epoch n // windows. A batch is a dict of `input_ids`, `target_ids` and `position_ids`,
+    start + s * G + (i * dp_size + dp_rank) * micro_batch_size + b, where G is global_batch_size; sample n is window
+    number n % windows of epoch n // windows. A batch is a dict of `input_ids`, `target_ids` and `position_ids`,
     (B, T / cp_size) for the positions that this cp rank has, on the device, and `hidden_states` (None).
 
     Args:
         tokens: the stream, see `load_tokens`.
         config: of the run.
         device: where batches go.
-        start_step: the step to begin with.
+        start: the sample to begin with.
         shuffle: a seeded order, another one in every epoch; by default as the config says.
     """
 
@@ -76,7 +109,7 @@ class MicroBatchDataLoader:
         tokens: np.ndarray,
         config: Config,
         device: torch.device,
-        start_step: int = 0,
+        start: int = 0,
         shuffle: bool | None = None,
     ) -> None:
         training, grid = config.training, pgm.process_group_manager
@@ -94,18 +127,18 @@ class MicroBatchDataLoader:
         self.position_ids = self.positions.expand(self.micro_batch_size, -1)
         loader = DataLoader(
             self.windows,
-            batch_sampler=self._rows(start_step),
+            batch_sampler=self._rows(start),
             num_workers=config.dataset.num_workers,
             pin_memory=device.type == "cuda",  # so that the copy to the GPU does not hold up the CPU
         )
         self.batches = iter(loader)
 
-    def _rows(self, step: int) -> Iterator[list[int]]:
-        """The windows of this rank's micro-batches from `step` on, without end."""
+    def _rows(self, start: int) -> Iterator[list[int]]:
+        """The windows of this rank's micro-batches from sample `start` on, without end."""
         epoch, order = -1, np.arange(len(self.windows))
         while True:
             for i in range(self.grad_acc_steps):
-                first = step * self.global_batch_size + (i * self.dp_size + self.dp_rank) * self.micro_batch_size
+                first = start + (i * self.dp_size + self.dp_rank) * self.micro_batch_size
                 rows = []
                 for sample in range(first, first + self.micro_batch_size):
                     if self.shuffle and sample // len(order) != epoch:
@@ -113,7 +146,7 @@ class MicroBatchDataLoader:
                         order = epoch_order(len(order), self.seed, epoch)
                     rows.append(int(order[sample % len(order)]))
                 yield rows
-            step += 1
+            start += self.global_batch_size
 
     def __iter__(self) -> "MicroBatchDataLoader":
         return self

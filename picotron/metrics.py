@@ -1,13 +1,11 @@
 """What a run tells: a console line, a line of metrics.jsonl and a wandb record per step, from one object."""
 
-import itertools
 import json
 import logging
 import math
 import re
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +17,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
+from picotron.checkpoint import Checkpoint
 from picotron.config import Config, UserError, reason
+from picotron.data import Progress
 from picotron.model import Llama
+from picotron.run_folder import begin_run
 from picotron.utils import all_reduce
 
 logger = logging.getLogger("picotron")
@@ -80,14 +81,16 @@ def memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
-def _start_wandb(config: Config) -> Any:
-    """A wandb run; offline if there is no login, or no way to reach the server."""
+def _start_wandb(config: Config, run_id: str | None) -> Any:
+    """A wandb run, or the one with that id again; offline if there is no login, or no way to reach the server."""
     import wandb
 
     arguments: dict[str, Any] = {
         "project": config.logging.project_name,
         "name": config.logging.run_name,
         "dir": config.checkpoint.save_dir,
+        "id": run_id,
+        "resume": "allow",
     }
     try:
         if wandb.login(prompt=False, verify=False):
@@ -99,56 +102,50 @@ def _start_wandb(config: Config) -> Any:
     return wandb.init(**arguments, config=config.model_dump(), mode="offline")
 
 
-def check_save_dir(config: Config) -> None:
-    """Make the folder for the outputs. Raises UserError if they cannot or should not be written there."""
-    name = config.checkpoint.save_dir
-    try:
-        Path(name).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=name).close()
-        existing = Path(name, "config.json")
-        if existing.exists() and "model_type" in existing.read_text():
-            raise UserError(
-                f"checkpoint.save_dir={name!r} is a model's folder, whose config.json must stay; choose another"
-            )
-    except OSError as error:
-        raise UserError(
-            f"checkpoint.save_dir={name!r} cannot be written: {error.strerror}; choose another folder"
-        ) from None
-
-
-def _keep_earlier_run(save_dir: Path) -> None:
-    """A new run in an old folder must not destroy what the old one measured: its files get a number."""
-    old = [Path(name) for name in ("metrics.jsonl", "config.json") if (save_dir / name).exists()]
-    if old:
-        number = next(n for n in itertools.count(1) if not list(save_dir.glob(f"*.{n}.json*")))
-        for path in old:
-            (save_dir / path).rename(save_dir / f"{path.stem}.{number}{path.suffix}")
-        logger.info("%s holds an earlier run, whose files are now called *.%d.*", save_dir, number)
-
-
 class Metrics:
     """Reduces a step's numbers over all ranks, checks them, and lets rank 0 write them down.
 
     Args:
         config, model_config: of the run.
         device, dtype: where and in what the model computes, for memory and MFU.
+        checkpoint: where the run goes on from. If it lies in save_dir, the records there and the wandb run go on too.
     """
 
-    def __init__(self, config: Config, model_config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_config: LlamaConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
         self.config, self.device = config, device
         self.tokens_per_step = config.global_batch_size * config.training.seq_length
         self.flops_per_step = flops_per_token(model_config, config.training.seq_length) * self.tokens_per_step
         self.parameters = sum(p.numel() for p in whole_model(model_config).parameters())
         self.peak_flops = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", dtype)
         self.first_loss = self.last_loss = math.nan
+        self.vocab_size = model_config.vocab_size
         self.writes = pgm.process_group_manager.global_rank == 0
         self.wandb = None
         if self.writes:
             save_dir = Path(config.checkpoint.save_dir)
-            _keep_earlier_run(save_dir)
-            (save_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+            same_run = checkpoint is not None and checkpoint.folder.resolve().parent == save_dir.resolve()
+            continued = checkpoint.state if checkpoint is not None and same_run else None
+            records = begin_run(save_dir, config, None if continued is None else continued.step)
+            if records:
+                self.first_loss, self.last_loss = records[0]["loss"], records[-1]["loss"]
             self.path = save_dir / "metrics.jsonl"
-            self.wandb = _start_wandb(config) if config.logging.use_wandb else None
+            if config.logging.use_wandb:
+                self.wandb = _start_wandb(config, None if continued is None else continued.wandb_run_id)
+        self.wandb_run_id: str | None = self.wandb.id if self.wandb else None
+        logger.info(
+            "%s | %s parameters, %s on %s",
+            pgm.process_group_manager,
+            f"{self.parameters:,}",
+            config.model.dtype,
+            device,
+        )
         self.start = time.perf_counter()
 
     def _global_mean(self, loss: Tensor) -> float:
@@ -160,18 +157,19 @@ class Metrics:
 
     def log(
         self,
-        step: int,
+        progress: Progress,
         loss: Tensor,
         grad_norm: Tensor,
         learning_rate: float,
-        evaluate: Callable[[], Tensor] | None = None,
+        evaluate: Callable[[], Tensor],
     ) -> None:
-        """Record step number `step` (from 1).
+        """Record a step.
 
         Args:
+            progress: after it.
             loss: this rank's mean over its tokens of the step, 0 if its stage has none; a scalar on the device.
             grad_norm: the global one, before clipping; a scalar on the device.
-            evaluate: called, if given, for such a loss on other data; its time is not the step's.
+            evaluate: called every `eval_frequency` steps for such a loss on other data; its time is not the step's.
 
         Raises:
             UserError: the loss or the gradient norm is NaN or infinite, on every rank alike.
@@ -180,7 +178,7 @@ class Metrics:
         memory = torch.tensor(memory_gb(self.device), dtype=torch.float64, device=self.device)
         all_reduce(memory, None, dist.ReduceOp.MAX)
         record: dict[str, Any] = {
-            "step": step,
+            "step": progress.step,
             "loss": self._global_mean(loss),
             "grad_norm": grad_norm.item(),
             "learning_rate": learning_rate,
@@ -188,22 +186,24 @@ class Metrics:
         for name in ("loss", "grad_norm"):
             if not math.isfinite(record[name]):
                 raise UserError(
-                    f"step {step}: {name} is {record[name]}; try a lower learning_rate than {learning_rate:g}, or more warmup_steps"
+                    f"step {progress.step}: {name} is {record[name]}; try a lower learning_rate than {learning_rate:g}, or more warmup_steps"
                 )
 
         step_time = time.perf_counter() - self.start
         rate = self.tokens_per_step / step_time
         record |= {
-            "tokens": step * self.tokens_per_step,
+            "tokens": progress.tokens,
             "step_time": step_time,
             "tokens_per_second": rate,
             "tokens_per_second_per_gpu": rate / grid.world_size,
             "mfu": self.peak_flops and self.flops_per_step / step_time / (self.peak_flops * grid.world_size),
             "memory_gb": memory.item(),
         }
-        if evaluate is not None:
+        frequency = self.config.training.eval_frequency
+        if frequency and progress.step % frequency == 0:
             record["eval_loss"] = self._global_mean(evaluate())
-        self.first_loss = self.first_loss if step > 1 else record["loss"]
+        if math.isnan(self.first_loss):
+            self.first_loss = record["loss"]
         self.last_loss = record["loss"]
         if self.writes:
             self._write(record)
@@ -226,5 +226,9 @@ class Metrics:
             )
 
     def close(self) -> None:
+        """The last words of a run."""
         if self.wandb:
             self.wandb.finish()
+        guess = math.log(self.vocab_size)
+        logger.info("loss %.4f -> %.4f (a uniform guess has %.4f)", self.first_loss, self.last_loss, guess)
+        logger.info("config.json and metrics.jsonl are in %s", Path(self.config.checkpoint.save_dir).resolve())

@@ -48,6 +48,30 @@ class AdamW(torch.optim.AdamW):
             if master is not parameter:
                 parameter.copy_(master)
 
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The tensors beside a parameter that the next step depends on, each of its shape and in float32 or wider:
+        `exp_avg` and `exp_avg_sq`, and `master` if it is not the parameter itself.
+        """
+        master = self.masters[parameter]
+        state = {name: self.state[master][name] for name in ("exp_avg", "exp_avg_sq")}
+        return state if master is parameter else state | {"master": master}
+
+    @torch.no_grad()
+    def restore(self, step: int, read: Callable[[nn.Parameter, str, Tensor], None]) -> None:
+        """Go on after so many steps.
+
+        Args:
+            read: `read(parameter, name, tensor)` fills in the tensor that `state_of` calls so.
+        """
+        for group in self.param_groups:
+            for master in group["params"]:
+                device = master.device if group["fused"] else "cpu"  # as in torch's own first step
+                self.state[master] = {"step": torch.tensor(float(step), dtype=torch.float32, device=device)}
+                self.state[master] |= {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        for parameter in self.masters:
+            for name, tensor in self.state_of(parameter).items():
+                read(parameter, name, tensor)
+
     def zero_grad(self, set_to_none: bool = False) -> None:
         for parameter in self.masters:
             parameter.main_grad.zero_()
@@ -74,8 +98,11 @@ def learning_rate_factor(training: Training) -> Callable[[int], float]:
     return factor
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, training: Training) -> LambdaLR:
-    return LambdaLR(optimizer, learning_rate_factor(training))
+def make_scheduler(optimizer: torch.optim.Optimizer, training: Training, step: int = 0) -> LambdaLR:
+    """The schedule after so many steps."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return LambdaLR(optimizer, learning_rate_factor(training), last_epoch=step - 1)
 
 
 @torch.no_grad()

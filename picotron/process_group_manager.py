@@ -20,12 +20,12 @@ from picotron.config import UserError
 AXES = {"dp": (0,), "pp": (1,), "cp": (2,), "tp": (3,), "cp_dp": (0, 2), "pp_dp": (0, 1)}
 
 
-def new_groups(rows: list[list[int]]) -> dist.ProcessGroup | None:
+def new_groups(rows: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
     """Make a group of each row of global ranks, and return the one that this process is in, if any.
 
     Every process has to make every group, in the same order, as torch.distributed demands.
     """
-    groups = {tuple(ids): dist.new_group(ids) for ids in rows}
+    groups = {tuple(ids): dist.new_group(ids, backend=backend) for ids in rows}
     return next((group for ids, group in groups.items() if dist.get_rank() in ids), None)
 
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,8 +179,19 @@ def _write_tokens(documents: Any, tokenizer: PreTrainedTokenizerBase, config: Co
     os.replace(f"{path}.tmp", path)
 
 
-def write_tokens(config: Config, model_config: LlamaConfig) -> Path:
-    """The path of the data set's stream of tokens, an .npy file in the cache that is written if it is not there.
+def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, rules: str) -> Path:
+    """The folder of the cache with this tokenizer's files."""
+    folder = CACHE / f"tokenizer-{_key(rules, json.dumps(tokenizer.init_kwargs, default=str, sort_keys=True))}"
+    if not folder.exists():
+        shutil.rmtree(f"{folder}.tmp", ignore_errors=True)
+        tokenizer.save_pretrained(f"{folder}.tmp")
+        os.replace(f"{folder}.tmp", folder)
+    return folder
+
+
+def write_tokens(config: Config, model_config: LlamaConfig) -> tuple[Path, Path]:
+    """The path of the data set's stream of tokens, an .npy file in the cache, and that of the tokenizer's folder; they
+    are written if they are not there.
 
     Raises:
         UserError: as `load_documents` and `load_tokenizer`.
@@ -198,19 +210,21 @@ def write_tokens(config: Config, model_config: LlamaConfig) -> Path:
         path = CACHE / f"tokens-{key}.npy"
         if not path.exists():
             _write_tokens(documents, tokenizer, config, dtype, path)
-    return path
+        return path, _write_tokenizer(tokenizer, rules)
 
 
-def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
-    """The data set as one memory-mapped stream of tokens. One process per machine tokenises, the others wait for it.
+def load_tokens(config: Config, model_config: LlamaConfig) -> tuple[np.ndarray, Path]:
+    """The data set as one memory-mapped stream of tokens, and the folder of its tokenizer. One process per machine
+    tokenises, the others wait for it.
 
     Raises:
         UserError: as `load_documents` and `load_tokenizer`.
     """
-    path = [write_tokens(config, model_config)] if pgm.process_group_manager.local_rank == 0 else [Path()]
+    paths = [write_tokens(config, model_config)] if pgm.process_group_manager.local_rank == 0 else [(Path(), Path())]
     # A group of its own, on the CPU and patient: tokenising may take longer than any other message.
     waiting = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
     dist.barrier(waiting)
-    dist.broadcast_object_list(path, src=0, group=waiting)
+    dist.broadcast_object_list(paths, src=0, group=waiting)
     dist.destroy_process_group(waiting)
-    return np.load(path[0], mmap_mode="r")
+    tokens, tokenizer = paths[0]
+    return np.load(tokens, mmap_mode="r"), tokenizer

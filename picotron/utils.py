@@ -1,18 +1,31 @@
-"""What is left: how a process starts, a collective that skips groups of one, the dtype of sums, and how a run ends when
-it fails.
+"""What is left: how a process starts, messages that skip groups of one or carry mistakes, the dtype of sums, and how a
+run ends.
 """
 
+import logging
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from picotron.config import Config, UserError
+
+logger = logging.getLogger("picotron")
+T = TypeVar("T")
+
+
+def set_up_logging() -> None:
+    """Rank 0 tells what happens, the others only what goes wrong."""
+    rank = int(os.environ.get("RANK", 0))
+    logger.addHandler(logging.StreamHandler(sys.stdout))
+    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
 
 def set_up_device(config: Config) -> torch.device:
@@ -63,6 +76,51 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Do `work` on every rank of a group; all get all results, by rank.
+
+    Raises:
+        UserError: `work` raised it somewhere; then it is raised everywhere, since nobody should go on alone.
+    """
+    mine: tuple[T | None, str]
+    try:
+        mine = (work(), "")
+    except UserError as error:
+        mine = (None, str(error))
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    for _, mistake in everyone:
+        if mistake:
+            raise UserError(mistake)
+    return [result for result, _ in everyone]
+
+
+class StopSignals:
+    """SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 (what Slurm can send before the time limit) ask a run to end after its step.
+
+    Until then they only leave a note, and so does a second one: torchrun passes on what the terminal has sent already.
+    """
+
+    received = 0  # the number of the signal
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    @staticmethod
+    def _note(number: int, _: Any) -> None:
+        StopSignals.received = number
+
+    def agreed(self) -> int:
+        """The signal that some rank received, or 0: the same on every rank, which all have to call it."""
+        number = torch.tensor(self.received)
+        all_reduce(number, self.group, dist.ReduceOp.MAX)
+        if number:
+            logger.info("%s: the run ends after this step", signal.Signals(int(number)).name)
+        return int(number)
+
+
 def exit_on_error(main: Callable[[], None]) -> None:
     """Run `main`; if it raises, say so and end this process at once, so that torchrun ends the others.
 
@@ -73,6 +131,11 @@ def exit_on_error(main: Callable[[], None]) -> None:
         main()
     except (Exception, KeyboardInterrupt) as error:
         sys.stdout.flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step left to finish
+        if rank > 0 and StopSignals.received:
+            # As a rule torchrun has sent it because another rank has failed and said why; this is a consequence.
+            print(f"[rank {rank}] ended by signal {StopSignals.received} and {type(error).__name__}", file=sys.stderr)
+            os._exit(1)
         if rank > 0:
             # Most mistakes are found by all ranks at once. torchrun ends everyone when the first one leaves: rank 0
             # gets the time to say it once for all, and the others speak only if it had nothing to say.

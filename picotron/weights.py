@@ -52,6 +52,15 @@ def is_copy(model: nn.Module, name: str) -> bool:
     return getattr(model.get_submodule(name.rpartition(".")[0]), "is_copy", False)
 
 
+def fill(tensor: Tensor, name: str, shard: Shard | None, value: Value) -> None:
+    """Copy this rank's part of a parameter, or of what goes with one, into `tensor`; padding stays as it is."""
+    if shard is None:
+        tensor.copy_(value(name, tensor.shape, ()))
+    else:
+        part = value(name, shard.full_shape(tensor.shape), shard.index)
+        tensor.narrow(shard.dim, 0, shard.stop - shard.start).copy_(part)
+
+
 def materialise(model: Llama, device: torch.device, value: Value) -> None:
     """Give every parameter of a model on the meta device its memory.
 
@@ -60,11 +69,7 @@ def materialise(model: Llama, device: torch.device, value: Value) -> None:
     """
     for name, parameter, shard in list(parameters_and_shards(model)):
         filled = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
-        if shard is None:
-            filled.copy_(value(name, parameter.shape, ()))
-        else:
-            part = value(name, shard.full_shape(parameter.shape), shard.index)
-            filled.narrow(shard.dim, 0, shard.stop - shard.start).copy_(part)
+        fill(filled, name, shard, value)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(filled))
     model.tie_weights()

@@ -55,12 +55,14 @@ def our_model(config: LlamaConfig, dtype: torch.dtype = torch.float64, seed: int
 def oracle_model(
     config: LlamaConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64
 ) -> LlamaForCausalLM:
-    """transformers' model with these weights, exact in float64.
-
-    Its own RMSNorm computes in float32 whatever the dtype, so torch's takes its place.
-    """
+    """transformers' model with these weights, exact in float64."""
     model = LlamaForCausalLM(config).to(dtype)
     model.load_state_dict(weights, strict=True)
+    return with_exact_norms(model)
+
+
+def with_exact_norms(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """transformers' own RMSNorm computes in float32 whatever the dtype, so torch's takes its place."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__ == "LlamaRMSNorm":

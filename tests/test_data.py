@@ -44,7 +44,7 @@ def tokenizer(tmp_path: Path) -> str:
 
 
 def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
-    return np.load(write_tokens(config, model_config), mmap_mode="r")
+    return np.load(write_tokens(config, model_config)[0], mmap_mode="r")
 
 
 def write_files(folder: Path, kind: str) -> str:
@@ -213,10 +213,10 @@ def test_text_column_of_the_standard_library() -> None:
 # ------------------------------------------------------------------------------------------------------ micro-batches
 
 
-def rows(config: Config, steps: int, start_step: int = 0, tokens: int = 1001) -> list[list[int]]:
+def rows(config: Config, steps: int, start: int = 0, tokens: int = 1001) -> list[list[int]]:
     """The first input token of every row, micro-batch by micro-batch; token i of the stream is i."""
     setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
-    loader = MicroBatchDataLoader(np.arange(tokens, dtype=np.uint16), config, CPU, start_step)
+    loader = MicroBatchDataLoader(np.arange(tokens, dtype=np.uint16), config, CPU, start)
     assert (loader.grad_acc_steps, loader.micro_batch_size) == (
         config.training.gradient_accumulation_steps,
         config.training.micro_batch_size,
@@ -258,7 +258,7 @@ def test_every_layout_sees_the_samples_of_the_contract(pool: WorkerPool, shuffle
             dataset__num_workers=workers,
         )
         start = 13
-        for rank, got in enumerate(pool.run(rows, dp, config, 17, start)):
+        for rank, got in enumerate(pool.run(rows, dp, config, 17, 12 * start)):
             for k, batch in enumerate(got):
                 step, i = start + k // accumulation, k % accumulation
                 first = step * 12 + (i * dp + rank) * size

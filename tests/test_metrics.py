@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from picotron.config import UserError
-from picotron.metrics import Metrics, check_save_dir, flops_per_token, peak_flops
+from picotron.data import Progress
+from picotron.metrics import Metrics, flops_per_token, peak_flops
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run_folder import check_save_dir
 from tests.oracle import make_config, tiny_llama
 from tests.worker_pool import WorkerPool
 
@@ -73,6 +75,10 @@ def test_peak_is_known_or_absent_but_never_another_devices(name: str, expected: 
     assert peak_flops(name, torch.float32) is None
 
 
+def no_evaluation() -> torch.Tensor:
+    raise AssertionError("an evaluation that was not asked for")
+
+
 def log_steps(folder: str, losses: list[float], wandb: bool = False) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     setup_process_group_manager(1, 1, 1, dist.get_world_size())
@@ -83,9 +89,11 @@ def log_steps(folder: str, losses: list[float], wandb: bool = False) -> None:
         training__seq_length=8,
     )
     metrics = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64)
-    for step, loss in enumerate(losses, 1):
+    progress = Progress()
+    for loss in losses:
+        progress = progress.after_step(config)
         mine = torch.tensor(loss + dist.get_rank(), dtype=torch.float64)  # rank 1 of 2: one more, the mean 0.5 more
-        metrics.log(step, mine, torch.tensor(2.0, dtype=torch.float64), 0.1)
+        metrics.log(progress, mine, torch.tensor(2.0, dtype=torch.float64), 0.1, no_evaluation)
     metrics.close()
 
 
@@ -106,13 +114,13 @@ def test_metrics_file_has_the_global_mean_in_full_precision(pool: WorkerPool, tm
 def test_an_earlier_run_in_the_same_folder_is_kept(pool: WorkerPool, tmp_path: Path) -> None:
     for loss in (1.0, 2.0, 3.0):
         pool.run(log_steps, 1, str(tmp_path), [loss])
-    kept = {path.name: json.loads(path.read_text())["loss"] for path in tmp_path.glob("metrics*.jsonl")}
-    assert kept == {"metrics.1.jsonl": 1.0, "metrics.2.jsonl": 2.0, "metrics.jsonl": 3.0}
-    assert {path.name for path in tmp_path.glob("config*.json")} == {"config.1.json", "config.2.json", "config.json"}
+    kept = {str(path.parent): json.loads(path.read_text())["loss"] for path in tmp_path.rglob("metrics.jsonl")}
+    assert kept == {str(tmp_path): 3.0, str(tmp_path / "earlier.1"): 1.0, str(tmp_path / "earlier.2"): 2.0}
+    assert {path.parent.name for path in tmp_path.rglob("config.json")} == {tmp_path.name, "earlier.1", "earlier.2"}
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "config.json").write_text("something else")
     pool.run(log_steps, 1, str(tmp_path / "alone"), [1.0])
-    assert (tmp_path / "alone" / "config.1.json").read_text() == "something else"
+    assert (tmp_path / "alone/earlier.1/config.json").read_text() == "something else"
 
 
 def refused(folder: str, losses: list[float]) -> str:
@@ -143,7 +151,9 @@ def log_with_wandb(folder: str, login: str) -> dict[str, Any]:
     calls: dict[str, Any] = {"logged": []}
     fake: Any = types.ModuleType("wandb")
     run = types.SimpleNamespace(
-        log=lambda record, step: calls["logged"].append((step, record["loss"])), finish=lambda: calls.update(done=True)
+        id="an id",
+        log=lambda record, step: calls["logged"].append((step, record["loss"])),
+        finish=lambda: calls.update(done=True),
     )
 
     def init(**arguments: Any) -> Any:

@@ -13,11 +13,11 @@ from torch.distributed.nn.functional import all_gather as torch_all_gather
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from picotron import process_group_manager as pgm
-from picotron.checkpoint import pretrained_value
 from picotron.config import Config, UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.safetensors_folder import SafetensorsFolder
 from picotron.tensor_parallel import cross_entropy, tensor_parallel
 from picotron.tensor_parallel import tp_communications as comm
 from picotron.tensor_parallel.cross_entropy import linear_cross_entropy
@@ -242,7 +242,7 @@ def weights_from_folder(folder: str, config: LlamaConfig, tp: int) -> dict[str, 
     setup_process_group_manager(tp, 1, 1, 1)
     with torch.device("meta"):
         model = apply_tensor_parallel(Llama(config))
-    materialise(model, CPU, pretrained_value(folder))
+    materialise(model, CPU, SafetensorsFolder(Path(folder)).read)
     return gathered(model, "data")
 
 

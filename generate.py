@@ -1,0 +1,137 @@
+"""Text from a checkpoint:  python generate.py --checkpoint runs/quickstart --prompt "def " --max_new_tokens 100
+
+One process, from any checkpoint, run folder (its newest checkpoint) or Hugging Face Llama folder. The keys and values
+of all tokens so far are kept (KV cache), so a new token costs one pass of one token.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from picotron.checkpoint import check_files, read_state
+from picotron.config import Model, UserError, reason
+from picotron.model import Attention, Llama, fused_attention, load_model_config
+from picotron.run_folder import checkpoint_folders
+from picotron.safetensors_folder import SafetensorsFolder, find_folder
+from picotron.utils import exit_on_error
+from picotron.weights import materialise
+
+logger = logging.getLogger("picotron")
+
+
+class CachedAttention:
+    """Attention of new tokens to themselves and to all before them, whose keys and values it keeps.
+
+    q (B, H, T, d), k and v (B, K, T, d). There is either nothing before them (the prompt), or they are one token.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length, self.length = max_length, 0
+        self.keys = self.values = torch.empty(0)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        start, self.length = self.length, self.length + k.size(2)
+        if start == 0:
+            self.keys, self.values = (x.new_empty(*x.shape[:2], self.max_length, x.size(3)) for x in (k, v))
+        self.keys[:, :, start : self.length], self.values[:, :, start : self.length] = k, v
+        if start == 0:
+            return fused_attention(q, k, v)
+        assert q.size(2) == 1
+        keys, values = self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        return torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+
+def load_model(folder: Path, device: torch.device) -> Llama:
+    """The model of a folder, in the dtype of its config.json (float32 if that names none).
+
+    Raises:
+        UserError: it has no Llama, or its files are damaged.
+    """
+    if (state := read_state(folder)) is not None:
+        check_files(folder, {name: parts for name, parts in state.files.items() if name.startswith("model")})
+    config = load_model_config(Model(name=str(folder)))
+    with torch.device("meta"):
+        model = Llama(config).to(config.dtype or torch.float32)
+    materialise(model, device, SafetensorsFolder(folder).read)
+    return model.eval()
+
+
+@torch.inference_mode()
+def generate(
+    model: Llama,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 0,
+    end: int | None = None,
+) -> list[int]:
+    """The tokens that follow a prompt, up to and without `end`.
+
+    Args:
+        temperature: of the softmax over the logits that tokens are drawn from; 0: always the likeliest token.
+        top_k: draw from the k likeliest tokens only; 0: from all.
+        seed: of the draws.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = CachedAttention(len(prompt_ids) + max_new_tokens)
+    tokens, new = list(prompt_ids), list(prompt_ids)
+    while len(tokens) < len(prompt_ids) + max_new_tokens:
+        positions = torch.arange(len(tokens) - len(new), len(tokens), device=device)[None]
+        hidden = model.decode(model.embed(torch.tensor([new], device=device)), positions)
+        logits = model.predict(hidden[:, -1:], None)[0, 0].double()
+        new = [draw(logits, temperature, top_k, generator)]
+        if new[0] == end:
+            break
+        tokens += new
+    return tokens[len(prompt_ids) :]
+
+
+def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """A token, given the logits (V,) of all."""
+    if temperature == 0:
+        return int(logits.argmax())
+    if 0 < top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Text from a checkpoint, a run's folder or a Hugging Face Llama.")
+    parser.add_argument("--checkpoint", required=True, help="folder or hub id; of a run's folder the newest checkpoint")
+    parser.add_argument("--prompt", default="", help="what the text begins with [a new document]")
+    parser.add_argument("--max_new_tokens", type=int, default=100, help="at most so many [100]")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token [0]")
+    parser.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all [0]")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws [0]")
+    options = parser.parse_args()
+    for name in ("max_new_tokens", "temperature", "top_k", "seed"):
+        if getattr(options, name) < 0:
+            raise UserError(f"--{name} {getattr(options, name)} is negative; use 0 or more")
+
+    folder = [find_folder(options.checkpoint), *checkpoint_folders(Path(options.checkpoint)).values()][-1]
+    model = load_model(folder, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        raise UserError(f"no tokenizer in {folder} ({reason(error)}); save one there") from None
+    prompt_ids = tokenizer(options.prompt)["input_ids"] or [tokenizer.eos_token_id]
+    if prompt_ids == [None]:
+        raise UserError(f"the tokenizer of {folder} has no token that begins a document; give a --prompt")
+    limit = model.config.max_position_embeddings
+    if len(prompt_ids) + options.max_new_tokens > limit:
+        logger.warning("more than %d tokens: the model was made for sequences of that length", limit)
+    end = tokenizer.eos_token_id
+    new = generate(model, prompt_ids, options.max_new_tokens, options.temperature, options.top_k, options.seed, end)
+    print(f"{folder}:\n{options.prompt}{tokenizer.decode(new)}")
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

@@ -1,0 +1,106 @@
+"""The folder of a run, `checkpoint.save_dir`: what is in it, and what a new run does with what an earlier one left.
+
+    config.json  metrics.jsonl  step_00000050/  step_00000100/  ...    earlier.1/  earlier.2/  ...
+
+A folder of checkpoints with its final name is whole: it is written under another name, and renamed at the end.
+"""
+
+import itertools
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from picotron.config import Config, UserError
+
+logger = logging.getLogger("picotron")
+
+UNFINISHED = ".unfinished"  # ends the name of a checkpoint that is being written, or deleted
+
+
+def check_save_dir(config: Config) -> None:
+    """Make the folder for the outputs. Raises UserError if they cannot or should not be written there."""
+    name = config.checkpoint.save_dir
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=name).close()
+        existing = Path(name, "config.json")
+        if existing.exists() and "model_type" in existing.read_text():
+            raise UserError(
+                f"checkpoint.save_dir={name!r} is a model's folder, whose config.json must stay; choose another"
+            )
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.save_dir={name!r} cannot be written: {error.strerror}; choose another folder"
+        ) from None
+
+
+def checkpoint_folder(save_dir: Path, step: int) -> Path:
+    return save_dir / f"step_{step:08d}"
+
+
+def checkpoint_folders(save_dir: Path) -> dict[int, Path]:
+    """The checkpoints in it by step, in ascending order."""
+    steps = sorted(int(path.name[5:]) for path in save_dir.glob("step_*") if path.name[5:].isdigit())
+    return {step: checkpoint_folder(save_dir, step) for step in steps}
+
+
+def delete_checkpoint(folder: Path) -> None:
+    """Not at once, so first it gets a name that nobody takes for a whole one."""
+    unfinished = folder.with_name(folder.name + UNFINISHED)
+    folder.rename(unfinished)
+    shutil.rmtree(unfinished)
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the names in it reach the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_records(path: Path, until: int) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl of steps up to `until`; a line that a killed run did not finish is none of them."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return [record for record in records if record["step"] <= until]
+
+
+def begin_run(save_dir: Path, config: Config, continued: int | None) -> list[dict[str, Any]]:
+    """Write config.json, and make room for the outputs to come. What an earlier run left is never lost: unless it is
+    this run's own beginning it goes to a folder `earlier.N`.
+
+    Args:
+        continued: the step after which this run goes on with what the folder holds; None if it is another run.
+
+    Returns:
+        The records of the steps so far, which stay in metrics.jsonl. Those of later steps, which are done again, go.
+    """
+    checkpoints, metrics, described = checkpoint_folders(save_dir), save_dir / "metrics.jsonl", save_dir / "config.json"
+    old = [path for step, path in checkpoints.items() if continued is None or step > continued]
+    if continued is None:
+        old += [path for path in (metrics, described) if path.exists()]
+    if old:
+        earlier = next(path for n in itertools.count(1) if not (path := save_dir / f"earlier.{n}").exists())
+        earlier.mkdir()
+        if continued is not None and metrics.exists():
+            shutil.copy(metrics, earlier)
+        for path in old:
+            path.rename(earlier / path.name)
+        logger.info("what an earlier run left in %s is now in %s: %s", save_dir, earlier, [path.name for path in old])
+    records = [] if continued is None else _read_records(metrics, continued)
+    if continued is not None and metrics.exists():
+        shorter = save_dir / "metrics.jsonl.new"
+        shorter.write_text("".join(json.dumps(record) + "\n" for record in records))
+        shorter.replace(metrics)
+    described.write_text(config.model_dump_json(indent=2) + "\n")
+    return records
