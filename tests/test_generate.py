@@ -1,0 +1,134 @@
+"""generate.py: with its cache of keys and values it says what transformers says without one."""
+
+import logging
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+import generate as program
+from generate import draw, generate, load_model
+from picotron.config import UserError
+from picotron.tokens import train_bpe
+from tests.oracle import tiny_llama
+from tests.test_safetensors_folder import break_folder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with weights so large that every token depends on those before it, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    LlamaForCausalLM(tiny_llama(vocab_size=300, initializer_range=0.5, eos_token_id=0)).save_pretrained(folder)
+    train_bpe(iter(["def f(x): return x + 1", "class A: pass"]), 300).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_greedy_text_equals_transformers(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
+    torch.manual_seed(1)
+    config = tiny_llama(vocab_size=300, initializer_range=0.5, tie_word_embeddings=tied, eos_token_id=None)
+    theirs = LlamaForCausalLM(config).to(dtype)
+    theirs.save_pretrained(tmp_path, max_shard_size="50KB")
+    ours = load_model(tmp_path, CPU)
+    assert next(ours.parameters()).dtype == dtype
+    for prompt in ([5], [1, 2, 3], list(range(20))):
+        ids = torch.tensor([prompt])
+        expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+        result = generate(ours, prompt, 40)
+        assert result == expected[0, len(prompt) :].tolist()
+        assert len(set(result)) > 5  # it says something
+        assert generate(ours, prompt, 40) == result  # the cache of the first time is gone
+
+
+def test_it_ends_where_the_text_ends(folder: Path) -> None:
+    model = load_model(folder, CPU)
+    whole = generate(model, [7], 30)
+    assert generate(model, [7], 30, end=whole[4]) == whole[: whole.index(whole[4])]
+    assert generate(model, [7], 0) == []
+
+
+def test_draws_follow_temperature_top_k_and_seed() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, 0.0], dtype=torch.float64)
+
+    def frequencies(temperature: float, top_k: int) -> list[float]:
+        generator = torch.Generator().manual_seed(0)
+        counts = Counter(draw(logits, temperature, top_k, generator) for _ in range(4000))
+        return [counts[i] / 4000 for i in range(4)]
+
+    assert frequencies(0.0, 0) == [0, 1, 0, 0]
+    assert frequencies(1.0, 1) == [0, 1, 0, 0]
+    for temperature in (0.5, 2.0):
+        assert frequencies(temperature, 0) == pytest.approx((logits / temperature).softmax(0).tolist(), abs=0.03)
+    best = (logits[1:3]).softmax(0).tolist()
+    assert frequencies(1.0, 2) == pytest.approx([0, *best, 0], abs=0.03)
+    assert frequencies(1.0, 9) == frequencies(1.0, 0)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
+    program.main()
+    return capsys.readouterr().out
+
+
+def test_the_program(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("def f")["input_ids"]
+    model = LlamaForCausalLM.from_pretrained(folder)
+    expected = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=20, do_sample=False
+    )
+    text = run(monkeypatch, capsys, "--checkpoint", folder, "--prompt", "def f", "--max_new_tokens", 20)
+    assert text == f"{folder}:\n{tokenizer.decode(expected[0], skip_special_tokens=True)}\n"
+    sampled = [
+        run(monkeypatch, capsys, "--checkpoint", folder, "--temperature", 1, "--top_k", 50, "--seed", seed)
+        for seed in (1, 1, 2)
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_of_a_run_the_newest_checkpoint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (9, 10):
+        (tmp_path / f"step_{step:08d}").symlink_to(folder)
+    (tmp_path / "step_00000011.unfinished").mkdir()
+    assert run(monkeypatch, capsys, "--checkpoint", tmp_path).startswith(f"{tmp_path}/step_00000010:\n")
+
+
+def test_more_tokens_than_the_model_was_made_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        run(monkeypatch, capsys, "--checkpoint", folder, "--prompt", "d", "--max_new_tokens", 64)
+    assert caplog.messages == ["more than 64 tokens: the model was made for sequences of that length"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "-1"], "--temperature -1.0 is negative; use 0 or more"),
+        (["--max_new_tokens", "-1"], "--max_new_tokens -1 is negative"),
+        (["--checkpoint", "no/such"], "is no local folder and cannot be downloaded"),
+    ],
+)
+def test_mistakes(folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(folder), *words])
+    with pytest.raises(UserError, match=message):
+        program.main()
+
+
+def test_folders_without_a_tokenizer_or_with_damaged_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path)])
+    with pytest.raises(UserError, match=f"no tokenizer in {tmp_path} "):
+        program.main()
+    break_folder(tmp_path, "truncated")
+    with pytest.raises(UserError, match="are damaged"):
+        program.main()
