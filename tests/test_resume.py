@@ -1,0 +1,268 @@
+"""Runs that were killed, stopped or out of disk go on as if nothing had happened: in worker processes, as programs."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from picotron.run_folder import checkpoint_folders, delete_checkpoint
+from picotron.utils import StopSignals
+from tests.oracle import tiny_llama
+from tests.test_checkpoint import first_half, mistake, run_config, tensors_of, train
+from tests.test_checkpoint import tokenizer as tokenizer
+from tests.test_train import TORCHRUN, arguments, metrics
+from tests.test_train import run as run_program
+from tests.worker_pool import WorkerError, WorkerPool
+
+KILLS = 20
+
+
+def kill_in_a_while(pool: WorkerPool, save_dir: Path, steps: int, delay: float) -> None:
+    """SIGKILL all processes of the pool some time after there are `steps` more checkpoints than now."""
+    goal = max(checkpoint_folders(save_dir), default=0) + steps
+    while max(checkpoint_folders(save_dir), default=0) < goal:
+        time.sleep(0.0005)
+    time.sleep(delay)
+    for process in pool.processes:
+        process.kill()
+
+
+def test_twenty_kills_change_nothing(tokenizer: Path, tmp_path: Path) -> None:
+    """Of two stages that save every step, at random moments, writing or not; each time the same run starts again."""
+    pool, generator, unfinished = WorkerPool(), random.Random(0), 0
+    layout, model = {"pp_size": 2}, tiny_llama()
+    keys = {"training__total_train_steps": 90, "checkpoint__save_frequency": 1, "checkpoint__load_path": "latest"}
+    config = run_config(tmp_path / "killed", layout, checkpoint__keep_last=3, **keys)
+    try:
+        for _ in range(KILLS):
+            killer = threading.Thread(
+                target=kill_in_a_while,
+                args=(pool, tmp_path / "killed", generator.randrange(1, 4), generator.random() * 0.04),
+            )
+            killer.start()
+            with pytest.raises(WorkerError, match="the worker died"):
+                pool.run(train, 2, config, model, tokenizer)
+            killer.join()
+            unfinished += len(list((tmp_path / "killed").glob("*.unfinished")))
+        went_on_from = max(checkpoint_folders(tmp_path / "killed"))
+        (result, _) = pool.run(train, 2, config, model, tokenizer)
+        (whole, _) = pool.run(train, 2, run_config(tmp_path / "whole", layout, **keys), model, tokenizer)
+    finally:
+        pool.close()
+    assert KILLS <= went_on_from < 90
+    assert unfinished > 2  # some were killed while they wrote
+    assert result["losses"] == whole["losses"][went_on_from:]
+    assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == [
+        f"step_000000{step}" for step in (88, 89, 90)
+    ]
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        ours, theirs = (tensors_of(tmp_path / name / "step_00000090", kind) for name in ("killed", "whole"))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Any:
+    """A file system of 2 MiB, which takes two checkpoints of the model below and a part of a third one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=False)
+    if mounted.returncode:
+        pytest.skip("only root can mount a small tmpfs; test_checkpoint has full disks without one")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full(pool: WorkerPool, tokenizer: Path, small_disk: Path) -> None:
+    layout, model = {"dp_size": 2}, tiny_llama()
+    config = run_config(small_disk, layout, checkpoint__save_frequency=1)
+    for message in pool.run(mistake, 2, config, model, tokenizer):
+        assert message.startswith(
+            f"the checkpoint {small_disk}/step_00000003 cannot be written: No space left on device"
+        )
+    assert [path.name for path in sorted(small_disk.iterdir())] == ["step_00000001", "step_00000002"]
+    delete_checkpoint(small_disk / "step_00000001")
+    keys = {"checkpoint__load_path": "latest", "checkpoint__keep_last": 1}
+    (result, _) = pool.run(train, 2, first_half(small_disk, layout, **keys), model, tokenizer)
+    assert len(result["losses"]) == 3
+    assert list(checkpoint_folders(small_disk)) == [5]
+
+
+def signal_on_one_rank(number: int) -> tuple[int, int, int]:
+    signals = StopSignals()
+    before = signals.agreed()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM if number == signal.SIGTERM else number)  # torchrun sends it again
+    after = signals.agreed()
+    StopSignals.received = 0
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(each, signal.SIG_DFL)
+    return before, after, dist.get_rank()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_all_ranks_agree_to_stop(pool: WorkerPool, number: int) -> None:
+    assert pool.run(signal_on_one_rank, 3, number) == [(0, number, rank) for rank in range(3)]
+
+
+# ------------------------------------------------------------------------------------------------------ whole programs
+
+
+def program(tmp_path: Path, in_step: str) -> str:
+    """train.py, in which something else happens when the last rank loads the second micro-batch of the third step."""
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import sys; sys.path.insert(0, '.')\n"
+        "import os, pathlib, signal, train, torch\n"
+        "from picotron.data import MicroBatchDataLoader\n"
+        "load, calls = MicroBatchDataLoader.__next__, []\n"
+        f"marker = pathlib.Path({str(tmp_path / 'marker')!r})\n"
+        "def changed(self):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 8 and not marker.exists() and int(os.environ.get('RANK', 0)) == int(os.environ.get('WORLD_SIZE', 1)) - 1:\n"
+        "        marker.touch()\n"
+        f"        {in_step}\n"
+        "    return load(self)\n"
+        "MicroBatchDataLoader.__next__ = changed\n"
+        "train.exit_on_error(train.main)\n"
+    )
+    return str(path)
+
+
+def start(home: Path, command: list[str], words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, "--config", "template/base_config.json", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HOME": str(home), **environment},
+        timeout=240,
+        check=False,
+    )
+
+
+def same_records(first: Path, second: Path) -> bool:
+    fields = ("step", "loss", "grad_norm", "learning_rate", "tokens", "eval_loss")
+    ours, theirs = ([[line.get(field) for field in fields] for line in metrics(folder)] for folder in (first, second))
+    return ours == theirs
+
+
+@pytest.fixture(scope="module")
+def undisturbed(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two stages, five steps, not disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    result = run_program(home, 2, *words(folder))
+    assert result.returncode == 0, result.stderr
+    assert list(checkpoint_folders(folder)) == [1, 2, 3, 4, 5]
+    return folder
+
+
+def words(save_dir: Path) -> list[str]:
+    keys = {"distributed.pp_size": 2, "training.total_train_steps": 5, "checkpoint.save_frequency": 1}
+    return arguments(save_dir, 1, 4, **keys, **{"checkpoint.load_path": "latest"})
+
+
+def test_torchrun_restarts_a_run_whose_rank_was_killed(home: Path, tmp_path: Path, undisturbed: Path) -> None:
+    killer = program(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    command = [
+        *TORCHRUN,
+        "2",
+        "--max-restarts",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        killer,
+    ]
+    result = start(home, command, words(tmp_path / "run"), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "marker").exists()
+    assert f"training goes on from {tmp_path}/run/step_00000002" in result.stdout
+    assert same_records(tmp_path / "run", undisturbed)
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        ours, theirs = (tensors_of(folder / "step_00000005", kind) for folder in (tmp_path / "run", undisturbed))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert re.search(r"loss 8\.\d+ -> \d\.\d+ \(a uniform", result.stdout)
+
+
+def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
+    """With a checkpoint although none is due, and an exit code that says so; the same command goes on from there."""
+    stopped = program(tmp_path, "os.kill(os.getpid(), signal.SIGUSR1)")
+    keys = {"checkpoint.load_path": "latest", "checkpoint.save_frequency": 0}
+    result = start(home, [sys.executable, stopped], arguments(tmp_path / "run", 1, 4, **keys))
+    assert result.returncode == 128 + signal.SIGUSR1
+    assert result.stderr == ""
+    assert "SIGUSR1: the run ends after this step" in result.stdout
+    assert f"checkpoint {tmp_path}/run/step_00000003: " in result.stdout
+    result = start(home, [sys.executable, stopped], arguments(tmp_path / "run", 1, 4, **keys))
+    assert result.returncode == 0, result.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    result = run_program(home, 0, *arguments(tmp_path / "whole", 1, 4))
+    assert same_records(tmp_path / "run", tmp_path / "whole")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "config.json",
+        "metrics.jsonl",
+        "step_00000003",
+    ]
+
+
+@pytest.mark.parity
+def test_signals_to_torchrun(home: Path, tmp_path: Path, undisturbed: Path) -> None:
+    """It passes SIGTERM on to its processes, all of which save and leave."""
+    stopped = program(tmp_path, "os.kill(os.getppid(), signal.SIGTERM)")
+    result = start(home, [*TORCHRUN, "2", stopped], words(tmp_path / "run"))
+    assert result.returncode != 0
+    steps = len(metrics(tmp_path / "run"))
+    assert steps < 5
+    assert max(checkpoint_folders(tmp_path / "run")) == steps
+    result = start(home, [*TORCHRUN, "2", stopped], words(tmp_path / "run"))
+    assert result.returncode == 0, result.stderr
+    assert same_records(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.parity
+def test_twenty_kills_of_the_program(home: Path, tmp_path: Path) -> None:
+    """`torchrun train.py` on two stages, one of whose processes gets a SIGKILL some time after the first step."""
+    generator = random.Random(1)
+    more = {"distributed.pp_size": 2, "training.total_train_steps": 120, "training.seq_length": 32}
+    keys = {
+        "checkpoint.save_frequency": 1,
+        "checkpoint.keep_last": 2,
+        "checkpoint.load_path": "latest",
+        "training.eval_frequency": 0,
+    }
+
+    def command(save_dir: Path) -> list[str]:
+        options = arguments(save_dir, 1, 1, **more, **keys)
+        return [*TORCHRUN, "2", "train.py", "--config", "template/base_config.json", *options]
+
+    environment = {**os.environ, "HOME": str(home)}
+    subprocess.run(command(tmp_path / "whole"), env=environment, check=True, capture_output=True)
+    for _ in range(KILLS):
+        before = max(checkpoint_folders(tmp_path / "run"), default=0)
+        run = subprocess.Popen(
+            command(tmp_path / "run"), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        while max(checkpoint_folders(tmp_path / "run"), default=0) == before:
+            assert run.poll() is None, run.stderr and run.stderr.read()
+            time.sleep(0.001)
+        time.sleep(generator.random() * 0.3)
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        os.kill(int(generator.choice(children)), signal.SIGKILL)
+        run.communicate()
+        assert run.returncode != 0
+    assert max(checkpoint_folders(tmp_path / "run")) < 120
+    subprocess.run(command(tmp_path / "run"), env=environment, check=True, capture_output=True)
+    assert same_records(tmp_path / "run", tmp_path / "whole")
+    ours, theirs = (tensors_of(tmp_path / name / "step_00000120", "model") for name in ("run", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
