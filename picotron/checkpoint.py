@@ -58,8 +58,12 @@ class TrainerState(BaseModel):
     """the parts of each of the other files, one after the other"""
 
     def to_json(self) -> str:
+        """A line for each key."""
         data = self.model_dump(mode="json")
-        return json.dumps(data | {"crc32": _checksum(data)}, indent=2) + "\n"
+        lines = [
+            f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in (data | {"crc32": _checksum(data)}).items()
+        ]
+        return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _checksum(data: dict[str, Any]) -> int:

@@ -136,7 +136,7 @@ class CheckpointWriter:
             if first:
                 shutil.rmtree(folder, ignore_errors=True)  # a full disk has room again
             raise
-        size = sum(each.part.size for each in written)
+        size = sum(part.size for each in written for part in each.parts)
         logger.info("checkpoint %s: %.3g GB in %.1f s", final, size / 1e9, time.perf_counter() - began)
 
     def _together(self, final: Path, work: Callable[[], Any]) -> list[Any]:
@@ -154,10 +154,10 @@ class CheckpointWriter:
     def _publish(self, folder: Path, final: Path, progress: Progress, written: list[Written]) -> None:
         """Write everything that is not tensors; then the folder is whole, and gets its name."""
         files: dict[str, list[Part]] = defaultdict(list)
-        for each in sorted(written, key=lambda each: each.part.start):
-            files[each.file].append(each.part)
+        for each in written:
+            files[each.file] = sorted([*files[each.file], *each.parts], key=lambda part: part.start)
         for name, content in (self.model_files | self._indices(written)).items():
-            files[name] = [write_file(folder / name, content)]
+            files[name] = write_file(folder / name, content)
         state = TrainerState(
             **dataclasses.asdict(progress),
             order_of_samples=self.order,
@@ -181,11 +181,13 @@ class CheckpointWriter:
         if pgm.process_group_manager.pp_world_size == 1:
             return {}
         files: dict[str, dict[str, str]] = defaultdict(dict)
-        sizes: dict[str, int] = defaultdict(int)
+        sizes: dict[str, dict[str, int]] = defaultdict(dict)
         for each in written:
             files[each.kind] |= dict.fromkeys(each.sizes, each.file)
-            sizes[each.kind] += sum(each.sizes.values())
-        indices = {kind: {"metadata": {"total_size": sizes[kind]}, "weight_map": files[kind]} for kind in files}
+            sizes[each.kind] |= each.sizes
+        indices = {
+            kind: {"metadata": {"total_size": sum(sizes[kind].values())}, "weight_map": files[kind]} for kind in files
+        }
         return {
             f"{kind}.safetensors.index.json": json.dumps(index, indent=2).encode() for kind, index in indices.items()
         }

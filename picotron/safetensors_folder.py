@@ -107,46 +107,46 @@ class Part:
     crc32: int
 
 
-class PartWriter:
-    """Writes bytes into a file from `start` on, and sums them up.
+class FileWriter:
+    """Writes parts of a file, of which other processes may write others at the same time.
 
     What goes wrong is kept for `close` to raise: a process with a full disk still has to answer the messages of others.
     """
 
-    def __init__(self, path: Path, start: int) -> None:
-        self.start, self.size, self.crc32 = start, 0, 0
+    def __init__(self, path: Path) -> None:
+        self.parts: list[Part] = []
         self.error: OSError | None = None
         try:
-            # Not emptied: other processes write their parts of it.
+            # Not emptied: what others have written stays.
             self.file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0)
-            self.file.seek(start)
         except OSError as error:
             self.error = error
 
-    def write(self, data: bytes | memoryview) -> None:
-        rest = memoryview(data)
-        while self.error is None and rest:
+    def write(self, start: int, data: bytes | memoryview) -> None:
+        if self.error is None:
             try:
-                written = self.file.write(rest)
-                self.crc32, self.size = zlib.crc32(rest[:written], self.crc32), self.size + written
-                rest = rest[written:]
+                self.file.seek(start)
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[self.file.write(rest) :]
+                self.parts.append(Part(start, len(data), zlib.crc32(data)))
             except OSError as error:
                 self.error = error
                 self.file.close()
 
-    def close(self) -> Part:
+    def close(self) -> list[Part]:
         """Returns when the bytes are on the disk. Raises OSError if any are not."""
         if self.error is not None:
             raise self.error
         with self.file:
             os.fsync(self.file.fileno())
-        return Part(self.start, self.size, self.crc32)
+        return self.parts
 
 
-def write_file(path: Path, content: bytes) -> Part:
+def write_file(path: Path, content: bytes) -> list[Part]:
     """A whole file at once. Raises OSError."""
-    writer = PartWriter(path, 0)
-    writer.write(content)
+    writer = FileWriter(path)
+    writer.write(0, content)
     return writer.close()
 
 

@@ -1,14 +1,18 @@
 """The tensors of a checkpoint: a file per pipeline stage and kind of tensor, written by the stage's tp ranks together.
 
-Of each stage the tp group of dp rank 0 and cp rank 0 writes; the others hold the same. Its ranks share the bytes of the
-files among them. Tensor by tensor, the one that writes it gathers the parts of it from the others, so none ever has
-more than one whole tensor in memory.
+Of each stage the tp group of dp rank 0 and cp rank 0 writes; the others hold the same. Each of its ranks writes some
+rows of every tensor. These are what a rank has, if the rows are what is split; if the columns are, an all-to-all turns
+its columns of all rows into all columns of its rows. So no rank ever has a whole tensor in memory that is split:
+
+    rank 0 | rank 1        rank 0   0 0 0 0
+     0 0   |  1 1     ->            0 0 0 0         each row of a tensor is one run of bytes in its file
+     0 0   |  1 1          rank 1   1 1 1 1
+     0 0   |  1 1                   1 1 1 1
+     0 0   |  1 1
 """
 
 import dataclasses
-import itertools
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,8 +23,7 @@ from picotron import process_group_manager as pgm
 from picotron.model import Llama
 from picotron.optimizer import AdamW
 from picotron.process_group_manager import new_groups
-from picotron.safetensors_folder import Part, PartWriter, plan_file
-from picotron.utils import together
+from picotron.safetensors_folder import FileWriter, Part, plan_file
 from picotron.weights import Shard, is_copy, parameters_and_shards
 
 
@@ -46,11 +49,11 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What a rank has written of a file, and the bytes of each tensor in it."""
+    """What a rank has written of a file, and the size in bytes of each of its tensors."""
 
     kind: str
     file: str
-    part: Part
+    parts: list[Part]
     sizes: dict[str, int]
 
 
@@ -67,8 +70,6 @@ class StageFiles:
         self.llama, self.optimizer = llama, optimizer
         # On the CPU, whatever the device, and its own: messages may come from a thread beside training.
         self.group = new_groups(grid.grid.view(-1, grid.tp_world_size).tolist(), "gloo")
-        mine = {name: (shard.start, shard.stop) for name, _, shard in parameters_and_shards(llama) if shard}
-        self.ranges = together(lambda: mine, self.group)  # of each tp rank
 
     def pieces(self) -> list[Piece]:
         """What the files hold, in their order."""
@@ -91,45 +92,41 @@ class StageFiles:
         return pieces
 
     def write(self, folder: Path, pieces: list[Piece]) -> list[Written]:
-        """Write this rank's share of its stage's files, about as many bytes as the other tp ranks."""
-        tp_rank, tp_size = pgm.process_group_manager.tp_rank, pgm.process_group_manager.tp_world_size
-        total, done = sum(piece.size for piece in pieces), 0
-        shares: list[list[Piece]] = [[] for _ in range(tp_size)]
-        for piece in pieces:
-            shares[done * tp_size // total].append(piece)
-            done += piece.size
-        writers: dict[str, PartWriter] = {}
-        for row in itertools.zip_longest(*shares):  # a piece for each of the ranks, so that they write at the same time
-            gathers = [(piece, self._start_gather(piece, rank)) for rank, piece in enumerate(row) if piece is not None]
-            for piece, finish in gathers:
-                if (tensor := finish()) is not None:
-                    if piece.file not in writers:
-                        writers[piece.file] = PartWriter(folder / piece.file, piece.start - len(piece.header))
-                    writers[piece.file].write(piece.header)
-                    writers[piece.file].write(tensor.view(torch.uint8).flatten().numpy().data)
+        """Write this rank's rows of all pieces. The ranks of its tp group have to call this together.
+
+        Raises:
+            OSError: not everything is on the disk.
+        """
+        writers: dict[str, FileWriter] = {}
         sizes: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
-        for piece in shares[tp_rank]:
+        for piece in pieces:
+            if piece.file not in writers:
+                writers[piece.file] = FileWriter(folder / piece.file)
+            writer, (first, rows) = writers[piece.file], self._rows(piece)
+            if piece.header and pgm.process_group_manager.tp_rank == 0:
+                writer.write(0, piece.header)
+            if len(rows):
+                data = rows.reshape(len(rows), -1).contiguous().view(torch.uint8)  # (rows, bytes of a row)
+                writer.write(piece.start + first * data.size(1), data.flatten().numpy().data)
             sizes[piece.kind, piece.file][piece.name] = piece.size
         return [Written(kind, file, writers[file].close(), held) for (kind, file), held in sizes.items()]
 
-    def _start_gather(self, piece: Piece, writer: int) -> Callable[[], Tensor | None]:
-        """Begin to send the parts of a tensor to the tp rank `writer`. The returned function waits, and returns the
-        whole tensor there, elsewhere None.
-        """
-        grid, mine, shard = pgm.process_group_manager, piece.tensor.cpu().contiguous(), piece.shard
-        if shard is None or grid.tp_world_size == 1:
-            return lambda: mine if writer == grid.tp_rank else None
-        parts = [torch.empty_like(mine) for _ in range(grid.tp_world_size)] if writer == grid.tp_rank else []
-        received = [part.view(torch.uint8) for part in parts] or None
-        work = dist.gather(mine.view(torch.uint8), received, group=self.group, group_dst=writer, async_op=True)
-
-        def finish() -> Tensor | None:
-            work.wait()
-            # By their start: key/value heads that several ranks hold count once. What is beyond the stop is padding.
-            by_start = {}
-            for part, ranges in zip(parts, self.ranges, strict=False):
-                start, stop = ranges[piece.name]
-                by_start[start] = part.narrow(shard.dim, 0, stop - start)
-            return torch.cat(list(by_start.values()), shard.dim) if parts else None
-
-        return finish
+    def _rows(self, piece: Piece) -> tuple[int, Tensor]:
+        """The rows of a tensor that this rank writes, and the number of the first."""
+        grid, shard, mine = pgm.process_group_manager, piece.shard, piece.tensor.cpu()
+        if shard is None:
+            return 0, mine[: len(mine) if grid.tp_rank == 0 else 0]
+        if shard.dim == 0:
+            is_first = grid.tp_rank % shard.copies == 0  # of several ranks that hold the same rows
+            return shard.start, mine[: shard.stop - shard.start if is_first else 0]
+        blocks = mine.tensor_split(grid.tp_world_size)
+        received = mine.new_empty(grid.tp_world_size, *blocks[grid.tp_rank].shape)  # (tp, rows, columns/tp)
+        lengths = [len(block) for block in blocks]
+        dist.all_to_all_single(
+            received.flatten(0, 1).view(torch.uint8),
+            mine.contiguous().view(torch.uint8),
+            [lengths[grid.tp_rank]] * grid.tp_world_size,
+            lengths,
+            group=self.group,
+        )
+        return sum(lengths[: grid.tp_rank]), received.transpose(0, 1).flatten(1)

@@ -295,26 +295,29 @@ def test_asynchronous_ones_hold_the_same(pool: WorkerPool, tokenizer: Path, tmp_
 
 def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: Path, after: int) -> str:
     """The error of a run that cannot write more than so many bytes a file on its last rank."""
-    write = safetensors_folder.PartWriter.write
+    write = safetensors_folder.FileWriter.write
 
     class Full:
         def write(self, data: Any) -> int:
             raise OSError(28, "No space left on device")
 
+        def seek(self, start: int) -> None:
+            pass
+
         def close(self) -> None:
             pass
 
-    def limited(self: Any, data: Any) -> None:
-        if dist.get_rank() == dist.get_world_size() - 1 and self.size + len(data) > after:
+    def limited(self: Any, start: int, data: Any) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1 and start > after:
             self.file.close()
             self.file = Full()
-        write(self, data)
+        write(self, start, data)
 
-    safetensors_folder.PartWriter.write = limited  # type: ignore[method-assign]
+    safetensors_folder.FileWriter.write = limited  # type: ignore[method-assign]
     try:
         return mistake(config, model_config, tokenizer)
     finally:
-        safetensors_folder.PartWriter.write = write  # type: ignore[method-assign]
+        safetensors_folder.FileWriter.write = write  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
