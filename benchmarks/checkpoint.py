@@ -54,7 +54,7 @@ class Run:
 
     def __init__(self, rank: int, layout: dict[str, Any], folder: Path, async_save: bool = False) -> None:
         self.folder, self.device = folder, device_of(rank)
-        sizes = {"seq_length": 256, "micro_batch_size": 1, "gradient_accumulation_steps": 2}
+        sizes = {"seq_length": 64, "micro_batch_size": 1, "gradient_accumulation_steps": 2}
         config = run_config(layout, **sizes)
         update = {"save_dir": str(folder), "async_save": async_save}
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=update)})

@@ -11,11 +11,11 @@ is a file per stage and an index. `checkpoint_writer` writes all this.
 
 import json
 import logging
-import zlib
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import xxhash
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -61,13 +61,13 @@ class TrainerState(BaseModel):
         """A line for each key."""
         data = self.model_dump(mode="json")
         lines = [
-            f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in (data | {"crc32": _checksum(data)}).items()
+            f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in (data | {"xxh3": _checksum(data)}).items()
         ]
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _checksum(data: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(data, sort_keys=True).encode())
+def _checksum(data: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(data, sort_keys=True).encode())
 
 
 def read_state(folder: Path) -> TrainerState | None:
@@ -87,7 +87,7 @@ def read_state(folder: Path) -> TrainerState | None:
         return None
     try:
         data = json.loads(path.read_text())
-        if data.pop("crc32") != _checksum(data):
+        if data.pop("xxh3") != _checksum(data):
             raise ValueError("its checksum is another one")
         return TrainerState.model_validate_json(json.dumps(data))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

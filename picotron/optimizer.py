@@ -67,7 +67,7 @@ class AdamW(torch.optim.AdamW):
             for master in group["params"]:
                 device = master.device if group["fused"] else "cpu"  # as in torch's own first step
                 self.state[master] = {"step": torch.tensor(float(step), dtype=torch.float32, device=device)}
-                self.state[master] |= {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+                self.state[master] |= {name: torch.empty_like(master) for name in ("exp_avg", "exp_avg_sq")}
         for parameter in self.masters:
             for name, tensor in self.state_of(parameter).items():
                 read(parameter, name, tensor)

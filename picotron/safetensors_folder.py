@@ -9,10 +9,10 @@ only writes what is in memory as a whole; it reads all that is written here.)
 import dataclasses
 import json
 import os
-import zlib
 from pathlib import Path
 
 import torch
+import xxhash
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -21,7 +21,7 @@ from picotron.config import UserError, reason
 from picotron.weights import Index
 
 DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
-CHUNK = 2**24  # bytes to read at once
+CHUNK = 2**20  # bytes to read at once
 
 
 def find_folder(name: str) -> Path:
@@ -100,11 +100,11 @@ def plan_file(tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> tuple[bytes
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a file: where it begins, its length in bytes and its checksum."""
+    """A part of a file: where it begins, its length in bytes, and their checksum (XXH3, 64 bits, hexadecimal)."""
 
     start: int
     size: int
-    crc32: int
+    xxh3: str
 
 
 class FileWriter:
@@ -129,7 +129,7 @@ class FileWriter:
                 rest = memoryview(data)
                 while rest:
                     rest = rest[self.file.write(rest) :]
-                self.parts.append(Part(start, len(data), zlib.crc32(data)))
+                self.parts.append(Part(start, len(data), xxhash.xxh3_64_hexdigest(data)))
             except OSError as error:
                 self.error = error
                 self.file.close()
@@ -152,12 +152,14 @@ def write_file(path: Path, content: bytes) -> list[Part]:
 
 def check_part(path: Path, part: Part) -> None:
     """Raises UserError unless the bytes of this part of a file are what was written."""
-    crc32, end = 0, part.start + part.size
-    with path.open("rb") as file:
+    checksum, rest, buffer = xxhash.xxh3_64(), part.size, memoryview(bytearray(min(part.size, CHUNK)))
+    with path.open("rb", buffering=0) as file:
         file.seek(part.start)
-        while data := file.read(max(0, min(CHUNK, end - file.tell()))):
-            crc32 = zlib.crc32(data, crc32)
-    if crc32 != part.crc32:
+        while rest and (count := file.readinto(buffer[:rest])):
+            checksum.update(buffer[:count])
+            rest -= count
+    if checksum.hexdigest() != part.xxh3:
         raise UserError(
-            f"{path} is damaged: the checksum of bytes {part.start} to {end} is {crc32}, but {part.crc32} was written"
+            f"{path} is damaged: the checksum of bytes {part.start} to {part.start + part.size} is {checksum.hexdigest()}, "
+            f"but {part.xxh3} was written"
         )

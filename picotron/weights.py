@@ -53,12 +53,14 @@ def is_copy(model: nn.Module, name: str) -> bool:
 
 
 def fill(tensor: Tensor, name: str, shard: Shard | None, value: Value) -> None:
-    """Copy this rank's part of a parameter, or of what goes with one, into `tensor`; padding stays as it is."""
+    """Copy this rank's part of a parameter, or of what goes with one, into `tensor`; its padding is zeros."""
     if shard is None:
         tensor.copy_(value(name, tensor.shape, ()))
     else:
         part = value(name, shard.full_shape(tensor.shape), shard.index)
-        tensor.narrow(shard.dim, 0, shard.stop - shard.start).copy_(part)
+        held = shard.stop - shard.start
+        tensor.narrow(shard.dim, 0, held).copy_(part)
+        tensor.narrow(shard.dim, held, shard.size - held).zero_()
 
 
 def materialise(model: Llama, device: torch.device, value: Value) -> None:
@@ -68,7 +70,7 @@ def materialise(model: Llama, device: torch.device, value: Value) -> None:
         value: `value(name, shape, index)` is the part `[index]` of the parameter `name`, which has `shape` as a whole.
     """
     for name, parameter, shard in list(parameters_and_shards(model)):
-        filled = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+        filled = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         fill(filled, name, shard, value)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(filled))
