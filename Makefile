@@ -22,6 +22,9 @@ setup: $(STAMP) ## make .venv and install requirements.txt into it
 
 train: $(STAMP) ## train a tiny Llama on the sources of Python's standard library, on the CPU, in about 3 minutes
 	$(BIN)/torchrun --nproc_per_node $(NPROC) train.py --config $(CONFIG) $(ARGS)
+ifeq ($(CONFIG) $(ARGS),template/base_config.json )
+	$(BIN)/python generate.py --checkpoint runs/quickstart --prompt "def " --temperature 0.7 --top_k 40
+endif
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -q $(ARGS)
@@ -43,6 +46,7 @@ bench: $(STAMP) ## speed and memory beside transformers and torch's own parallel
 	$(BIN)/python -m benchmarks.tensor_parallel
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.context_parallel
+	$(BIN)/python -m benchmarks.checkpoint
 
 clean: ## remove .venv and caches of the tools (not the outputs of runs)
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache

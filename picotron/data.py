@@ -8,6 +8,7 @@ layout.
 import dataclasses
 import hashlib
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from picotron import process_group_manager as pgm
 from picotron.config import Config, Training, UserError
 from picotron.process_group_manager import local_positions
+from picotron.utils import ignore_stop_signals
 
 logger = logging.getLogger("picotron")
 
@@ -129,9 +131,13 @@ class MicroBatchDataLoader:
             self.windows,
             batch_sampler=self._rows(start),
             num_workers=config.dataset.num_workers,
+            worker_init_fn=ignore_stop_signals,
             pin_memory=device.type == "cuda",  # so that the copy to the GPU does not hold up the CPU
         )
-        self.batches = iter(loader)
+        # The only reference, so that clearing it ends the loader's processes. When Python exits it would send them a
+        # SIGTERM, which they ignore, and wait for ever.
+        self.batches = [iter(loader)]
+        weakref.finalize(self, self.batches.clear)
 
     def _rows(self, start: int) -> Iterator[list[int]]:
         """The windows of this rank's micro-batches from sample `start` on, without end."""
@@ -152,7 +158,7 @@ class MicroBatchDataLoader:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        window = next(self.batches).to(self.device, non_blocking=True)  # (B, T + 1)
+        window = next(self.batches[0]).to(self.device, non_blocking=True)  # (B, T + 1)
         return {
             "input_ids": window[:, self.positions],
             "target_ids": window[:, self.positions + 1],

@@ -89,9 +89,9 @@ def _start_wandb(config: Config, run_id: str | None) -> Any:
         "project": config.logging.project_name,
         "name": config.logging.run_name,
         "dir": config.checkpoint.save_dir,
-        "id": run_id,
-        "resume": "allow",
     }
+    if run_id is not None:
+        arguments |= {"id": run_id, "resume": "allow"}
     try:
         if wandb.login(prompt=False, verify=False):
             return wandb.init(**arguments, config=config.model_dump(), mode="online")
@@ -128,6 +128,7 @@ class Metrics:
         self.vocab_size = model_config.vocab_size
         self.writes = pgm.process_group_manager.global_rank == 0
         self.wandb = None
+        dist.barrier()  # nobody reads from an earlier run's folder any more
         if self.writes:
             save_dir = Path(config.checkpoint.save_dir)
             same_run = checkpoint is not None and checkpoint.folder.resolve().parent == save_dir.resolve()

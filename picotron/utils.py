@@ -95,6 +95,17 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
     return [result for result, _ in everyone]
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def ignore_stop_signals(_: int) -> None:
+    """For the workers of a data loader: a terminal or a scheduler sends signals to them too, but the run still needs
+    them to finish its step.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class StopSignals:
     """SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 (what Slurm can send before the time limit) ask a run to end after its step.
 
@@ -105,7 +116,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo")
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
     @staticmethod

@@ -79,7 +79,7 @@ def no_evaluation() -> torch.Tensor:
     raise AssertionError("an evaluation that was not asked for")
 
 
-def log_steps(folder: str, losses: list[float], wandb: bool = False) -> None:
+def log_steps(folder: str, losses: list[float], wandb: bool = False, checkpoint: Any = None) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     setup_process_group_manager(1, 1, 1, dist.get_world_size())
     config = make_config(
@@ -88,8 +88,8 @@ def log_steps(folder: str, losses: list[float], wandb: bool = False) -> None:
         logging__use_wandb=wandb,
         training__seq_length=8,
     )
-    metrics = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64)
-    progress = Progress()
+    metrics = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64, checkpoint)
+    progress = Progress() if checkpoint is None else Progress(checkpoint.state.step)
     for loss in losses:
         progress = progress.after_step(config)
         mine = torch.tensor(loss + dist.get_rank(), dtype=torch.float64)  # rank 1 of 2: one more, the mean 0.5 more
@@ -123,6 +123,25 @@ def test_an_earlier_run_in_the_same_folder_is_kept(pool: WorkerPool, tmp_path: P
     assert (tmp_path / "alone/earlier.1/config.json").read_text() == "something else"
 
 
+def test_a_run_that_goes_on_keeps_its_records_up_to_the_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(log_steps, 1, str(tmp_path), [5.0, 4.0, 3.0])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # what a killed run may leave
+    for step in (1, 2, 3):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    state = types.SimpleNamespace(step=2, wandb_run_id=None)
+    checkpoint = types.SimpleNamespace(folder=tmp_path / "step_00000002", state=state)
+    pool.run(log_steps, 1, str(tmp_path), [2.5], False, checkpoint)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 5.0), (2, 4.0), (3, 2.5)]
+    # A newer checkpoint is from a future that does not happen: it is kept, with its records, out of the way.
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000002"]
+    assert sorted(path.name for path in (tmp_path / "earlier.1").iterdir()) == ["metrics.jsonl", "step_00000003"]
+    # A checkpoint from elsewhere begins another run.
+    pool.run(log_steps, 1, str(tmp_path / "other"), [1.0], False, checkpoint)
+    assert len((tmp_path / "other" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
 def refused(folder: str, losses: list[float]) -> str:
     with pytest.raises(UserError) as error:
         log_steps(folder, losses)
@@ -147,7 +166,7 @@ def test_folders_that_outputs_do_not_belong_in(tmp_path: Path) -> None:
     assert list((tmp_path / "deep/new/folder").iterdir()) == []
 
 
-def log_with_wandb(folder: str, login: str) -> dict[str, Any]:
+def log_with_wandb(folder: str, login: str, checkpoint: Any = None) -> dict[str, Any]:
     calls: dict[str, Any] = {"logged": []}
     fake: Any = types.ModuleType("wandb")
     run = types.SimpleNamespace(
@@ -166,7 +185,7 @@ def log_with_wandb(folder: str, login: str) -> dict[str, Any]:
     fake.login, fake.init = lambda prompt, verify: login != "none", init
     sys.modules["wandb"] = fake
     try:
-        log_steps(folder, [1.0, 2.0], wandb=True)
+        log_steps(folder, [1.0, 2.0], wandb=True, checkpoint=checkpoint)
     finally:
         del sys.modules["wandb"]
     return calls
@@ -180,6 +199,16 @@ def test_wandb_has_one_run_and_is_offline_if_it_must_be(pool: WorkerPool, tmp_pa
     assert first["mode"] == ("online" if login == "good" else "offline")
     assert first["done"]
     assert second == {"logged": []}  # only rank 0 talks to wandb
+
+
+def test_the_wandb_run_goes_on_too(pool: WorkerPool, tmp_path: Path) -> None:
+    state = types.SimpleNamespace(step=3, wandb_run_id="abc")
+    checkpoint = types.SimpleNamespace(folder=tmp_path / "step_00000003", state=state)
+    calls = pool.run(log_with_wandb, 1, str(tmp_path), "good", checkpoint)[0]
+    assert (calls["id"], calls["resume"]) == ("abc", "allow")
+    assert [step for step, _ in calls["logged"]] == [4, 5]
+    calls = pool.run(log_with_wandb, 1, str(tmp_path / "other"), "good", checkpoint)[0]
+    assert "id" not in calls
 
 
 def log_without_login(folder: str) -> None:
