@@ -1,6 +1,8 @@
 """The rules of the code base that a tool can check."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,12 @@ def test_only_torchrun_and_secrets_come_from_the_environment(path: Path) -> None
             assert ast.literal_eval(node.args[0]) in allowed
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
             assert ast.literal_eval(node.slice) in allowed
+
+
+def test_schedules_can_be_thought_about_without_torch() -> None:
+    """What describes, checks, times and draws a schedule starts in no time, and needs neither torch nor processes."""
+    modules = ("actions", "schedules", "checker", "schedule_csv", "simulate", "layout", "trace", "draw_svg", "draw")
+    imports = "; ".join(f"import picotron.pipeline_parallel.{module}" for module in modules)
+    heavy = "{'torch', 'transformers', 'numpy', 'matplotlib', 'picotron.process_group_manager'}"
+    command = f"import sys; {imports}; print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout == "[]\n"
