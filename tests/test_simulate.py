@@ -57,6 +57,18 @@ def test_several_chunks_divide_the_idle_time(chunks: int, F: float, I: float, W:
             assert peaks("interleaved_1f1b", pp, m, chunks) == expected
 
 
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("group_size", [4, 5, 8, 12])
+def test_groups_of_more_than_the_ranks(groups: int, group_size: int) -> None:
+    """They cost memory, but no time."""
+    pp, m = 4, groups * group_size
+    for chunks in (1, 2, 3):
+        schedule = build("interleaved_1f1b", pp, m, chunks, group_size)
+        assert simulate(schedule).idle == pytest.approx([(pp - 1) * 3] * pp)  # of one stage
+        expected = [min((chunks - 1) * group_size + 2 * (pp - rank) - 1, chunks * m) for rank in range(pp)]
+        assert [peak_activations(program) for program in schedule.programs] == expected
+
+
 @pytest.mark.parametrize(("F", "I", "W"), TIMES)
 def test_zb_h1(F: float, I: float, W: float) -> None:  # noqa: E741
     for pp, m in GRID:

@@ -41,6 +41,11 @@ class Action(NamedTuple):
     def parts(self) -> tuple["Action", ...]:
         return (self,)
 
+    @property
+    def result(self) -> "Action":
+        """What others ask for: the stage before this one takes what an I gives it as it takes what a B does."""
+        return self._replace(kind="B") if self.kind == "I" else self
+
 
 class Overlapped(NamedTuple):
     """A forward and a backward of two micro-batches at the same time: while one computes, the other communicates."""
@@ -88,7 +93,7 @@ class Program(list[AnyAction]):
         self._split: deque[Action] = deque()  # the I whose W is still to come
 
     def _next(self, kind: str, stage: int) -> list[Action]:
-        half = kind.replace("I", "B")  # B and I are numbered together
+        half = "F" if kind == "F" else "B"  # B and I are numbered together
         action = Action(kind, stage, self._count[half, stage])
         self._count[half, stage] += 1
         return [action] if action.microbatch < self.microbatches else []
@@ -163,7 +168,7 @@ class Schedule:
         return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
 
     def source(self, action: Action) -> Action | None:
-        """The action of another stage whose result an F, B or I takes; B stands for B or I. W takes its I's."""
+        """Of another stage, the `Action.result` that an F, B or I needs; None if it needs none, as W."""
         if action.kind == "F" and action.stage > 0:
             return Action("F", action.stage - 1, action.microbatch)
         if action.kind in ("B", "I") and action.stage < self.num_stages - 1:

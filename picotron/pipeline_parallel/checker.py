@@ -98,7 +98,7 @@ def add_communication(schedule: Schedule) -> list[list[AnyAction]]:
             target = part.stage + (1 if part.kind == "F" else -1)
             receiver = schedule.rank_of(target)
             if part.kind != "W" and 0 <= target < schedule.num_stages and receiver != rank:
-                kind = part.kind.replace("I", "B")
+                kind = part.result.kind
                 programs[rank].append(part._replace(kind=f"SEND_{kind}"))
                 programs[receiver].append(Action(f"RECV_{kind}", target, part.microbatch))
         for rank, part in parts:

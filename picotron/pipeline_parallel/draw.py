@@ -44,11 +44,12 @@ def as_text(timeline: Timeline, width: int = 160) -> str:
         for action, start, end in rank:
             first, last = round(start * scale), round(end * scale)
             if names_fit:
-                line[first:last] = str(action).ljust(last - first - 1, "-") + " "
+                text = str(action).ljust(last - first - 1, "-") + " "
             else:
                 letter = "X" if isinstance(action, Overlapped) else action.kind
-                odd = stages.index(action.parts[0].stage) % 2
-                line[first:last] = (letter.lower() if odd else letter).ljust(last - first, "-")[: last - first]
+                odd_chunk = stages.index(action.parts[0].stage) % 2
+                text = (letter.lower() if odd_chunk else letter).ljust(last - first, "-")
+            line[first:last] = text[: last - first]
         lines.append("".join(line).rstrip())
     return "\n".join(f"rank {rank}  {line}" for rank, line in enumerate(lines))
 
@@ -76,18 +77,16 @@ def as_figure(timeline: Timeline, title: str) -> Any:
         from matplotlib.patches import Patch, Rectangle
     except ImportError:
         raise UserError("a .png needs matplotlib: pip install matplotlib; .svg and .html need nothing") from None
-    figure = Figure(figsize=(12, 1.2 + len(timeline.spans) * ROW / 72), layout="constrained")
-    axes = figure.add_subplot(title=title, xlim=(0, timeline.step_time), ylim=(len(timeline.spans), 0))
+    ranks = range(len(timeline.spans))
+    figure = Figure(figsize=(12, 1.2 + len(ranks) * ROW / 72), layout="constrained")
+    axes = figure.add_subplot(title=title, xlim=(0, timeline.step_time), ylim=(len(ranks), 0))
     axes.set_facecolor("#e8e8e8")
-    axes.set_yticks(
-        [rank + 0.5 for rank in range(len(timeline.spans))], [f"rank {r}" for r in range(len(timeline.spans))]
-    )
+    axes.set_yticks([rank + 0.5 for rank in ranks], [f"rank {rank}" for rank in ranks])
     for box in boxes(timeline):
-        corner, length, top = (box.start, box.rank + box.top), box.end - box.start, box.rank + box.top
-        axes.add_patch(Rectangle(corner, length, box.height, facecolor=box.colour, edgecolor="white", linewidth=0.5))
-        if length > 0.008 * timeline.step_time * len(box.label) > 0:
-            middle = (box.start + length / 2, top + box.height / 2)
-            axes.text(*middle, box.label, ha="center", va="center", fontsize=7)
+        x, y, width, height = box.start, box.rank + box.top, box.end - box.start, box.height
+        axes.add_patch(Rectangle((x, y), width, height, facecolor=box.colour, edgecolor="white", linewidth=0.5))
+        if width > 0.008 * timeline.step_time * len(box.label) > 0:
+            axes.text(x + width / 2, y + height / 2, box.label, ha="center", va="center", fontsize=7)
     keys = [Patch(color=COLOURS[kind], label=MEANING[kind]) for kind in kinds(timeline)]
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False)
     return figure
@@ -109,9 +108,9 @@ def write(timelines: Mapping[str, Timeline], path: Path) -> None:
             case ".png":
                 as_figure(timeline, name).savefig(path, dpi=150)
             case ".svg":
-                path.write_text(as_svg(timeline))
+                path.write_text(as_svg(timeline), encoding="utf-8")
             case ".html":
-                path.write_text(as_page("Pipeline schedules", timelines))
+                path.write_text(as_page("Pipeline schedules", timelines), encoding="utf-8")
             case ".json":
                 path.write_text(as_trace(timeline))
             case ".csv":

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from picotron.pipeline_parallel.simulate import Timeline, computes, figures
 
-# Okabe and Ito's colours, which colour-blind people can tell apart; light ones, so that black text is legible on them.
+# Okabe and Ito's colours, which colour-blind people can tell apart; W's and R's are lighter, to write on them in black.
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#f0e442", "W": "#1fb58a", "R": "#d9a0c0"}
 MEANING = {
     "F": "forward",
@@ -42,8 +42,8 @@ class Box(NamedTuple):
 
 
 def boxes(timeline: Timeline) -> list[Box]:
-    """Colours tell kinds apart, and lighter ones the later chunks. Messages and reductions are low: they run beside
-    computations.
+    """What to draw: a colour for each kind, lighter in later chunks. Messages and reductions are low, as they may run
+    beside computations.
     """
     found = []
     for rank, spans in enumerate(timeline.spans):
@@ -118,9 +118,10 @@ th, td {{ text-align: left; padding: 0.1em 1.5em 0.1em 0; border-bottom: 1px sol
 <body>
 <h1>{title}</h1>
 <p>{legend}</p>
-<p>Boxes have the numbers of their micro-batches; a lighter colour is a later chunk; grey is idle. Two half boxes are a
-forward and a backward that overlap. Activations are those of one micro-batch in all stages of a rank. Hover over a box
-to see its action, stage first: 2F0 is the forward of micro-batch 0 through stage 2.</p>
+<p>Boxes have the numbers of their micro-batches; a lighter colour is a later chunk, grey is idle time. Two half boxes
+are a forward and a backward that overlap; low boxes are messages and reductions. Activations are those of one
+micro-batch in all stages of a rank. Hover over a box to see its action, stage first: 2F0 is the forward of micro-batch
+0 through stage 2.</p>
 <table>
 {table}
 </table>

@@ -3,10 +3,11 @@
 From the programs of all ranks follows everything else: `checker` proves that they finish and adds the messages,
 `simulate` says how long they take, `draw` shows them.
 
-In the docstrings, p is the number of ranks, m that of micro-batches and v that of chunks, the stages that each rank
-holds. F, B, I and W are the times that one rank needs for these halves of a micro-batch, in all its stages together.
-Idle is what a step takes longer than the work of one rank, if all ranks have the same work and messages take no time.
-Activations are those of one micro-batch in one stage, as `simulate.peak_activations` counts them.
+In the docstrings, p is the number of ranks, m that of micro-batches, and v that of chunks, the stages that each rank
+holds. F, B, I and W are how long a rank needs for these actions of one micro-batch, in all its stages together.
+
+Idle: how much longer than the work of one rank a step takes, if all ranks have as much work and messages take no time.
+Activations: the most that a rank holds, counted in those of one micro-batch in one stage, see `simulate`.
 """
 
 import itertools
@@ -46,7 +47,7 @@ def one_f_one_b(rank: int, pp: int, microbatches: int) -> Program:
 
 def looped_bfs(rank: int, pp: int, microbatches: int, chunks: int) -> Program:
     """Breadth first: all micro-batches through a rank's first stage, then all through its next (Lamy-Poirier 2022,
-    arXiv:2211.05953). A stage's gradients are complete early, so there is time to reduce them.
+    arXiv:2211.05953). The gradients of later chunks are complete early, so that there is time to reduce them.
 
     Idle: (p - 1) (F + B) / v, which is (p - 1) / (v m) of the rank's work, if m >= p. Activations: v m.
     """
@@ -84,7 +85,7 @@ def signed_order(table: list[tuple[int, int]], chunks: int, warmup: int) -> list
 
 
 def interleaved_1f1b(rank: int, pp: int, microbatches: int, chunks: int, group_size: int | None = None) -> Program:
-    """1F1B with several stages per rank, which fill and drain sooner (Narayanan et al. 2021, arXiv:2104.04473).
+    """1F1B with several stages per rank: smaller ones fill and drain sooner (Narayanan et al. 2021, arXiv:2104.04473).
 
     Idle: (p - 1) (F + B) / v, which is (p - 1) / (v m) of the rank's work, if m is a multiple of g.
     Activations: (v - 1) g + 2 (p - rank) - 1, at most v m.
@@ -98,7 +99,7 @@ def interleaved_1f1b(rank: int, pp: int, microbatches: int, chunks: int, group_s
             f"a group of {group_size} micro-batches is over before the first one has passed pp_size={pp} stages; "
             f"use a group_size of at least {min(pp, microbatches)}"
         )
-    full_groups = -(-microbatches // group_size) * group_size  # the program leaves out what is too much
+    full_groups = -(-microbatches // group_size) * group_size  # the program leaves out what there is not
     warmup = (chunks - 1) * group_size + 2 * (pp - rank - 1)
     for number in signed_order(schedule_table(full_groups, chunks, group_size), chunks, warmup):
         append = program.forward if number > 0 else program.backward
@@ -107,8 +108,8 @@ def interleaved_1f1b(rank: int, pp: int, microbatches: int, chunks: int, group_s
 
 
 def zb_h1(rank: int, pp: int, microbatches: int) -> Program:
-    """1F1B with split backwards, where each W waits until others need less urgently what this rank does (Qi et al.
-    2023, arXiv:2401.10241).
+    """1F1B with split backwards: W, for which nobody waits, comes late and fills the time at the end that 1F1B wastes
+    (Qi et al. 2023, arXiv:2401.10241).
 
     Idle: (p - 1) (F + I - W), a third of 1F1B's if F = I = W, for m >= p. Activations: p, at most m.
     """
@@ -124,11 +125,11 @@ def zb_h1(rank: int, pp: int, microbatches: int) -> Program:
 
 
 def zbv(rank: int, pp: int, microbatches: int) -> Program:
-    """Zero bubble in a V: stages go down through the ranks and up again, so the loss is on the first rank, and its
-    backwards start early (Qi et al. 2024, arXiv:2405.15362; order as ZB-V in 2401.10241).
+    """Zero bubble in a V: stages go down through the ranks and up again, so that the first rank also has the last stage
+    and starts its backwards early (ZB-V in Qi et al. 2023, arXiv:2401.10241; Qi et al. 2024, arXiv:2405.15362).
 
-    Idle: if F = I = W, nothing between the first and the last action of any rank, for m >= 2 p - 1; as the last rank
-    starts (p - 1) F / 2 after the first one, the step takes so much longer. Activations: 2 p, at most 2 m.
+    Idle: nothing between the first and the last action of any rank, if F = I = W and m >= 2 p - 1. The step takes
+    (p - 1) F / 2 longer than a rank's work, as the last rank starts so much later. Activations: 2 p, at most 2 m.
     """
     program, down, up = Program(microbatches), rank, 2 * pp - 1 - rank
     for _ in range(2 * (pp - rank) - 1):
@@ -140,7 +141,7 @@ def zbv(rank: int, pp: int, microbatches: int) -> Program:
         program.forward(up)
         program.backward_input(up)
         program.backward_weight()
-    for _ in range(max(microbatches, 2 * pp - 1) - pp):
+    for _ in range(max(microbatches, 2 * pp - 1) - pp):  # the steady state
         for stage in (down, up):
             program.forward(stage)
             program.backward_input(stage)
@@ -156,11 +157,11 @@ def zbv(rank: int, pp: int, microbatches: int) -> Program:
 
 
 def dualpipev(rank: int, pp: int, microbatches: int) -> Program:
-    """A V with forwards and backwards that overlap, so that communication inside a stage, like that of experts, hides
-    behind computation (DeepSeek-AI 2024, arXiv:2412.19437; cut in half to a V in their DualPipe repository, 2025).
+    """A V in which forwards and backwards overlap, so that communication inside of stages, like that of experts, hides
+    behind computation (DeepSeek-AI 2024, arXiv:2412.19437; as a V in their DualPipe repository, 2025).
 
-    Idle: (p - 1) (X + B - 3 W) / 2 if F = I = W, where X is the time of an overlapped pair, for m >= 2 p.
-    Activations: 2 p + 1, at most 2 m.
+    Idle: (p - 1) (X + B - 3 W) / 2, where X is the time of overlapped pairs (F + B if nothing is gained), if
+    F = I >= W and m >= 2 p; ranks before the last one have less if X < F + B. Activations: 2 p + 1, at most 2 m.
     """
     program, down, up = Program(microbatches), rank, 2 * pp - 1 - rank
     for _ in range(2 * (pp - rank - 1)):
@@ -172,8 +173,8 @@ def dualpipev(rank: int, pp: int, microbatches: int) -> Program:
         program.backward_input(up)
         program.backward_weight()
         program.forward(up)
-    for i in range(max(microbatches, 2 * pp) - 2 * pp + rank + 1):
-        if i == 0 and rank == pp - 1:  # not overlapped: this forward has time while the first gradient is on its way
+    for i in range(max(microbatches, 2 * pp) - 2 * pp + rank + 1):  # from here on in pairs
+        if i == 0 and rank == pp - 1:  # but the first gradient is still on its way, and this forward need not wait
             program.forward(down)
             program.backward(up)
         else:
@@ -182,8 +183,8 @@ def dualpipev(rank: int, pp: int, microbatches: int) -> Program:
     for _ in range(pp - rank - 1):
         program.backward(up)
         program.overlapped(up, down)
-    for i in range(2 * (rank + 1)):
-        backward = program.backward if i <= rank else program.backward_input  # the rest is split
+    for i in range(2 * (rank + 1)):  # no forwards are left; from the middle on W waits, to fill the gaps at the end
+        backward = program.backward if i <= rank else program.backward_input
         backward(down if i % 2 else up)
     for _ in range(pp - rank - 1):
         program.backward_weight()
@@ -193,11 +194,11 @@ def dualpipev(rank: int, pp: int, microbatches: int) -> Program:
 
 
 class Recipe(NamedTuple):
-    """How to make a schedule."""
+    """How to build a schedule."""
 
     program: Callable[..., Program]
-    chunks: int = 1  # if not asked for another number
-    any_chunks: bool = False
+    chunks: int = 1  # per rank
+    any_chunks: bool = False  # other numbers work as well
     placement: Placement = "loop"
 
 
@@ -218,7 +219,7 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, grou
     Args:
         pp: ranks of the pipeline.
         microbatches: of one step.
-        chunks: stages of each rank; by default what is usual for the schedule.
+        chunks: stages of each rank; by default that of SCHEDULES.
         group_size: only for interleaved_1f1b, see there.
 
     Raises:
@@ -241,7 +242,8 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, grou
 
 
 def forward_only(pp: int, microbatches: int, chunks: int = 1, placement: Placement = "loop") -> Schedule:
-    """The schedule of an evaluation, for any placement: every forward as soon as its input can be there.
+    """The schedule of an evaluation, for stages that are placed as in training. Forwards have the order in which they
+    could run if every stage had a rank of its own.
 
     Idle: (p - 1) F / v in a loop, if m is a multiple of p.
     """

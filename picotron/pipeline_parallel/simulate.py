@@ -96,13 +96,16 @@ def computes(action: AnyAction) -> bool:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run a schedule on the clock. By default F, I and W take 1, B takes 2 and messages nothing.
 
+    Args:
+        schedule: a whole one: `checker.check` finds what is missing.
+
     Raises:
         UserError: the schedule deadlocks. The sentence says who waits for whom.
     """
     costs = costs or Costs()
     todo = [deque(program) for program in schedule.programs]
     spans: list[list[Span]] = [[] for _ in todo]
-    finished: dict[Action, float] = {}  # the end of every F, B and I; that of an I as B's, as `Schedule.source` asks
+    finished: dict[Action, float] = {}  # when each result was there
     while any(todo):
         stuck = True
         for rank, queue in enumerate(todo):
@@ -111,7 +114,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                 arrivals = [finished[s] + costs.p2p * (schedule.rank_of(s.stage) != rank) for s in sources]
                 start = max([spans[rank][-1].end if spans[rank] else 0.0, *arrivals])
                 spans[rank].append(Span(action, start, start + costs.of(action)))
-                finished |= dict.fromkeys(_results(action), spans[rank][-1].end)
+                finished |= {part.result: spans[rank][-1].end for part in action.parts}
         if stuck:
             raise UserError(_deadlock(schedule, todo, finished))
     return Timeline(spans)
@@ -121,11 +124,6 @@ def _sources(schedule: Schedule, action: AnyAction) -> set[Action]:
     return {source for part in action.parts if (source := schedule.source(part))}
 
 
-def _results(action: AnyAction) -> set[Action]:
-    """As others ask for them: of an I they want what a B gives."""
-    return {part._replace(kind=part.kind.replace("I", "B")) for part in action.parts}
-
-
 def _deadlock(schedule: Schedule, todo: Sequence[deque[AnyAction]], finished: Mapping[Action, float]) -> str:
     """Each rank that is not done waits for another such rank, so whoever follows them goes round in a circle."""
     waits: dict[int, tuple[AnyAction, AnyAction, int]] = {}  # rank: at which action, for which one, of which rank
@@ -133,7 +131,8 @@ def _deadlock(schedule: Schedule, todo: Sequence[deque[AnyAction]], finished: Ma
         if queue:
             source = min(_sources(schedule, queue[0]) - finished.keys())
             other = schedule.rank_of(source.stage)
-            waits[rank] = queue[0], next(action for action in todo[other] if source in _results(action)), other
+            asked = next(action for action in todo[other] for part in action.parts if part.result == source)
+            waits[rank] = queue[0], asked, other
     path = [min(waits)]
     while (rank := waits[path[-1]][2]) not in path:
         path.append(rank)
@@ -177,7 +176,7 @@ def figures(timeline: Timeline) -> dict[str, str]:
 
 
 def measured_costs(timeline: Timeline) -> Costs:
-    """What actions took on average, to simulate other schedules with."""
+    """What actions took on average, to simulate with. (The time of messages is not in it: computations hide it.)"""
     times: dict[Work, list[float]] = defaultdict(list)
     for rank in timeline.spans:
         for action, start, end in rank:
