@@ -120,8 +120,8 @@ th, td {{ text-align: left; padding: 0.1em 1.5em 0.1em 0; border-bottom: 1px sol
 <p>{legend}</p>
 <p>Boxes have the numbers of their micro-batches; a lighter colour is a later chunk, grey is idle time. Two half boxes
 are a forward and a backward that overlap; low boxes are messages and reductions. Activations are those of one
-micro-batch in all stages of a rank. Hover over a box to see its action, stage first: 2F0 is the forward of micro-batch
-0 through stage 2.</p>
+micro-batch in all stages of a rank; times too are in units of its forward, unless they are measured. Hover over a box
+to see its action, stage first: 2F0 is the forward of micro-batch 0 through stage 2.</p>
 <table>
 {table}
 </table>
