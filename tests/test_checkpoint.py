@@ -71,7 +71,7 @@ def train(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[st
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     checkpoint = find_checkpoint(config, model_config)
     stage = build_model(config, model_config, CPU, getattr(torch, config.model.dtype), checkpoint)
-    model = DataParallelBucket(stage)
+    model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
     losses, norms, _ = train_steps(model, config, model_config, checkpoint=checkpoint, tokenizer=tokenizer)
     return {"losses": losses, "grad_norms": norms, "weights": all_stages(stage.module, "data")}
 
