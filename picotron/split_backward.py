@@ -38,6 +38,7 @@ def defer() -> Iterator[Later]:
         _later = before
 
 
+@torch.no_grad()
 def run(later: Later) -> None:
     """Compute what was put off, and free what was kept for it."""
     while later:

@@ -1,33 +1,375 @@
-"""Every schedule, run by the executor, equals one process running transformers."""
+"""The executor: every schedule computes what one process does, and does it in the order and memory that it promises."""
 
+import functools
+import itertools
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig
 
-from picotron.config import SCHEDULES as NAMES
-from tests.oracle import assert_equals_training, make_config, tiny_llama
-from tests.test_pipeline_parallel import expected_training, layout_name, train
+from picotron import process_group_manager as pgm
+from picotron.config import Config, UserError
+from picotron.data import MicroBatchDataLoader, hold_out
+from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
+from picotron.pipeline_parallel import draw
+from picotron.pipeline_parallel.actions import Action
+from picotron.pipeline_parallel.checker import add_communication
+from picotron.pipeline_parallel.executor import UNDERWAY, Executor, pick_evaluation
+from picotron.pipeline_parallel.pipeline_parallel import hidden_states_shape
+from picotron.pipeline_parallel.plan import make_plan, training_schedule
+from picotron.pipeline_parallel.recorder import record_steps
+from picotron.pipeline_parallel.schedule_csv import write_csv
+from picotron.pipeline_parallel.schedules import SCHEDULES, build
+from picotron.pipeline_parallel.simulate import peak_activations
+from picotron.pipeline_parallel.trace import read_trace
+from picotron.utils import all_reduce
+from tests.oracle import (
+    assert_close,
+    assert_equals_training,
+    make_config,
+    oracle_model,
+    our_model,
+    random_tokens,
+    tiny_llama,
+)
+from tests.test_pipeline_parallel import (
+    CPU,
+    Loader,
+    all_stages,
+    batches,
+    expected_training,
+    layout_name,
+    stage_of,
+    train,
+)
 from tests.worker_pool import WorkerPool
+from train import pick_train_step
 
-LAYERS = {2: 5, 4: 9}
-MORE: list[dict[str, Any]] = [{}, {"dp_size": 2}, {"tp_size": 2}, {"cp_size": 2}]
+BY_PROGRAM = ("interleaved_1f1b", "looped_bfs", "zb_h1", "zbv", "dualpipev")  # not by a hand-written loop
 
 
-@pytest.mark.parametrize("more", MORE, ids=layout_name)
-@pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("engine", NAMES)
-def test_ten_steps_equal_one_process(pool: WorkerPool, engine: str, pp: int, more: dict[str, Any]) -> None:
-    layout = {"pp_size": pp, "pp_engine": engine, **more}
-    micro_batches = 5
-    config = make_config(
-        **{f"distributed__{key}": value for key, value in layout.items()},
+def run_config(engine: str, pp: int, micro_batches: int = 3, **changes: Any) -> Config:
+    """Keys without a section are those of `distributed`."""
+    keys = {key if "__" in key else f"distributed__{key}": value for key, value in changes.items()}
+    return make_config(
+        distributed__pp_engine=engine,
+        distributed__pp_size=pp,
         training__gradient_accumulation_steps=micro_batches,
+        dataset__shuffle=False,
+        **keys,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- the right numbers
+
+MORE: list[dict[str, Any]] = [{}, {"dp_size": 2}, {"tp_size": 2}, {"cp_size": 2}]
+LAYERS = {2: 5, 4: 9}
+# One micro-batch; fewer than stages; not a multiple of them; enough for a steady state.
+MICRO_BATCHES = (1, 3, 6, 9)
+EVERYTHING = list(itertools.product(SCHEDULES, (2, 4), MORE, MICRO_BATCHES, (False, True), ("none", "full")))
+# Of all combinations `make test` has some, in which each schedule has each of these at least once.
+SOME = [
+    (
+        engine,
+        pp,
+        MORE[(i + pp // 2) % 4],
+        MICRO_BATCHES[3 - (i + pp) % 4],
+        (i + pp // 2) % 2 == 0,
+        ("none", "full")[i % 2],
+    )
+    for i, engine in enumerate(BY_PROGRAM)
+    for pp in (2, 4)
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "pp", "more", "micro_batches", "tied", "checkpointing"),
+    [pytest.param(*case, marks=[] if case in SOME else pytest.mark.parity) for case in EVERYTHING],
+    ids=layout_name,
+)
+def test_ten_steps_equal_one_process(
+    pool: WorkerPool, engine: str, pp: int, more: dict[str, Any], micro_batches: int, tied: bool, checkpointing: str
+) -> None:
+    config = run_config(
+        engine,
+        pp,
+        micro_batches,
+        training__activation_checkpointing=checkpointing,
         training__warmup_steps=3,
         training__max_grad_norm=0.5,
-        dataset__shuffle=False,
+        **more,
     )
-    tied = False
     model_config = tiny_llama(num_hidden_layers=LAYERS[pp], tie_word_embeddings=tied)
-    expected = expected_training(layout.get("dp_size", 1) * micro_batches, model_config.num_hidden_layers, tied)
+    expected = expected_training(more.get("dp_size", 1) * micro_batches, model_config.num_hidden_layers, tied)
     for result in pool.run(train, config.distributed.world_size, config, model_config):
         assert_equals_training(result, expected)
+
+
+def wrapped(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> DataParallel:
+    stage = stage_of(config, model_config, dtype)
+    return DataParallelBucket(stage, groups=stage.parameters_by_stage())
+
+
+def step_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> Any:
+    return pick_train_step(config, hidden_states_shape(config, model_config), CPU, dtype)
+
+
+def one_step(config: Config, model_config: LlamaConfig, dtype: torch.dtype, compiled: bool) -> dict[str, Any]:
+    """Loss and gradients of the whole model."""
+    model = wrapped(config, model_config, dtype)
+    if compiled:
+        for layer in model.module.module.model.layers.values():
+            layer.compile(backend="aot_eager")
+    items = batches(config.training.gradient_accumulation_steps)
+    loss = step_of(config, model_config, dtype)(model, Loader(items)).double()
+    all_reduce(loss, pgm.process_group_manager.pp_group)
+    return {"loss": loss, "gradients": all_stages(model.module.module, "main_grad")}
+
+
+@functools.cache
+def expected_step(**changes: Any) -> dict[str, Any]:
+    """What `one_step` returns, of transformers."""
+    config = tiny_llama(**changes)
+    model = oracle_model(config, our_model(config, seed=42).state_dict())
+    loss = torch.zeros(())
+    for batch in batches(3):
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        loss = loss + F.cross_entropy(logits.flatten(0, 1), batch["target_ids"].flatten()) / 3
+    loss.backward()
+    return {"loss": loss.detach(), "gradients": {name: p.grad for name, p in model.named_parameters()}}
+
+
+def check_step(pool: WorkerPool, config: Config, compiled: bool = False, **changes: Any) -> None:
+    expected = expected_step(**changes)
+    arguments = (config, tiny_llama(**changes), torch.float64, compiled)
+    for result in pool.run(one_step, config.distributed.world_size, *arguments):
+        assert_close(result["loss"], expected["loss"], what="loss")
+        assert result["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in expected["gradients"].items():
+            assert_close(result["gradients"][name], gradient, what=name)
+
+
+BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "pad_token_id": 3}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(
+    "tensor_parallel", [{}, {"tp_size": 4}, {"tp_size": 4, "sequence_parallel": True}], ids=layout_name
+)
+@pytest.mark.parametrize("engine", ["zb_h1", "zbv"])
+def test_split_backward_of_every_layer(
+    pool: WorkerPool, engine: str, tensor_parallel: dict[str, Any], checkpointing: str
+) -> None:
+    """With biases, and with more ranks than key/value heads, whose weights' gradients are summed over two ranks."""
+    tied = engine == "zbv"  # both ends on the first rank
+    config = run_config(engine, 2, training__activation_checkpointing=checkpointing, **tensor_parallel)
+    check_step(pool, config, num_hidden_layers=4, tie_word_embeddings=tied, **BIASES)
+
+
+@pytest.mark.parametrize("engine", ["zbv", "looped_bfs"])
+def test_compiled_layers(pool: WorkerPool, engine: str) -> None:
+    check_step(pool, run_config(engine, 2), compiled=True, num_hidden_layers=4)
+
+
+@pytest.mark.parametrize(
+    ("engine", "pp", "layout"),
+    [
+        ("1f1b", 4, "E|t*2|t*2|L"),
+        ("afab", 3, "E|t*4|L"),
+        ("zb_h1", 3, "Et|ttt|L"),
+        ("interleaved_1f1b", 2, "E|tt||ttL"),
+        ("zbv", 2, "Ett||tt|L"),
+        ("dualpipev", 2, "E|t|ttt|L"),
+    ],
+)
+def test_layouts(pool: WorkerPool, engine: str, pp: int, layout: str) -> None:
+    check_step(pool, run_config(engine, pp, pp_layout=layout), num_hidden_layers=4, tie_word_embeddings=True)
+
+
+def test_several_chunks(pool: WorkerPool) -> None:
+    check_step(pool, run_config("interleaved_1f1b", 2, pp_chunks=3), num_hidden_layers=6)
+    check_step(pool, run_config("looped_bfs", 3, pp_chunks=1), num_hidden_layers=3)
+
+
+def test_a_schedule_from_a_file(pool: WorkerPool, tmp_path: Path) -> None:
+    """In a V of three chunks, some backwards are split and one is not, and a pair overlaps."""
+    path = tmp_path / "own.csv"
+    path.write_text(
+        "0F0,0F1,,3F0,4F0,3F1,4F1,0F2,4I0,3B0,(3F2;4B1),4W0,3I1,0B0,4F2,3W1,4B2,3B2,0B1,0B2\n"
+        "1F0,2F0,1F1,2F1,5F0,5B0,5F1,5B1,2B0,1B0,1F2,2F2,5F2,5I2,2B1,5W2,1B1,2B2,1I2,1W2\n"
+    )
+    config = run_config(f"csv:{path}", 2)
+    assert training_schedule(config).placement == "V"
+    check_step(pool, config, num_hidden_layers=6, tie_word_embeddings=True)
+    write_csv(build("1f1b", 2, 3).programs, path)  # which also has a hand-written loop
+    check_step(pool, config, num_hidden_layers=6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("engine", ["interleaved_1f1b", "looped_bfs"])
+def test_whole_backwards_compute_bit_for_bit_what_one_process_does(
+    pool: WorkerPool, engine: str, dtype: torch.dtype
+) -> None:
+    model_config = tiny_llama(num_hidden_layers=6)
+    (whole,) = pool.run(one_step, 1, run_config("1f1b", 1), model_config, dtype, False)
+    for result in pool.run(one_step, 3, run_config(engine, 3), model_config, dtype, False):
+        assert result["loss"].float() == whole["loss"].float()
+        for name, gradient in whole["gradients"].items():
+            assert torch.equal(result["gradients"][name], gradient), name
+
+
+def test_split_backward_in_bfloat16(pool: WorkerPool) -> None:
+    """Also where a weight's gradient passes through a wider dtype on its way."""
+    model_config = tiny_llama(num_hidden_layers=4, **BIASES)
+    results = [
+        pool.run(one_step, 8, run_config(engine, 2, tp_size=4), model_config, torch.bfloat16, False)[0]
+        for engine in ("1f1b", "zb_h1")
+    ]
+    for name, gradient in results[0]["gradients"].items():
+        assert_close(results[1]["gradients"][name], gradient, relative=0.02, what=name)
+
+
+def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
+    """The global loss of two evaluations in a row."""
+    model, grid = wrapped(config, model_config), pgm.process_group_manager
+    loader = MicroBatchDataLoader(hold_out(random_tokens(), config)[1], config, CPU, shuffle=False)
+    evaluation, losses = pick_evaluation(config, hidden_states_shape(config, model_config), CPU, torch.float64), []
+    for _ in range(2):
+        loss = evaluation(model, loader).double()
+        assert not loss.requires_grad
+        all_reduce(loss, grid.cp_dp_group, dist.ReduceOp.AVG)
+        all_reduce(loss, grid.pp_group)
+        losses.append(loss.item())
+    assert all(parameter.main_grad.count_nonzero() == 0 for parameter in model.parameters())
+    return losses
+
+
+@pytest.mark.parametrize("engine", SCHEDULES)
+def test_evaluation(pool: WorkerPool, engine: str) -> None:
+    more = {"zbv": {"dp_size": 2}, "looped_bfs": {"tp_size": 2}, "dualpipev": {"cp_size": 2}}.get(engine, {})
+    config = run_config(
+        engine, 2, 4 // more.get("dp_size", 1), training__eval_frequency=1, training__eval_steps=3, **more
+    )
+    model_config, sequences = tiny_llama(num_hidden_layers=4, tie_word_embeddings=True), 3 * 2 * 4
+    stream = torch.from_numpy(random_tokens()[-(16 * sequences + 1) :].astype("int64"))
+    model = oracle_model(model_config, our_model(model_config, seed=42).state_dict())
+    with torch.no_grad():
+        logits = model(input_ids=stream[:-1].view(sequences, 16), use_cache=False).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), stream[1:]).item()
+    for losses in pool.run(evaluations, config.distributed.world_size, config, model_config):
+        assert_close(losses, [expected, expected])
+
+
+# --------------------------------------------------------------------------------------------- what a step really does
+
+
+def run_observed(executor: Executor, model: DataParallel, observe: Any) -> None:
+    """A step, with `observe(action)` after each action."""
+    do = executor.do
+
+    def observed(action: Any) -> None:
+        do(action)
+        observe(action)
+
+    executor.do = observed
+    items = batches(executor.schedule.microbatches)
+    executor(model, Loader(items), (2, 16, 32), CPU, torch.float64)
+
+
+def alive(storages: list[Any]) -> int:
+    return sum(storage() is not None for storage in storages)
+
+
+def live_activations(config: Config, model_config: LlamaConfig, deallocate: bool) -> tuple[Any, Any]:
+    """After each action: of which (stage, micro-batch) autograd, or a W to come, still keeps anything; and how many
+    outputs that another rank takes are in memory.
+    """
+    model, executor = wrapped(config, model_config), Executor(training_schedule(config))
+    model.module.deallocate_outputs = deallocate
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[tuple[int, int], list[Any]] = {}
+    outputs: list[Any] = []
+    forward, rank = executor.F, pgm.process_group_manager.pp_rank
+
+    def observed_forward(action: Action) -> None:
+        key = action.stage, action.microbatch
+        kept[key] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in weights:
+                kept[key].append(weakref.ref(tensor.untyped_storage()))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            forward(action)
+        if action in executor.results and executor.schedule.rank_of(action.stage + 1) != rank:
+            outputs.append(weakref.ref(executor.results[action].untyped_storage()))
+
+    executor.F = observed_forward
+    seen = []
+
+    def observe(action: Any) -> None:
+        seen.append(({key for key, storages in kept.items() if alive(storages)}, alive(outputs)))
+
+    run_observed(executor, model, observe)
+    return seen, executor.program
+
+
+@pytest.mark.parametrize("engine", ["afab", "1f1b", *BY_PROGRAM])
+def test_activations_live_as_long_as_the_schedule_says(pool: WorkerPool, engine: str) -> None:
+    model_config, config = tiny_llama(num_hidden_layers=6), run_config(engine, 3, 7)
+    programs = training_schedule(config).programs
+    for rank, (seen, program) in enumerate(pool.run(live_activations, 3, config, model_config, True)):
+        live: set[tuple[int, int]] = set()
+        peak, receivers = 0, 2 if engine in ("zbv", "dualpipev") else 1  # one down, one up the V
+        for action, (really, outputs) in zip(program, seen, strict=True):
+            for part in action.parts:
+                if part.kind in "FBW":
+                    (live.add if part.kind == "F" else live.discard)((part.stage, part.microbatch))
+            assert really == live, f"after {action} on rank {rank}"
+            assert outputs <= 1 + UNDERWAY * receivers
+            peak = max(peak, len(live))
+        pairs = any(len(action.parts) == 2 for action in program)  # of which one is done after the other
+        assert peak in (peak_activations(programs[rank]), peak_activations(programs[rank]) - pairs)
+
+
+def test_outputs_can_be_kept(pool: WorkerPool) -> None:
+    """What the test above counts as freed is there if nobody frees it."""
+    arguments = (run_config("looped_bfs", 3, 7), tiny_llama(num_hidden_layers=6), False)
+    most = [max(outputs for _, outputs in seen) for seen, _ in pool.run(live_activations, 3, *arguments)]
+    assert most == [14, 14, 7]  # of two stages; the last one has none
+
+
+def reductions(config: Config, model_config: LlamaConfig) -> tuple[list[str], int]:
+    """Actions and launches of buckets in the order in which they end, and how many buckets there are."""
+    model, executor = wrapped(config, model_config), Executor(training_schedule(config))
+    events: list[str] = []
+    for stage, buckets in model.buckets_of.items():
+        for bucket in buckets:
+            launch = bucket.launch
+            bucket.launch = lambda launch=launch, stage=stage: (events.append(f"launch {stage}"), launch())
+    run_observed(executor, model, lambda action: events.append(str(action)))
+    return events, len(model.buckets)
+
+
+@pytest.mark.parametrize("engine", BY_PROGRAM)
+def test_each_stage_reduces_once_when_the_schedule_says_so(pool: WorkerPool, engine: str) -> None:
+    config = run_config(engine, 2, 4, dp_size=2)
+    programs = add_communication(training_schedule(config))
+    for rank, (events, buckets) in enumerate(
+        pool.run(reductions, 4, config, tiny_llama(num_hidden_layers=4, tie_word_embeddings=True))
+    ):
+        assert [event for event in events if "launch" not in event] == list(map(str, programs[rank % 2]))
+        stages = [event[:-1] for event in events if event.endswith("R")]
+        assert [event for event in events if "launch" in event] == [f"launch {stage}" for stage in stages]
+        assert buckets == len(stages) == len(set(stages))
+        for stage in stages:
+            assert events[events.index(f"{stage}R") - 1] == f"launch {stage}"
+        if len(stages) == 2:
+            assert events.index(f"{stages[0]}R") < len(events) - 3  # while others compute

@@ -34,7 +34,7 @@ from picotron.pipeline_parallel.recorder import action as named
 from picotron.pipeline_parallel.schedules import forward_only
 from picotron.split_backward import Later, defer, run
 
-UNDERWAY = 2  # messages to a rank that may be on their way when the next one begins; each holds the memory of an output
+UNDERWAY = 2  # messages to the same rank that may be on their way at a time; each holds the memory of an output
 
 
 class Executor:
@@ -127,7 +127,7 @@ class Executor:
         """Begin to send a result to a stage. (Whatever came before it can arrive: both ends have the same order.)"""
         receiver, tensor = self.schedule.rank_of(stage), self.results.pop(result).contiguous()
         check_message(tensor, *self.message)
-        self.wait_for_sends(receiver, UNDERWAY)
+        self.wait_for_sends(receiver, UNDERWAY - 1)
         self.leaving[receiver].append((start("send", tensor, receiver), tensor))
 
     def receive(self, action: Action) -> None:
