@@ -167,7 +167,7 @@ BAD = [
     ),
     (
         changed(distributed__pp_engine="gpipe"),
-        r"distributed\.pp_engine: there is no schedule 'gpipe'; choose one of afab, 1f1b, interleaved_1f1b, .*, or csv:FILE",
+        r"distributed\.pp_engine: there is no schedule 'gpipe'; choose one of afab, 1f1b, looped_bfs, .*, or csv:FILE",
     ),
     (changed(distributed__pp_engine="csv:"), r"there is no schedule 'csv:'"),
     (changed(distributed__pp_chunks=0), r"distributed\.pp_chunks=0: it should be greater than 0"),

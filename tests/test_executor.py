@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import json
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 
+from picotron import config as config_module
 from picotron import process_group_manager as pgm
 from picotron.config import Config, UserError
 from picotron.data import MicroBatchDataLoader, hold_out
@@ -373,3 +376,91 @@ def test_each_stage_reduces_once_when_the_schedule_says_so(pool: WorkerPool, eng
             assert events[events.index(f"{stage}R") - 1] == f"launch {stage}"
         if len(stages) == 2:
             assert events.index(f"{stages[0]}R") < len(events) - 3  # while others compute
+
+
+# ------------------------------------------------------------------------------------------------- what a step tells
+
+
+def recorded(config: Config, model_config: LlamaConfig) -> list[str]:
+    """Two steps, the second of which is step 5; and the names of its actions in a profile."""
+    model = wrapped(config, model_config)
+    step = record_steps(step_of(config, model_config), config, CPU, done=3)
+    step(model, Loader(batches(4)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(model, Loader(batches(4)))
+    path = Path(config.checkpoint.save_dir, f"profile_{dist.get_rank()}.json")
+    profile.export_chrome_trace(str(path))  # (`profile.events()` takes 2F0 for a mangled name of C++)
+    found = json.loads(path.read_text())["traceEvents"]
+    path.unlink()
+    names = sorted((event["ts"], event["name"]) for event in found if event.get("cat") == "user_annotation")
+    return [name for _, name in names if re.fullmatch(r"\(?[0-9]*[FBIW][0-9].*", name)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "more"), [("1f1b", {}), ("zbv", {"dp_size": 2}), ("dualpipev", {}), ("interleaved_1f1b", {"tp_size": 2})]
+)
+def test_the_trace_of_a_step(
+    pool: WorkerPool, engine: str, more: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_config(engine, 2, 4, logging__trace_steps=[5], checkpoint__save_dir=str(tmp_path), **more)
+    names = pool.run(recorded, config.distributed.world_size, config, tiny_llama(num_hidden_layers=4))
+    assert [path.name for path in tmp_path.iterdir()] == ["trace_step_00000005.jsonl"]
+    step, timeline = read_trace(tmp_path)
+    assert step == 5
+    schedule = training_schedule(config)
+    assert timeline.programs == list(map(list, schedule.programs))
+    if engine != "1f1b":
+        assert [[span.action for span in rank] for rank in timeline.spans] == add_communication(schedule)
+    for rank in timeline.spans:  # a rank does one thing at a time
+        assert all(first.end <= second.start for first, second in itertools.pairwise(rank))
+    ranks = [0, 2] if "tp_size" in more else [0, 1]  # of the first pipeline
+    for rank, program in zip(ranks, schedule.programs, strict=True):
+        assert names[rank] == [str(action).lstrip("01") if engine == "1f1b" else str(action) for action in program]
+    draw.main(["--measured", str(tmp_path), "--step", "5"])
+    assert f"{tmp_path}, step 5, in seconds" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pp_chunks": 2}, "zb_h1 has 1 chunk(s) per rank, not 2; for 2 use looped_bfs or interleaved_1f1b"),
+        ({"pp_chunks": 3, "pp_engine": "zbv"}, "zbv has 2 chunk(s) per rank, not 3"),
+        ({"pp_engine": "looped_bfs", "pp_chunks": 4}, "8 stages, which need a layer each, but num_hidden_layers=6"),
+        ({"pp_layout": "Ettt|tttx"}, "the layout 'Ettt|tttx' makes no sense at character 9"),
+        ({"pp_layout": "Ettt|tttt|L"}, "has 3 stages, but ranks times chunks are 2"),
+        ({"pp_layout": "Ettt|ttL"}, "has 5 layers (t), but the model has 6"),
+        (
+            {"pp_engine": "zbv", "pp_layout": "Et|||tttttL"},
+            "pp_layout='Et|||tttttL' leaves rank 1 of the pipeline without anything to do",
+        ),
+        ({"pp_engine": "csv:nowhere.csv"}, "cannot read the schedule 'nowhere.csv'"),
+        ({"pp_engine": "csv:FILE", "pp_size": 3}, "is for distributed.pp_size=2, but the config says 3"),
+        (
+            {"pp_engine": "csv:FILE", "training__gradient_accumulation_steps": 8},
+            "is for training.gradient_accumulation_steps=4, but the config says 8",
+        ),
+        ({"pp_engine": "csv:FILE", "pp_chunks": 2}, "is for distributed.pp_chunks=1, but the config says 2"),
+    ],
+)
+def test_mistakes_are_one_sentence(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_csv(build("1f1b", 2, 4).programs, tmp_path / "1f1b.csv")
+    keys: dict[str, Any] = {"pp_engine": "zb_h1", "pp_size": 2, "training__gradient_accumulation_steps": 4, **changes}
+    keys["pp_engine"] = keys["pp_engine"].replace("FILE", f"{tmp_path}/1f1b.csv")
+    config = make_config(**{key if "__" in key else f"distributed__{key}": value for key, value in keys.items()})
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        make_plan(config, tiny_llama(num_hidden_layers=6))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_the_config_knows_every_schedule() -> None:
+    assert tuple(SCHEDULES) == config_module.SCHEDULES
+
+
+def test_one_process_needs_no_schedule() -> None:
+    for engine in (*SCHEDULES, "csv:nowhere.csv"):
+        plan = make_plan(make_config(distributed__pp_engine=engine), tiny_llama())
+        assert list(map(str, plan.stages)) == ["EtttL"]
+        assert not plan.splits_backward

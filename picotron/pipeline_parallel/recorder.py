@@ -42,17 +42,18 @@ recorder: Recorder | None = None  # in steps that are recorded
 
 @contextlib.contextmanager
 def action(name: str) -> Iterator[None]:
-    """Something that is called 2F3, the forward of micro-batch 3 in stage 2, or F3 if this rank has but one stage."""
+    """Something that is called 2F3, the forward of micro-batch 3 in stage 2, or just F3 where a rank has one stage."""
     grid = pgm.process_group_manager
-    logger.debug("[rank %d, stage %d] %s", grid.global_rank, grid.pp_rank, name)
+    has_stage = not name[0].isalpha()
+    logger.debug("[rank %d%s] %s", grid.global_rank, "" if has_stage else f", stage {grid.pp_rank}", name)
     with record_function(name):
         if recorder is None:
             yield
             return
         start = recorder.now()
         yield
-        full_name = f"{grid.pp_rank}{name}" if name[0].isalpha() else name
-        recorder.spans.append(Span(parse_action(full_name), start, recorder.now()))
+        done = parse_action(name if has_stage else f"{grid.pp_rank}{name}")
+        recorder.spans.append(Span(done, start, recorder.now()))
 
 
 def record_steps(

@@ -7,12 +7,12 @@ with times in seconds since the step began. Messages and R may be there too, see
 
 import json
 import math
-import re
 from pathlib import Path
 
 from picotron.config import UserError
 from picotron.pipeline_parallel.actions import parse_action
 from picotron.pipeline_parallel.simulate import Span, Timeline
+from picotron.run_folder import traces
 
 
 def trace_path(run_dir: str | Path, step: int) -> Path:
@@ -29,8 +29,7 @@ def read_trace(run_dir: str | Path, step: int | None = None) -> tuple[int, Timel
     Raises:
         UserError: there is none, or it cannot be read.
     """
-    found = (re.fullmatch(r"trace_step_([0-9]{8})\.jsonl", path.name) for path in Path(run_dir).glob("trace_step_*"))
-    steps = sorted(int(name[1]) for name in found if name)
+    steps = list(traces(Path(run_dir)))
     if not steps:
         raise UserError(f"{str(run_dir)!r} has no traces, which are named trace_step_00000005.jsonl")
     step = steps[-1] if step is None else step
