@@ -24,14 +24,10 @@ from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucke
 from picotron.metrics import Metrics
 from picotron.model import Llama, fused_attention, load_model_config, math_attention
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
-from picotron.pipeline_parallel.pipeline_parallel import (
-    PipelineParallel,
-    check_pipeline_parallel,
-    evaluate,
-    hidden_states_shape,
-    train_step_pipeline_1f1b,
-    train_step_pipeline_afab,
-)
+from picotron.pipeline_parallel.executor import pick_evaluation, pick_pipeline_step
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, hidden_states_shape
+from picotron.pipeline_parallel.plan import make_plan
+from picotron.pipeline_parallel.recorder import record_steps
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import check_save_dir
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
@@ -62,9 +58,7 @@ def pick_train_step(
     """The training step that a config asks for."""
     if config.distributed.pp_size == 1:
         return functools.partial(train_step, device=device)
-    loops = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
-    loop = loops[config.distributed.pp_engine]
-    return functools.partial(loop, tensor_shapes=tensor_shapes, device=device, dtype=dtype)
+    return pick_pipeline_step(config, tensor_shapes, device, dtype)
 
 
 def main() -> None:
@@ -79,7 +73,7 @@ def main() -> None:
     device, dtype = set_up_device(config), getattr(torch, config.model.dtype)
     model_config = load_model_config(config.model)
     check_tensor_parallel(model_config, layout.tp_size)
-    check_pipeline_parallel(model_config, layout.pp_size)
+    make_plan(config, model_config)
     check_context_parallel(model_config, layout)
 
     # The grid of processes.
@@ -97,12 +91,13 @@ def main() -> None:
 
     # The model, and around it what makes it parallel.
     stage = build_model(config, model_config, device, dtype, checkpoint)
-    model = DataParallelBucket(stage)
+    model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
 
     # How it learns, what is told and kept of it.
     tensor_shapes = hidden_states_shape(config, model_config)
     take_step = pick_train_step(config, tensor_shapes, device, dtype)
-    eval_loss = functools.partial(evaluate, model, eval_loader, training.eval_steps, tensor_shapes, device, dtype)
+    take_step = record_steps(take_step, config, device, progress.step)
+    eval_loss = functools.partial(pick_evaluation(config, tensor_shapes, device, dtype), model, eval_loader)
     optimizer = AdamW(model.parameters(), training, config.model.use_fused_adam)
     if checkpoint:
         checkpoint.restore(optimizer, stage.module)
@@ -146,7 +141,7 @@ def build_model(
     with torch.device("meta"):
         llama = Llama(model_config, attend, config.training.activation_checkpointing == "full").to(dtype)
         llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)
-        stage = PipelineParallel(llama, config.training.seq_length)  # what llama has left
+        stage = PipelineParallel(llama, make_plan(config, model_config))  # what llama has left
         apply_context_parallel(stage, config.distributed)
     initial = initial_value(model_config, config.training.seed)
     materialise(llama, device, checkpoint.weights() if checkpoint else initial)

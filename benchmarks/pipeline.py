@@ -45,7 +45,7 @@ class TorchStage(nn.Module):
 
     def __init__(self, stage: pipeline_parallel.PipelineParallel) -> None:
         super().__init__()
-        self.llama, self.is_first = stage.module, stage.is_first
+        self.llama, self.is_first = stage.module, 0 in stage.stages
         self.register_buffer("positions", torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def torchs(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
 
     def step() -> None:
         batches = [next(loader) for _ in range(micro_batches)]
-        if stage.is_first:
+        if 0 in stage.stages:
             schedule.step(torch.cat([batch["input_ids"] for batch in batches]))
         else:
             losses: list[Tensor] = []

@@ -77,7 +77,8 @@ def ours(
     device, config = device_of(rank), run_config(layout, **training)
     dtype = getattr(torch, config.model.dtype)
     stage = stage_of(config, device, dtype, layers)
-    model = {"bucket": DataParallelBucket, "naive": DataParallelNaive}[wrapper](stage)
+    wrap = {"bucket": DataParallelBucket, "naive": DataParallelNaive}[wrapper]
+    model = wrap(stage, groups=stage.parameters_by_stage())
     optimizer = AdamW(model.parameters(), config.training, fused=True)
     loader = loader_of(config, device)
     take_step = pick_train_step(config, hidden_states_shape(config, model_config()), device, dtype)

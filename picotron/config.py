@@ -5,9 +5,11 @@
 
 import json
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -26,6 +28,15 @@ class UserError(ValueError):
 def reason(error: Exception) -> str:
     """The first line of what another library complains about, for a sentence of our own."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+SCHEDULES = ("afab", "1f1b", "looped_bfs", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
+
+
+def check_schedule(name: str) -> str:
+    if name in SCHEDULES or re.match("csv:.", name):
+        return name
+    raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}, or csv:FILE")
 
 
 class Section(BaseModel):
@@ -47,11 +58,19 @@ class Distributed(Section):
     cp_engine: Literal["ring", "all_gather", "ulysses"] = "ring"
     """how attention sees the other parts; ulysses splits heads instead"""
     pp_size: PositiveInt = 1
-    """pipeline stages: each holds some of the layers"""
+    """pipeline ranks: each holds some of the layers"""
     dp_size: PositiveInt = 1
     """data-parallel ranks: each holds some of the batch"""
-    pp_engine: Literal["1f1b", "afab"] = "1f1b"
-    """pipeline schedule (of interest when pp_size > 1)"""
+    pp_engine: Annotated[
+        str,
+        AfterValidator(check_schedule),
+        WithJsonSchema({"anyOf": [{"enum": list(SCHEDULES)}, {"type": "string", "pattern": "^csv:."}]}),
+    ] = "1f1b"
+    """with pp_size > 1: the schedule, or csv:FILE for one of your own"""
+    pp_chunks: PositiveInt | None = None
+    """stages per rank, for interleaved_1f1b and looped_bfs; null: as many as the schedule has by itself"""
+    pp_layout: str | None = None
+    """what each stage holds, like Et*3|(tt|)*5L: embedding, layers, head; null: stages that take equally long"""
     backend: Literal["nccl", "gloo"] | None = None
     """communication library; null: nccl on GPUs, gloo on CPU"""
     use_cpu: bool = False
@@ -183,6 +202,8 @@ class Logging(Section):
     run_name: str | None = None
     log_frequency: PositiveInt = 1
     """steps between lines on the console; metrics.jsonl has every step"""
+    trace_steps: list[PositiveInt] | None = None
+    """with pp_size > 1: record when each action of these steps runs (GPUs are slower then: every action is awaited)"""
 
 
 def read_string(value: Any) -> Any:
@@ -246,6 +267,15 @@ class Config(Section):
                     f"cp_engine={layout.cp_engine!r} has no kernel for model.dtype='float64' on GPUs; "
                     f"use float32, cp_engine 'ulysses', or use_cpu"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def traces_happen(self) -> "Config":
+        steps, total = self.logging.trace_steps or [], self.training.total_train_steps
+        if steps and self.distributed.pp_size == 1:
+            raise ValueError(f"logging.trace_steps={steps} is about pipelines, but pp_size=1; leave it out")
+        if max(steps, default=0) > total:
+            raise ValueError(f"logging.trace_steps={steps} goes beyond total_train_steps={total}; use steps up to that")
         return self
 
     @property

@@ -22,13 +22,6 @@ from picotron.config import Config, Section, UserError, read_string
 
 logger = logging.getLogger("picotron")
 
-# Keys of the format whose feature does not exist yet, with the values that ask for nothing; others are refused by name.
-NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "distributed.pp_chunks": (1,),
-    "distributed.pp_layout": (None,),
-    "logging.trace_steps": (None,),
-}
-
 # Keys that configs written for other trainers carry: accepted with a warning, and never stored.
 IGNORED = {
     "environment.FLASH_ATTEN": "the attention kernel is chosen by model.use_flash_attention",
@@ -55,31 +48,17 @@ def _items(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{section}.{key}", value) for key, value in body.items())
 
 
-def _not_built(data: dict[str, Any]) -> list[str]:
-    """A sentence for each key that asks for what does not exist yet."""
-    sentences = []
-    for key, value in _items(data):
-        if value not in NOT_BUILT.get(key, (value,)):
-            allowed = " or ".join(json.dumps(v) for v in NOT_BUILT[key])
-            sentences.append(
-                f"{key}={json.dumps(value)} is not built yet; " + (f"use {allowed}" if allowed else "leave it out")
-            )
-    return sentences
-
-
 def _without_what_means_nothing(data: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `data` without the ignored keys, each of which gets a warning, and without those not built yet."""
+    """A copy of `data` without the ignored keys, each of which gets a warning."""
     kept = {
         section: dict(body) if isinstance(body, dict) else body
         for section, body in data.items()
         if section != "$schema"
     }
-    known = leaf_keys()
     for key, _ in _items(data):
         section, _, name = key.partition(".")
         if key in IGNORED:
             logger.warning("%s is ignored: %s", key, IGNORED[key])
-        if key in IGNORED or (key in NOT_BUILT and key not in known):
             del kept[section][name]
     return kept
 
@@ -94,7 +73,7 @@ def _unknown(key: str) -> str:
 
 def _sentence(error: Any) -> str:
     """One pydantic error as one sentence with the key, the value and the remedy."""
-    key = ".".join(error["loc"])
+    key = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         return _unknown(key)
     if error["type"] == "missing":
@@ -112,14 +91,11 @@ def parse_config(data: dict[str, Any]) -> Config:
     Raises:
         UserError: one line per mistake, naming the key, the value and the remedy.
     """
-    mistakes = _not_built(data)
     try:
-        config = Config.model_validate(_without_what_means_nothing(data))
+        return Config.model_validate(_without_what_means_nothing(data))
     except ValidationError as error:
-        mistakes += [_sentence(each) for each in error.errors()]
-    if mistakes:
-        raise UserError("\n".join(dict.fromkeys(mistakes)))
-    return config
+        mistakes = [_sentence(each) for each in error.errors()]
+    raise UserError("\n".join(dict.fromkeys(mistakes)))
 
 
 def read_json(path: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Shapes: B sequences, T tokens, D hidden size, H query heads and K key/value head
 V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +84,15 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class Linear(nn.Linear):
+    """torch's, with the product y = x W' + b as an attribute, so that it can be another one's."""
+
+    product = staticmethod(F.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions; H query heads share K key/value heads (GQA, arXiv:2305.13245)."""
 
@@ -91,10 +100,10 @@ class Attention(nn.Module):
         super().__init__()
         bias = config.attention_bias
         self.head_dim, self.attend, self.project = config.head_dim, attend, project
-        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias)
+        self.q_proj = Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias)
+        self.k_proj = Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
+        self.v_proj = Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
+        self.o_proj = Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B = x.size(0)
@@ -111,9 +120,9 @@ class MLP(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.project = project
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.project(x, self.gate_proj, self.up_proj)  # (B, T, F) each
@@ -199,10 +208,11 @@ class Llama(nn.Module):
         """(B, T) -> (B, T, D)"""
         return self.model.embed_tokens(input_ids)
 
-    def decode(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """Apply the decoder layers: x (B, T, D), position_ids (B, T) -> (B, T, D)."""
+    def decode(self, x: Tensor, position_ids: Tensor, layers: Iterable[int] | None = None) -> Tensor:
+        """Apply the decoder layers, by default all: x (B, T, D), position_ids (B, T) -> (B, T, D)."""
         cos, sin = (table.to(x.dtype) for table in rope(self.config, position_ids))
-        for layer in self.model.layers.values():
+        for name in self.model.layers if layers is None else map(str, layers):
+            layer = self.model.layers[name]
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
             else:

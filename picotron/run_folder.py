@@ -1,6 +1,7 @@
 """The folder of a run, `checkpoint.save_dir`: what is in it, and what a new run does with what an earlier one left.
 
-    config.json  metrics.jsonl  step_00000050/  step_00000100/  ...    earlier.1/  earlier.2/  ...
+    config.json  metrics.jsonl  step_00000050/  step_00000100/  ...    trace_step_00000005.jsonl  ...
+    earlier.1/  earlier.2/  ...
 
 A folder of checkpoints with its final name is whole: it is written under another name, and renamed at the end.
 """
@@ -9,6 +10,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -48,6 +50,12 @@ def checkpoint_folders(save_dir: Path) -> dict[int, Path]:
     return {step: checkpoint_folder(save_dir, step) for step in steps}
 
 
+def traces(save_dir: Path) -> dict[int, Path]:
+    """The traces of steps in it, see `pipeline_parallel.trace`."""
+    found = (re.fullmatch(r"trace_step_([0-9]{8})\.jsonl", path.name) for path in save_dir.glob("trace_step_*"))
+    return dict(sorted((int(name[1]), save_dir / name[0]) for name in found if name))
+
+
 def delete_checkpoint(folder: Path) -> None:
     """Not at once, so first it gets a name that nobody takes for a whole one."""
     unfinished = folder.with_name(folder.name + UNFINISHED)
@@ -85,8 +93,9 @@ def begin_run(save_dir: Path, config: Config, continued: int | None) -> list[dic
     Returns:
         The records of the steps so far, which stay in metrics.jsonl. Those of later steps, which are done again, go.
     """
-    checkpoints, metrics, described = checkpoint_folders(save_dir), save_dir / "metrics.jsonl", save_dir / "config.json"
-    old = [path for step, path in checkpoints.items() if continued is None or step > continued]
+    metrics, described = save_dir / "metrics.jsonl", save_dir / "config.json"
+    of_steps = [*checkpoint_folders(save_dir).items(), *traces(save_dir).items()]
+    old = [path for step, path in of_steps if continued is None or step > continued]
     if continued is None:
         old += [path for path in (metrics, described) if path.exists()]
     if old:

@@ -71,7 +71,7 @@ def train(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[st
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     checkpoint = find_checkpoint(config, model_config)
     stage = build_model(config, model_config, CPU, getattr(torch, config.model.dtype), checkpoint)
-    model = DataParallelBucket(stage)
+    model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
     losses, norms, _ = train_steps(model, config, model_config, checkpoint=checkpoint, tokenizer=tokenizer)
     return {"losses": losses, "grad_norms": norms, "weights": all_stages(stage.module, "data")}
 
@@ -123,6 +123,16 @@ def halves(pool: WorkerPool, tokenizer: Path, tmp_path_factory: pytest.TempPathF
     return half
 
 
+def assert_equals_second_half(result: dict[str, Any], model_config: LlamaConfig) -> None:
+    """What `train` returns of a run from step 5 on is what ten steps of one process compute."""
+    expected = oracle_training(run_config(Path("unused"), {}), model_config, random_tokens())
+    assert_close(result["losses"], expected["losses"][5:], what="losses")
+    assert_close(result["grad_norms"], expected["grad_norms"][5:], what="grad norms")
+    assert result["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        assert_close(result["weights"][name], weight, what=name)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [*PAIRS, *[pytest.param(*pair, marks=pytest.mark.parity) for pair in PARITY]],
@@ -134,20 +144,38 @@ def test_any_layout_goes_on_from_what_any_other_wrote(
     tied = (first + second) % 2 == 0
     config = run_config(tmp_path, LAYOUTS[second], checkpoint__load_path=str(halves(first, tied)))
     result = run(pool, config, model_of(tied), tokenizer)
-    expected = oracle_training(run_config(tmp_path, {}), model_of(tied), random_tokens())
-    assert_close(result["losses"], expected["losses"][5:], what="losses")
-    assert_close(result["grad_norms"], expected["grad_norms"][5:], what="grad norms")
-    assert result["weights"].keys() == expected["weights"].keys()
-    for name, weight in expected["weights"].items():
-        assert_close(result["weights"][name], weight, what=name)
+    assert_equals_second_half(result, model_of(tied))
     if first == second:
         whole = run(pool, run_config(tmp_path / "whole", LAYOUTS[second]), model_of(tied), tokenizer)
         assert result["losses"] == whole["losses"][5:]
         assert result["grad_norms"] == whole["grad_norms"][5:]
         for kind in ("model", "exp_avg", "exp_avg_sq"):
             ours, theirs = (tensors_of(folder / "step_00000010", kind) for folder in (tmp_path, tmp_path / "whole"))
-            assert ours.keys() == theirs.keys() == expected["weights"].keys()
+            assert ours.keys() == theirs.keys() == result["weights"].keys()
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+IN_A_V = {"pp_size": 2, "pp_engine": "zbv"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "tied"),
+    [
+        (IN_A_V, {"pp_size": 2}, True),
+        (IN_A_V, {}, False),
+        ({"pp_size": 2, "pp_engine": "looped_bfs"}, IN_A_V | {"dp_size": 2}, True),
+    ],
+    ids=lambda value: layout_name(value) if isinstance(value, dict) else str(value),
+)
+def test_any_schedule_goes_on_from_what_any_other_wrote(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path, first: dict[str, Any], second: dict[str, Any], tied: bool
+) -> None:
+    """With other layers on each rank: in a V, the first one has both ends of the model."""
+    model_config = tiny_llama(num_hidden_layers=5, tie_word_embeddings=tied)
+    run(pool, first_half(tmp_path / "first", first), model_config, tokenizer)
+    half = str(tmp_path / "first/step_00000005")
+    config = run_config(tmp_path / "second", second, checkpoint__load_path=half)
+    assert_equals_second_half(run(pool, config, model_config, tokenizer), model_config)
 
 
 @pytest.mark.parametrize("number", range(8), ids=lambda number: layout_name(LAYOUTS[number]) or "one")

@@ -100,7 +100,6 @@ BAD = [
     (changed(training=[1, 2]), r"training: it should be a valid dictionary"),
     # impossible values
     (changed(distributed__dp_size=0), r"distributed\.dp_size=0: it should be greater than 0"),
-    (changed(distributed__pp_engine="gpipe"), r"distributed\.pp_engine=\"gpipe\": it should be '1f1b' or 'afab'"),
     (changed(distributed__backend="mpi"), r"distributed\.backend=\"mpi\": it should be 'nccl' or 'gloo'"),
     (
         changed(distributed__backend="nccl", distributed__use_cpu=True),
@@ -166,8 +165,18 @@ BAD = [
         changed(distributed__cp_size=2, distributed__use_cpu=False, model__dtype="float64"),
         r"cp_engine='ring' has no kernel for model\.dtype='float64' on GPUs; use float32, cp_engine 'ulysses', or use_cpu",
     ),
-    # what is not built yet
-    (changed(distributed__pp_chunks=2), r"distributed\.pp_chunks=2 is not built yet; use 1"),
+    (
+        changed(distributed__pp_engine="gpipe"),
+        r"distributed\.pp_engine: there is no schedule 'gpipe'; choose one of afab, 1f1b, looped_bfs, .*, or csv:FILE",
+    ),
+    (changed(distributed__pp_engine="csv:"), r"there is no schedule 'csv:'"),
+    (changed(distributed__pp_chunks=0), r"distributed\.pp_chunks=0: it should be greater than 0"),
+    (changed(logging__trace_steps=[1, "2"]), r'logging\.trace_steps\.1="2": it should be a valid integer'),
+    (changed(logging__trace_steps=[3]), r"logging\.trace_steps=\[3\] is about pipelines, but pp_size=1; leave it out"),
+    (
+        changed(distributed__pp_size=2, logging__trace_steps=[3, 300]),
+        r"logging\.trace_steps=\[3, 300\] goes beyond total_train_steps=200; use steps up to that",
+    ),
 ]
 
 
@@ -196,7 +205,7 @@ def test_a_section_that_is_no_section_is_not_shown() -> None:
 
 def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(UserError) as error:
-        parse_config(changed(distributed__pp_chunks=2, training__seed=-1, training__seq_length=0, dataset__nmae="x"))
+        parse_config(changed(distributed__pp_chunks=0, training__seed=-1, training__seq_length=0, dataset__nmae="x"))
     assert [line.split("=")[0].split(";")[0] for line in str(error.value).splitlines()] == [
         "distributed.pp_chunks",
         "training.seed",

@@ -114,6 +114,9 @@ def test_metrics_file_has_the_global_mean_in_full_precision(pool: WorkerPool, tm
 def test_an_earlier_run_in_the_same_folder_is_kept(pool: WorkerPool, tmp_path: Path) -> None:
     for loss in (1.0, 2.0, 3.0):
         pool.run(log_steps, 1, str(tmp_path), [loss])
+        (tmp_path / f"trace_step_0000000{loss:.0f}.jsonl").touch()
+    assert (tmp_path / "earlier.2/trace_step_00000002.jsonl").exists()
+    assert [path.name for path in tmp_path.glob("trace_step_*")] == ["trace_step_00000003.jsonl"]
     kept = {str(path.parent): json.loads(path.read_text())["loss"] for path in tmp_path.rglob("metrics.jsonl")}
     assert kept == {str(tmp_path): 3.0, str(tmp_path / "earlier.1"): 1.0, str(tmp_path / "earlier.2"): 2.0}
     assert {path.parent.name for path in tmp_path.rglob("config.json")} == {tmp_path.name, "earlier.1", "earlier.2"}

@@ -17,7 +17,7 @@ from picotron.config import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.pipeline_parallel import pipeline_parallel
 from picotron.pipeline_parallel.layout import Cost, _hand_out, balanced_layers
-from picotron.pipeline_parallel.pipeline_parallel import check_pipeline_parallel
+from picotron.pipeline_parallel.plan import make_plan
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
 from picotron.process_group_manager import setup_process_group_manager
 from tests.oracle import make_config, tiny_llama
@@ -384,8 +384,6 @@ def test_ends_with_a_large_vocabulary_get_fewer_layers() -> None:
 
 
 def test_too_few_layers() -> None:
-    check_pipeline_parallel(tiny_llama(), 3)
-    with pytest.raises(
-        UserError, match="pp_size=4 stages need a layer each, but num_hidden_layers=3; use a pp_size of at"
-    ):
-        check_pipeline_parallel(tiny_llama(), 4)
+    make_plan(make_config(distributed__pp_size=3), tiny_llama())
+    with pytest.raises(UserError, match="make 4 stages, which need a layer each, but num_hidden_layers=3; use fewer"):
+        make_plan(make_config(distributed__pp_size=4), tiny_llama())

@@ -63,7 +63,7 @@ def all_stages(model: nn.Module, attribute: str) -> dict[str, Tensor]:
 
 def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     stage = stage_of(config, model_config)
-    model = DataParallelBucket(stage)
+    model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
     losses, norms, gradients = train_steps(model, config, model_config, lambda: all_stages(stage.module, "main_grad"))
     weights = all_stages(stage.module, "data")
     return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": weights}
@@ -153,7 +153,7 @@ def gradients(
     if compiled:
         for layer in stage.module.model.layers.values():
             layer.compile(backend="aot_eager")
-    model = DataParallelBucket(stage)
+    model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
     if pgm.process_group_manager.pp_world_size == 1:
         loss = train_step(model, Loader(batches(3)), CPU)
     else:

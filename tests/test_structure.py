@@ -1,6 +1,8 @@
 """The rules of the code base that a tool can check."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ PACKAGE = sorted(Path("picotron").rglob("*.py"))
 PARALLEL = ("tensor_parallel", "context_parallel", "data_parallel", "pipeline_parallel")
 # From the bottom to the top: a module imports only modules of lower levels. `utils` may be used from level 2 on.
 LEVELS = {
-    "config": 0, "config_reader": 1, "process_group_manager": 1, "utils": 1, "run_folder": 1, "model": 2, "weights": 3,
+    "config": 0, "config_reader": 1, "process_group_manager": 1, "utils": 1, "run_folder": 1, "split_backward": 1, "model": 2, "weights": 3,
     "tokens": 4, "data": 4, "optimizer": 4, "safetensors_folder": 4, **dict.fromkeys(PARALLEL, 4), "checkpoint": 5,
     "stage_files": 5, "checkpoint_writer": 6, "metrics": 6,
 }  # fmt: skip
@@ -52,3 +54,23 @@ def test_only_torchrun_and_secrets_come_from_the_environment(path: Path) -> None
             assert ast.literal_eval(node.args[0]) in allowed
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
             assert ast.literal_eval(node.slice) in allowed
+
+
+def test_schedules_can_be_thought_about_without_torch() -> None:
+    """What describes, checks, times and draws a schedule starts in no time, and needs neither torch nor processes."""
+    modules = (
+        "actions",
+        "schedules",
+        "checker",
+        "schedule_csv",
+        "simulate",
+        "layout",
+        "trace",
+        "draw_svg",
+        "draw",
+        "plan",
+    )
+    imports = "; ".join(f"import picotron.pipeline_parallel.{module}" for module in modules)
+    heavy = "{'torch', 'transformers', 'numpy', 'matplotlib', 'picotron.process_group_manager'}"
+    command = f"import sys; {imports}; print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout == "[]\n"

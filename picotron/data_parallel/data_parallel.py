@@ -7,13 +7,15 @@ that the optimizer reads. The average is over `cp_dp_group`: context-parallel ra
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from picotron import process_group_manager as pgm
 from picotron.data_parallel.bucket import Bucket, make_buckets
+
+Groups = Mapping[int, Sequence[nn.Parameter]]
 
 
 class DataParallel(nn.Module):
@@ -22,21 +24,27 @@ class DataParallel(nn.Module):
     A step calls `finish_grad_sync` when all its backwards are done. They do not wait themselves: under pipeline
     parallelism, other stages want their gradients while this stage's are still being averaged.
 
+    Args:
+        groups: by number, the parameters whose gradients are complete together, see `start_grad_sync`; by default all.
+
     Attributes:
         require_backward_grad_sync: does the next backward reduce the gradients? With several micro-batches only the
             last one should: the sum is reduced once. Every rank has to agree.
     """
 
-    def __init__(self, module: nn.Module, bucket_mb: float) -> None:
+    def __init__(self, module: nn.Module, bucket_mb: float, groups: Groups | None = None) -> None:
         super().__init__()
         self.module = module
         self.require_backward_grad_sync = True
-        # Backward meets the last layers first, so this is about the order in which gradients get ready.
-        parameters = [p for p in module.parameters() if p.requires_grad][::-1]
-        self.buckets = make_buckets(parameters, pgm.process_group_manager.cp_dp_group, bucket_mb)
+        self.buckets_of: dict[int, list[Bucket]] = {}
+        for number, group in ({0: list(module.parameters())} if groups is None else groups).items():
+            # Backward meets the last layers first, so this is about the order in which gradients get ready.
+            parameters = [p for p in group if p.requires_grad][::-1]
+            self.buckets_of[number] = make_buckets(parameters, pgm.process_group_manager.cp_dp_group, bucket_mb)
+        self.buckets = [bucket for buckets in self.buckets_of.values() for bucket in buckets]
         self.bucket_of: dict[Tensor, Bucket] = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.reduced = 0  # so many of the buckets, in this step
-        for parameter in parameters:
+        self.waiting = list(self.buckets)  # to be reduced in this step
+        for parameter in self.bucket_of:
             # The hook itself must not refer to `self`: the garbage collector does not look into this kind of hook, and
             # would never free the model and its gradients.
             parameter.accumulate = self._accumulate
@@ -69,23 +77,27 @@ class DataParallel(nn.Module):
         missing.remove(parameter)
         # Always in order: a message meets its partner on other ranks by its place in the sequence, and ranks may
         # differ in which parameters their part of the batch uses.
-        while self.reduced < len(self.buckets) and not self.buckets[self.reduced].missing:
-            self._reduce_next()
+        while self.waiting and not self.waiting[0].missing:
+            self._reduce(self.waiting.pop(0))
 
-    def _reduce_next(self) -> None:
-        self._reduce(self.buckets[self.reduced])
-        self.reduced += 1
+    def start_grad_sync(self, group: int) -> None:
+        """Begin to average the gradients of a group, which are complete. For backwards that do not reduce themselves:
+        a pipeline schedule says when each stage's turn is. Every rank has to agree.
+        """
+        for bucket in self.buckets_of[group]:
+            self.waiting.remove(bucket)
+            self._reduce(bucket)
 
     def finish_grad_sync(self) -> None:
         """Wait until every gradient is the average. What got none in the last backward is reduced now: it may hold one
         of an earlier micro-batch.
         """
-        while self.reduced < len(self.buckets):
-            self._reduce_next()
+        while self.waiting:
+            self._reduce(self.waiting.pop(0))
         for bucket in self.buckets:
             bucket.wait()
             bucket.reset()
-        self.reduced = 0
+        self.waiting = list(self.buckets)
 
     def _reduce(self, bucket: Bucket) -> None:
         raise NotImplementedError
@@ -98,8 +110,8 @@ def _accumulate(parameter: nn.Parameter) -> None:
 class DataParallelNaive(DataParallel):
     """Averages each gradient by a message of its own, and waits until it is done."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module, bucket_mb=0.0)
+    def __init__(self, module: nn.Module, groups: Groups | None = None) -> None:
+        super().__init__(module, 0.0, groups)
 
     def _reduce(self, bucket: Bucket) -> None:
         bucket.launch()
@@ -113,8 +125,8 @@ class DataParallelBucket(DataParallel):
     several medium ones overlap better than a single huge one.
     """
 
-    def __init__(self, module: nn.Module, bucket_mb: float = 25.0) -> None:
-        super().__init__(module, bucket_mb)
+    def __init__(self, module: nn.Module, bucket_mb: float = 25.0, groups: Groups | None = None) -> None:
+        super().__init__(module, bucket_mb, groups)
 
     def _reduce(self, bucket: Bucket) -> None:
         bucket.launch()

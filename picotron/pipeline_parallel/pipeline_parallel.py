@@ -18,36 +18,24 @@ Both have the same bubble. But between a micro-batch's forward and its backward 
 those of all m micro-batches, in 1F1B of at most p - rank.
 """
 
-import contextlib
-import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.profiler import record_function
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
-from picotron.config import Config, UserError
+from picotron.config import Config
 from picotron.model import Llama
-from picotron.pipeline_parallel.layout import balanced_layers
+from picotron.pipeline_parallel.plan import Plan
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
+from picotron.pipeline_parallel.recorder import action
 from picotron.process_group_manager import new_groups
+from picotron.split_backward import split_backward
 from picotron.utils import all_reduce
-
-logger = logging.getLogger("picotron.pipeline")
-
-
-def check_pipeline_parallel(config: LlamaConfig, pp_size: int) -> None:
-    """Raises UserError if there are fewer layers than stages."""
-    if config.num_hidden_layers < pp_size:
-        raise UserError(
-            f"pp_size={pp_size} stages need a layer each, but num_hidden_layers={config.num_hidden_layers}; "
-            f"use a pp_size of at most {config.num_hidden_layers}"
-        )
 
 
 def hidden_states_shape(config: Config, model_config: LlamaConfig) -> tuple[int, int, int]:
@@ -58,53 +46,83 @@ def hidden_states_shape(config: Config, model_config: LlamaConfig) -> tuple[int,
 
 
 class PipelineParallel(nn.Module):
-    """One stage: the layers that are this rank's, the embedding on the first stage, norm and head on the last.
+    """The stages of this rank: their layers, the embedding with the first stage of all, norm and head with the last.
 
-    If the embedding's matrix is also the head's (tied), both stages have it. Each copy gets the gradient of its own
-    use, and `sum_tied_gradients` adds them. As both start and go on alike, they stay equal to the last bit.
+    If the embedding's matrix is also the head's (tied) and these are on two ranks, both have it. Each copy gets the
+    gradient of its own use, and `sum_tied_gradients` adds them. As both start and go on alike, they stay equal to the
+    last bit.
 
     Args:
-        model: a Llama on the meta device. It loses, in place, what other stages hold.
-        seq_length: of the sequences it is trained on; attention takes more time in longer ones.
+        model: a Llama on the meta device. It loses, in place, what other ranks hold.
+        plan: which stages are there, and on which ranks.
         deallocate_outputs: free outputs that have been sent, see `deallocate_output_tensor`.
+
+    Attributes:
+        stages: what they hold, by number. With one stage per rank its number is the rank's.
     """
 
-    def __init__(self, model: Llama, seq_length: int, deallocate_outputs: bool = True) -> None:
+    def __init__(self, model: Llama, plan: Plan, deallocate_outputs: bool = True) -> None:
         super().__init__()
-        grid, config = pgm.process_group_manager, model.config
-        check_pipeline_parallel(config, grid.pp_world_size)
+        grid = pgm.process_group_manager
         self.module, self.deallocate_outputs = model, deallocate_outputs
-        self.is_first, self.is_last = grid.pp_is_first_stage, grid.pp_is_last_stage
-        self.layers = balanced_layers(config, grid.pp_world_size, seq_length)[grid.pp_rank]
+        self.stages = plan.stages_of(grid.pp_rank)
+        has_embedding = any(stage.has_embedding for stage in self.stages.values())
+        has_head = any(stage.has_head for stage in self.stages.values())
+        copied = model.config.tie_word_embeddings and plan.last_rank != 0  # the first stage is always on rank 0
 
-        tied = config.tie_word_embeddings and grid.pp_world_size > 1
-        stage: Any = model  # of which parts may be missing now
-        for i in set(range(config.num_hidden_layers)) - set(self.layers):
-            del stage.model.layers[str(i)]
-        if not self.is_last:
-            stage.model.norm = stage.lm_head = None
-        if not self.is_first:
-            if self.is_last and tied:
-                stage.model.embed_tokens.is_copy = True
-            else:
-                stage.model.embed_tokens = None
-        self.embedding_group = None
-        if tied:  # a group of the first and the last stage of each pipeline
-            self.embedding_group = new_groups(grid.grid.movedim(1, -1)[..., [0, -1]].reshape(-1, 2).tolist())
+        held: Any = model  # of which parts may be missing now
+        layers = {i for stage in self.stages.values() for i in stage.layers}
+        for i in set(range(model.config.num_hidden_layers)) - layers:
+            del held.model.layers[str(i)]
+        if not has_head:
+            held.model.norm = held.lm_head = None
+        if not has_embedding and has_head and copied:
+            held.model.embed_tokens.is_copy = True
+        elif not has_embedding:
+            held.model.embed_tokens = None
+        ends = grid.grid.movedim(1, -1)[..., [0, plan.last_rank]]  # of each pipeline
+        self.embedding_group = new_groups(ends.reshape(-1, 2).tolist()) if copied else None
+        if plan.splits_backward:
+            split_backward(model)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, hidden_states: Tensor | None, target_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor | None,
+        target_ids: Tensor | None = None,
+        stage: int | None = None,
     ) -> Tensor:
         """The first stage reads input_ids (B, T), the others hidden_states (B, T, D), see `hidden_states_shape`.
 
+        Args:
+            stage: which one of this rank's; by default its first.
+
         Returns:
-            hidden states for the next stage; on the last stage what `Llama.forward` returns: the mean loss, if there
+            hidden states for the next stage; of the last stage what `Llama.forward` returns: the mean loss, if there
             are target_ids (B, T), else logits.
         """
-        x = self.module.embed(input_ids) if self.is_first else hidden_states
+        held = self.stages[min(self.stages) if stage is None else stage]
+        x = self.module.embed(input_ids) if held.has_embedding else hidden_states
         assert x is not None
-        x = self.module.decode(x, position_ids)
-        return self.module.predict(x, target_ids) if self.is_last else x
+        y = self.module.decode(x, position_ids, held.layers)
+        if held.has_head:
+            return self.module.predict(y, target_ids)
+        return y.view_as(y) if y is hidden_states else y  # of an empty stage: an output of its own, that can be freed
+
+    def parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
+        """The parameters of each stage. A tied matrix that both ends share on this rank belongs to the first stage,
+        which is the last one to have its gradients.
+        """
+        known: set[nn.Parameter] = set()
+        found = {}
+        for number, stage in sorted(self.stages.items()):
+            parts: list[nn.Module] = [self.module.model.embed_tokens] if stage.has_embedding else []
+            parts += [self.module.model.layers[str(i)] for i in stage.layers]
+            parts += [self.module.model.norm, self.module.lm_head] if stage.has_head else []
+            found[number] = [p for part in parts for p in part.parameters() if p not in known]
+            known.update(found[number])
+        return found
 
     def backward(
         self, input_tensor: Tensor | None, output_tensor: Tensor, output_tensor_grad: Tensor | None
@@ -125,9 +143,9 @@ class PipelineParallel(nn.Module):
     def deallocate_output_tensor(self, output_tensor: Tensor) -> None:
         """Free the data of an output that has been sent: backward only needs the graph that made it.
 
-        (Megatron-LM's `deallocate_pipeline_outputs`.) It saves B T D numbers per micro-batch in flight.
+        (Megatron-LM's `deallocate_pipeline_outputs`.) It saves B T D numbers per micro-batch in flight. The loss stays.
         """
-        if self.deallocate_outputs and not self.is_last:
+        if self.deallocate_outputs and output_tensor.ndim > 0:
             output_tensor.data = output_tensor.new_empty(0)
 
     def sum_tied_gradients(self) -> None:
@@ -142,15 +160,6 @@ def custom_backward(output_tensor: Tensor, output_tensor_grad: Tensor) -> None:
     Autograd compares the shapes of the two, so it gets the place in the graph instead of the tensor.
     """
     torch.autograd.backward(get_gradient_edge(output_tensor), output_tensor_grad)
-
-
-@contextlib.contextmanager
-def action(name: str) -> Iterator[None]:
-    """A name like F3, the forward of micro-batch 3, in the log at debug level and in profiler traces."""
-    grid = pgm.process_group_manager
-    logger.debug("[rank %d, stage %d] %s", grid.global_rank, grid.pp_rank, name)
-    with record_function(name):
-        yield
 
 
 def forward_step(model: Any, data_loader: Any, input_tensor: Tensor | None, i: int, losses: list[Tensor]) -> Tensor:

@@ -31,13 +31,23 @@ def _peer(operation: str) -> int | None:
     }[operation]
 
 
-def _check(tensor: Tensor, shapes: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
+def check_message(tensor: Tensor, shapes: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
     """The other stage cannot see what is coming. It waits for what was announced, and that is what it must get."""
     if (tuple(tensor.shape), tensor.device.type, tensor.dtype) != (tuple(shapes), device.type, dtype):
         raise ValueError(
             f"stage {pgm.process_group_manager.pp_rank} wants to send {tensor.dtype} {list(tensor.shape)} on {tensor.device}, "
             f"but {dtype} {list(shapes)} on {device} was announced"
         )
+
+
+def start(operation: str, tensor: Tensor, rank: int) -> list[dist.Work]:
+    """Begin to send or to receive (`send`, `recv`); what is returned can wait for the end.
+
+    Args:
+        rank: of the pipeline, at the other end.
+    """
+    grid, kinds = pgm.process_group_manager, {"send": dist.isend, "recv": dist.irecv}
+    return dist.batch_isend_irecv([dist.P2POp(kinds[operation], tensor, grid.pp_group_ids[rank], grid.pp_group)])
 
 
 def _exchange(messages: list[tuple[str, Tensor]]) -> None:
@@ -80,7 +90,7 @@ def pipeline_communicate(
         _exchange([(operation, received)])
         return received.requires_grad_(operation == "recv_forward" and torch.is_grad_enabled())
     assert tensor is not None
-    _check(tensor, tensor.shape if shapes is None else shapes, device, dtype)
+    check_message(tensor, tensor.shape if shapes is None else shapes, device, dtype)
     _exchange([(operation, tensor.contiguous())])
     return None
 
@@ -109,7 +119,7 @@ def bidirectional_pipeline_communicate(
     if _peer(send) is None:
         return None
     assert send_tensor is not None
-    _check(send_tensor, recv_shapes, device, dtype)
+    check_message(send_tensor, recv_shapes, device, dtype)
     received = torch.empty(recv_shapes, dtype=dtype, device=device)
     _exchange([(send, send_tensor.contiguous()), (receive, received)])
     return received.requires_grad_(receive == "recv_forward")

@@ -16,6 +16,7 @@ the same bytes as one all-reduce.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from picotron import process_group_manager as pgm
 from picotron.config import UserError
 from picotron.model import Llama, RMSNorm
 from picotron.process_group_manager import new_groups
+from picotron.split_backward import edges_of, is_deferring, now_or_later
 from picotron.tensor_parallel.cross_entropy import linear_cross_entropy
 from picotron.tensor_parallel.tp_communications import (
     AllGather,
@@ -56,26 +58,34 @@ class ColumnParallel(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.save_for_backward(x, *weights)  # of x only the shard: backward gathers it again
+        ctx.edges = edges_of(weights)
         whole = start_all_gather(x, SEQUENCE, group)() if sequence_parallel else x
         return tuple(F.linear(whole, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        if ctx.sequence_parallel:
-            finish_x = start_all_gather(x, SEQUENCE, ctx.group)
+
+        def start_x() -> Callable[[], Tensor]:
+            return start_all_gather(x, SEQUENCE, ctx.group) if ctx.sequence_parallel else lambda: x
+
+        finish_x = None if is_deferring() else start_x()
         dys = [gradient.flatten(0, 1) for gradient in gradients]  # (B * T, outputs/tp)
         dx = dys[0] @ weights[0]
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
             dx.addmm_(dy, weight)
         dx = dx.view(*gradients[0].shape[:2], -1)  # partial
         if ctx.sequence_parallel:
-            x, finish_dx = finish_x(), start_reduce_scatter(dx, SEQUENCE, ctx.group)
+            finish_dx = start_reduce_scatter(dx, SEQUENCE, ctx.group)
         else:
             finish_dx = start_all_reduce(dx, ctx.group)
-        inputs = x.flatten(0, 1)
-        dweights = [dy.t() @ inputs for dy in dys]
-        return finish_dx(), None, None, *dweights
+
+        def dweights() -> list[Tensor]:
+            inputs = (finish_x or start_x())().flatten(0, 1)
+            return [dy.t() @ inputs for dy in dys]
+
+        later = now_or_later(ctx.edges, dweights)
+        return finish_dx(), None, None, *later
 
 
 def summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -133,11 +143,12 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
         self.shards = {"weight": shard}  # the bias is whole on every rank
+        self.product: Callable[..., Tensor] = F.linear
         self.weight = nn.Parameter(linear.weight.new_empty(linear.out_features, shard.size))
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.new_empty(linear.out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight)  # partial
+        y = self.product(x, self.weight)  # partial
         if not self.sequence_parallel:
             y = ReduceFromRanks.apply(y, self.group)
             return y if self.bias is None else y + self.bias

@@ -83,10 +83,13 @@ class CopyToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
         ctx.group = group
+        ctx.set_materialize_grads(False)
         return whole.view_as(whole)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        if gradient is None:  # it comes later, see `split_backward`
+            return None, None
         return start_all_reduce(gradient, ctx.group)(), None
 
 

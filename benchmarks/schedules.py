@@ -1,0 +1,165 @@
+"""Every pipeline schedule beside the class of torch.distributed.pipelining that has its name, on the same stages; and
+each measured step beside the simulated one.  python -m benchmarks.schedules
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from benchmarks.side_by_side import Variant, gather, measure, print_table
+from benchmarks.workload import (
+    MICRO_BATCH,
+    ON_GPU,
+    SEQ_LENGTH,
+    arguments,
+    device_of,
+    loader_of,
+    model_config,
+    ours,
+    run_config,
+    stage_of,
+)
+from picotron import process_group_manager as pgm
+from picotron.config import Config
+from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.pipeline_parallel import recorder
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, hidden_states_shape
+from picotron.pipeline_parallel.plan import training_schedule
+from picotron.pipeline_parallel.simulate import Span, Timeline, measured_costs, simulate
+from train import pick_train_step
+
+PP = 2
+THEIRS = {
+    "afab": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "looped_bfs": "ScheduleLoopedBFS",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zb_h1": "ScheduleInterleavedZeroBubble",  # with one chunk
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+
+
+def settings(engine: str, micro_batches: int) -> Config:
+    return run_config({"pp_size": PP, "pp_engine": engine}, gradient_accumulation_steps=micro_batches)
+
+
+class TorchStage(nn.Module):
+    """One of our stages as torch's schedules want it: one tensor in, one out. The last one returns the loss.
+
+    On a GPU its weights are float32, like picotron's master weights, and it computes under bf16 autocast.
+    """
+
+    def __init__(self, held: PipelineParallel, number: int) -> None:
+        super().__init__()
+        self.stage, llama = held.stages[number], held.module
+        self.layers = nn.ModuleList(llama.model.layers[str(i)] for i in self.stage.layers)
+        self.embedding = llama.model.embed_tokens if self.stage.has_embedding else None
+        self.norm, self.head = (llama.model.norm, llama.lm_head) if self.stage.has_head else (None, None)
+        self.llama = [llama]  # in a list, as its parameters are not all this stage's
+        self.register_buffer("positions", torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1))
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        (llama,) = self.llama
+        with torch.autocast("cuda", torch.bfloat16, enabled=ON_GPU):
+            y = llama.decode(llama.embed(x) if self.embedding else x, self.positions, self.stage.layers)
+            if self.head is not None:
+                return llama.predict(y, targets)
+            return y.to(torch.bfloat16) if ON_GPU else y  # what picotron's stages send each other
+
+
+def torchs(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
+    """A step of PyTorch's own schedule, on stages that are cut and placed as ours."""
+    device, config = device_of(rank), settings(engine, micro_batches)
+    held = stage_of(config, device, torch.float32)
+    for module in held.modules():  # torch splits the backward of any graph, and does not need ours
+        if hasattr(module, "product"):
+            module.product = torch.nn.functional.linear
+    modules = [TorchStage(held, number).to(device) for number in held.stages]
+    group, count = pgm.process_group_manager.pp_group, training_schedule(config).num_stages
+    stages: list[Any] = [
+        PipelineStage(module, number, count, device, group=group)
+        for module, number in zip(modules, held.stages, strict=True)
+    ]
+    kind: Any = getattr(torch_schedules, THEIRS[engine])
+    single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
+    schedule = kind(stages[0] if single else stages, micro_batches, loss_fn=lambda loss, _: loss)
+    parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+    optimizer = torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    loader = loader_of(config, device)
+    has_first, has_last = 0 in held.stages, count - 1 in held.stages
+
+    def step() -> None:
+        batches = [next(loader) for _ in range(micro_batches)]
+        ids, targets = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "target_ids"))
+        losses: list[Tensor] = []
+        last: dict[str, Any] = {"target": targets, "targets": targets, "losses": losses} if has_last else {}
+        schedule.step(*([ids] if has_first else []), **last, return_outputs=False)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        square = torch.nn.utils.get_total_norm(gradients) ** 2
+        dist.all_reduce(square)
+        torch._foreach_mul_(gradients, (1.0 / (square.sqrt() + 1e-6)).clamp(max=1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def speed(micro_batches: int, turns: int, steps: int) -> None:
+    for engine, theirs in THEIRS.items():
+        layout = {"pp_size": PP, "pp_engine": engine}
+        variants = [
+            Variant(f"torch, {theirs}", torchs, (engine, micro_batches), PP),
+            Variant(f"picotron, {engine}", partial(ours, gradient_accumulation_steps=micro_batches), (layout,), PP),
+        ]
+        print(f"\n{micro_batches} micro-batches")
+        print_table(measure(variants, turns, steps), SEQ_LENGTH * MICRO_BATCH * micro_batches, f"torch, {theirs}")
+
+
+def recorded(rank: int, engine: str, micro_batches: int, turns: int) -> list[list[Span]]:
+    """What this rank does when in each of a few training steps (without the optimizer's)."""
+    config, device = settings(engine, micro_batches), device_of(rank)
+    dtype = getattr(torch, config.model.dtype)
+    stage = stage_of(config, device, dtype)
+    model, loader = DataParallelBucket(stage, groups=stage.parameters_by_stage()), loader_of(config, device)
+    take_step = pick_train_step(config, hidden_states_shape(config, model_config()), device, dtype)
+    steps = []
+    for _ in range(turns + 1):
+        recorder.recorder = recorder.Recorder(device)
+        take_step(model, loader)
+        steps.append(recorder.recorder.spans)
+    return steps[1:]  # the first warms up
+
+
+def prediction(turns: int) -> None:
+    """Steps simulated with the mean time that each kind of action took in that very step, in each stage."""
+    print("\nA step as it was measured and as it is simulated from the times of its actions; medians\n")
+    print("| | micro-batches | measured, s | simulated, s | measured / simulated | idle, measured | idle, simulated |")
+    print("|---|---|---|---|---|---|---|")
+    for engine in THEIRS:
+        for micro_batches in (4, 8):
+            schedule = training_schedule(settings(engine, micro_batches))
+            pairs = []
+            for spans in zip(*gather(recorded, PP, engine, micro_batches, turns), strict=True):
+                measured = Timeline(spans)
+                pairs.append((measured, simulate(schedule, measured_costs(measured))))
+            pairs.sort(key=lambda pair: pair[0].step_time / pair[1].step_time)
+            measured, simulated = pairs[len(pairs) // 2]
+            ratio = measured.step_time / simulated.step_time
+            times = f"{measured.step_time:.2f} | {simulated.step_time:.2f} | {ratio:.3f}"
+            print(f"| {engine} | {micro_batches} | {times} | {measured.bubble:.1%} | {simulated.bubble:.1%} |")
+
+
+if __name__ == "__main__":
+    if ON_GPU and torch.cuda.device_count() < PP:
+        raise SystemExit(f"this benchmark needs {PP} GPUs; with CUDA_VISIBLE_DEVICES='' it runs on the CPU")
+    options = arguments(__doc__ or "")
+    prediction(options.turns)
+    for micro_batches in (4, 8):
+        speed(micro_batches, options.turns, options.steps)

@@ -1,0 +1,206 @@
+"""The simulator: the papers' formulas for idle time and memory, and by hand what costs and messages do."""
+
+import itertools
+
+import pytest
+
+from picotron.pipeline_parallel.actions import Action, Schedule, parse_action
+from picotron.pipeline_parallel.schedules import SCHEDULES, build, forward_only
+from picotron.pipeline_parallel.simulate import (
+    Costs,
+    Span,
+    Timeline,
+    figures,
+    measured_costs,
+    peak_activations,
+    simulate,
+)
+
+GRID = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16, 24)))  # pp, micro-batches
+TIMES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (2.0, 2.0, 0.5)]  # F, I, W of a rank's whole part of a micro-batch
+
+
+def timeline_of(name: str, pp: int, microbatches: int, chunks: int | None = None, **costs: float) -> Timeline:
+    """A rank needs 1 for a forward of all its stages together, unless told otherwise."""
+    schedule = build(name, pp, microbatches, chunks)
+    return simulate(schedule, Costs(**costs, weights=[1 / schedule.chunks] * schedule.num_stages))  # type: ignore
+
+
+def peaks(name: str, pp: int, microbatches: int, chunks: int | None = None) -> list[int]:
+    return [peak_activations(program) for program in build(name, pp, microbatches, chunks).programs]
+
+
+@pytest.mark.parametrize(("F", "I", "W"), TIMES)
+@pytest.mark.parametrize("name", ["afab", "1f1b"])
+def test_afab_and_1f1b(name: str, F: float, I: float, W: float) -> None:  # noqa: E741
+    for pp, m in GRID:
+        timeline = timeline_of(name, pp, m, F=F, B=I + W)
+        assert timeline.idle == pytest.approx([(pp - 1) * (F + I + W)] * pp)
+        assert timeline.bubble == pytest.approx((pp - 1) / (m + pp - 1))
+        assert peaks(name, pp, m) == [m if name == "afab" else min(pp - rank, m) for rank in range(pp)]
+
+
+@pytest.mark.parametrize(("F", "I", "W"), TIMES)
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+def test_several_chunks_divide_the_idle_time(chunks: int, F: float, I: float, W: float) -> None:  # noqa: E741
+    for pp, m in GRID:
+        idle = (pp - 1) * (F + I + W) / chunks
+        assert idle / (m * (F + I + W)) == pytest.approx((pp - 1) / (chunks * m))  # of the ideal time
+        if m % pp == 0:
+            assert timeline_of("interleaved_1f1b", pp, m, chunks, F=F, B=I + W).idle == pytest.approx([idle] * pp)
+            assert max(simulate(forward_only(pp, m, chunks)).idle) == pp - 1
+        if m >= pp:
+            assert timeline_of("looped_bfs", pp, m, chunks, F=F, B=I + W).idle == pytest.approx([idle] * pp)
+        assert peaks("looped_bfs", pp, m, chunks) == [chunks * m] * pp
+        if m % pp == 0:
+            expected = [min((chunks - 1) * pp + 2 * (pp - rank) - 1, chunks * m) for rank in range(pp)]
+            assert peaks("interleaved_1f1b", pp, m, chunks) == expected
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("group_size", [4, 5, 8, 12])
+def test_groups_of_more_than_the_ranks(groups: int, group_size: int) -> None:
+    """They cost memory, but no time."""
+    pp, m = 4, groups * group_size
+    for chunks in (1, 2, 3):
+        schedule = build("interleaved_1f1b", pp, m, chunks, group_size)
+        assert simulate(schedule).idle == pytest.approx([(pp - 1) * 3] * pp)  # of one stage
+        expected = [min((chunks - 1) * group_size + 2 * (pp - rank) - 1, chunks * m) for rank in range(pp)]
+        assert [peak_activations(program) for program in schedule.programs] == expected
+
+
+@pytest.mark.parametrize(("F", "I", "W"), TIMES)
+def test_zb_h1(F: float, I: float, W: float) -> None:  # noqa: E741
+    for pp, m in GRID:
+        if m >= pp:
+            assert timeline_of("zb_h1", pp, m, F=F, I=I, W=W).idle == pytest.approx([(pp - 1) * (F + I - W)] * pp)
+        assert peaks("zb_h1", pp, m) == [min(pp, m)] * pp
+
+
+def test_zb_h1_has_a_third_of_the_idle_time() -> None:
+    for pp, m in GRID:
+        if m >= pp:
+            idle = timeline_of("zb_h1", pp, m).idle
+            assert [3 * each for each in idle] == pytest.approx(timeline_of("1f1b", pp, m).idle)
+
+
+def test_zbv_has_no_bubble() -> None:
+    for pp, m in GRID:
+        if m >= 2 * pp - 1:
+            timeline = timeline_of("zbv", pp, m)
+            for rank, spans in enumerate(timeline.spans):
+                assert spans[0].start == pytest.approx(rank / 2)
+                assert spans[-1].end - spans[0].start == pytest.approx(3 * m)  # its own work: nothing in between
+            assert timeline.idle == pytest.approx([(pp - 1) / 2] * pp)
+            assert peaks("zbv", pp, m) == [2 * pp if m > 1 or pp > 1 else 2] * pp
+        assert max(peaks("zbv", pp, m)) <= min(2 * pp, 2 * m)
+
+
+@pytest.mark.parametrize("overlapped", [1.0, 0.8, 0.7])
+@pytest.mark.parametrize("W", [1.0, 0.8, 0.5])
+def test_dualpipev(W: float, overlapped: float) -> None:
+    """The table in the README of DeepSeek's DualPipe, where times are those of one of the rank's two stages."""
+    F = I = 1.0  # noqa: E741
+    B, X = I + W, overlapped * (F + I + W)
+    for pp, m in GRID:
+        if m >= 2 * pp:
+            timeline = timeline_of("dualpipev", pp, m, F=F, B=B, I=I, W=W, overlapped=overlapped)
+            assert timeline.idle[-1] == pytest.approx((pp - 1) * (X + B - 3 * W) / 2)
+            assert max(timeline.idle) == pytest.approx(timeline.idle[-1])
+            assert peaks("dualpipev", pp, m) == [2 * pp + 1] * pp
+        assert max(peaks("dualpipev", pp, m)) <= min(2 * pp + 1, 2 * m)
+
+
+def test_forward_only_keeps_no_activations() -> None:
+    assert [peak_activations(program) for program in forward_only(3, 5).programs] == [0, 0, 0]
+
+
+def test_activations_of_a_split_backward_are_freed_by_w() -> None:
+    def peak(text: str) -> int:
+        return peak_activations([parse_action(action) for action in text.split()])
+
+    assert peak("0F0 0B0 0F1 0B1") == 1
+    assert peak("0F0 0I0 0F1 0W0 0I1 0W1") == 2
+    assert peak("0F0 0I0 0W0 0F1 0I1 0W1") == 1
+    assert peak("0F0 (0F1;0B0) 0B1") == 2
+    assert peak("") == 0
+
+
+# --------------------------------------------------------------------------------------------------------- costs
+
+
+def test_messages_take_time_between_ranks_only() -> None:
+    """By hand: two ranks, one micro-batch; V's stages 1 and 2 are on one rank, so there the result is there at once."""
+    timeline = simulate(build("1f1b", 2, 1), Costs(p2p=0.5))
+    assert timeline.spans == [
+        [Span(Action("F", 0), 0.0, 1.0), Span(Action("B", 0), 5.0, 7.0)],
+        [Span(Action("F", 1), 1.5, 2.5), Span(Action("B", 1), 2.5, 4.5)],
+    ]
+    in_a_v = simulate(forward_only(2, 1, chunks=2, placement="V"), Costs(p2p=0.5))
+    assert [span.start for span in in_a_v.spans[1]] == [1.5, 2.5]
+    assert [span.start for span in in_a_v.spans[0]] == [0.0, 4.0]
+
+
+def test_a_message_travels_while_its_receiver_computes() -> None:
+    """Rank 1 of AFAB gets each input while it works on the one before, so it waits only for the first."""
+    timeline = simulate(build("afab", 2, 4), Costs(p2p=0.9))
+    assert [span.start for span in timeline.spans[1][:4]] == pytest.approx([1.9, 2.9, 3.9, 4.9])
+
+
+def test_costs() -> None:
+    costs = Costs(F=1, B=3, I=1.5, W=1.25, weights=[1, 10], overlapped=0.5, measured={(("W", 1),): 7.0})
+    for text, expected in (
+        ("0F0", 1), ("1F0", 10), ("0B3", 3), ("1I0", 15), ("0W0", 1.25), ("1W9", 7), ("(1F1;0B0)", 6.5),
+    ):  # fmt: skip
+        assert costs.of(parse_action(text)) == expected
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_simulation_with_measured_costs_repeats_what_was_measured(name: str) -> None:
+    schedule = build(name, 3, 7)
+    weights = [1 + 0.1 * stage for stage in range(schedule.num_stages)]
+    measured = simulate(schedule, Costs(F=1.1, B=2.3, I=1.2, W=0.9, overlapped=0.8, weights=weights))
+    again = simulate(schedule, measured_costs(measured))
+    for expected, spans in zip(measured.spans, again.spans, strict=True):
+        assert [span.action for span in spans] == [span.action for span in expected]
+        assert [span.end for span in spans] == pytest.approx([span.end for span in expected])
+
+
+def test_only_computation_is_busy_time() -> None:
+    """A message and a reduction beside the computations, as a run may measure them."""
+    spans = [Span(Action("F", 0), 0.0, 1.0), Span(Action("SEND_F", 0), 1.0, 3.0), Span(Action("B", 0), 2.0, 4.0)]
+    timeline = Timeline([[*spans, Span(Action("R", 0), 4.0, 8.0)]])
+    assert (timeline.step_time, timeline.idle, timeline.bubble) == (8.0, [5.0], 0.625)
+    assert timeline.programs == [[Action("F", 0), Action("B", 0)]]
+
+
+def test_figures() -> None:
+    """Activations in micro-batches of a rank: DualPipeV's 9 of one stage are 4.5 of a rank's two."""
+    assert figures(timeline_of("dualpipev", 4, 8)) == {
+        "step time": "27",
+        "bubble": "11.1%",
+        "peak activations by rank": "4.5 4.5 4.5 4.5",
+    }
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_action_starts_before_its_input_is_there(name: str) -> None:
+    schedule = build(name, 4, 10)
+    costs = Costs(F=1.0, B=2.2, I=1.3, W=0.7, p2p=0.4)
+    timeline = simulate(schedule, costs)
+    ends = {
+        part._replace(kind=part.kind.replace("I", "B")): span.end
+        for spans in timeline.spans for span in spans for part in span.action.parts
+    }  # fmt: skip
+    for rank, spans in enumerate(timeline.spans):
+        for before, after in itertools.pairwise(spans):
+            assert after.start >= before.end
+        for span in spans:
+            assert span.end - span.start == pytest.approx(costs.of(span.action))
+            for source in filter(None, map(schedule.source, span.action.parts)):
+                travel = costs.p2p if schedule.rank_of(source.stage) != rank else 0
+                assert span.start >= ends[source] + travel - 1e-9
+
+
+def test_one_rank_alone_is_never_idle() -> None:
+    assert simulate(Schedule([[Action("F", 0), Action("B", 0)]], 1)).bubble == 0
