@@ -52,7 +52,7 @@ def load_model(folder: Path, device: torch.device) -> Llama:
         UserError: it has no Llama, or its files are damaged.
     """
     if (state := read_state(folder)) is not None:
-        check_files(folder, {name: parts for name, parts in state.files.items() if name.startswith("model")})
+        check_files(folder, state.model_files)
     config = load_model_config(Model(name=str(folder)))
     with torch.device("meta"):
         model = Llama(config).to(config.dtype or torch.float32)
@@ -117,6 +117,10 @@ def main() -> None:
             raise UserError(f"--{name} {getattr(options, name)} is negative; use 0 or more")
 
     folder = [find_folder(options.checkpoint), *checkpoint_folders(Path(options.checkpoint)).values()][-1]
+    if (folder / "metrics.jsonl").exists():
+        raise UserError(
+            f"{folder} is the folder of a run that has written no checkpoint; set checkpoint.save_frequency"
+        )
     model = load_model(folder, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -130,7 +134,7 @@ def main() -> None:
         logger.warning("more than %d tokens: the model was made for sequences of that length", limit)
     end = tokenizer.eos_token_id
     new = generate(model, prompt_ids, options.max_new_tokens, options.temperature, options.top_k, options.seed, end)
-    print(f"{folder}:\n{options.prompt}{tokenizer.decode(new)}")
+    print(f"{folder}:\n{tokenizer.decode(prompt_ids + new, skip_special_tokens=True)}")
 
 
 if __name__ == "__main__":

@@ -106,20 +106,22 @@ def main() -> None:
     writer = CheckpointWriter(config, model_config, stage.module, optimizer, tokenizer, order, metrics.wandb_run_id)
 
     signals, stop = StopSignals(), 0
-    while not stop and not progress.is_end(training):
-        loss = take_step(model, data_loader)
-        grad_norm = clip_grad_norm(model, training.max_grad_norm)
-        learning_rate = float(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        progress = progress.after_step(config)
-        metrics.log(progress, loss, grad_norm, learning_rate, eval_loss)
-        stop = signals.agreed()
-        writer.after_step(progress, stop)
+    with writer:
+        while not stop and not progress.is_end(training):
+            metrics.start_step()
+            loss = take_step(model, data_loader)
+            grad_norm = clip_grad_norm(model, training.max_grad_norm)
+            learning_rate = float(scheduler.get_last_lr()[0])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            progress = progress.after_step(config)
+            metrics.log(progress, loss, grad_norm, learning_rate, eval_loss)
+            stop = signals.agreed()
+            writer.after_step(progress, stop)
 
-    writer.wait()
     metrics.close()
+    dist.barrier()  # torchrun ends everyone when the first process leaves with an exit code
     dist.destroy_process_group()
     if stop:
         sys.exit(128 + stop)  # what a shell says of a program that a signal ended

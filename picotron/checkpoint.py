@@ -57,6 +57,11 @@ class TrainerState(BaseModel):
     files: dict[str, list[Part]]
     """the parts of each of the other files, one after the other"""
 
+    @property
+    def model_files(self) -> dict[str, list[Part]]:
+        """What is of use without an optimizer."""
+        return {name: parts for name, parts in self.files.items() if not name.startswith(("exp_avg", "master"))}
+
     def to_json(self) -> str:
         """A line for each key."""
         data = self.model_dump(mode="json")
@@ -90,6 +95,8 @@ def read_state(folder: Path) -> TrainerState | None:
         if data.pop("xxh3") != _checksum(data):
             raise ValueError("its checksum is another one")
         return TrainerState.model_validate_json(json.dumps(data))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; use another checkpoint") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({str(error).splitlines()[0]}); use another checkpoint") from None
 
@@ -119,7 +126,7 @@ class Checkpoint:
     Every rank has to make one: they share the checking.
 
     Args:
-        weights_only: take no notice of a trainer's state.
+        weights_only: a trainer's state is only used to check the model's files.
 
     Raises:
         UserError: as `read_state` and `check_files`, on every rank.
@@ -127,10 +134,11 @@ class Checkpoint:
 
     def __init__(self, folder: Path, weights_only: bool = False) -> None:
         def check() -> TrainerState | None:
-            state = None if weights_only else read_state(folder)
+            state = read_state(folder)
             if state is not None:
-                check_files(folder, state.files, dist.get_rank(), dist.get_world_size())
-            return state
+                files = state.model_files if weights_only else state.files
+                check_files(folder, files, dist.get_rank(), dist.get_world_size())
+            return None if weights_only else state
 
         self.folder, self.state = folder, together(check)[0]
         # The master weights are the more exact ones; a model's own are their rounding.
@@ -202,8 +210,15 @@ def find_checkpoint(config: Config, model_config: LlamaConfig) -> Checkpoint | N
 
 
 def _newest_checkpoint(save_dir: Path) -> Checkpoint | None:
-    """The newest whole one, if there is one; damaged ones are named."""
-    for folder in reversed(together(lambda: list(checkpoint_folders(save_dir).values()))[0]):
+    """The newest whole one, if there is one; damaged ones are named. Raises UserError if not all ranks see them."""
+    seen = together(lambda: list(checkpoint_folders(save_dir).values()))
+    for rank, folders in enumerate(seen):
+        if folders != seen[0]:
+            raise UserError(
+                f"rank {rank} sees {len(folders)} checkpoints in {save_dir}, but rank 0 sees {len(seen[0])}; checkpoint.save_dir "
+                f"must be a folder that all machines share"
+            )
+    for folder in reversed(seen[0]):
         try:
             return Checkpoint(folder)
         except UserError as error:

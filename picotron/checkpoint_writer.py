@@ -36,7 +36,8 @@ logger = logging.getLogger("picotron")
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run.
+    """Writes the checkpoints of a run. As a context it waits in the end for the one in flight, also after a mistake of
+    the user's (as a learning rate that leads to NaN): what is being written is from before.
 
     Args:
         config, model_config: of the run.
@@ -67,6 +68,13 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
 
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if error is None or (isinstance(error, UserError) and error is not self.error):
+            self.wait()
+
     def after_step(self, progress: Progress, stop: int) -> None:
         """Write a checkpoint if it is time for one: every `save_frequency` steps, at the end, and before a stop.
 
@@ -87,11 +95,12 @@ class CheckpointWriter:
         """
         self.wait()  # at most one in flight
         pieces = self.files.pieces() if pgm.process_group_manager.cp_dp_rank == 0 else []
-        if not self.config.checkpoint.async_save:
-            return self._write(progress, pieces)
-        pieces = [dataclasses.replace(piece, tensor=piece.tensor.to("cpu", copy=True)) for piece in pieces]
-        self.thread = threading.Thread(target=self._write_in_background, args=(progress, pieces))
-        return self.thread.start()
+        if self.config.checkpoint.async_save:
+            pieces = [dataclasses.replace(piece, tensor=piece.tensor.to("cpu", copy=True)) for piece in pieces]
+            self.thread = threading.Thread(target=self._write_in_background, args=(progress, pieces))
+            self.thread.start()
+        else:
+            self._write(progress, pieces)
 
     def _write_in_background(self, progress: Progress, pieces: list[Piece]) -> None:
         try:
@@ -124,7 +133,7 @@ class CheckpointWriter:
         def begin() -> None:
             if first:
                 for left in self.save_dir.glob(f"step_*{UNFINISHED}"):  # by runs that were killed
-                    shutil.rmtree(left)
+                    delete_checkpoint(left)
                 folder.mkdir(parents=True)
 
         try:
@@ -157,6 +166,7 @@ class CheckpointWriter:
         for each in written:
             files[each.file] = sorted([*files[each.file], *each.parts], key=lambda part: part.start)
         for name, content in (self.model_files | self._indices(written)).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             files[name] = write_file(folder / name, content)
         state = TrainerState(
             **dataclasses.asdict(progress),
@@ -177,9 +187,9 @@ class CheckpointWriter:
             delete_checkpoint(old)
 
     def _indices(self, written: list[Written]) -> dict[str, bytes]:
-        """With several stages: for each kind, which file has which tensor."""
-        if pgm.process_group_manager.pp_world_size == 1:
-            return {}
+        """For each kind, which file has which tensor. (Also of a single file: then no program that reads models takes
+        the optimizer's files for parts of it.)
+        """
         files: dict[str, dict[str, str]] = defaultdict(dict)
         sizes: dict[str, dict[str, int]] = defaultdict(dict)
         for each in written:
@@ -198,7 +208,8 @@ def model_files(model_config: LlamaConfig, dtype: str, tokenizer_folder: Path) -
     tokenizer, config = AutoTokenizer.from_pretrained(tokenizer_folder), copy.deepcopy(model_config)
     config.architectures, config.dtype = ["LlamaForCausalLM"], dtype
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    files = {path.name: path.read_bytes() for path in tokenizer_folder.iterdir()}
+    paths = [path for path in tokenizer_folder.rglob("*") if path.is_file()]  # chat templates may have a folder
+    files = {path.relative_to(tokenizer_folder).as_posix(): path.read_bytes() for path in paths}
     files["config.json"] = config.to_json_string().encode()
     files["generation_config.json"] = GenerationConfig.from_model_config(config).to_json_string().encode()
     return files

@@ -21,7 +21,7 @@ from picotron.checkpoint import Checkpoint
 from picotron.config import Config, UserError, reason
 from picotron.data import Progress
 from picotron.model import Llama
-from picotron.run_folder import begin_run
+from picotron.run_folder import begin_run, writing
 from picotron.utils import all_reduce
 
 logger = logging.getLogger("picotron")
@@ -127,19 +127,21 @@ class Metrics:
         self.first_loss = self.last_loss = math.nan
         self.vocab_size = model_config.vocab_size
         self.writes = pgm.process_group_manager.global_rank == 0
-        self.wandb = None
+        self.wandb, self.wandb_run_id = None, None
         dist.barrier()  # nobody reads from an earlier run's folder any more
         if self.writes:
             save_dir = Path(config.checkpoint.save_dir)
             same_run = checkpoint is not None and checkpoint.folder.resolve().parent == save_dir.resolve()
             continued = checkpoint.state if checkpoint is not None and same_run else None
-            records = begin_run(save_dir, config, None if continued is None else continued.step)
+            with writing(save_dir):
+                records = begin_run(save_dir, config, None if continued is None else continued.step)
             if records:
                 self.first_loss, self.last_loss = records[0]["loss"], records[-1]["loss"]
             self.path = save_dir / "metrics.jsonl"
+            self.wandb_run_id = None if continued is None else continued.wandb_run_id
             if config.logging.use_wandb:
-                self.wandb = _start_wandb(config, None if continued is None else continued.wandb_run_id)
-        self.wandb_run_id: str | None = self.wandb.id if self.wandb else None
+                self.wandb = _start_wandb(config, self.wandb_run_id)
+                self.wandb_run_id = self.wandb.id
         logger.info(
             "%s | %s parameters, %s on %s",
             pgm.process_group_manager,
@@ -147,6 +149,10 @@ class Metrics:
             config.model.dtype,
             device,
         )
+        self.start_step()
+
+    def start_step(self) -> None:
+        """The step's time begins: what was done since the last one, as saving a checkpoint, does not count."""
         self.start = time.perf_counter()
 
     def _global_mean(self, loss: Tensor) -> float:
@@ -208,10 +214,9 @@ class Metrics:
         self.last_loss = record["loss"]
         if self.writes:
             self._write(record)
-        self.start = time.perf_counter()
 
     def _write(self, record: dict[str, Any]) -> None:
-        with self.path.open("a") as file:  # closed after every step: a killed run has all its lines
+        with writing(self.path), self.path.open("a") as file:  # closed after every step: a killed run has all its lines
             file.write(json.dumps(record) + "\n")
         if self.wandb:
             self.wandb.log(record, step=record["step"])

@@ -3,9 +3,10 @@
     config.json  metrics.jsonl  step_00000050/  step_00000100/  ...    trace_step_00000005.jsonl  ...
     earlier.1/  earlier.2/  ...
 
-A folder of checkpoints with its final name is whole: it is written under another name, and renamed at the end.
+A checkpoint's folder with its final name is whole: it is written under another name, and renamed at the end.
 """
 
+import contextlib
 import itertools
 import json
 import logging
@@ -13,6 +14,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ def checkpoint_folder(save_dir: Path, step: int) -> Path:
 
 def checkpoint_folders(save_dir: Path) -> dict[int, Path]:
     """The checkpoints in it by step, in ascending order."""
-    steps = sorted(int(path.name[5:]) for path in save_dir.glob("step_*") if path.name[5:].isdigit())
+    steps = sorted(int(path.name[5:]) for path in save_dir.glob("step_" + 8 * "[0-9]"))
     return {step: checkpoint_folder(save_dir, step) for step in steps}
 
 
@@ -57,10 +59,23 @@ def traces(save_dir: Path) -> dict[int, Path]:
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Not at once, so first it gets a name that nobody takes for a whole one."""
-    unfinished = folder.with_name(folder.name + UNFINISHED)
-    folder.rename(unfinished)
-    shutil.rmtree(unfinished)
+    """Not at once, so first a whole one gets a name that nobody takes for one. What cannot be deleted is only told."""
+    try:
+        unfinished = folder.with_name(folder.name.removesuffix(UNFINISHED) + UNFINISHED)
+        shutil.rmtree(folder.rename(unfinished))
+    except OSError as error:
+        logger.warning("%s cannot be deleted: %s", folder, error.strerror)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Whoever cannot write there gets a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {error.strerror}; make room there, or choose another checkpoint.save_dir"
+        ) from None
 
 
 def sync_folder(folder: Path) -> None:
@@ -90,6 +105,9 @@ def begin_run(save_dir: Path, config: Config, continued: int | None) -> list[dic
     Args:
         continued: the step after which this run goes on with what the folder holds; None if it is another run.
 
+    Raises:
+        OSError: there is no room.
+
     Returns:
         The records of the steps so far, which stay in metrics.jsonl. Those of later steps, which are done again, go.
     """
@@ -108,8 +126,13 @@ def begin_run(save_dir: Path, config: Config, continued: int | None) -> list[dic
         logger.info("what an earlier run left in %s is now in %s: %s", save_dir, earlier, [path.name for path in old])
     records = [] if continued is None else _read_records(metrics, continued)
     if continued is not None and metrics.exists():
-        shorter = save_dir / "metrics.jsonl.new"
-        shorter.write_text("".join(json.dumps(record) + "\n" for record in records))
-        shorter.replace(metrics)
-    described.write_text(config.model_dump_json(indent=2) + "\n")
+        _replace(metrics, "".join(json.dumps(record) + "\n" for record in records))
+    _replace(described, config.model_dump_json(indent=2) + "\n")
     return records
+
+
+def _replace(path: Path, text: str) -> None:
+    """So that there is always a whole file."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    new.replace(path)

@@ -153,11 +153,14 @@ def write_file(path: Path, content: bytes) -> list[Part]:
 def check_part(path: Path, part: Part) -> None:
     """Raises UserError unless the bytes of this part of a file are what was written."""
     checksum, rest, buffer = xxhash.xxh3_64(), part.size, memoryview(bytearray(min(part.size, CHUNK)))
-    with path.open("rb", buffering=0) as file:
-        file.seek(part.start)
-        while rest and (count := file.readinto(buffer[:rest])):
-            checksum.update(buffer[:count])
-            rest -= count
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(part.start)
+            while rest and (count := file.readinto(buffer[:rest])):
+                checksum.update(buffer[:count])
+                rest -= count
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; use another checkpoint") from None
     if checksum.hexdigest() != part.xxh3:
         raise UserError(
             f"{path} is damaged: the checksum of bytes {part.start} to {part.start + part.size} is {checksum.hexdigest()}, "

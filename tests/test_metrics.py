@@ -91,6 +91,7 @@ def log_steps(folder: str, losses: list[float], wandb: bool = False, checkpoint:
     metrics = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64, checkpoint)
     progress = Progress() if checkpoint is None else Progress(checkpoint.state.step)
     for loss in losses:
+        metrics.start_step()
         progress = progress.after_step(config)
         mine = torch.tensor(loss + dist.get_rank(), dtype=torch.float64)  # rank 1 of 2: one more, the mean 0.5 more
         metrics.log(progress, mine, torch.tensor(2.0, dtype=torch.float64), 0.1, no_evaluation)

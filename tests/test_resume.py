@@ -102,7 +102,7 @@ def signal_on_one_rank(number: int) -> tuple[int, int, int]:
     before = signals.agreed()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), number)
-        os.kill(os.getpid(), signal.SIGTERM if number == signal.SIGTERM else number)  # torchrun sends it again
+        os.kill(os.getpid(), number)  # torchrun sends it again
     after = signals.agreed()
     StopSignals.received = 0
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
