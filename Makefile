@@ -45,6 +45,7 @@ bench: $(STAMP) ## speed and memory beside transformers and torch's own parallel
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.tensor_parallel
 	$(BIN)/python -m benchmarks.pipeline
+	$(BIN)/python -m benchmarks.schedules
 	$(BIN)/python -m benchmarks.context_parallel
 	$(BIN)/python -m benchmarks.checkpoint
 

@@ -73,12 +73,14 @@ def main() -> None:
     device, dtype = set_up_device(config), getattr(torch, config.model.dtype)
     model_config = load_model_config(config.model)
     check_tensor_parallel(model_config, layout.tp_size)
-    make_plan(config, model_config)
+    plan = make_plan(config, model_config)
     check_context_parallel(model_config, layout)
 
     # The grid of processes.
     init_process_group(config, device)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    if layout.pp_size > 1:
+        logging.getLogger("picotron").info("%s", plan)
 
     # Where to begin, and the data: tokenised by one process, memory-mapped by all.
     checkpoint = find_checkpoint(config, model_config)

@@ -61,8 +61,9 @@ class Executor:
         self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (x, y) that wait for their backward
         self.later: dict[tuple[int, int], Later] = {}  # what W has to do
         model.require_backward_grad_sync = False  # that is what R is for
-        for action in self.program:
-            self.do(action)
+        with torch.set_grad_enabled(not self.schedule.forward_only):
+            for action in self.program:
+                self.do(action)
         for receiver in self.leaving:
             self.wait_for_sends(receiver, 0)
         assert not any((self.results, self.arriving, self.saved, self.later)), "a program left something behind"
@@ -176,5 +177,4 @@ def pick_evaluation(
         )
     microbatches = training.eval_steps * training.gradient_accumulation_steps
     executor = Executor(forward_only(schedule.pp, microbatches, schedule.chunks, schedule.placement))
-    step = functools.partial(executor, tensor_shapes=tensor_shapes, device=device, dtype=dtype)
-    return torch.no_grad()(step)
+    return functools.partial(executor, tensor_shapes=tensor_shapes, device=device, dtype=dtype)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from picotron.config import Config, UserError
 from picotron.pipeline_parallel.actions import Schedule
 from picotron.pipeline_parallel.checker import check
-from picotron.pipeline_parallel.layout import Stage, balanced_layout, parse_layout
+from picotron.pipeline_parallel.layout import Stage, balanced_layout, format_layout, parse_layout
 from picotron.pipeline_parallel.schedule_csv import read_csv
 from picotron.pipeline_parallel.schedules import build
 
@@ -20,6 +20,8 @@ class Plan:
     Args:
         schedule: of a training step.
         stages: of the whole pipeline, by number.
+
+    Prints as a table of what each rank holds.
     """
 
     schedule: Schedule
@@ -28,6 +30,9 @@ class Plan:
     def stages_of(self, rank: int) -> dict[int, Stage]:
         """What a rank holds, by the numbers of its stages."""
         return {number: self.stages[number] for number in self.schedule.stages_of(rank)}
+
+    def __str__(self) -> str:
+        return format_layout(self.stages, self.schedule.pp, self.schedule.placement)
 
     @property
     def last_rank(self) -> int:

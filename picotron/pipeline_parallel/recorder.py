@@ -22,8 +22,9 @@ logger = logging.getLogger("picotron.pipeline")
 
 
 class Recorder:
-    """Writes down when the actions of this rank run. A GPU works behind the CPU's back, so here it has to finish first:
-    the times are true, but a step that is recorded is a little slower.
+    """Writes down when the actions of this rank run. A GPU works behind the CPU's back, so here the CPU waits for it:
+    the times are true, but a step that is recorded is a little slower. (It waits for the computations alone. Messages
+    have streams of their own, and go on meanwhile.)
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +34,7 @@ class Recorder:
 
     def now(self) -> float:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter() - self.began
 
 
