@@ -109,7 +109,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp_size": 3, "pp_engine": "afab"},
     {"dp_size": 2, "pp_size": 2, "tp_size": 2},
 ]
-PAIRS = [(i, (i + shift) % 8) for i in range(8) for shift in (0, 1, 2, 5, 7)]
+# In `make test` each layout is read once by another one, and two by themselves; the other pairs are in `make parity`.
+PAIRS = [(i, (i + 3) % 8) for i in range(8)] + [(0, 0), (7, 7)]
 PARITY = [(i, j) for i in range(8) for j in range(8) if (i, j) not in PAIRS]
 
 

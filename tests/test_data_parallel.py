@@ -1,6 +1,7 @@
 """Data parallelism equals one process: ten optimizer steps against a plain transformers loop."""
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -94,10 +95,14 @@ def train(config: Config, model_config: Any, wrapper: str) -> dict[str, Any]:
     return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": copies("data")}
 
 
+SLOW = pytest.param("naive", 4, marks=pytest.mark.parity)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("wrapper", "dp"), [*itertools.product(WRAPPERS, (1, 2)), ("bucket", 4), ("small buckets", 4), SLOW]
+)
 def test_ten_steps_equal_one_process(pool: WorkerPool, dp: int, wrapper: str, accumulation: int, tied: bool) -> None:
     config = make_config(
         distributed__dp_size=dp,

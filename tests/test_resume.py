@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from picotron.run_folder import checkpoint_folders, delete_checkpoint
 from picotron.utils import StopSignals
-from tests.oracle import tiny_llama
+from tests.oracle import assert_close, tiny_llama
 from tests.test_checkpoint import first_half, mistake, run_config, tensors_of, train
 from tests.test_checkpoint import tokenizer as tokenizer
 from tests.test_train import TORCHRUN, arguments, metrics
@@ -159,16 +159,16 @@ def same_records(first: Path, second: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def undisturbed(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two stages, five steps, not disturbed."""
+    """The folder of a run of two stages, four steps, not disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
     result = run_program(home, 2, *words(folder))
     assert result.returncode == 0, result.stderr
-    assert list(checkpoint_folders(folder)) == [1, 2, 3, 4, 5]
+    assert list(checkpoint_folders(folder)) == [1, 2, 3, 4]
     return folder
 
 
 def words(save_dir: Path) -> list[str]:
-    keys = {"distributed.pp_size": 2, "training.total_train_steps": 5, "checkpoint.save_frequency": 1}
+    keys = {"distributed.pp_size": 2, "checkpoint.save_frequency": 1}
     return arguments(save_dir, 1, 4, **keys, **{"checkpoint.load_path": "latest"})
 
 
@@ -191,12 +191,12 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(home: Path, tmp_path: Pat
     assert f"training goes on from {tmp_path}/run/step_00000002" in result.stdout
     assert same_records(tmp_path / "run", undisturbed)
     for kind in ("model", "exp_avg", "exp_avg_sq"):
-        ours, theirs = (tensors_of(folder / "step_00000005", kind) for folder in (tmp_path / "run", undisturbed))
+        ours, theirs = (tensors_of(folder / "step_00000004", kind) for folder in (tmp_path / "run", undisturbed))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert re.search(r"loss 8\.\d+ -> \d\.\d+ \(a uniform", result.stdout)
 
 
-def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
+def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path, undisturbed: Path) -> None:
     """With a checkpoint although none is due, and an exit code that says so; the same command goes on from there.
 
     The signal comes as from a terminal, for the processes that read the data as well.
@@ -212,8 +212,8 @@ def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
     result = start(home, [sys.executable, stopped], arguments(tmp_path / "run", 1, 4, **keys))
     assert result.returncode == 0, result.stderr
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
-    result = run_program(home, 0, *arguments(tmp_path / "whole", 1, 4))
-    assert same_records(tmp_path / "run", tmp_path / "whole")
+    for field in ("loss", "grad_norm", "learning_rate"):  # of two stages: not the same bits
+        assert_close(*([line[field] for line in metrics(folder)] for folder in (tmp_path / "run", undisturbed)))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "config.json",
         "metrics.jsonl",
@@ -228,7 +228,7 @@ def test_signals_to_torchrun(home: Path, tmp_path: Path, undisturbed: Path) -> N
     result = start(home, [*TORCHRUN, "2", stopped], words(tmp_path / "run"))
     assert result.returncode != 0
     steps = len(metrics(tmp_path / "run"))
-    assert steps < 5
+    assert steps < 4
     assert max(checkpoint_folders(tmp_path / "run")) == steps
     result = start(home, [*TORCHRUN, "2", stopped], words(tmp_path / "run"))
     assert result.returncode == 0, result.stderr

@@ -70,9 +70,9 @@ def one_process(home: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
 
 LAYOUTS = [
     pytest.param({"dp_size": 2}, marks=pytest.mark.parity),
-    {"tp_size": 2, "sequence_parallel": "true"},
+    pytest.param({"tp_size": 2, "sequence_parallel": "true"}, marks=pytest.mark.parity),
     {"pp_size": 2},
-    {"cp_size": 2},
+    pytest.param({"cp_size": 2}, marks=pytest.mark.parity),
     {"dp_size": 2, "pp_size": 2, "tp_size": 2},
     pytest.param({"dp_size": 2, "pp_size": 2, "cp_size": 2, "tp_size": 2}, marks=pytest.mark.parity),
 ]
