@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from picotron.run_folder import checkpoint_folders, delete_checkpoint
+from picotron.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint
 from picotron.utils import StopSignals
-from tests.oracle import assert_close, tiny_llama
+from tests.oracle import tiny_llama
 from tests.test_checkpoint import first_half, mistake, run_config, tensors_of, train
 from tests.test_checkpoint import tokenizer as tokenizer
 from tests.test_train import TORCHRUN, arguments, metrics
@@ -25,6 +25,7 @@ from tests.test_train import run as run_program
 from tests.worker_pool import WorkerError, WorkerPool
 
 KILLS = 20
+FEW = 7  # in `make test`
 
 
 def kill_in_a_while(pool: WorkerPool, save_dir: Path, steps: int, delay: float) -> None:
@@ -37,14 +38,16 @@ def kill_in_a_while(pool: WorkerPool, save_dir: Path, steps: int, delay: float) 
         process.kill()
 
 
-def test_twenty_kills_change_nothing(tokenizer: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [FEW, pytest.param(KILLS, marks=pytest.mark.parity)])
+def test_kills_change_nothing(tokenizer: Path, tmp_path: Path, kills: int) -> None:
     """Of two stages that save every step, at random moments, writing or not; each time the same run starts again."""
     pool, generator, unfinished = WorkerPool(), random.Random(0), 0
     layout, model = {"pp_size": 2}, tiny_llama()
-    keys = {"training__total_train_steps": 90, "checkpoint__save_frequency": 1, "checkpoint__load_path": "latest"}
+    steps = 10 + 4 * kills
+    keys = {"training__total_train_steps": steps, "checkpoint__save_frequency": 1, "checkpoint__load_path": "latest"}
     config = run_config(tmp_path / "killed", layout, checkpoint__keep_last=3, **keys)
     try:
-        for _ in range(KILLS):
+        for _ in range(kills):
             killer = threading.Thread(
                 target=kill_in_a_while,
                 args=(pool, tmp_path / "killed", generator.randrange(1, 4), generator.random() * 0.04),
@@ -59,14 +62,13 @@ def test_twenty_kills_change_nothing(tokenizer: Path, tmp_path: Path) -> None:
         (whole, _) = pool.run(train, 2, run_config(tmp_path / "whole", layout, **keys), model, tokenizer)
     finally:
         pool.close()
-    assert KILLS <= went_on_from < 90
-    assert unfinished > 2  # some were killed while they wrote
+    assert kills <= went_on_from < steps
+    assert unfinished > 1  # some were killed while they wrote
     assert result["losses"] == whole["losses"][went_on_from:]
-    assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == [
-        f"step_000000{step}" for step in (88, 89, 90)
-    ]
+    assert list(checkpoint_folders(tmp_path / "killed")) == [steps - 2, steps - 1, steps]
+    assert len(list((tmp_path / "killed").iterdir())) == 3
     for kind in ("model", "exp_avg", "exp_avg_sq"):
-        ours, theirs = (tensors_of(tmp_path / name / "step_00000090", kind) for name in ("killed", "whole"))
+        ours, theirs = (tensors_of(checkpoint_folder(tmp_path / name, steps), kind) for name in ("killed", "whole"))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -172,6 +174,7 @@ def words(save_dir: Path) -> list[str]:
     return arguments(save_dir, 1, 4, **keys, **{"checkpoint.load_path": "latest"})
 
 
+@pytest.mark.parity
 def test_torchrun_restarts_a_run_whose_rank_was_killed(home: Path, tmp_path: Path, undisturbed: Path) -> None:
     killer = program(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     command = [
@@ -196,7 +199,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(home: Path, tmp_path: Pat
     assert re.search(r"loss 8\.\d+ -> \d\.\d+ \(a uniform", result.stdout)
 
 
-def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path, undisturbed: Path) -> None:
+def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
     """With a checkpoint although none is due, and an exit code that says so; the same command goes on from there.
 
     The signal comes as from a terminal, for the processes that read the data as well.
@@ -212,8 +215,6 @@ def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path, undistur
     result = start(home, [sys.executable, stopped], arguments(tmp_path / "run", 1, 4, **keys))
     assert result.returncode == 0, result.stderr
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
-    for field in ("loss", "grad_norm", "learning_rate"):  # of two stages: not the same bits
-        assert_close(*([line[field] for line in metrics(folder)] for folder in (tmp_path / "run", undisturbed)))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "config.json",
         "metrics.jsonl",

@@ -510,7 +510,7 @@ def events_of_backward(sequence_parallel: bool) -> list[str]:
 def test_messages_travel_while_gradients_are_computed(pool: WorkerPool) -> None:
     assert pool.run(events_of_backward, 2, False)[0] == ["compute dx", "dx leaves", "compute dW", "dx arrives"]
     assert pool.run(events_of_backward, 2, True)[0] == [
-        "x leaves", "compute dx", "x arrives", "dx leaves", "compute dW", "dx arrives",
+        "x leaves", "compute dx", "dx leaves", "x arrives", "compute dW", "dx arrives",
     ]  # fmt: skip
 
 

@@ -73,7 +73,7 @@ LAYOUTS = [
     pytest.param({"tp_size": 2, "sequence_parallel": "true"}, marks=pytest.mark.parity),
     {"pp_size": 2},
     pytest.param({"cp_size": 2}, marks=pytest.mark.parity),
-    {"dp_size": 2, "pp_size": 2, "tp_size": 2},
+    pytest.param({"dp_size": 2, "pp_size": 2, "tp_size": 2}, marks=pytest.mark.parity),
     pytest.param({"dp_size": 2, "pp_size": 2, "cp_size": 2, "tp_size": 2}, marks=pytest.mark.parity),
 ]
 

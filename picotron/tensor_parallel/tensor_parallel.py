@@ -92,6 +92,8 @@ def summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`parameter`, which the ranks of `group` hold alike but use for different work: its gradient is their sum, in
     float32 or wider.
     """
+    if not torch.is_grad_enabled():
+        return parameter
     return CopyToRanks.apply(parameter.to(wide_dtype(parameter)), group).to(parameter.dtype)
 
 
