@@ -200,6 +200,7 @@ def test_stages_compute_bit_for_bit_what_one_process_does(
             assert torch.equal(result["gradients"][name], gradient), name
 
 
+@pytest.mark.parity  # the executor's are in `make test`
 def test_compiled_layers_have_the_same_gradients(pool: WorkerPool) -> None:
     config = tiny_llama(num_hidden_layers=4)
     (whole,) = pool.run(gradients, 1, "1f1b", config, {}, torch.float64, True, False)
