@@ -18,12 +18,11 @@ from transformers import LlamaConfig
 from picotron import config as config_module
 from picotron import process_group_manager as pgm
 from picotron.config import Config, UserError
-from picotron.data import MicroBatchDataLoader, hold_out
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.pipeline_parallel import draw
 from picotron.pipeline_parallel.actions import Action
 from picotron.pipeline_parallel.checker import add_communication
-from picotron.pipeline_parallel.executor import UNDERWAY, Executor, pick_evaluation
+from picotron.pipeline_parallel.executor import UNDERWAY, Executor
 from picotron.pipeline_parallel.pipeline_parallel import hidden_states_shape
 from picotron.pipeline_parallel.plan import make_plan, training_schedule
 from picotron.pipeline_parallel.recorder import record_steps
@@ -38,7 +37,6 @@ from tests.oracle import (
     make_config,
     oracle_model,
     our_model,
-    random_tokens,
     tiny_llama,
 )
 from tests.test_pipeline_parallel import (
@@ -46,6 +44,7 @@ from tests.test_pipeline_parallel import (
     Loader,
     all_stages,
     batches,
+    check_evaluations,
     expected_training,
     layout_name,
     stage_of,
@@ -243,35 +242,13 @@ def test_split_backward_in_bfloat16(pool: WorkerPool) -> None:
         assert_close(results[1]["gradients"][name], gradient, relative=0.02, what=name)
 
 
-def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
-    """The global loss of two evaluations in a row."""
-    model, grid = wrapped(config, model_config), pgm.process_group_manager
-    loader = MicroBatchDataLoader(hold_out(random_tokens(), config)[1], config, CPU, shuffle=False)
-    evaluation, losses = pick_evaluation(config, hidden_states_shape(config, model_config), CPU, torch.float64), []
-    for _ in range(2):
-        loss = evaluation(model, loader).double()
-        assert not loss.requires_grad
-        all_reduce(loss, grid.cp_dp_group, dist.ReduceOp.AVG)
-        all_reduce(loss, grid.pp_group)
-        losses.append(loss.item())
-    assert all(parameter.main_grad.count_nonzero() == 0 for parameter in model.parameters())
-    return losses
-
-
 @pytest.mark.parametrize("engine", SCHEDULES)
 def test_evaluation(pool: WorkerPool, engine: str) -> None:
     more = {"zbv": {"dp_size": 2}, "looped_bfs": {"tp_size": 2}, "dualpipev": {"cp_size": 2}}.get(engine, {})
     config = run_config(
         engine, 2, 4 // more.get("dp_size", 1), training__eval_frequency=1, training__eval_steps=3, **more
     )
-    model_config, sequences = tiny_llama(num_hidden_layers=4, tie_word_embeddings=True), 3 * 2 * 4
-    stream = torch.from_numpy(random_tokens()[-(16 * sequences + 1) :].astype("int64"))
-    model = oracle_model(model_config, our_model(model_config, seed=42).state_dict())
-    with torch.no_grad():
-        logits = model(input_ids=stream[:-1].view(sequences, 16), use_cache=False).logits
-    expected = F.cross_entropy(logits.flatten(0, 1), stream[1:]).item()
-    for losses in pool.run(evaluations, config.distributed.world_size, config, model_config):
-        assert_close(losses, [expected, expected])
+    check_evaluations(pool, config, tiny_llama(num_hidden_layers=4, tie_word_embeddings=True))
 
 
 # --------------------------------------------------------------------------------------------- what a step really does

@@ -15,9 +15,9 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data import MicroBatchDataLoader, hold_out
 from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.pipeline_parallel.executor import pick_evaluation
 from picotron.pipeline_parallel.pipeline_parallel import (
     PipelineParallel,
-    evaluate,
     hidden_states_shape,
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
@@ -231,13 +231,12 @@ def parameter_names(config: LlamaConfig) -> list[str]:
 
 def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
     """The global loss of two evaluations in a row."""
-    model = DataParallelBucket(stage_of(config, model_config))
-    grid = pgm.process_group_manager
-    _, tokens = hold_out(random_tokens(), config)
-    loader = MicroBatchDataLoader(tokens, config, CPU, shuffle=False)
-    shape, losses = hidden_states_shape(config, model_config), []
+    stage, grid = stage_of(config, model_config), pgm.process_group_manager
+    model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
+    loader = MicroBatchDataLoader(hold_out(random_tokens(), config)[1], config, CPU, shuffle=False)
+    evaluation, losses = pick_evaluation(config, hidden_states_shape(config, model_config), CPU, torch.float64), []
     for _ in range(2):
-        loss = evaluate(model, loader, config.training.eval_steps, shape, CPU, torch.float64).double()
+        loss = evaluation(model, loader).double()
         assert not loss.requires_grad
         all_reduce(loss, grid.cp_dp_group, dist.ReduceOp.AVG)
         all_reduce(loss, grid.pp_group)
@@ -246,17 +245,9 @@ def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("layout", [{}, *LAYOUTS[:3], {"pp_size": 3}, *LAYOUTS[-2:]], ids=layout_name)
-def test_evaluation(pool: WorkerPool, layout: dict[str, Any]) -> None:
-    """The mean loss of the last sequences of the data, the same in every layout and every time."""
-    sequences = 3 * 2 * 4
-    config = make_config(
-        **{f"distributed__{key}": value for key, value in layout.items()},
-        training__gradient_accumulation_steps=4 // layout.get("dp_size", 1),
-        training__eval_frequency=1,
-        training__eval_steps=3,
-    )
-    model_config = tiny_llama(tie_word_embeddings=True)
+def check_evaluations(pool: WorkerPool, config: Config, model_config: LlamaConfig) -> None:
+    """They are transformers' mean loss of the last sequences of the data, the same every time."""
+    sequences = config.held_out_sequences
     stream = torch.from_numpy(random_tokens()[-(16 * sequences + 1) :].astype("int64"))
     model = oracle_model(model_config, our_model(model_config, seed=42).state_dict())
     with torch.no_grad():
@@ -264,3 +255,15 @@ def test_evaluation(pool: WorkerPool, layout: dict[str, Any]) -> None:
     expected = F.cross_entropy(logits.flatten(0, 1), stream[1:]).item()
     for losses in pool.run(evaluations, config.distributed.world_size, config, model_config):
         assert_close(losses, [expected, expected])
+
+
+@pytest.mark.parametrize("layout", [{}, *LAYOUTS[:3], {"pp_size": 3}, *LAYOUTS[-2:]], ids=layout_name)
+def test_evaluation(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    config = make_config(
+        **{f"distributed__{key}": value for key, value in layout.items()},
+        training__gradient_accumulation_steps=4 // layout.get("dp_size", 1),
+        training__eval_frequency=1,
+        training__eval_steps=3,
+    )
+    assert config.held_out_sequences == 3 * 2 * 4  # in every layout
+    check_evaluations(pool, config, tiny_llama(tie_word_embeddings=True))
