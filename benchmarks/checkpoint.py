@@ -214,7 +214,7 @@ def print_in_background(turns: int) -> None:
 
 
 if __name__ == "__main__":
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "").parse_args()
     if ON_GPU and torch.cuda.device_count() < 2:
         raise SystemExit("this benchmark needs 2 GPUs; with CUDA_VISIBLE_DEVICES='' it runs on the CPU")
     print(machine())

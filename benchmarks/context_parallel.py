@@ -169,7 +169,7 @@ def counted() -> None:
 
 
 if __name__ == "__main__":
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "").parse_args()
     counted()
     if ON_GPU and torch.cuda.device_count() < CP:
         print(f"the comparison of speed needs {CP} GPUs; with CUDA_VISIBLE_DEVICES='' it runs on the CPU")

@@ -14,7 +14,7 @@ def main() -> None:
         raise SystemExit(
             f"this benchmark needs {DP} GPUs; on the CPU it runs with CUDA_VISIBLE_DEVICES= set to nothing"
         )
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "").parse_args()
     ddp = "transformers, DistributedDataParallel"
     variants = [
         Variant(ddp, theirs, (DP, True), DP),

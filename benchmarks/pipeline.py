@@ -70,4 +70,4 @@ if __name__ == "__main__":
     if ON_GPU:
         raise SystemExit("this benchmark counts on the CPU; run it with CUDA_VISIBLE_DEVICES=''")
     outputs()
-    bubble(arguments(__doc__ or "").turns)
+    bubble(arguments(__doc__ or "").parse_args().turns)

@@ -109,8 +109,9 @@ def torchs(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
     return step
 
 
-def speed(micro_batches: int, turns: int, steps: int) -> None:
-    for engine, theirs in THEIRS.items():
+def speed(engines: list[str], micro_batches: int, turns: int, steps: int) -> None:
+    for engine in engines:
+        theirs = THEIRS[engine]
         layout = {"pp_size": PP, "pp_engine": engine}
         variants = [
             Variant(f"torch, {theirs}", torchs, (engine, micro_batches), PP),
@@ -132,12 +133,12 @@ def recorded(rank: int, engine: str, micro_batches: int, turns: int) -> list[lis
     return steps[1:]  # the first warms up
 
 
-def prediction(turns: int) -> None:
+def prediction(engines: list[str], turns: int) -> None:
     """Steps simulated with the mean time that each kind of action took in that very step, in each stage."""
     print("\nA step as it was measured and as it is simulated from the times of its actions; medians\n")
     print("| | micro-batches | measured, s | simulated, s | measured / simulated | idle, measured | idle, simulated |")
     print("|---|---|---|---|---|---|---|")
-    for engine in THEIRS:
+    for engine in engines:
         for micro_batches in (4, 8):
             schedule = training_schedule(settings(engine, micro_batches))
             pairs = []
@@ -154,7 +155,9 @@ def prediction(turns: int) -> None:
 if __name__ == "__main__":
     if ON_GPU and torch.cuda.device_count() < PP:
         raise SystemExit(f"this benchmark needs {PP} GPUs; with CUDA_VISIBLE_DEVICES='' it runs on the CPU")
-    options = arguments(__doc__ or "")
-    prediction(options.turns)
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--engines", nargs="+", choices=THEIRS, default=list(THEIRS))
+    options = parser.parse_args()
+    prediction(options.engines, options.turns)
     for micro_batches in (4, 8):
-        speed(micro_batches, options.turns, options.steps)
+        speed(options.engines, micro_batches, options.turns, options.steps)

@@ -10,7 +10,7 @@ from picotron.metrics import flops_per_token, peak_flops
 
 
 def main() -> None:
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "").parse_args()
     peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if ON_GPU else None
     per_token = flops_per_token(model_config(), SEQ_LENGTH)
     mfu = (lambda rate: f"{rate * per_token / peak:.1%}") if peak else None

@@ -112,7 +112,7 @@ def torchs(rank: int, sequence_parallel: bool, vocabulary_parallel_loss: bool) -
 
 def speed() -> None:
     """Each row of picotron beside PyTorch's that splits the same: the logits are never gathered in either."""
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "").parse_args()
     for sequence_parallel in (False, True):
         text = ", + sequence parallel" if sequence_parallel else ""
         baseline = f"torch, tensor and loss parallel{text}"

@@ -141,8 +141,8 @@ def theirs(rank: int, dp_size: int, ddp: bool, compiled: bool = False) -> Callab
     return step
 
 
-def arguments(text: str) -> argparse.Namespace:
+def arguments(text: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=5 if ON_GPU else 1, help="per turn")
-    return parser.parse_args()
+    return parser
