@@ -243,12 +243,12 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
             print(f"left out {name}: {'; '.join(str(error).splitlines())}")
     if not planned:
         raise UserError(f"none of the {len(found)} combinations can run")
-    already = write(planned, folder, options.overwrite)
+    there = write(planned, folder, options.overwrite)
     print(table(planned))
     print(
-        f"\n{len(planned)} of {len(found)} combinations are in {folder}: {len(planned) - already} configs written, "
-        f"{already} there already, {len(found) - len(planned)} left out. GiB are those of the heaviest rank: weights, "
-        f"gradients and optimizer + activations."
+        "(GiB of the heaviest rank: weights, gradients and optimizer + activations; picotron/estimate.py has the formulas)\n"
+        f"\n{len(planned)} configs in {folder}: {len(planned) - there} written, {there} there already; "
+        f"{len(found) - len(planned)} of {len(found)} combinations left out. To run them on this machine:"
     )
     print(shlex.join(["python", "submit_slurm_jobs.py", "--inp_dir", str(folder), "--local"]))
 

@@ -144,16 +144,18 @@ def draw_memory(runs: Sequence[Run], rows: Sequence[dict[str, Any]], axes: Any) 
 
 
 def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     layouts = len({run.layout for run in runs})
-    for name, height, draw_on in (
-        ("loss", 4.5, lambda axes: draw_losses(runs, axes)),
-        ("throughput", 1 + 0.3 * layouts, lambda axes: draw_throughput(runs, rows, axes)),
-        ("memory", 4.5, lambda axes: draw_memory(runs, rows, axes)),
+    for name, height, colours, draw_on in (
+        ("loss", 4.5, len(runs), lambda axes: draw_losses(runs, axes)),
+        ("throughput", 1 + 0.3 * layouts, 1, lambda axes: draw_throughput(runs, rows, axes)),
+        ("memory", 4.5, layouts, lambda axes: draw_memory(runs, rows, axes)),
     ):
         figure = Figure(figsize=(8, height), layout="constrained")
-        axes = figure.add_subplot(title=plain(folder.resolve().name))
+        axes = figure.add_subplot(title=plain(folder.resolve().name), axisbelow=True)
+        axes.set_prop_cycle(color=colormaps["turbo"].resampled(colours)(range(colours)))
         axes.grid(alpha=0.3)
         draw_on(axes)
         if axes.get_legend_handles_labels()[1]:

@@ -37,8 +37,9 @@ All layers of a stage share the rotary angles, d for a token. The last stage als
 of the last norm and the gradient of its output, which the loss computes at once (`LinearCrossEntropy`), 2 D for a
 token; and the gradient of the head's matrix, D V / t in float32 or wider.
 
-That times the micro-batches that a schedule has in flight, see `simulate.peak_activations`. What comes and goes is not
-counted: gradients of activations, logits of a chunk, messages, what the allocator rounds up.
+That times the micro-batches that a schedule has in flight, see `simulate.peak_activations`. (In the two halves of a
+backward, an I leaves to its W the inputs of all projections and the gradients of their outputs, about as much.) What
+comes and goes is not counted: gradients of activations, logits of a chunk, messages, what the allocator rounds up.
 """
 
 import dataclasses

@@ -63,8 +63,6 @@ def combinations(choices: Choices, world_sizes: Sequence[int] | None, base: dict
     if world_sizes is None:
         return _product(choices)
     layouts = _layouts(choices, world_sizes, base)
-    if not layouts:
-        raise UserError(f"no layout of these sizes multiplies to --world_size {' '.join(map(str, world_sizes))}")
     others = _product({key: values for key, values in choices.items() if key not in AXES.values()})
     return [layout | other for layout in layouts for other in others]
 
@@ -90,7 +88,11 @@ def _layouts(choices: Choices, world_sizes: Sequence[int], base: dict[str, Any])
         for size in sizes[key]:
             if type(size) is not int or size < 1:
                 raise UserError(f"{key}={spelled(size)} should be a positive integer")
-    return [layout for layout in _product(sizes) if math.prod(layout.values()) in world_sizes]
+    layouts = [layout for layout in _product(sizes) if math.prod(layout.values()) in world_sizes]
+    if not layouts:
+        tried = " x ".join(f"{axis} {'|'.join(map(str, sizes[key]))}" for axis, key in AXES.items())
+        raise UserError(f"{tried} never makes --world_size {' or '.join(map(str, world_sizes))}; use other sizes")
+    return layouts
 
 
 def folder_names(found: Sequence[Combination]) -> list[str]:

@@ -78,8 +78,8 @@ def test_a_sweep_is_what_an_enumeration_by_hand_finds(tmp_path: Path, capsys: py
     left_out = [line for line in output.splitlines() if line.startswith("left out ")]
     assert len(left_out) == total - len(expected)
     assert all(len(line.split(": ", 1)[1]) > 30 for line in left_out)
-    assert f"{len(expected)} of {total} combinations are in {folder}" in output
-    assert f"{total - len(expected)} left out" in output
+    assert f"{len(expected)} configs in {folder}: {len(expected)} written, 0 there already; " in output
+    assert f"{total - len(expected)} of {total} combinations left out" in output
 
 
 def test_one_config_is_the_base_with_the_flags(tmp_path: Path) -> None:
@@ -137,9 +137,8 @@ def test_axes_that_are_not_given(tmp_path: Path) -> None:
     assert sizes("--world_size", 1, 2, exp_name="c") == {(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)}  # fmt: skip
     assert sizes("--world_size", 4, "--distributed.pp_size", 4, 1, exp_name="d") == {(1, 4, 1, 1), (4, 1, 1, 1)}
     assert sizes("--tp", 1, 2, exp_name="e") == {(5, 2, 1, 1), (5, 2, 1, 2)}
-    assert "multiplies to --world_size 6" in mistake(
-        tmp_path, "--world_size", 6, "--dp", 4, base=base, exp_name="f"
-    )  # fmt: skip
+    message = mistake(tmp_path, "--world_size", 6, 7, "--dp", 4, 5, base=base)
+    assert "dp 4|5 x pp 2 x cp 1 x tp 1 never makes --world_size 6 or 7; use other sizes" in message
 
 
 UGLY = 'it\'s "a" $(touch pwned) `x`; rm -rf *'
@@ -238,7 +237,7 @@ def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         return before.items() <= {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in before if p.exists()}.items()
 
     create(tmp_path, "--tp", 1, 2, 4)
-    assert "1 configs written, 2 there already" in capsys.readouterr().out
+    assert f"3 configs in {folder}: 1 written, 2 there already" in capsys.readouterr().out
     assert unchanged()
     message = mistake(tmp_path, "--tp", 1, 2, 8, "--training.seed", 5)
     assert f"there are 2 other configs already, as {folder}/tp1/config.json" in message
