@@ -39,7 +39,8 @@ token; and the gradient of the head's matrix, D V / t in float32 or wider.
 
 That times the micro-batches that a schedule has in flight, see `simulate.peak_activations`. (In the two halves of a
 backward, an I leaves to its W the inputs of all projections and the gradients of their outputs, about as much.) What
-comes and goes is not counted: gradients of activations, logits of a chunk, messages, what the allocator rounds up.
+comes and goes is not counted: gradients of activations, logits of a chunk, messages, what the allocator rounds up. Nor
+is what torch.compile saves.
 """
 
 import dataclasses

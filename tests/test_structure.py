@@ -57,7 +57,9 @@ def test_only_torchrun_and_secrets_come_from_the_environment(path: Path) -> None
 
 
 def test_schedules_can_be_thought_about_without_torch() -> None:
-    """What describes, checks, times and draws a schedule starts in no time, and needs neither torch nor processes."""
+    """What describes, checks, times and draws a schedule, or reads what runs have left, starts in no time, and needs
+    neither torch nor processes.
+    """
     modules = (
         "actions",
         "schedules",
@@ -71,6 +73,7 @@ def test_schedules_can_be_thought_about_without_torch() -> None:
         "plan",
     )
     imports = "; ".join(f"import picotron.pipeline_parallel.{module}" for module in modules)
+    imports += "; import picotron.sweep, picotron.estimate, extract_metrics"
     heavy = "{'torch', 'transformers', 'numpy', 'matplotlib', 'picotron.process_group_manager'}"
     command = f"import sys; {imports}; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout == "[]\n"
