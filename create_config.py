@@ -17,6 +17,7 @@ import argparse
 import copy
 import functools
 import json
+import os
 import re
 import shlex
 import sys
@@ -80,7 +81,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
 
 
 def refuse(word: str) -> None:
-    """Raises UserError for an argument that is none, without its value: it may be a secret."""
+    """Raises UserError for an argument that is none. What is behind a = is not shown: it may be a secret."""
     name = word.removeprefix("--").partition("=")[0]
     if re.fullmatch(r"(?i)(.*[._-])?token", name):
         raise UserError(
@@ -250,7 +251,7 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
         f"\n{len(planned)} configs in {folder}: {len(planned) - there} written, {there} there already; "
         f"{len(found) - len(planned)} of {len(found)} combinations left out. To run them on this machine:"
     )
-    print(shlex.join(["python", "submit_slurm_jobs.py", "--inp_dir", str(folder), "--local"]))
+    print(shlex.join([os.path.relpath(sys.executable), "submit_slurm_jobs.py", "--inp_dir", str(folder), "--local"]))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -111,7 +111,9 @@ def folder_names(found: Sequence[Combination]) -> list[str]:
                 safe[s] = f"{word}-{hashlib.sha256(s.encode()).hexdigest()[:8]}"
         if len(values) > 1:
             words[key] = {s: short_name(key) + word for s, word in safe.items()}
-    return ["_".join(words[key][spelled(combination[key])] for key in words) for combination in found]
+    names = ["_".join(words[key][spelled(combination[key])] for key in words) for combination in found]
+    assert len({name.lower() for name in names}) == len(found)
+    return names
 
 
 def _safe(text: str) -> str:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +157,9 @@ def test_names_that_a_shell_would_read(tmp_path: Path, capsys: pytest.CaptureFix
     for name in found:
         assert shlex.quote(name) == name
         assert load_config(["--config", f"{folder}/{name}/config.json"]).checkpoint.save_dir == f"{folder}/{name}/run"
-    command = capsys.readouterr().out.splitlines()[-1]
-    assert shlex.split(command) == ["python", "submit_slurm_jobs.py", "--inp_dir", str(folder), "--local"]
+    python, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert Path(python).samefile(sys.executable)
+    assert words == ["submit_slurm_jobs.py", "--inp_dir", str(folder), "--local"]
 
 
 def test_different_combinations_have_different_names() -> None:
