@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
+from picotron.check import check_layout
 from picotron.checkpoint import Checkpoint, find_checkpoint
 from picotron.checkpoint_writer import CheckpointWriter
 from picotron.config import Config, check_world_size
 from picotron.config_reader import load_config
-from picotron.context_parallel.context_parallel import apply_context_parallel, check_context_parallel
+from picotron.context_parallel.context_parallel import apply_context_parallel
 from picotron.data import MicroBatchDataLoader, Progress, hold_out, order_of_samples
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.metrics import Metrics
@@ -30,7 +31,7 @@ from picotron.pipeline_parallel.plan import Plan, make_plan
 from picotron.pipeline_parallel.recorder import record_steps
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import check_save_dir
-from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
 from picotron.tokens import load_tokens
 from picotron.utils import StopSignals, exit_on_error, init_process_group, set_up_device, set_up_logging
 from picotron.weights import initial_value, materialise
@@ -72,9 +73,7 @@ def main() -> None:
     check_save_dir(config)
     device, dtype = set_up_device(config), getattr(torch, config.model.dtype)
     model_config = load_model_config(config.model)
-    check_tensor_parallel(model_config, layout.tp_size)
-    plan = make_plan(config, model_config)
-    check_context_parallel(model_config, layout)
+    plan = check_layout(config, model_config)
 
     # The grid of processes.
     init_process_group(config, device)

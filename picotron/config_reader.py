@@ -48,7 +48,7 @@ def _items(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{section}.{key}", value) for key, value in body.items())
 
 
-def _without_what_means_nothing(data: dict[str, Any]) -> dict[str, Any]:
+def without_what_means_nothing(data: dict[str, Any]) -> dict[str, Any]:
     """A copy of `data` without the ignored keys, each of which gets a warning."""
     kept = {
         section: dict(body) if isinstance(body, dict) else body
@@ -63,7 +63,7 @@ def _without_what_means_nothing(data: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _unknown(key: str) -> str:
+def unknown(key: str) -> str:
     """The sentence for an unknown key. It has no value: the key may well be a misspelt secret."""
     name = key.split(".")[-1]
     known = {k.split(".")[-1]: k for k in (leaf_keys() if "." in key else Config.model_fields)}
@@ -75,7 +75,7 @@ def _sentence(error: Any) -> str:
     """One pydantic error as one sentence with the key, the value and the remedy."""
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return _unknown(key)
+        return unknown(key)
     if error["type"] == "missing":
         return f"{key} is missing; set it in the file or by --{key}"
     if error["type"] == "value_error":
@@ -92,7 +92,7 @@ def parse_config(data: dict[str, Any]) -> Config:
         UserError: one line per mistake, naming the key, the value and the remedy.
     """
     try:
-        return Config.model_validate(_without_what_means_nothing(data))
+        return Config.model_validate(without_what_means_nothing(data))
     except ValidationError as error:
         mistakes = [_sentence(each) for each in error.errors()]
     raise UserError("\n".join(dict.fromkeys(mistakes)))
@@ -111,11 +111,26 @@ def read_json(path: str) -> dict[str, Any]:
     return data
 
 
-def _is_text(section: str, name: str) -> bool:
-    """Does this key hold a string? Then 42 on the command line is "42"."""
+def type_of(key: str) -> Any:
+    """The type of a dotted key's values; None if there is no such key."""
+    section, _, name = key.partition(".")
     field = Config.model_fields.get(section)
     leaf = getattr(field and field.annotation, "model_fields", {}).get(name)
-    return leaf is not None and leaf.annotation in (str, str | None)
+    return leaf and leaf.annotation
+
+
+def read_value(key: str, word: str) -> Any:
+    """A word of the command line as a value of a dotted key: JSON, or for keys of strings as it is."""
+    return word if type_of(key) in (str, str | None) and word != "null" else read_string(word)
+
+
+def override(data: dict[str, Any], key: str, value: Any) -> None:
+    """Write a value into the JSON of a config, in place."""
+    section, _, name = key.partition(".")
+    body = data.setdefault(section, {})
+    if not isinstance(body, dict):
+        raise UserError(f"--{key}: {section!r} is not a section of the file but a value")
+    body[name] = value
 
 
 def json_schema() -> dict[str, Any]:
@@ -134,12 +149,8 @@ def _apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
             raise UserError(f"unexpected argument {key!r}; overrides look like --training.learning_rate 1e-3")
         if not words or (words[0].startswith("--")):
             raise UserError(f"{key} needs a value; for example {key} 1")
-        section, _, name = key.removeprefix("--").partition(".")
-        body = data.setdefault(section, {})
-        if not isinstance(body, dict):
-            raise UserError(f"{key}: {section!r} is not a section of the file but a value")
-        word = words.pop(0)
-        body[name] = word if _is_text(section, name) and word != "null" else read_string(word)
+        name = key.removeprefix("--")
+        override(data, name, read_value(name, words.pop(0)))
 
 
 def load_config(arguments: list[str]) -> Config:

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -87,7 +88,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _read_records(path: Path, until: int) -> list[dict[str, Any]]:
+def read_records(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl of steps up to `until`; a line that a killed run did not finish is none of them."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -96,6 +97,13 @@ def _read_records(path: Path, until: int) -> list[dict[str, Any]]:
         except ValueError:
             break
     return [record for record in records if record["step"] <= until]
+
+
+def make_earlier(folder: Path) -> Path:
+    """A new folder `earlier.N` in it, for what is not to be lost."""
+    earlier = next(path for n in itertools.count(1) if not (path := folder / f"earlier.{n}").exists())
+    earlier.mkdir()
+    return earlier
 
 
 def begin_run(save_dir: Path, config: Config, continued: int | None) -> list[dict[str, Any]]:
@@ -117,21 +125,20 @@ def begin_run(save_dir: Path, config: Config, continued: int | None) -> list[dic
     if continued is None:
         old += [path for path in (metrics, described) if path.exists()]
     if old:
-        earlier = next(path for n in itertools.count(1) if not (path := save_dir / f"earlier.{n}").exists())
-        earlier.mkdir()
+        earlier = make_earlier(save_dir)
         if continued is not None and metrics.exists():
             shutil.copy(metrics, earlier)
         for path in old:
             path.rename(earlier / path.name)
         logger.info("what an earlier run left in %s is now in %s: %s", save_dir, earlier, [path.name for path in old])
-    records = [] if continued is None else _read_records(metrics, continued)
+    records = [] if continued is None else read_records(metrics, continued)
     if continued is not None and metrics.exists():
-        _replace(metrics, "".join(json.dumps(record) + "\n" for record in records))
-    _replace(described, config.model_dump_json(indent=2) + "\n")
+        write_whole(metrics, "".join(json.dumps(record) + "\n" for record in records))
+    write_whole(described, config.model_dump_json(indent=2) + "\n")
     return records
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """So that there is always a whole file."""
     new = path.with_name(path.name + ".new")
     new.write_text(text)

@@ -13,7 +13,7 @@ PARALLEL = ("tensor_parallel", "context_parallel", "data_parallel", "pipeline_pa
 LEVELS = {
     "config": 0, "config_reader": 1, "process_group_manager": 1, "utils": 1, "run_folder": 1, "jobs": 1, "split_backward": 1, "model": 2, "weights": 3,
     "tokens": 4, "data": 4, "optimizer": 4, "safetensors_folder": 4, **dict.fromkeys(PARALLEL, 4), "checkpoint": 5,
-    "stage_files": 5, "checkpoint_writer": 6, "metrics": 6,
+    "stage_files": 5, "checkpoint_writer": 6, "metrics": 6, "sweep": 2, "check": 5, "estimate": 5,
 }  # fmt: skip
 
 
@@ -57,7 +57,9 @@ def test_only_torchrun_and_secrets_come_from_the_environment(path: Path) -> None
 
 
 def test_schedules_can_be_thought_about_without_torch() -> None:
-    """What describes, checks, times and draws a schedule starts in no time, and needs neither torch nor processes."""
+    """What describes, checks, times and draws a schedule, or reads what runs have left, starts in no time, and needs
+    neither torch nor processes.
+    """
     modules = (
         "actions",
         "schedules",
@@ -71,6 +73,7 @@ def test_schedules_can_be_thought_about_without_torch() -> None:
         "plan",
     )
     imports = "; ".join(f"import picotron.pipeline_parallel.{module}" for module in modules)
+    imports += "; import picotron.sweep, picotron.estimate, extract_metrics"
     heavy = "{'torch', 'transformers', 'numpy', 'matplotlib', 'picotron.process_group_manager'}"
     command = f"import sys; {imports}; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout == "[]\n"

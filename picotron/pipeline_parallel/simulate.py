@@ -147,20 +147,24 @@ def _deadlock(schedule: Schedule, todo: Sequence[deque[AnyAction]], finished: Ma
     return f"deadlock: rank {rank} waits {told}; {remedies[0]}"
 
 
-def peak_activations(program: Sequence[AnyAction]) -> int:
+def peak_activations(program: Sequence[AnyAction], sizes: Mapping[int, int] | None = None) -> int:
     """How many activations a rank holds at most, in units of those of one micro-batch in one stage.
 
     A forward takes a unit when it starts. A B gives it back when it ends. An I gives nothing back, as it keeps what its
     W needs; that W gives the unit back when it ends. In an overlapped pair both units are there. A forward without a
     backward, in an evaluation, keeps nothing.
+
+    Args:
+        sizes: of a unit in each stage; by default 1.
     """
     parts = [part for action in program for part in action.parts]
     kept = {(part.stage, part.microbatch) for part in parts if part.kind in ("B", "W")}
+    units = dict.fromkeys((part.stage for part in parts), 1) if sizes is None else sizes
     live = peak = 0
     for action in program:
-        live += sum(part.kind == "F" and (part.stage, part.microbatch) in kept for part in action.parts)
+        live += sum(units[p.stage] for p in action.parts if p.kind == "F" and (p.stage, p.microbatch) in kept)
         peak = max(peak, live)
-        live -= sum(part.kind in ("B", "W") for part in action.parts)
+        live -= sum(units[p.stage] for p in action.parts if p.kind in ("B", "W"))
     return peak
 
 

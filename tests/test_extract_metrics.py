@@ -1,0 +1,141 @@
+"""The table and the pictures of a sweep, whatever state its runs are in."""
+
+import csv
+import json
+import math
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+
+import extract_metrics
+from picotron.jobs import Job
+
+PICTURES = ("loss.png", "throughput.png", "memory.png")
+
+
+def record(step: int, rate: float, loss: float = 5.0, mfu: float | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step, "loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 64 * step, "step_time": 64 / rate,
+        "tokens_per_second": 2 * rate, "tokens_per_second_per_gpu": rate, "mfu": mfu, "memory_gb": 1.0 + step / 10, **more,
+    }  # fmt: skip
+
+
+def job(
+    folder: Path, records: list[dict[str, Any]] | None, status: str | None = None, dp: int = 2, tail: str = ""
+) -> Job:
+    """A job as create_config, train.py and whoever starts it leave it."""
+    made = Job(folder, folder.name)
+    config = {
+        "distributed": {"dp_size": dp, "tp_size": 2},
+        "model": {"name": "template/tiny-llama"},
+        "training": {"micro_batch_size": 3, "gradient_accumulation_steps": 4, "seq_length": 16, "total_train_steps": 9},
+        "dataset": {"name": "python-stdlib"},
+    }
+    made.run_folder.mkdir(parents=True)
+    made.config_file.write_text(json.dumps(config))
+    if records is not None:
+        lines = "".join(json.dumps(each) + "\n" for each in records)
+        (made.run_folder / "metrics.jsonl").write_text(lines + tail)
+    if status:
+        made.set_status(status)  # type: ignore[arg-type]
+    return made
+
+
+def extract(folder: Path, *words: str) -> dict[str, dict[str, str]]:
+    """The rows of metrics.csv by name."""
+    extract_metrics.main(["--inp_dir", str(folder), *words])
+    for picture in PICTURES:
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+    with (folder / "metrics.csv").open(newline="") as file:
+        return {row["name"]: row for row in csv.DictReader(file)}
+
+
+def test_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = [10.0, 90.0, 50.0, 101.0, 103.0, 99.0, 1000.0]
+    records = [record(i + 1, rate, 9 - i, mfu=0.1 + i / 100) for i, rate in enumerate(rates)]
+    records[3]["eval_loss"] = 6.5
+    job(tmp_path / "dp2_tp2", records, "completed")
+    assert extract(tmp_path)["dp2_tp2"] == {
+        "name": "dp2_tp2", "status": "completed", "dp": "2", "pp": "1", "cp": "1", "tp": "2", "pp_engine": "1f1b",
+        "micro_batch_size": "3", "gradient_accumulation_steps": "4", "global_batch_size": "24", "seq_length": "16",
+        "step": "7", "total_train_steps": "9", "final_loss": "3", "eval_loss": "6.5",
+        "mean_tokens_per_second_per_gpu": str(fmean(rates[3:])), "median_tokens_per_second_per_gpu": str(median(rates[3:])),
+        "mfu": str(fmean([0.13, 0.14, 0.15, 0.16])), "memory_gb": "1.7",
+    }  # fmt: skip
+    assert (
+        f"1 runs (1 completed): metrics.csv, loss.png, throughput.png and memory.png in {tmp_path}"
+        in capsys.readouterr().out
+    )
+    row = extract(tmp_path, "--warmup", "6")["dp2_tp2"]
+    assert row["mean_tokens_per_second_per_gpu"] == row["median_tokens_per_second_per_gpu"] == "1000.0"
+
+
+def test_every_state_of_a_run(tmp_path: Path) -> None:
+    records = [record(i, 100.0) for i in range(1, 6)]
+    job(tmp_path / "in_progress", records, "running", tail=json.dumps(record(6, 100.0))[:50])
+    job(tmp_path / "begun", records[:2], "running")
+    job(tmp_path / "failed", [*records, record(6, 100.0, math.nan)], "fail")
+    job(tmp_path / "no_metrics", None, "oom")
+    job(tmp_path / "empty_metrics", [], "timeout")
+    (job(tmp_path / "never", None).run_folder).rmdir()
+    job(tmp_path / "no_config", None, "fail").config_file.write_text('{"training": {"sed": 1}}')
+    rows = extract(tmp_path)
+    statuses = {"in_progress": "running", "begun": "running", "failed": "fail", "no_metrics": "oom", "empty_metrics": "timeout", "never": "init", "no_config": "fail"}  # fmt: skip
+    assert {name: row["status"] for name, row in rows.items()} == statuses
+    assert {name: row["step"] for name, row in rows.items() if row["step"]} == {"in_progress": "5", "begun": "2", "failed": "6"}  # fmt: skip
+    assert rows["failed"]["final_loss"] == "nan"
+    assert rows["failed"]["median_tokens_per_second_per_gpu"] == rows["in_progress"]["mean_tokens_per_second_per_gpu"]
+    assert rows["begun"]["final_loss"] == "5.0"  # but all of its steps are warm-up
+    for name in ("begun", "no_metrics", "empty_metrics", "never", "no_config"):
+        assert rows[name]["mean_tokens_per_second_per_gpu"] == rows[name]["mfu"] == ""
+    assert rows["never"]["dp"] == "2"
+    assert rows["no_config"]["dp"] == ""
+
+
+def test_only_the_newest_run_of_a_job_counts(tmp_path: Path) -> None:
+    made = job(tmp_path / "again", [record(i, 10.0, 1.0) for i in range(1, 9)], "running")
+    for number in (1, 2):
+        earlier = made.run_folder / f"earlier.{number}"
+        earlier.mkdir()
+        (earlier / "metrics.jsonl").write_text(json.dumps(record(99, 1.0, 0.0)) + "\n")
+        (earlier / "config.json").write_text("{}")
+    # As it was run, which is not always what config.json beside it asked for.
+    config = json.loads(made.config_file.read_text())
+    config["distributed"]["dp_size"] = 7
+    (made.run_folder / "config.json").write_text(json.dumps(config))
+    rows = extract(tmp_path)
+    assert [(row["step"], row["dp"]) for row in rows.values()] == [("8", "7")]
+
+
+def test_names_that_matplotlib_would_read_as_formulas(tmp_path: Path) -> None:
+    folder = tmp_path / "cost $x^{$ and $(rm)"
+    for name in ("$a_{$", "b", 'c, "d"'):
+        job(folder / name, [record(i, 10.0) for i in range(1, 9)], "completed")
+    assert set(extract(folder)) == {"$a_{$", "b", 'c, "d"'}
+
+
+def test_a_run_that_was_started_by_hand(tmp_path: Path) -> None:
+    made = job(tmp_path / "quickstart", [record(i, 10.0) for i in range(1, 9)])
+    for path in (made.run_folder / "metrics.jsonl",):
+        path.rename(made.folder / path.name)
+    for folder in (tmp_path, made.folder):
+        row = extract(folder)["quickstart"]
+        assert (row["status"], row["step"], row["dp"]) == ("", "8", "2")
+
+
+def test_many_runs(tmp_path: Path) -> None:
+    for dp in range(1, 41):
+        job(tmp_path / f"dp{dp}", [record(i, 10.0 * dp) for i in range(1, 6)], "completed", dp)
+    assert len(extract(tmp_path)) == 40
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "no config.json in .* or below"), (["--warmup", "-1"], "--warmup -1 should be a number")],
+)
+def test_mistakes(tmp_path: Path, words: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        extract_metrics.main(["--inp_dir", str(tmp_path), *words])
+    assert not list(tmp_path.iterdir())
