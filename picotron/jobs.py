@@ -3,19 +3,28 @@
     SWEEP/dp2_tp4/config.json   what to run, written by create_config.py or by hand
                   status.txt    one word of STATUSES
                   run/          checkpoint.save_dir of the run: metrics.jsonl, checkpoints, ...
+                  log_*         what the run printed: log_local.out, or log_123.out of Slurm's job 123
 
 Whoever starts a job passes `Job.overrides`, so that a sweep can be moved, and no two jobs write to one folder.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
+
+from filelock import FileLock, Timeout
 
 from picotron.config import UserError
 
 Status = Literal["init", "pending", "running", "completed", "fail", "oom", "timeout", "cancelled"]
 STATUSES: tuple[Status, ...] = get_args(Status)
+ALIVE = ("pending", "running")
+ENDED = STATUSES[3:]
+OUT_OF_MEMORY = "MemoryError|out of memory|can't allocate memory|oom.kill event"
+"""a regular expression for the log of a job that is `oom`: what CUDA, Python, the CPU's allocator and Slurm say"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,17 @@ class Job:
         temporary = self.folder / f".status.{os.getpid()}"
         temporary.write_text(status + "\n")
         temporary.replace(self.folder / "status.txt")
+
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[bool]:
+        """Is this the only process that submits or runs the job? The kernel ends a claim with the process."""
+        try:
+            lock = FileLock(self.folder / ".lock", blocking=False).acquire()
+        except Timeout:
+            yield False
+            return
+        with lock:
+            yield True
 
 
 def find_jobs(folder: Path) -> list[Job]:
