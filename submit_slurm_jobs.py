@@ -101,8 +101,8 @@ def submit_jobs(jobs: dict[Job, Config], all_jobs: list[Job], options: argparse.
             print(shlex.join(command))
             queue.append(f"ID_OF_{job.name}")
             continue
-        with job.claim() as claimed:
-            if claimed and job.status == before[job]:  # else someone else has submitted it in the meantime
+        with job.claim() as claim:
+            if claim is not None and job.status == before[job]:  # else someone else has submitted it in the meantime
                 queue.append(submit(job, command))
                 print(f"{job.name}: job {queue[-1]}" + (f", after {after}" if after else ""))
 

@@ -9,13 +9,12 @@ Whoever starts a job passes `Job.overrides`, so that a sweep can be moved, and n
 """
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
-
-from filelock import FileLock, Timeout
 
 from picotron.config import UserError
 
@@ -62,15 +61,18 @@ class Job:
         temporary.replace(self.folder / "status.txt")
 
     @contextlib.contextmanager
-    def claim(self) -> Iterator[bool]:
-        """Is this the only process that submits or runs the job? The kernel ends a claim with the process."""
-        try:
-            lock = FileLock(self.folder / ".lock", blocking=False).acquire()
-        except Timeout:
-            yield False
-            return
-        with lock:
-            yield True
+    def claim(self) -> Iterator[int | None]:
+        """Be the only process that submits or runs the job: the descriptor of a locked file, None if another one is.
+
+        A claim ends with the last process that has the descriptor, even if that is killed.
+        """
+        with (self.folder / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None
+            else:
+                yield lock.fileno()
 
 
 def find_jobs(folder: Path) -> list[Job]:

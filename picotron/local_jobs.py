@@ -36,8 +36,11 @@ def stop(process: subprocess.Popen[bytes], grace: int) -> None:
         process.wait()
 
 
-def run_job(job: Job, config: Config, timeout: float | None, grace: int) -> None:
-    """Run a job to its end. Whatever that is, also Ctrl-C, its status says so."""
+def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: int) -> None:
+    """Run a job to its end. Whatever that is, also Ctrl-C, its status says so.
+
+    Should this process be killed, torchrun goes on, and so does the claim.
+    """
     for number in INTERRUPTS:
         signal.signal(number, signal.default_int_handler)
     (job.folder / "slurm_job_id.txt").unlink(missing_ok=True)  # Slurm has nothing to say about it any more
@@ -46,7 +49,11 @@ def run_job(job: Job, config: Config, timeout: float | None, grace: int) -> None
         start, ended = log.tell(), None
         # In a session of its own, so that Ctrl-C comes to this process alone, which passes it on.
         process = subprocess.Popen(
-            torchrun_command(job, config, grace), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            torchrun_command(job, config, grace),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=[claim],
         )
         try:
             process.wait(timeout)
@@ -78,14 +85,14 @@ def run_local_jobs(jobs: dict[Job, Config], timeout: float | None, grace: int, d
         if dry_run:
             print(shlex.join(torchrun_command(job, config, grace)))
             continue
-        with job.claim() as claimed:
-            if not claimed or job.status != before[job]:
+        with job.claim() as claim:
+            if claim is None or job.status != before[job]:
                 print(f"{job.name}: someone else runs it")
                 continue
             start = time.monotonic()
             print(f"{job.name}: ", end="", flush=True)
             try:
-                run_job(job, config, timeout, grace)
+                run_job(job, config, timeout, grace, claim)
             except KeyboardInterrupt:
                 return 130
             finally:

@@ -188,8 +188,8 @@ def update_statuses(jobs: list[Job]) -> None:
     ids = [job_id for job_id, _ in before.values() if job_id]
     states = ask_states(ids) if ids else {}
     for job, (job_id, says) in before.items():
-        with job.claim() as claimed:
-            if not claimed or (slurm_job_id(job), job.status) != (job_id, says):
+        with job.claim() as claim:
+            if claim is None or (slurm_job_id(job), job.status) != (job_id, says):
                 continue  # someone else sees to it just now
             now = says
             if job_id:

@@ -30,7 +30,16 @@ def install() -> None:
         return
     if not shutil.which("apt-get"):
         raise NoSlurmError(f"Slurm is not installed, and there is no apt-get to install {' '.join(PACKAGES)}")
-    apt = ["apt-get", "-qq", "-o", "Acquire::Retries=0", "-o", "Acquire::http::Timeout=20"]
+    apt = [
+        "apt-get",
+        "-qq",
+        "-o",
+        "Acquire::Retries=0",
+        "-o",
+        "Acquire::http::Timeout=20",
+        "-o",
+        "DPkg::Lock::Timeout=60",
+    ]
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
         result = subprocess.run([*apt, *command], env=environment, capture_output=True, text=True)
