@@ -174,8 +174,11 @@ def true_status(says: Status, state: str | None) -> Status:
         slurm_says: Status = "fail"  # it did not live to say how it ended
     else:
         slurm_says = STATUS_OF_STATE.get(state, "running")  # a later Slurm's word for who knows what: leave it alone
-    # What just failed for Slurm may be more for the job; and for a moment Slurm does not know yet that it has ended.
-    return says if says in ENDED and slurm_says in ("fail", "running") else slurm_says
+    if slurm_says == "fail" and says in ENDED:
+        return says  # the job itself knows better why it failed
+    if slurm_says == "running" and says in ENDED and says != "cancelled":
+        return says  # it has just ended; but a signal to end may also mean that Slurm puts it into the queue again
+    return slurm_says
 
 
 def update_statuses(jobs: list[Job]) -> None:
