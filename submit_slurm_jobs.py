@@ -17,7 +17,7 @@ from picotron.jobs import ALIVE, STATUSES, Job, find_jobs
 from picotron.local_jobs import run_local_jobs
 from picotron.slurm import Needs, cancel, log_file, render, sbatch_command, slurm_job_id, submit, update_statuses
 
-SBATCH_OPTIONS = {"qos": "Q", "partition": "P", "time": "T", "account": "A"}
+SBATCH_OPTIONS = ("qos", "partition", "time", "account")
 ACTIONS = {  # and the options that each has
     "submit": [*SBATCH_OPTIONS, "env_setup", "gpus_per_node", "nb_slurm_array", "grace", "dry_run"],
     "local": ["timeout", "grace", "dry_run"],
@@ -108,7 +108,7 @@ def submit_jobs(jobs: dict[Job, Config], all_jobs: list[Job], options: argparse.
 
 
 def cancel_jobs(jobs: list[Job], dry_run: bool) -> None:
-    for job in jobs:
+    for job in reversed(jobs):  # as a rule the last of a chain first, so that none begins meanwhile
         if not (job_id := slurm_job_id(job)):
             print(f"{job.name} runs without Slurm; press Ctrl-C there")
         elif dry_run:

@@ -98,7 +98,7 @@ def sbatch_command(job: Job, needs: Needs, options: dict[str, str], grace: int, 
             that one fails (afterok would let the rest of its chain wait for ever) is no reason not to run the next.
     """
     command = ["sbatch", "--parsable", f"--job-name={job.folder.name}"]
-    # The job opens its log by itself: for sbatch that would be a pattern, in which a folder's % or \\ meant something.
+    # The job opens its log by itself: for sbatch that would be a pattern, in which a folder's % or \ meant something.
     command += ["--output=/dev/null", "--requeue"]
     command += [f"--nodes={needs.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={needs.cores_per_node}"]
     command += [f"--signal=B:USR1@{grace}"]
