@@ -3,11 +3,15 @@
     SWEEP/dp2_tp4/config.json   what to run, written by create_config.py or by hand
                   status.txt    one word of STATUSES
                   run/          checkpoint.save_dir of the run: metrics.jsonl, checkpoints, ...
+                  log_*         what the run printed: log_local.out, or log_123.out of Slurm's job 123
 
 Whoever starts a job passes `Job.overrides`, so that a sweep can be moved, and no two jobs write to one folder.
 """
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -16,6 +20,10 @@ from picotron.config import UserError
 
 Status = Literal["init", "pending", "running", "completed", "fail", "oom", "timeout", "cancelled"]
 STATUSES: tuple[Status, ...] = get_args(Status)
+ALIVE = ("pending", "running")
+ENDED = STATUSES[3:]
+OUT_OF_MEMORY = "MemoryError|out of memory|can't allocate memory|oom.kill event"
+"""a regular expression for the log of a job that is `oom`: what CUDA, Python, the CPU's allocator and Slurm say"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,20 @@ class Job:
         temporary = self.folder / f".status.{os.getpid()}"
         temporary.write_text(status + "\n")
         temporary.replace(self.folder / "status.txt")
+
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[int | None]:
+        """Be the only process that submits or runs the job: the descriptor of a locked file, None if another one is.
+
+        A claim ends with the last process that has the descriptor, even if that is killed.
+        """
+        with (self.folder / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None
+            else:
+                yield lock.fileno()
 
 
 def find_jobs(folder: Path) -> list[Job]:

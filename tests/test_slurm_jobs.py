@@ -1,0 +1,380 @@
+"""Sweeps on a real Slurm, and on this machine without one: the whole programs, on a model that trains in seconds."""
+
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from picotron import slurm
+from picotron.config import UserError
+from picotron.config_reader import parse_config
+from picotron.jobs import Job
+from picotron.run_folder import checkpoint_folders
+from picotron.slurm import Needs, render, sbatch_command, true_status
+from picotron.tokens import train_bpe
+from submit_slurm_jobs import parse
+from tests.oracle import assert_close, tiny_llama
+from tests.slurm_cluster import NoSlurmError, slurm_cluster
+from tests.test_resume import same_records
+from tests.test_train import metrics
+
+NASTY = "it's $(touch executed) `touch executed` \"; touch executed; \\ %j & *"
+JOB_ID = re.compile(r"^(.+): job (\d+)", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(vocab_size=260).save_pretrained(folder)
+    train_bpe(iter(["def f(x): return x"]), 260).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def make_job(model: Path, tmp_path: Path) -> Callable[..., Job]:
+    """Makes a job of one process and 20 steps in a sweep; `training__seed=1` changes training.seed."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def f{i}(x): return x + {i}\n" for i in range(999)))
+
+    def make(name: str, **changes: Any) -> Job:
+        config: dict[str, dict[str, Any]] = {
+            "distributed": {"use_cpu": True},
+            "model": {"name": str(model), "dtype": "float64"},
+            "training": {"total_train_steps": 20, "seq_length": 16, "micro_batch_size": 4},
+            "dataset": {"name": str(text)},
+            "logging": {"log_frequency": 1000},
+        }
+        for key, value in changes.items():
+            section, _, option = key.partition("__")
+            config.setdefault(section, {})[option] = value
+        job = Job(tmp_path / "a sweep" / name, name)
+        job.folder.mkdir(parents=True, exist_ok=True)
+        job.config_file.write_text(json.dumps(config))
+        return job
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def cluster(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a real Slurm."""
+    try:
+        with slurm_cluster(tmp_path_factory.mktemp("slurm")) as environment:
+            yield environment | {"HOME": str(home)}
+    except NoSlurmError as error:
+        pytest.skip(str(error))
+
+
+def program(folder: Path, *options: str, environment: dict[str, str], code: int = 0) -> str:
+    """`python submit_slurm_jobs.py`; what it prints."""
+    command = [sys.executable, "submit_slurm_jobs.py", "--inp_dir", str(folder), *options]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def wait_for(condition: Callable[[], Any], job: Job) -> None:
+    """Until it is true; else the test shows the job's logs."""
+    end = time.monotonic() + 200
+    while not condition():
+        logs = [path.read_text() for path in job.folder.glob("log_*.out")]
+        assert time.monotonic() < end, "\n".join([f"{job.name} is {job.status}", *logs])
+        time.sleep(0.02)
+
+
+def processes_of(job: Job) -> list[int]:
+    """The ids of the processes on this machine that train it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has just ended
+            continue
+        if str(job.config_file) in words and not {"torch.distributed.run", "srun"} & set(words):
+            found.append(int(path.parent.name))
+    return found
+
+
+def slurm_facts(job_id: str, environment: dict[str, str]) -> dict[str, str]:
+    """What Slurm says of a job that it still remembers."""
+    command = ["scontrol", "show", "job", "--oneliner", job_id]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return dict(word.split("=", 1) for word in output.split() if "=" in word)
+
+
+def log_of(job: Job) -> str:
+    return slurm.log_file(job).read_text()
+
+
+@pytest.mark.timeout(600)
+def test_a_sweep_on_slurm(cluster: dict[str, str], make_job: Callable[..., Job], tmp_path: Path) -> None:
+    """Six jobs: on two nodes, with a nasty name, without data, nobody wants it, killed, slow."""
+    two_nodes = make_job("1_two_nodes", distributed__dp_size=2, training__micro_batch_size=2)
+    nasty = make_job(f"2 {NASTY}")
+    fails = make_job("3_fails", dataset__name=str(tmp_path / "later.txt"))
+    unwanted = make_job("4_unwanted")
+    killed = make_job("5_killed", checkpoint__save_frequency=1)
+    sweep, setup = two_nodes.folder.parent, tmp_path / NASTY
+    setup.write_text("echo the environment is set up\n")
+
+    def submit(*options: str, folder: Path = sweep) -> dict[str, str]:
+        """The ids of the jobs that the program submits, by name."""
+        return dict(JOB_ID.findall(program(folder, *options, environment=cluster)))
+
+    # Two chains, 1, 3, 5 and 2, 4, and beside them a job that would take an hour.
+    options = ["--gpus_per_node", "1", "--nb_slurm_array", "2", "--env_setup", str(setup)]
+    ids = submit(*options)
+    assert list(ids) == [job.name for job in (two_nodes, nasty, fails, unwanted, killed)]
+    slow = make_job("6_slow", training__total_train_steps=1_000_000)
+    ids |= submit("--time", "30", "--grace", "60")
+    assert list(ids)[5:] == [slow.name]
+    assert submit() == submit("--only", "pending", "running") == {}
+
+    assert unwanted.status == "pending"
+    assert "cancelled      1" in program(unwanted.folder, "--cancel", environment=cluster)
+
+    wait_for(lambda: (slow.run_folder / "metrics.jsonl").exists(), slow)
+    minutes, seconds = map(int, slurm_facts(ids[slow.name], cluster)["RunTime"].split(":")[1:])
+    limit = math.ceil(minutes + (seconds + 30) / 60)  # 30 to 90 seconds from now, however busy this machine is
+    command = ["scontrol", "update", f"jobid={ids[slow.name]}", f"timelimit={limit}"]
+    subprocess.run(command, env=cluster, check=True)
+
+    wait_for(lambda: fails.status == "fail", fails)
+    (tmp_path / "later.txt").write_text("text " * 999)
+    assert list(submit("--only", "fail")) == [fails.name]
+
+    wait_for(lambda: checkpoint_folders(killed.run_folder), killed)
+    os.kill(processes_of(killed)[0], signal.SIGKILL)
+    wait_for(lambda: killed.status == "fail", killed)
+    done = max(checkpoint_folders(killed.run_folder))
+    assert done < 20
+    assert list(submit("--only", "fail")) == [killed.name]
+
+    wait_for(lambda: slow.status == "timeout", slow)
+    facts = slurm_facts(ids[slow.name], cluster)
+    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "1:0")
+    goes_on = f"training goes on from {slow.run_folder}/step_{max(checkpoint_folders(slow.run_folder)):08d}"
+    assert list(submit("--only", "timeout")) == [slow.name]
+    wait_for(lambda: slurm.log_file(slow).exists() and goes_on in log_of(slow), slow)
+    assert slow.status == "running"
+    program(slow.folder, "--only", "running", "--cancel", environment=cluster)
+
+    for job in (two_nodes, nasty, fails, killed):
+        wait_for(lambda job=job: job.status == "completed", job)
+    counts = re.findall(r"(\w+) +([1-9]\d*)", program(sweep, "--check_status", environment=cluster))
+    assert counts == [("completed", "4"), ("cancelled", "2"), ("total", "6")]
+
+    assert slurm_facts(ids[two_nodes.name], cluster)["NumNodes"] == "2"
+    assert_close(*([line["loss"] for line in metrics(job.run_folder)] for job in (two_nodes, nasty)))
+    assert f"training goes on from {killed.run_folder}/step_{done:08d}" in log_of(killed)
+    assert same_records(killed.run_folder, nasty.run_folder)
+    assert "the environment is set up" in log_of(nasty)
+    assert not list(tmp_path.rglob("executed"))
+    assert not Path("executed").exists()
+    first, second, third = (slurm_facts(ids[job.name], cluster) for job in (two_nodes, fails, killed))
+    assert first["EndTime"] <= second["StartTime"]
+    assert second["EndTime"] <= third["StartTime"]
+
+
+def test_what_bash_makes_of_a_job_script(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    """With names that are anything but harmless, srun gets every word as it was; nothing else is run."""
+    job = make_job(NASTY + "\nnext line")
+    setup = tmp_path / f"{NASTY}.sh"
+    setup.write_text("srun() { printf '%s\\0' \"$@\" > words; }\n")
+    (tmp_path / "job.slurm").write_text(render(job, Needs(2, 4, 8, 0), setup, 77))
+    environment = {**os.environ, "SLURM_JOB_ID": "15003"}
+    subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env=environment, check=True)
+    assert slurm.log_file(job).parent.joinpath("log_15003.out").read_text() == ""
+    assert job.status == "completed"
+    words = (tmp_path / "words").read_text().split("\0")[:-1]
+    options, torchrun, arguments = words[:4], words[4:-7], words[-7:]
+    assert options == ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=8", "--kill-on-bad-exit=1"]
+    assert torchrun[:7] == [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "4"]
+    assert torchrun[torchrun.index("--rdzv_endpoint") + 1].endswith(":15003")
+    assert torchrun[-1] == "77"
+    assert arguments == [str(Path("train.py").absolute()), "--config", str(job.config_file), *job.overrides]
+    assert not list(tmp_path.rglob("executed"))
+
+
+def test_what_sbatch_is_told(make_job: Callable[..., Job]) -> None:
+    job = make_job("job")
+    gpus = parse_config(
+        {"distributed": {"dp_size": 4, "tp_size": 4}, "environment": {"OMP_NUM_THREADS": 3}}
+        | {section: json.loads(job.config_file.read_text())[section] for section in ("model", "dataset")}
+    )
+    assert Needs.of(job, gpus, 8) == Needs(nodes=2, processes_per_node=8, cores_per_node=24, gpus_per_node=8)
+    assert Needs.of(job, gpus, 64) == Needs(1, 16, 48, 16)
+    command = sbatch_command(job, Needs.of(job, gpus, 8), {"qos": "a b", "time": "2:00:00"}, 60, after="7")
+    assert {"--gres=gpu:8", "--qos=a b", "--time=2:00:00", "--signal=B:USR1@60", "--dependency=afterany:7"} < set(
+        command
+    )
+    cpu = parse_config(json.loads(job.config_file.read_text()))
+    assert not [word for word in sbatch_command(job, Needs.of(job, cpu, 8), {}, 60, None) if "gpu" in word]
+    with pytest.raises(UserError, match=r"16 processes do not fill nodes of 6; use --gpus_per_node 4, or"):
+        Needs.of(job, gpus, 6)
+
+
+@pytest.mark.parametrize(
+    ("says", "state", "truth"),
+    [
+        ("pending", "PENDING", "pending"),
+        ("pending", "RUNNING", "running"),
+        ("running", "RUNNING", "running"),
+        ("running", "PENDING", "pending"),  # its host was lost
+        ("cancelled", "PENDING", "pending"),  # it had to make room
+        ("running", "COMPLETED", "completed"),
+        ("running", "FAILED", "fail"),
+        ("timeout", "FAILED", "timeout"),  # it was told to end, and did
+        ("oom", "FAILED", "oom"),
+        ("fail", "OUT_OF_MEMORY", "oom"),
+        ("oom", "RUNNING", "oom"),  # Slurm does not know yet
+        ("completed", "COMPLETING", "completed"),
+        ("running", "COMPLETING", "running"),
+        ("cancelled", "COMPLETING", "running"),  # it may only have to make room
+        ("running", "TIMEOUT", "timeout"),
+        ("cancelled", "TIMEOUT", "timeout"),
+        ("fail", "CANCELLED", "cancelled"),
+        ("running", "NODE_FAIL", "fail"),
+        ("running", None, "fail"),
+        ("completed", None, "completed"),
+        ("pending", "SOMETHING_NEW", "running"),
+        ("init", "RUNNING", "running"),  # somebody has deleted status.txt
+    ],
+)
+def test_slurm_and_the_job_together_know_its_status(says: Any, state: str | None, truth: str) -> None:
+    assert true_status(says, state) == truth
+
+
+def test_sacct_knows_what_squeue_has_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"squeue": "12|RUNNING\n", "sacct": "7|CANCELLED by 1000\n8|OUT_OF_MEMORY\n"}
+    asked: list[list[str]] = []
+    monkeypatch.setattr(slurm, "ask", lambda command: asked.append(command) or answers[command[0]])
+    assert slurm.ask_states(["7", "8", "9", "12"]) == {"12": "RUNNING", "7": "CANCELLED", "8": "OUT_OF_MEMORY"}
+    assert asked[1][-1] == "--jobs=7,8,9"
+    asked.clear()
+    assert slurm.ask_states(["12"]) == {"12": "RUNNING"}
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--local --qos debug", "--qos means nothing to local, only to submit; leave it out"),
+        ("--timeout 5", "--timeout means nothing to submit, only to local; leave it out"),
+        ("--check_status --dry_run", "--dry_run means nothing to check_status, only to submit and local and cancel"),
+        ("--gpus_per_node 0", "--gpus_per_node 0 should be more than 0"),
+        ("--env_setup nothing", "--env_setup nothing is no file"),
+    ],
+)
+def test_mistakes_in_the_options(options: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        parse(["--inp_dir", "sweep", *options.split()])
+
+
+def test_mistakes_in_the_sweep(make_job: Callable[..., Job]) -> None:
+    """All are told, and nothing is submitted."""
+    jobs = [make_job("good"), make_job("no_sequence", training__seq_length=0), make_job("x", training__lr=1)]
+    output = program(jobs[0].folder.parent, environment=dict(os.environ), code=1)
+    assert f"error: {jobs[1].config_file}: training.seq_length=0: it should be greater than 0\n" in output
+    assert f"{jobs[2].config_file}: unknown key training.lr" in output
+    assert [job.status for job in jobs] == ["init"] * 3
+    environment = {**os.environ, "PATH": "/nowhere"}
+    output = program(jobs[0].folder, environment=environment, code=1)
+    assert "there is no sbatch on this machine; go where Slurm is, or use --local" in output
+    assert jobs[0].status == "init"
+
+
+def test_a_sweep_on_this_machine(make_job: Callable[..., Job], home: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "HOME": str(home)}
+    fails, works = make_job("1_fails", dataset__name=str(tmp_path / "later.txt")), make_job(f"2 {NASTY}")
+    sweep = works.folder.parent
+    commands = program(sweep, "--local", "--dry_run", environment=environment).splitlines()
+    assert shlex.split(commands[1])[-6:] == ["--config", str(works.config_file), *works.overrides]
+    output = program(sweep, "--local", environment=environment, code=1)
+    assert re.search(r"^1_fails: fail, \d+ s$", output, re.MULTILINE)
+    assert re.search(r"^2 .+: completed, \d+ s$", output, re.MULTILINE)
+    assert "later.txt" in log_of(fails)
+    assert len(metrics(works.run_folder)) == 20
+    assert program(sweep, "--local", environment=environment).startswith("init           0\n")
+    assert not list(tmp_path.rglob("executed"))
+
+
+@pytest.mark.parity
+def test_how_jobs_on_this_machine_end(make_job: Callable[..., Job], home: Path) -> None:
+    """By a timeout or Ctrl-C, with a checkpoint, from which they go on."""
+    environment = {**os.environ, "HOME": str(home)}
+    slow = {"training__total_train_steps": 1_000_000}
+    over_time, interrupted = make_job("1_over_time", **slow), make_job("2_interrupted", **slow)
+    later, sweep = make_job("3_later"), over_time.folder.parent
+
+    command = [sys.executable, "submit_slurm_jobs.py", "--inp_dir", str(sweep), "--local", "--timeout", "60"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: (interrupted.run_folder / "metrics.jsonl").exists(), interrupted)
+        program(sweep, "--local", "--only", "running", environment=environment)  # leaves it alone, as does
+        assert "2_interrupted runs without Slurm" in program(sweep, "--cancel", environment=environment)
+        assert re.search("running +1\n", program(sweep, "--check_status", environment=environment))
+        process.send_signal(signal.SIGINT)
+        output = process.communicate()[0]
+    assert process.returncode == 130
+    assert re.search(r"^1_over_time: timeout, \d+ s\n2_interrupted: cancelled, \d+ s$", output, re.MULTILINE)
+    assert [job.status for job in (over_time, interrupted, later)] == ["timeout", "cancelled", "init"]
+    assert not processes_of(interrupted)
+    for job in (over_time, interrupted):
+        reached = max(checkpoint_folders(job.run_folder))
+        make_job(job.name, **slow, training__max_tokens=(reached + 3) * 64)
+    program(sweep, "--local", "--only", "timeout", "cancelled", environment=environment)
+    for job in (over_time, interrupted):
+        assert job.status == "completed"
+        assert "training goes on from" in log_of(job)
+
+
+@pytest.mark.parity
+def test_a_killed_runner(make_job: Callable[..., Job], home: Path) -> None:
+    """As long as its torchrun goes on the job is running; then whoever looks next sees that nobody runs it."""
+    job, environment = make_job("job", training__total_train_steps=1_000_000), {**os.environ, "HOME": str(home)}
+    command = [sys.executable, "submit_slurm_jobs.py", "--inp_dir", str(job.folder), "--local"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+        wait_for(lambda: processes_of(job), job)
+        process.kill()
+    program(job.folder, "--check_status", environment=environment)
+    assert job.status == "running"
+    for each in processes_of(job):
+        os.kill(each, signal.SIGKILL)
+    wait_for(lambda: "fail           1" in program(job.folder, "--check_status", environment=environment), job)
+
+
+@pytest.mark.parity
+def test_out_of_memory(make_job: Callable[..., Job], model: Path, home: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "large")
+    sizes = json.loads((model / "config.json").read_text()) | {"intermediate_size": 2**40}
+    (tmp_path / "large" / "config.json").write_text(json.dumps(sizes))
+    job = make_job("job", model__name=str(tmp_path / "large"))
+    program(job.folder, "--local", environment={**os.environ, "HOME": str(home)}, code=1)
+    assert job.status == "oom", log_of(job)
+
+
+@pytest.mark.parity
+def test_a_job_that_slurm_starts_again(cluster: dict[str, str], make_job: Callable[..., Job]) -> None:
+    """As it does if a host is lost, or has to make room: pending, then from the checkpoint under the same id."""
+    job = make_job("job", training__total_train_steps=40, checkpoint__save_frequency=1)
+    program(job.folder, environment=cluster)
+    wait_for(lambda: checkpoint_folders(job.run_folder), job)
+    job_id = (job.folder / "slurm_job_id.txt").read_text().strip()
+    subprocess.run(["scontrol", "requeue", job_id], env=cluster, check=True)
+    wait_for(lambda: "pending        1" in program(job.folder, "--check_status", environment=cluster), job)
+    wait_for(lambda: job.status == "completed", job)
+    assert slurm_facts(job_id, cluster)["Restarts"] == "1"
+    assert "training goes on from" in log_of(job)
+    assert len(metrics(job.run_folder)) == 40

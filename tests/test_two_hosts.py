@@ -1,0 +1,78 @@
+"""One training on two hosts: network namespaces of this machine, with names, addresses and processes of their own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_train import arguments, metrics
+from tests.test_train import run as run_program
+
+NAMES = ("picotron-h0", "picotron-h1")
+ADDRESSES = ("10.99.7.1", "10.99.7.2")
+
+
+def ip(command: str, **more: bool) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *command.split()], capture_output=True, text=True, **{"check": True, **more})
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[list[str]]]:
+    """The beginning of a command that runs on each of two hosts, which a cable connects."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
+        pytest.skip("hosts of our own need root, and ip and unshare: apt-get install iproute2 util-linux")
+    if (made := ip(f"netns add {NAMES[0]}", check=False)).returncode:
+        pytest.skip(f"this machine gives us no network namespaces: {made.stderr.strip()}")
+    files = [Path("/etc/netns") / name / "hosts" for name in NAMES]  # `ip netns exec` shows them as /etc/hosts
+    try:
+        ip(f"netns add {NAMES[1]}")
+        ip(f"link add eth0 netns {NAMES[0]} type veth peer name eth0 netns {NAMES[1]}")
+        for name, address, file in zip(NAMES, ADDRESSES, files, strict=True):
+            ip(f"-n {name} address add {address}/24 dev eth0")
+            ip(f"-n {name} link set eth0 up")
+            ip(f"-n {name} link set lo up")
+            file.parent.mkdir(parents=True)
+            file.write_text("127.0.0.1 localhost\n" + "".join(map("{} {}\n".format, ADDRESSES, NAMES)))
+        isolate = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        yield [
+            ["ip", "netns", "exec", name, *isolate, "sh", "-c", f'hostname {name}; exec "$@"', "sh"] for name in NAMES
+        ]
+    finally:
+        for name, file in zip(NAMES, files, strict=True):
+            ip(f"netns delete {name}", check=False)
+            shutil.rmtree(file.parent, ignore_errors=True)
+
+
+@pytest.mark.parity
+def test_two_hosts_train_as_one(hosts: list[list[str]], home: Path, tmp_path: Path) -> None:
+    """With the arguments that template/base_job.slurm gives to torchrun."""
+    keys = {"distributed.tp_size": 2}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+    torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:29400", "--rdzv_id", "1"]
+    command = [*torchrun, "train.py", "--config", "template/base_config.json"]
+    command += arguments(tmp_path / "two", 1, 4, **keys)
+    one = run_program(home, 2, *arguments(tmp_path / "one", 1, 4, **keys))
+    assert one.returncode == 0, one.stderr
+    processes = [
+        subprocess.Popen(
+            [*host, *command], env={**os.environ, "HOME": str(home)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for host in hosts
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    fields = ("step", "loss", "grad_norm", "learning_rate", "tokens")
+    two, one_host = (
+        [[line[field] for field in fields] for line in metrics(tmp_path / name)] for name in ("two", "one")
+    )
+    assert len(two) == 4
+    assert two == one_host
