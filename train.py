@@ -27,7 +27,7 @@ from picotron.model import Llama, fused_attention, load_model_config, math_atten
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.pipeline_parallel.executor import pick_evaluation, pick_pipeline_step
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, hidden_states_shape
-from picotron.pipeline_parallel.plan import Plan, make_plan
+from picotron.pipeline_parallel.plan import Plan
 from picotron.pipeline_parallel.recorder import record_steps
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import check_save_dir

@@ -30,16 +30,8 @@ def install() -> None:
         return
     if not shutil.which("apt-get"):
         raise NoSlurmError(f"Slurm is not installed, and there is no apt-get to install {' '.join(PACKAGES)}")
-    apt = [
-        "apt-get",
-        "-qq",
-        "-o",
-        "Acquire::Retries=0",
-        "-o",
-        "Acquire::http::Timeout=20",
-        "-o",
-        "DPkg::Lock::Timeout=60",
-    ]
+    options = ["Acquire::Retries=0", "Acquire::http::Timeout=20", "DPkg::Lock::Timeout=60"]
+    apt = ["apt-get", "-qq", *(word for option in options for word in ("-o", option))]
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
         result = subprocess.run([*apt, *command], env=environment, capture_output=True, text=True)
