@@ -42,7 +42,7 @@ from picotron.config_reader import (
     without_what_means_nothing,
 )
 from picotron.estimate import Memory, bubble, rank_memory
-from picotron.jobs import Job
+from picotron.jobs import ALIVE, Job
 from picotron.model import load_model_config
 from picotron.run_folder import make_earlier, write_whole
 from picotron.sweep import FLAGS, GLOBAL_BATCH, Choices, Combination, combinations, folder_names, short_name, spelled
@@ -188,7 +188,7 @@ def write(planned: Sequence[Planned], folder: Path, overwrite: bool) -> int:
             f"or replace them by --overwrite"
         )
     for job in different:
-        if job.status in ("pending", "running"):
+        if job.status in ALIVE:
             raise UserError(f"the job in {job.folder} is {job.status}; cancel it, or choose another --exp_name")
     for job in different:  # what a run has left belongs to the config it had
         left = [path for path in job.folder.iterdir() if not path.name.startswith("earlier.")]
