@@ -208,6 +208,29 @@ def test_what_bash_makes_of_a_job_script(make_job: Callable[..., Job], tmp_path:
     assert not list(tmp_path.rglob("executed"))
 
 
+@pytest.mark.parametrize(
+    ("srun", "code", "status"),
+    [
+        ("true", 0, "completed"),
+        ("return 3", 3, "fail"),
+        ("echo torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB; return 1", 1, "oom"),
+        ("echo slurmstepd: error: Detected 1 oom-kill event in StepId=7.0; return 137", 137, "oom"),
+        ("kill -USR1 $$; sleep 0.2; return 1", 1, "timeout"),
+        ("kill -USR1 $$; sleep 0.2", 0, "completed"),  # it was about to end anyway
+        ("kill -TERM $$; sleep 0.2; return 1", 1, "cancelled"),
+        ("kill -USR1 $$; sleep 0.2; kill -TERM $$; sleep 0.2; return 1", 1, "timeout"),
+    ],
+)
+def test_what_a_job_script_says_in_the_end(
+    make_job: Callable[..., Job], tmp_path: Path, srun: str, code: int, status: str
+) -> None:
+    job, setup = make_job("job"), tmp_path / "setup.sh"
+    setup.write_text(f"srun() {{ trap '' USR1; {srun}; }}\n")
+    (tmp_path / "job.slurm").write_text(render(job, Needs(1, 1, 1, 0), setup, 77))
+    result = subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env={**os.environ, "SLURM_JOB_ID": "7"})
+    assert (result.returncode, job.status) == (code, status)
+
+
 def test_what_sbatch_is_told(make_job: Callable[..., Job]) -> None:
     job = make_job("job")
     gpus = parse_config(
