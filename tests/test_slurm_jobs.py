@@ -1,5 +1,6 @@
 """Sweeps on a real Slurm, and on this machine without one: the whole programs, on a model that trains in seconds."""
 
+import csv
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from extract_metrics import main as extract_metrics
 from picotron import slurm
 from picotron.config import UserError
 from picotron.config_reader import parse_config
@@ -175,6 +177,14 @@ def test_a_sweep_on_slurm(cluster: dict[str, str], make_job: Callable[..., Job],
         wait_for(lambda job=job: job.status == "completed", job)
     counts = re.findall(r"(\w+) +([1-9]\d*)", program(sweep, "--check_status", environment=cluster))
     assert counts == [("completed", "4"), ("cancelled", "2"), ("total", "6")]
+    extract_metrics(["--inp_dir", str(sweep)])
+    with (sweep / "metrics.csv").open() as file:
+        rows = {row["name"]: row for row in csv.DictReader(file)}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        job.name: job.status for job in (two_nodes, nasty, fails, unwanted, killed, slow)
+    }
+    assert [rows[job.name]["step"] for job in (two_nodes, nasty, fails, unwanted, killed)] == ["20"] * 3 + ["", "20"]
+    assert all((sweep / f"{picture}.png").exists() for picture in ("loss", "throughput", "memory"))
 
     assert slurm_facts(ids[two_nodes.name], cluster)["NumNodes"] == "2"
     assert_close(*([line["loss"] for line in metrics(job.run_folder)] for job in (two_nodes, nasty)))
