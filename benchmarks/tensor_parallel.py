@@ -33,7 +33,7 @@ from benchmarks.workload import (
     ours,
     run_config,
 )
-from picotron.explain import FakeGroup
+from picotron.fake_group import FakeGroup
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel

@@ -10,14 +10,11 @@ The step includes clipping, the optimizer and the reductions of its metrics. Wha
 checkpoints, whether somebody got a signal) is not in it.
 """
 
-import functools
 import itertools
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from types import FrameType, SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,119 +22,20 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig
 
-from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.context_parallel.context_parallel import check_context_parallel
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.fake_group import FakeGroup, Message
 from picotron.metrics import global_mean, peak_memory
 from picotron.model import load_model_config
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, hidden_states_shape
 from picotron.pipeline_parallel.plan import Plan, make_plan
-from picotron.process_group_manager import AXES, setup_process_group_manager
+from picotron.process_group_manager import setup_process_group_manager
 from picotron.weights import Index
 
-PACKAGE = str(Path(__file__).parent)
 META = torch.device("meta")
-OPERATIONS = {  # of a process group, as its methods are called (those with _base until torch 2.12)
-    "allreduce": "all-reduce",
-    "all_gather_single": "all-gather",
-    "_allgather_base": "all-gather",
-    "reduce_scatter_single": "reduce-scatter",
-    "_reduce_scatter_base": "reduce-scatter",
-    "all_to_all_single": "all-to-all",
-    "alltoall_base": "all-to-all",
-    "send": "send",
-    "recv": "receive",
-}
-
-
-class Message(NamedTuple):
-    axis: str  # of AXES, "world", or of a group within one of these "within pp"
-    ranks: int  # in the group
-    operation: str
-    shape: tuple[int, ...]  # of the whole tensor: an all-gather's result, what a reduce-scatter reduces
-    dtype: torch.dtype
-    where: str  # in picotron
-
-    @property
-    def size(self) -> int:
-        """Of the whole tensor, in bytes."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-    @property
-    def sent(self) -> int:
-        """The bytes that one rank sends, if collectives go around a ring."""
-        once = self.size * (self.ranks - 1) // self.ranks
-        return {"send": self.size, "receive": 0, "all-reduce": 2 * once}.get(self.operation, once)
-
-
-def message(operation: str, arguments: Iterable[Any], group: dist.ProcessGroup, frame: FrameType | None) -> Message:
-    """
-    Args:
-        arguments: of the operation: tensors, a list of one tensor, and others.
-        frame: that it is called from.
-    """
-    tensors = [each[0] if isinstance(each, list) and each else each for each in arguments]
-    whole = max((each for each in tensors if isinstance(each, Tensor)), key=Tensor.numel)
-    return Message(axis_of(group), group.size(), operation, tuple(whole.shape), whole.dtype, where(frame))
-
-
-def axis_of(group: dist.ProcessGroup) -> str:
-    grid, ids = pgm.process_group_manager, set(dist.get_process_group_ranks(group))
-    groups = {axis: getattr(grid, f"{axis}_group") for axis in AXES} | {"world": dist.group.WORLD}
-    around = next(axis for axis in AXES if ids <= set(getattr(grid, f"{axis}_group_ids")) or axis == "pp_dp")
-    return next((axis for axis, other in groups.items() if other is group), f"within {around}")
-
-
-def where(frame: FrameType | None) -> str:
-    """The innermost line of picotron, but for the files that only carry messages: utils and *_communications. If there
-    are no others on this side of autograd, as in the backward of a function of theirs, the outermost of them.
-    """
-    found = None
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(PACKAGE):
-            found = frame
-            if not path.endswith(("utils.py", "_communications.py")):
-                break
-        elif found is not None and not path.endswith("torch/autograd/function.py"):
-            break
-        frame = frame.f_back
-    assert found is not None, "picotron does not send this"
-    return f"{Path(found.f_code.co_filename).name}:{found.f_lineno} {found.f_code.co_qualname.split('.<locals>')[0]}"
-
-
-class Arrived(dist.Work):
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-
-class FakeGroup(dist.ProcessGroup):
-    """A process group with nobody else in it: messages are counted, and count as arrived. (torch has one too, but that
-    does not take tensors on the meta device.)
-    """
-
-    messages: ClassVar[Counter[Message]] = Counter()  # of all groups
-
-    def note(self, operation: str, *arguments: Any) -> dist.Work:
-        FakeGroup.messages[message(operation, arguments, self, sys._getframe(1))] += 1
-        return Arrived()
-
-    def getBackendName(self) -> str:
-        return "nobody"
-
-
-for method, operation in OPERATIONS.items():
-    setattr(FakeGroup, method, functools.partialmethod(FakeGroup.note, operation))
-
-
-def _new_group(store: dist.Store, rank: int, size: int, timeout: Any) -> dist.ProcessGroup:
-    return FakeGroup(rank, size)  # type: ignore[call-arg]  # its description is of groups that have a store
-
-
-dist.Backend.register_backend("nobody", _new_group, devices=["cpu"])
 
 
 class Step(NamedTuple):
@@ -234,8 +132,10 @@ def explain(config: Config, build_model: Callable[..., Any], pick_train_step: Ca
     check_context_parallel(model_config, layout)
     plan = make_plan(config, model_config)
     steps = play_stages(config, model_config, plan, build_model, pick_train_step)
-    alike = [list(ranks) for _, ranks in itertools.groupby(range(layout.pp_size), key=lambda rank: steps[rank])]
-    columns = {f"pp {a}" if a == b else f"pp {a}-{b}": steps[a] for a, *_, b in (ranks * 2 for ranks in alike)}
+    columns = {}  # one for neighbours that are alike
+    for step, alike in itertools.groupby(range(layout.pp_size), key=lambda rank: steps[rank]):
+        ranks = list(alike)
+        columns[f"pp {ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else "")] = step
     sizes = f"dp {layout.dp_size} x pp {layout.pp_size} x cp {layout.cp_size} x tp {layout.tp_size}"
     print(f"{sizes}, {layout.world_size} ranks; {config.training.gradient_accumulation_steps} micro-batches per step")
     for title, text in (
