@@ -29,7 +29,8 @@ endif
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -q $(ARGS)
 
-parity: $(STAMP) ## run the tests of every combination of layouts, which take longer
+parity: $(STAMP) ## write docs/parity.md, a grid of layouts beside one process, and run the tests that take longer
+	$(BIN)/python -m tests.parity
 	$(BIN)/python -m pytest -q -m parity $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy

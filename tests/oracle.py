@@ -1,5 +1,6 @@
 """The truth that everything is compared with: transformers' Llama, torch's AdamW, one process, one plain loop."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -127,10 +128,16 @@ def assert_equals_training(result: dict[str, Any], expected: dict[str, Any]) -> 
             assert_close(result[kind][name], tensor, what=f"{kind} of {name}")
 
 
+def relative_error(actual: Any, expected: Any) -> float:
+    """The largest |actual - expected| as a part of the largest |expected|; infinite if that is no number."""
+    actual, expected = (torch.as_tensor(each, dtype=torch.float64) for each in (actual, expected))
+    assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+    error, scale = (actual - expected).abs().max().item(), expected.abs().max().item()
+    if error == 0.0:
+        return 0.0
+    return error / scale if math.isfinite(error) and scale else math.inf
+
+
 def assert_close(actual: Any, expected: Any, relative: float = 1e-9, what: str = "") -> None:
-    """|actual - expected| <= relative * the largest |expected|."""
-    actual, expected = torch.as_tensor(actual), torch.as_tensor(expected)
-    assert actual.shape == expected.shape, f"{what}: shape {list(actual.shape)}, expected {list(expected.shape)}"
-    error = (actual.double() - expected.double()).abs().max().item()
-    scale = expected.double().abs().max().item()
-    assert error <= relative * scale, f"{what}: off by {error:.3e}, which is {error / (scale or 1):.3e} of {scale:.3e}"
+    error = relative_error(actual, expected)
+    assert error <= relative, f"{what}: off by {error:.3e}"

@@ -253,16 +253,18 @@ TEN_STEPS: list[dict[str, Any]] = [
     {"cp_size": 2, "tp_size": 2, "sequence_parallel": True},
     {"cp_size": 2, "tp_size": 2, "cp_engine": "ulysses"},
     {"cp_size": 2, "pp_size": 2},
-    {"cp_size": 2, "pp_size": 2, "pp_engine": "afab"},
-    {"cp_size": 2, "dp_size": 2, "tp_size": 2, "pp_size": 2, "sequence_parallel": True},
 ]
-# Others are like these, or take long: they are for `make parity`.
+# Others are like these or those of test_parity, or take long: they are for `make parity`.
 MORE: list[dict[str, Any]] = [
     {"cp_size": cp, "cp_engine": engine, "cp_sharding": sharding, **more}
     for cp in (2, 4)
     for engine, sharding in ENGINES
     for more in ({}, {"dp_size": 2}, {"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}, {"pp_size": 2})
     if not (engine == "ulysses" and cp * more.get("tp_size", 1) > 4)
+]
+MORE += [
+    {"cp_size": 2, "pp_size": 2, "pp_engine": "afab"},
+    {"cp_size": 2, "dp_size": 2, "tp_size": 2, "pp_size": 2, "sequence_parallel": True},
 ]
 
 

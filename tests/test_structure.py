@@ -11,9 +11,10 @@ PACKAGE = sorted(Path("picotron").rglob("*.py"))
 PARALLEL = ("tensor_parallel", "context_parallel", "data_parallel", "pipeline_parallel")
 # From the bottom to the top: a module imports only modules of lower levels. `utils` may be used from level 2 on.
 LEVELS = {
-    "config": 0, "config_reader": 1, "process_group_manager": 1, "utils": 1, "run_folder": 1, "jobs": 1, "slurm": 2, "local_jobs": 2, "split_backward": 1, "model": 2, "weights": 3,
-    "tokens": 4, "data": 4, "optimizer": 4, "safetensors_folder": 4, **dict.fromkeys(PARALLEL, 4), "checkpoint": 5,
-    "stage_files": 5, "checkpoint_writer": 6, "metrics": 6, "sweep": 2, "check": 5, "estimate": 5,
+    "config": 0, "config_reader": 1, "process_group_manager": 1, "utils": 1, "run_folder": 1, "jobs": 1, "split_backward": 1,
+    "slurm": 2, "local_jobs": 2, "sweep": 2, "fake_group": 2, "model": 2, "weights": 3, "tokens": 4, "data": 4, "optimizer": 4,
+    "safetensors_folder": 4, **dict.fromkeys(PARALLEL, 4), "checkpoint": 5, "stage_files": 5, "check": 5, "estimate": 5,
+    "checkpoint_writer": 6, "metrics": 6, "explain": 7,
 }  # fmt: skip
 
 

@@ -1,0 +1,208 @@
+"""The grid of layouts: each trains as one process of transformers does, in float64.
+
+    make parity        or: python -m tests.parity [WORD ...]
+
+trains the same model in every layout of LAYOUTS, prints the largest errors, writes them to docs/parity.md, and fails if
+one is above LIMIT. With words it takes only layouts that have all of them, and writes nothing.
+"""
+
+import functools
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig
+
+from picotron.config import Config
+from picotron.pipeline_parallel.schedules import SCHEDULES
+from tests.oracle import make_config, oracle_training, random_tokens, relative_error, tiny_llama
+from tests.test_pipeline_parallel import train
+from tests.worker_pool import WorkerPool
+
+LIMIT = 1e-9
+REPORT = Path("docs/parity.md")
+HEADS = 8
+GLOBAL_BATCH = 16  # sequences
+
+# The sizes of the axes; a schedule, with pp; sp, sequence parallel, with tp; how the sequence is split and attention
+# sees the rest of it, with cp; embedding and head tied or not; how many key/value heads there are for 8 query heads.
+# test_parity shows that any two of these meet, if they can.
+LAYOUTS = """
+cp2 x tp2 sp zigzag ulysses tied kv4
+dp2 x pp2 looped_bfs tied kv8
+pp2 x cp2 afab zigzag all_gather untied kv1
+pp2 x cp2 afab zigzag ring untied kv4
+pp2 x cp2 looped_bfs contiguous ring untied kv1
+pp2 x cp2 zb_h1 contiguous ring untied kv1
+pp2 x cp2 zb_h1 zigzag all_gather tied kv8
+pp2 x tp2 dualpipev untied kv4
+pp2 x tp2 zbv sp untied kv1
+pp4 interleaved_1f1b tied kv8
+tp4 sp untied kv1
+cp2 x tp4 sp contiguous ulysses untied kv8
+cp4 x tp2 zigzag ring tied kv1
+dp2 x cp2 x tp2 contiguous all_gather tied kv1
+dp2 x pp2 x cp2 dualpipev contiguous ulysses untied kv8
+dp2 x pp2 x cp2 looped_bfs zigzag all_gather tied kv1
+dp2 x pp2 x cp2 zbv zigzag ring untied kv4
+dp2 x pp2 x tp2 1f1b sp tied kv4
+dp2 x pp2 x tp2 interleaved_1f1b sp untied kv1
+dp2 x pp2 x tp2 zbv tied kv8
+dp4 x cp2 zigzag ring untied kv8
+dp4 x pp2 1f1b tied kv1
+dp4 x pp2 afab tied kv8
+dp4 x pp2 interleaved_1f1b tied kv1
+dp4 x pp2 zb_h1 tied kv1
+pp2 x cp2 x tp2 1f1b sp contiguous ring untied kv8
+pp2 x cp2 x tp2 afab contiguous ring tied kv1
+pp2 x cp2 x tp2 interleaved_1f1b sp contiguous all_gather tied kv8
+pp2 x cp2 x tp2 zb_h1 sp zigzag ring tied kv4
+pp2 x cp2 x tp2 zb_h1 zigzag ulysses untied kv8
+pp2 x cp4 1f1b zigzag ulysses tied kv4
+pp2 x cp4 afab contiguous ulysses untied kv8
+pp2 x cp4 dualpipev zigzag all_gather tied kv1
+pp2 x cp4 interleaved_1f1b zigzag ulysses tied kv4
+pp2 x cp4 zbv contiguous ring tied kv1
+pp2 x tp4 dualpipev sp tied kv1
+pp2 x tp4 zb_h1 sp untied kv8
+pp4 x cp2 dualpipev zigzag ring tied kv1
+pp4 x cp2 interleaved_1f1b contiguous all_gather untied kv4
+pp4 x tp2 1f1b untied kv1
+pp4 x tp2 afab sp tied kv4
+pp4 x tp2 zb_h1 untied kv4
+cp4 x tp4 zigzag all_gather untied kv8
+dp2 x cp4 x tp2 sp contiguous ring tied kv8
+dp2 x pp2 x cp2 x tp2 afab sp zigzag ulysses tied kv8
+dp2 x pp2 x cp4 zb_h1 contiguous ulysses tied kv4
+dp2 x pp2 x tp4 afab untied kv4
+dp2 x pp4 x cp2 1f1b contiguous ulysses untied kv8
+dp2 x pp4 x cp2 zb_h1 zigzag all_gather untied kv8
+dp4 x cp2 x tp2 contiguous all_gather tied kv4
+dp4 x cp4 zigzag ring untied kv1
+dp4 x pp2 x cp2 dualpipev contiguous all_gather untied kv1
+dp4 x pp2 x cp2 looped_bfs zigzag ulysses untied kv4
+dp4 x pp2 x tp2 dualpipev sp tied kv4
+dp4 x pp4 zbv untied kv4
+dp4 x tp4 sp untied kv4
+pp2 x cp2 x tp4 1f1b zigzag all_gather tied kv4
+pp2 x cp2 x tp4 interleaved_1f1b zigzag ring untied kv1
+pp2 x cp2 x tp4 zbv contiguous ulysses tied kv8
+pp2 x cp4 x tp2 looped_bfs sp zigzag all_gather untied kv4
+pp4 x cp2 x tp2 dualpipev sp contiguous ring untied kv8
+pp4 x cp2 x tp2 dualpipev zigzag ulysses tied kv4
+pp4 x cp2 x tp2 looped_bfs contiguous ulysses tied kv8
+pp4 x cp2 x tp2 zbv sp zigzag all_gather tied kv1
+pp4 x cp4 zbv contiguous all_gather untied kv4
+pp4 x tp4 looped_bfs tied kv4
+""".strip().splitlines()
+
+
+def features(name: str) -> dict[str, Any]:
+    """What a layout is: `dp2 x pp2 zbv untied kv4` -> {"dp": 2, "pp": 2, "cp": 1, "tp": 1, "pp_engine": "zbv", ...}."""
+    words = name.split()
+    sizes = {axis: next((int(w[2:]) for w in words if w[:2] == axis), 1) for axis in ("dp", "pp", "cp", "tp")}
+    found: dict[str, Any] = dict(sizes)
+    if sizes["pp"] > 1:
+        found["pp_engine"] = next(word for word in words if word in SCHEDULES)
+    if sizes["tp"] > 1:
+        found["sequence_parallel"] = "sp" in words
+    if sizes["cp"] > 1:
+        found["cp_sharding"] = next(word for word in words if word in ("zigzag", "contiguous"))
+        found["cp_engine"] = next(word for word in words if word in ("ring", "all_gather", "ulysses"))
+    return found | {"tied": "tied" in words, "kv": int(words[-1].removeprefix("kv"))}
+
+
+def settings(name: str) -> tuple[Config, LlamaConfig]:
+    """The run of a layout. In all of them a step has the same sequences."""
+    found = features(name)
+    sizes = {f"distributed__{axis}_size": found.pop(axis) for axis in ("dp", "pp", "cp", "tp")}
+    tied, kv_heads = found.pop("tied"), found.pop("kv")
+    micro_batches = 4 if sizes["distributed__pp_size"] > 1 else 2
+    config = make_config(
+        **sizes,
+        **{f"distributed__{key}": value for key, value in found.items()},
+        training__gradient_accumulation_steps=micro_batches,
+        training__micro_batch_size=GLOBAL_BATCH // micro_batches // sizes["distributed__dp_size"],
+        training__seq_length=16,
+        training__warmup_steps=3,
+        training__max_grad_norm=0.5,
+        dataset__shuffle=False,
+    )
+    two_chunks = found.get("pp_engine") not in (None, "afab", "1f1b", "zb_h1")
+    layers = sizes["distributed__pp_size"] * (2 if two_chunks else 1)
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": kv_heads}
+    return config, tiny_llama(num_hidden_layers=max(2, layers), tie_word_embeddings=tied, **heads)
+
+
+@functools.cache
+def expected(layers: int, kv_heads: int, tied: bool) -> dict[str, Any]:
+    """The training of one process of transformers."""
+    config, model_config = settings(f"dp1 {'tied' if tied else 'untied'} kv{kv_heads}")
+    model_config.num_hidden_layers = layers
+    return oracle_training(config, model_config, random_tokens())
+
+
+def largest_errors(results: list[dict[str, Any]], right: dict[str, Any]) -> dict[str, float]:
+    """Of the losses, the gradients and the weights that any rank has found, see `relative_error`."""
+    errors = {"loss": 0.0, "gradients": 0.0, "weights": 0.0}
+    for result in results:
+        found = [("loss", result["losses"], right["losses"]), ("gradients", result["grad_norms"], right["grad_norms"])]
+        for kind in ("gradients", "weights"):
+            assert result[kind].keys() == right[kind].keys()
+            found += [(kind, result[kind][name], tensor) for name, tensor in right[kind].items()]
+        for kind, ours, theirs in found:
+            errors[kind] = max(errors[kind], relative_error(ours, theirs))
+    return errors
+
+
+def errors_of(pool: WorkerPool, name: str) -> dict[str, float]:
+    """Of the training in a layout."""
+    config, model = settings(name)
+    right = expected(model.num_hidden_layers, model.num_key_value_heads, model.tie_word_embeddings)
+    return largest_errors(pool.run(train, config.distributed.world_size, config, model), right)
+
+
+def report(rows: dict[str, dict[str, float]]) -> str:
+    lines = [
+        "# Parity",
+        "",
+        f"`make parity` has written this file: {len(rows)} layouts on up to 16 processes, each beside one process of",
+        "transformers' `LlamaForCausalLM` and torch's `AdamW`, ten steps in float64 from the same weights on the same data.",
+        "The largest error of the losses, of the gradients (each in the first step, their norm in all) and of the weights",
+        f"after ten steps, on any rank: |a - b| relative to the largest |b| of the tensor. Above {LIMIT:g} it fails.",
+        "",
+        f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, gloo on a CPU.",
+        "`sp` is sequence parallelism; kv4 means 4 key/value heads for 8 query heads. `python -m tests.parity dp2 zbv` checks",
+        "the layouts with these words alone.",
+        "",
+        "| layout | ranks | loss | gradients | weights |",
+        "|---|---|---|---|---|",
+    ]
+    for name, errors in rows.items():
+        ranks = settings(name)[0].distributed.world_size
+        lines.append(f"| {name} | {ranks} | " + " | ".join(f"{error:.1e}" for error in errors.values()) + " |")
+    worst = [f"{max(errors[kind] for errors in rows.values()):.1e}" for kind in ("loss", "gradients", "weights")]
+    lines.append("| **largest** | | " + " | ".join(f"**{each}**" for each in worst) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(words: list[str]) -> int:
+    rows: dict[str, dict[str, float]] = {}
+    pool = WorkerPool()
+    for name in LAYOUTS:
+        if set(words) <= set(name.split()):
+            rows[name] = errors_of(pool, name)
+            print(name, *(f"{kind} {error:.1e}" for kind, error in rows[name].items()), sep=" | ", flush=True)
+    pool.close()
+    bad = [name for name, errors in rows.items() if not max(errors.values()) <= LIMIT]
+    if not words:
+        REPORT.write_text(report(rows))
+    print(f"{len(rows)} layouts, {len(bad)} above {LIMIT:g}", *bad, sep="\n")
+    return 1 if bad or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

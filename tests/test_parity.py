@@ -1,0 +1,99 @@
+"""Some layouts of the grid, which `make parity` has all of; and that the grid has every pair of features."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from picotron.pipeline_parallel.schedules import SCHEDULES
+from tests.parity import LAYOUTS, LIMIT, errors_of, features, largest_errors, report, settings
+from tests.worker_pool import WorkerPool
+
+SOME = [
+    "cp2 x tp2 sp zigzag ulysses tied kv4",
+    "dp2 x pp2 looped_bfs tied kv8",
+    "pp2 x cp2 zb_h1 contiguous ring untied kv1",
+    "pp2 x tp2 zbv sp untied kv1",
+    "pp4 interleaved_1f1b tied kv8",
+    "dp2 x pp2 x tp2 1f1b sp tied kv4",
+    "pp4 x cp2 dualpipev zigzag ring tied kv1",
+    "dp2 x pp2 x cp2 x tp2 afab sp zigzag ulysses tied kv8",
+]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_ten_steps_equal_one_process(pool: WorkerPool, name: str) -> None:
+    assert name in LAYOUTS
+    errors = errors_of(pool, name)
+    assert max(errors.values()) <= LIMIT, errors
+
+
+def every_layout() -> Iterator[dict[str, Any]]:
+    """All that are possible, on 2 to 16 ranks."""
+    sizes, engines = (1, 2, 4), ("ring", "all_gather", "ulysses")
+    for dp, pp, cp, tp in itertools.product(sizes, repeat=4):
+        for schedule, sp, sharding, engine, tied, kv in itertools.product(
+            SCHEDULES if pp > 1 else (None,),
+            (False, True) if tp > 1 else (None,),
+            ("zigzag", "contiguous") if cp > 1 else (None,),
+            engines if cp > 1 else (None,),
+            (False, True),
+            (1, 4, 8),
+        ):
+            heads_split = engine != "ulysses" or max(1, kv // tp) % cp == 0
+            if 1 < dp * pp * cp * tp <= 16 and heads_split:
+                found = {"pp_engine": schedule, "sequence_parallel": sp, "cp_sharding": sharding, "cp_engine": engine}
+                found |= {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "tied": tied, "kv": kv}
+                yield {key: value for key, value in found.items() if value is not None}
+
+
+def pairs(layout: dict[str, Any]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    return set(itertools.combinations(sorted(layout.items()), 2))
+
+
+def test_any_two_features_that_can_meet_do() -> None:
+    possible = set().union(*map(pairs, every_layout()))
+    missing = possible - set().union(*(pairs(features(name)) for name in LAYOUTS))
+    assert not missing
+    assert len(LAYOUTS) == len(set(LAYOUTS)) >= 60
+    assert len(possible) > 400
+
+
+def test_names_are_what_they_say() -> None:
+    for name in LAYOUTS:
+        config, model = settings(name)
+        layout = config.distributed
+        assert config.global_batch_size == 16
+        assert layout.world_size <= 16
+        words = [f"{axis}{getattr(layout, f'{axis}_size')}" for axis in ("dp", "pp", "cp", "tp")]
+        words = [" x ".join(word for word in words if word[2:] != "1")]
+        words += [layout.pp_engine] if layout.pp_size > 1 else []
+        words += ["sp"] if layout.sequence_parallel else []
+        words += [layout.cp_sharding, layout.cp_engine] if layout.cp_size > 1 else []
+        words += ["tied" if model.tie_word_embeddings else "untied", f"kv{model.num_key_value_heads}"]
+        assert name == " ".join(words)
+
+
+def test_errors_are_found() -> None:
+    def result(**changes: Any) -> dict[str, Any]:
+        tensors = {name: torch.ones(2, 2, dtype=torch.float64) for name in ("gradients", "weights")}
+        found = {"losses": [4.0, 2.0], "grad_norms": [1.0, 1.0], **{k: {"w": t} for k, t in tensors.items()}}
+        return found | changes
+
+    off = torch.ones(2, 2, dtype=torch.float64)
+    off[1, 0] += 1e-8
+    right = result()
+    assert largest_errors([right, right], right) == {"loss": 0.0, "gradients": 0.0, "weights": 0.0}
+    found = largest_errors([right, result(losses=[4.0, 2.0 + 4e-9], weights={"w": off})], right)
+    assert found == pytest.approx({"loss": 1e-9, "gradients": 0.0, "weights": 1e-8}, rel=1e-6)
+    assert largest_errors([result(grad_norms=[1.0, math.nan]), right], right)["gradients"] == math.inf
+    assert largest_errors([result(weights={"w": off * math.nan})], right)["weights"] == math.inf
+    with pytest.raises(AssertionError, match=r"shape \[2\], expected \[2, 2\]"):
+        largest_errors([result(weights={"w": off[0]})], right)
+    with pytest.raises(AssertionError):
+        largest_errors([result(weights={})], right)
+    table = report({LAYOUTS[0]: found})
+    assert f"| {LAYOUTS[0]} | 4 | 1.0e-09 | 0.0e+00 | 1.0e-08 |" in table
