@@ -26,7 +26,7 @@ from picotron.model import Llama, fused_attention, load_model_config, math_atten
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.pipeline_parallel.executor import pick_evaluation, pick_pipeline_step
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, hidden_states_shape
-from picotron.pipeline_parallel.plan import make_plan
+from picotron.pipeline_parallel.plan import Plan, make_plan
 from picotron.pipeline_parallel.recorder import record_steps
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import check_save_dir
@@ -53,12 +53,12 @@ def train_step(model: DataParallel, data_loader: MicroBatchDataLoader, device: t
 
 
 def pick_train_step(
-    config: Config, tensor_shapes: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+    config: Config, plan: Plan, tensor_shapes: tuple[int, int, int], device: torch.device, dtype: torch.dtype
 ) -> Callable[[DataParallel, MicroBatchDataLoader], torch.Tensor]:
     """The training step that a config asks for."""
     if config.distributed.pp_size == 1:
         return functools.partial(train_step, device=device)
-    return pick_pipeline_step(config, tensor_shapes, device, dtype)
+    return pick_pipeline_step(config, plan, tensor_shapes, device, dtype)
 
 
 def main() -> None:
@@ -92,14 +92,14 @@ def main() -> None:
     eval_loader = MicroBatchDataLoader(eval_tokens, config, device, shuffle=False) if len(eval_tokens) > 1 else None
 
     # The model, and around it what makes it parallel.
-    stage = build_model(config, model_config, device, dtype, checkpoint)
+    stage = build_model(config, model_config, plan, device, dtype, checkpoint)
     model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
 
     # How it learns, what is told and kept of it.
     tensor_shapes = hidden_states_shape(config, model_config)
-    take_step = pick_train_step(config, tensor_shapes, device, dtype)
+    take_step = pick_train_step(config, plan, tensor_shapes, device, dtype)
     take_step = record_steps(take_step, config, device, progress.step)
-    eval_loss = functools.partial(pick_evaluation(config, tensor_shapes, device, dtype), model, eval_loader)
+    eval_loss = functools.partial(pick_evaluation(config, plan, tensor_shapes, device, dtype), model, eval_loader)
     optimizer = AdamW(model.parameters(), training, config.model.use_fused_adam)
     if checkpoint:
         checkpoint.restore(optimizer, stage.module)
@@ -132,6 +132,7 @@ def main() -> None:
 def build_model(
     config: Config,
     model_config: LlamaConfig,
+    plan: Plan,
     device: torch.device,
     dtype: torch.dtype,
     checkpoint: Checkpoint | None = None,
@@ -145,7 +146,7 @@ def build_model(
     with torch.device("meta"):
         llama = Llama(model_config, attend, config.training.activation_checkpointing == "full").to(dtype)
         llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)
-        stage = PipelineParallel(llama, make_plan(config, model_config))  # what llama has left
+        stage = PipelineParallel(llama, plan)  # what llama has left
         apply_context_parallel(stage, config.distributed)
     initial = initial_value(model_config, config.training.seed)
     materialise(llama, device, checkpoint.weights() if checkpoint else initial)

@@ -34,6 +34,7 @@ from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model import Llama
 from picotron.optimizer import AdamW
 from picotron.pipeline_parallel.pipeline_parallel import hidden_states_shape
+from picotron.pipeline_parallel.plan import make_plan
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import checkpoint_folder
 from picotron.tokens import train_bpe
@@ -60,13 +61,13 @@ class Run:
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=update)})
         grid = config.distributed
         setup_process_group_manager(grid.tp_size, grid.cp_size, grid.pp_size, grid.dp_size)
-        dtype = getattr(torch, config.model.dtype)
-        stage = build_model(config, MODEL, self.device, dtype)
+        dtype, plan = getattr(torch, config.model.dtype), make_plan(config, MODEL)
+        stage = build_model(config, MODEL, plan, self.device, dtype)
         self.llama: Llama = stage.module
         self.model = DataParallelBucket(stage)
         self.optimizer = AdamW(self.model.parameters(), config.training, fused=True)
         self.loader = loader_of(config, self.device)
-        self.take_step = pick_train_step(config, hidden_states_shape(config, MODEL), self.device, dtype)
+        self.take_step = pick_train_step(config, plan, hidden_states_shape(config, MODEL), self.device, dtype)
         if rank == 0:
             train_bpe(iter(["a text"]), 260).save_pretrained(folder / "tokenizer")
         dist.barrier()

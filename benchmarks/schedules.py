@@ -20,19 +20,17 @@ from benchmarks.workload import (
     arguments,
     device_of,
     loader_of,
-    model_config,
     ours,
     run_config,
     stage_of,
+    training_of,
 )
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.pipeline_parallel import recorder
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, hidden_states_shape
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.plan import training_schedule
 from picotron.pipeline_parallel.simulate import Span, Timeline, measured_costs, simulate
-from train import pick_train_step
 
 PP = 2
 THEIRS = {
@@ -125,10 +123,7 @@ def speed(micro_batches: int, turns: int, steps: int) -> None:
 def recorded(rank: int, engine: str, micro_batches: int, turns: int) -> list[list[Span]]:
     """What this rank does when in each of a few training steps (without the optimizer's)."""
     config, device = settings(engine, micro_batches), device_of(rank)
-    dtype = getattr(torch, config.model.dtype)
-    stage = stage_of(config, device, dtype)
-    model, loader = DataParallelBucket(stage, groups=stage.parameters_by_stage()), loader_of(config, device)
-    take_step = pick_train_step(config, hidden_states_shape(config, model_config()), device, dtype)
+    take_step, model, loader = training_of(config, device)
     steps = []
     for _ in range(turns + 1):
         recorder.recorder = recorder.Recorder(device)

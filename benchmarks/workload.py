@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.data import MicroBatchDataLoader
-from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
+from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, hidden_states_shape
+from picotron.pipeline_parallel.plan import make_plan
 from picotron.process_group_manager import setup_process_group_manager
 from train import build_model, pick_train_step
 
@@ -66,7 +68,22 @@ def stage_of(config: Config, device: torch.device, dtype: torch.dtype, layers: i
     """This rank's part of the model, as train.py builds it."""
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    return build_model(config, model_config(layers, config.training.seq_length), device, dtype)
+    shape = model_config(layers, config.training.seq_length)
+    return build_model(config, shape, make_plan(config, shape), device, dtype)
+
+
+Step = Callable[[DataParallel, MicroBatchDataLoader], Tensor]
+
+
+def training_of(
+    config: Config, device: torch.device, wrapper: type[DataParallel] = DataParallelBucket, layers: int = LAYERS
+) -> tuple[Step, DataParallel, MicroBatchDataLoader]:
+    """This rank's training step, and what it takes: the wrapped model and the data."""
+    dtype, shape = getattr(torch, config.model.dtype), model_config(layers, config.training.seq_length)
+    stage = stage_of(config, device, dtype, layers)
+    model = wrapper(stage, groups=stage.parameters_by_stage())
+    plan, tensor_shapes = make_plan(config, shape), hidden_states_shape(config, shape)
+    return pick_train_step(config, plan, tensor_shapes, device, dtype), model, loader_of(config, device)
 
 
 def ours(
@@ -75,13 +92,9 @@ def ours(
     """A step of picotron: its own training step, clipping and optimizer; see `run_config`."""
     torch.set_num_threads(threads)
     device, config = device_of(rank), run_config(layout, **training)
-    dtype = getattr(torch, config.model.dtype)
-    stage = stage_of(config, device, dtype, layers)
     wrap = {"bucket": DataParallelBucket, "naive": DataParallelNaive}[wrapper]
-    model = wrap(stage, groups=stage.parameters_by_stage())
+    take_step, model, loader = training_of(config, device, wrap, layers)
     optimizer = AdamW(model.parameters(), config.training, fused=True)
-    loader = loader_of(config, device)
-    take_step = pick_train_step(config, hidden_states_shape(config, model_config()), device, dtype)
 
     def step() -> None:
         take_step(model, loader)

@@ -23,6 +23,7 @@ from picotron.data import Progress
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model import Llama
 from picotron.optimizer import AdamW
+from picotron.pipeline_parallel.plan import make_plan
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import checkpoint_folders
 from picotron.tokens import train_bpe
@@ -74,7 +75,9 @@ def train(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[st
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     checkpoint = find_checkpoint(config, model_config)
-    stage = build_model(config, model_config, CPU, getattr(torch, config.model.dtype), checkpoint)
+    stage = build_model(
+        config, model_config, make_plan(config, model_config), CPU, getattr(torch, config.model.dtype), checkpoint
+    )
     model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
     losses, norms, _ = train_steps(model, config, model_config, checkpoint=checkpoint, tokenizer=tokenizer)
     return {"losses": losses, "grad_norms": norms, "weights": all_stages(stage.module, "data")}

@@ -20,6 +20,7 @@ from picotron.data_parallel import bucket as bucket_module
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.pipeline_parallel.pipeline_parallel import hidden_states_shape
+from picotron.pipeline_parallel.plan import make_plan
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.utils import all_reduce
 from tests.oracle import (
@@ -59,7 +60,9 @@ def train_steps(
     progress = checkpoint.progress(order) if checkpoint else Progress()
     loader = MicroBatchDataLoader(tokens, config, device, progress.samples)
     dtype = getattr(torch, config.model.dtype)
-    take_step = pick_train_step(config, hidden_states_shape(config, model_config), device, dtype)
+    take_step = pick_train_step(
+        config, make_plan(config, model_config), hidden_states_shape(config, model_config), device, dtype
+    )
     optimizer = AdamW(model.parameters(), config.training, fused=config.model.use_fused_adam)
     if checkpoint:
         checkpoint.restore(optimizer, llama)

@@ -119,7 +119,9 @@ def wrapped(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torc
 
 
 def step_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> Any:
-    return pick_train_step(config, hidden_states_shape(config, model_config), CPU, dtype)
+    return pick_train_step(
+        config, make_plan(config, model_config), hidden_states_shape(config, model_config), CPU, dtype
+    )
 
 
 def one_step(config: Config, model_config: LlamaConfig, dtype: torch.dtype, compiled: bool) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from picotron.pipeline_parallel.pipeline_parallel import (
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
+from picotron.pipeline_parallel.plan import make_plan
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.utils import all_reduce
 from tests.oracle import (
@@ -46,7 +47,7 @@ def stage_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = tor
     """This rank's part of the model, as train.py builds it."""
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    return build_model(config, model_config, CPU, dtype)
+    return build_model(config, model_config, make_plan(config, model_config), CPU, dtype)
 
 
 def all_stages(model: nn.Module, attribute: str) -> dict[str, Tensor]:
@@ -234,7 +235,12 @@ def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
     stage, grid = stage_of(config, model_config), pgm.process_group_manager
     model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
     loader = MicroBatchDataLoader(hold_out(random_tokens(), config)[1], config, CPU, shuffle=False)
-    evaluation, losses = pick_evaluation(config, hidden_states_shape(config, model_config), CPU, torch.float64), []
+    evaluation, losses = (
+        pick_evaluation(
+            config, make_plan(config, model_config), hidden_states_shape(config, model_config), CPU, torch.float64
+        ),
+        [],
+    )
     for _ in range(2):
         loss = evaluation(model, loader).double()
         assert not loss.requires_grad

@@ -28,7 +28,7 @@ from picotron.pipeline_parallel.pipeline_parallel import (
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
-from picotron.pipeline_parallel.plan import training_schedule
+from picotron.pipeline_parallel.plan import Plan
 from picotron.pipeline_parallel.pp_communications import check_message, start
 from picotron.pipeline_parallel.recorder import action as named
 from picotron.pipeline_parallel.schedules import forward_only
@@ -158,19 +158,19 @@ class Executor:
 
 
 def pick_pipeline_step(
-    config: Config, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
+    config: Config, plan: Plan, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Callable[[Any, Any], Tensor]:
     """The training step of a pipeline: AFAB and 1F1B are hand-written, all else is a program."""
     loops = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
-    step = loops.get(config.distributed.pp_engine) or Executor(training_schedule(config))
+    step = loops.get(config.distributed.pp_engine) or Executor(plan.schedule)
     return functools.partial(step, tensor_shapes=tensor_shapes, device=device, dtype=dtype)
 
 
 def pick_evaluation(
-    config: Config, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
+    config: Config, plan: Plan, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Callable[[Any, Any], Tensor]:
     """The mean loss over the next `eval_steps` global batches, of a model and a data loader: see `evaluate`."""
-    training, schedule = config.training, training_schedule(config)
+    training, schedule = config.training, plan.schedule
     if schedule.chunks == 1:
         return functools.partial(
             evaluate, eval_steps=training.eval_steps, tensor_shapes=tensor_shapes, device=device, dtype=dtype

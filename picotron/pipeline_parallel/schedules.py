@@ -17,6 +17,9 @@ from typing import NamedTuple
 from picotron.config import UserError
 from picotron.pipeline_parallel.actions import Action, Placement, Program, Schedule, rank_of
 
+# One line for each phase of a schedule.
+# fmt: off
+
 
 def afab(rank: int, pp: int, microbatches: int) -> Program:
     """All forward, all backward: GPipe (Huang et al. 2018, arXiv:1811.06965).
@@ -24,10 +27,8 @@ def afab(rank: int, pp: int, microbatches: int) -> Program:
     Idle: (p - 1) (F + B), which is (p - 1) / (m + p - 1) of the step. Activations: m.
     """
     program = Program(microbatches)
-    for _ in range(microbatches):
-        program.forward(rank)
-    for _ in range(microbatches):
-        program.backward(rank)
+    for _ in range(microbatches): program.forward(rank)
+    for _ in range(microbatches): program.backward(rank)
     return program
 
 
@@ -37,11 +38,8 @@ def one_f_one_b(rank: int, pp: int, microbatches: int) -> Program:
     Idle: as AFAB. Activations: p - rank, at most m.
     """
     program = Program(microbatches)
-    for _ in range(pp - rank - 1):
-        program.forward(rank)
-    for _ in range(microbatches):
-        program.forward(rank)
-        program.backward(rank)
+    for _ in range(pp - rank - 1): program.forward(rank)
+    for _ in range(microbatches): program.forward(rank); program.backward(rank)
     return program
 
 
@@ -114,12 +112,9 @@ def zb_h1(rank: int, pp: int, microbatches: int) -> Program:
     Idle: (p - 1) (F + I - W), a third of 1F1B's if F = I = W, for m >= p. Activations: p, at most m.
     """
     program = Program(microbatches)
-    for _ in range(pp - rank - 1):
-        program.forward(rank)
+    for _ in range(pp - rank - 1): program.forward(rank)
     for _ in range(microbatches):
-        program.forward(rank)
-        program.backward_input(rank)
-        program.backward_weight(keep=rank)
+        program.forward(rank); program.backward_input(rank); program.backward_weight(keep=rank)
     program.all_backward_weights()
     return program
 
@@ -132,26 +127,13 @@ def zbv(rank: int, pp: int, microbatches: int) -> Program:
     (p - 1) F / 2 longer than a rank's work, as the last rank starts so much later. Activations: 2 p, at most 2 m.
     """
     program, down, up = Program(microbatches), rank, 2 * pp - 1 - rank
-    for _ in range(2 * (pp - rank) - 1):
-        program.forward(down)
-    for _ in range(rank):
-        program.forward(up)
-        program.forward(down)
-    for _ in range(pp - rank):
-        program.forward(up)
-        program.backward_input(up)
-        program.backward_weight()
+    for _ in range(2 * (pp - rank) - 1): program.forward(down)
+    for _ in range(rank): program.forward(up); program.forward(down)
+    for _ in range(pp - rank): program.forward(up); program.backward_input(up); program.backward_weight()
     for _ in range(max(microbatches, 2 * pp - 1) - pp):  # the steady state
-        for stage in (down, up):
-            program.forward(stage)
-            program.backward_input(stage)
-            program.backward_weight()
-    for _ in range(rank):
-        program.backward_input(down)
-        program.backward_input(up)
-    for _ in range(pp - rank):
-        program.backward_input(down)
-        program.backward_weight()
+        for stage in (down, up): program.forward(stage); program.backward_input(stage); program.backward_weight()
+    for _ in range(rank): program.backward_input(down); program.backward_input(up)
+    for _ in range(pp - rank): program.backward_input(down); program.backward_weight()
     program.all_backward_weights()
     return program
 
@@ -164,33 +146,23 @@ def dualpipev(rank: int, pp: int, microbatches: int) -> Program:
     F = I >= W and m >= 2 p; ranks before the last one have less if X < F + B. Activations: 2 p + 1, at most 2 m.
     """
     program, down, up = Program(microbatches), rank, 2 * pp - 1 - rank
-    for _ in range(2 * (pp - rank - 1)):
-        program.forward(down)
-    for _ in range(rank + 1):
-        program.forward(down)
-        program.forward(up)
-    for _ in range(pp - rank - 1):
-        program.backward_input(up)
-        program.backward_weight()
-        program.forward(up)
-    for i in range(max(microbatches, 2 * pp) - 2 * pp + rank + 1):  # from here on in pairs
-        if i == 0 and rank == pp - 1:  # but the first gradient is still on its way, and this forward need not wait
-            program.forward(down)
-            program.backward(up)
-        else:
-            program.overlapped(down, up)
-        program.overlapped(up, down)
-    for _ in range(pp - rank - 1):
-        program.backward(up)
-        program.overlapped(up, down)
+    for _ in range(2 * (pp - rank - 1)): program.forward(down)
+    for _ in range(rank + 1): program.forward(down); program.forward(up)
+    for _ in range(pp - rank - 1): program.backward_input(up); program.backward_weight(); program.forward(up)
+    pairs = max(microbatches, 2 * pp) - 2 * pp + rank + 1
+    if rank == pp - 1:  # its first gradient is still on its way, and this forward need not wait
+        program.forward(down); program.backward(up); program.overlapped(up, down)
+        pairs -= 1
+    for _ in range(pairs): program.overlapped(down, up); program.overlapped(up, down)
+    for _ in range(pp - rank - 1): program.backward(up); program.overlapped(up, down)
     for i in range(2 * (rank + 1)):  # no forwards are left; from the middle on W waits, to fill the gaps at the end
-        backward = program.backward if i <= rank else program.backward_input
-        backward(down if i % 2 else up)
-    for _ in range(pp - rank - 1):
-        program.backward_weight()
-        program.backward_input(down)
+        (program.backward if i <= rank else program.backward_input)(down if i % 2 else up)
+    for _ in range(pp - rank - 1): program.backward_weight(); program.backward_input(down)
     program.all_backward_weights()
     return program
+
+
+# fmt: on
 
 
 class Recipe(NamedTuple):
