@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import io
+import itertools
 import logging
+import math
 import re
 import runpy
 import shlex
@@ -22,7 +24,7 @@ from docs import make
 from docs.code_lines import line_of, with_lines
 from docs.grid import fake_rank, micro_batches
 from docs.make import ROOT, Block, Workspace, blocks, keep, shape
-from docs.solutions import checkpoints, training_step
+from docs.solutions import checkpoints, sweeps, training_step
 from picotron.config import Config, Training
 from picotron.config_reader import load_config
 from picotron.optimizer import learning_rate_factor
@@ -299,3 +301,14 @@ def test_exercise_safetensors(tmp_path: Path) -> None:
             found = checkpoints.read_row(tmp_path / "model-00001-of-00002.safetensors", name, row)
             assert found == tensor[row].numpy().tobytes()
     assert checkpoints.sizes(tmp_path) == {"exp_avg": (12, 48), "model": (29, 156)}
+
+
+def test_exercise_sweeps(tmp_path: Path) -> None:
+    for n in (1, 2, 8, 12, 30):
+        sizes = [size for size in range(1, n + 1) if n % size == 0]
+        listed = [layout for layout in itertools.product(sizes, repeat=4) if math.prod(layout) == n]
+        assert sweeps.number_of_layouts(n) == len(listed)
+    table = "name,status,final_loss\na,completed,3.5\nb,fail,1.5\nc,completed,2.5\nd,init,\n"
+    (tmp_path / "metrics.csv").write_text(table)
+    assert sweeps.best_run(tmp_path / "metrics.csv") == "c"
+    assert [sweeps.waits_for(job, 2) for job in range(5)] == [None, None, 0, 1, 2]
