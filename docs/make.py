@@ -162,7 +162,7 @@ def make(page: Path, wanted: Callable[[Block], bool]) -> None:
 
     def run(match: re.Match[str]) -> str:
         block = Block.of(match)
-        if block.speed == "no" or not wanted(block):
+        if block.speed not in ("fast", "slow") or not wanted(block):
             return match[0]
         print(f"{page.name}:{block.line}: {block.command}", flush=True)
         output = workspace.run(block)
