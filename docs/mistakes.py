@@ -12,7 +12,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -106,6 +105,10 @@ def start_nothing(partial: Tensor, group: Any) -> Callable[[], Tensor]:
     return lambda: partial
 
 
+def pass_on(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return gradient, None
+
+
 def own_gradient(parameter: Tensor, group: Any) -> Tensor:
     return parameter
 
@@ -139,6 +142,12 @@ def contiguous_blocks(source: int, tokens: int, sharding: str) -> Any:
     return visible_blocks(source, tokens, "contiguous")
 
 
+def all_queries(source: int, tokens: int, sharding: str) -> Any:
+    """`visible_blocks` of zigzag parts, but for a later rank's keys."""
+    later = source > pgm.process_group_manager.cp_rank
+    return [(slice(None), slice(None), False)] if later else visible_blocks(source, tokens, sharding)
+
+
 right_next = MicroBatchDataLoader.__next__
 
 
@@ -149,29 +158,25 @@ def positions_from_zero(loader: MicroBatchDataLoader) -> dict[str, Any]:
 
 DP, TP = "picotron.data_parallel", "picotron.tensor_parallel"
 PP, CP = "picotron.pipeline_parallel.pipeline_parallel", "picotron.context_parallel.context_parallel"
-GQA = "gqa, padded vocabulary"  # a model of tests/test_tensor_parallel.py
+# A test, and its arguments after the pool.
+STEPS_DP = (test_data_parallel.test_ten_steps_equal_one_process, (2, "bucket", 1, False))
+MODEL = "gqa, padded vocabulary"
+GRADIENTS_TP = (test_tensor_parallel.test_loss_logits_and_every_gradient, (MODEL, 2, False, False))
+GRADIENTS_PP = (test_pipeline_parallel.test_every_gradient, ("1f1b", False, {"pp_size": 3}))
+STEPS_CP = (test_context_parallel.test_ten_steps_equal_one_process, ({"cp_size": 2},))
 
 MISTAKES = {
     "gradients_not_divided": Mistake(
         "data_parallel",
         "Bucket.launch adds up the ranks' gradients, and nobody divides by how many there are.",
         {f"{DP}.bucket.Bucket.launch": launch_a_sum},
-        test_data_parallel.test_ten_steps_equal_one_process,
-        (2, "bucket", 1, False),
+        *STEPS_DP,
     ),
     "loss_averaged_twice": Mistake(
         "data_parallel",
         "The loss is divided by dp_size, and the gradients are averaged as well.",
         {"picotron.model.Head.cross_entropy": mean_over_all_ranks},
-        test_data_parallel.test_ten_steps_equal_one_process,
-        (2, "bucket", 1, False),
-    ),
-    "no_average": Mistake(
-        "data_parallel",
-        "Bucket.launch forgets the all-reduce: each rank trains a model of its own.",
-        {f"{DP}.bucket.Bucket.launch": lambda bucket: None},
-        test_data_parallel.test_ten_steps_equal_one_process,
-        (2, "bucket", 1, False),
+        *STEPS_DP,
     ),
     "reduced_every_time": Mistake(
         "data_parallel",
@@ -184,36 +189,38 @@ MISTAKES = {
         "tensor_parallel",
         "ReduceFromRanks.forward returns this rank's part of the sum.",
         {f"{TP}.tp_communications.ReduceFromRanks.forward": keep_partial},
-        test_tensor_parallel.test_loss_logits_and_every_gradient,
-        (GQA, 2, False, False),
+        *GRADIENTS_TP,
     ),
     "partial_gradients": Mistake(
         "tensor_parallel",
         "ColumnParallel.backward does not sum the gradients of x.",
         {f"{TP}.tensor_parallel.start_all_reduce": start_nothing},
-        test_tensor_parallel.test_loss_logits_and_every_gradient,
-        (GQA, 2, False, False),
+        *GRADIENTS_TP,
+    ),
+    "copy_not_summed": Mistake(
+        "tensor_parallel",
+        "CopyToRanks.backward passes its gradient on: the head's part of it, in each rank another one.",
+        {f"{TP}.tp_communications.CopyToRanks.backward": pass_on},
+        *GRADIENTS_TP,
     ),
     "norms_not_summed": Mistake(
         "tensor_parallel",
         "With sequence parallelism, each rank keeps its own gradient of the norms' weights.",
         {f"{TP}.tensor_parallel.summed_gradient": own_gradient},
         test_tensor_parallel.test_loss_logits_and_every_gradient,
-        (GQA, 2, True, False),
+        (MODEL, 2, True, False),
     ),
     "micro_batches_not_divided": Mistake(
         "pipeline_parallel",
         "forward_step divides the loss that is shown by the number of micro-batches, but not the one that goes back.",
         {f"{PP}.forward_step": undivided_forward_step},
-        test_pipeline_parallel.test_every_gradient,
-        ("1f1b", False, {"pp_size": 3}),
+        *GRADIENTS_PP,
     ),
     "wrong_backward_first": Mistake(
         "pipeline_parallel",
         "The stages answer the newest forward instead of the oldest.",
         {f"{PP}.deque": LastInFirstOut},
-        test_pipeline_parallel.test_every_gradient,
-        ("1f1b", False, {"pp_size": 3}),
+        *GRADIENTS_PP,
     ),
     "tied_embedding_forgotten": Mistake(
         "pipeline_parallel",
@@ -226,27 +233,33 @@ MISTAKES = {
         "context_parallel",
         "The gradients are averaged over dp_group alone: cp ranks are forgotten.",
         {f"{DP}.data_parallel.make_buckets": buckets_of_dp_alone},
-        test_context_parallel.test_ten_steps_equal_one_process,
-        ({"cp_size": 2},),
+        *STEPS_CP,
     ),
     "wrong_tokens": Mistake(
         "context_parallel",
         "The data loader deals out contiguous parts, but attention takes them for zigzag ones.",
         {"picotron.data.local_positions": contiguous_positions},
-        test_context_parallel.test_ten_steps_equal_one_process,
-        ({"cp_size": 2},),
+        *STEPS_CP,
     ),
     "positions_from_zero": Mistake(
         "context_parallel",
         "Every rank counts the positions of its tokens from 0.",
         {"picotron.data.MicroBatchDataLoader.__next__": positions_from_zero},
-        test_context_parallel.test_ten_steps_equal_one_process,
-        ({"cp_size": 2},),
+        *STEPS_CP,
+    ),
+    "future_seen": Mistake(
+        "context_parallel",
+        "visible_blocks lets all queries see the keys of later ranks, not only those of the second chunk.",
+        {f"{CP}.visible_blocks": all_queries},
+        *STEPS_CP,
     ),
     "contiguous_shards": Mistake(
         "context_parallel",
         "Parts are contiguous everywhere. The numbers are right, but the last rank has the most to do.",
-        {f"{CP}.visible_blocks": contiguous_blocks, "tests.test_context_parallel.local_positions": contiguous_positions},
+        {
+            f"{CP}.visible_blocks": contiguous_blocks,
+            "tests.test_context_parallel.local_positions": contiguous_positions,
+        },
         test_context_parallel.test_zigzag_is_balanced_and_nothing_masked_is_computed,
         ("ring", 2),
     ),
@@ -255,11 +268,9 @@ MISTAKES = {
 
 def reason(error: AssertionError) -> str:
     """What failed, in a line: of a worker's traceback its last one, of an assert that says nothing its source."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    source = traceback.extract_tb(error.__traceback__)[-1].line or ""
-    return next((line for line in lines if line.startswith("AssertionError")), (lines or [source])[0]).removeprefix(
-        "AssertionError: "
-    )
+    lines = str(error).splitlines() or [str(traceback.extract_tb(error.__traceback__)[-1].line)]
+    line = next((line for line in lines if line.startswith("AssertionError")), lines[0])
+    return line.removeprefix("AssertionError: ")
 
 
 def main() -> None:

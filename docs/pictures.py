@@ -1,6 +1,6 @@
 """The pictures of the pages, from what the code really does:
 
-    python -m docs.pictures buckets --out docs/pictures/buckets.svg
+python -m docs.pictures buckets --out docs/pictures/buckets.svg
 """
 
 import argparse
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
-from docs.count import fake_rank, quickstart, stage_of
+from docs.fake_ranks import fake_rank, quickstart, stage_of
 from picotron.context_parallel.context_parallel import visible_blocks
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.pipeline_parallel.draw_svg import COLOURS, GAP, ROW, STYLE, as_svg
@@ -27,10 +27,14 @@ class Svg:
         size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
         self.parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{STYLE}</style>"]
 
-    def box(self, x: float, y: float, width: float, height: float, colour: str, label: str = "", title: str = "") -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, colour: str, label: str = "", title: str = ""
+    ) -> None:
         """A rectangle; its label is left out where it does not fit."""
         where = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
-        self.parts.append(f'<rect class="action" {where} fill="{colour}"><title>{escape(title or label)}</title></rect>')
+        self.parts.append(
+            f'<rect class="action" {where} fill="{colour}"><title>{escape(title or label)}</title></rect>'
+        )
         if label and width > 6.5 * len(label):
             self.text(x + width / 2, y + height / 2 + 4, label, "label")
 
@@ -68,7 +72,11 @@ def buckets(bucket_mb: float = 4.0) -> str:
             label = parts[-2] if layer is None else f"{layer} {parts[-2]}"
             picture.box(x, y, width, 26, colour, label, names[parameter])
             x += width
-    picture.text(150, 34 * len(model.buckets) + 14, "Backward fills them from the top left to the bottom right; a full one leaves at once.")
+    picture.text(
+        150,
+        34 * len(model.buckets) + 14,
+        "Backward fills them from the top left to the bottom right; a full one leaves at once.",
+    )
     return str(picture)
 
 
@@ -151,7 +159,11 @@ def ring_steps(cp: int = 4) -> str:
                         elif not causal or column < row:
                             picture.box(*at, size / 2, size / 2, RANKS[source])
             picture.text(x + size + 6, y + size / 2, f"keys of {source}")
-    picture.text(60, cp * (size + 14) + 34, "A square: both chunks of the rank's queries (rows) and of the keys that are there (columns).")
+    picture.text(
+        60,
+        cp * (size + 14) + 34,
+        "A square: both chunks of the rank's queries (rows) and of the keys that are there (columns).",
+    )
     return str(picture)
 
 

@@ -1,4 +1,4 @@
-"""docs/context_parallel.md, exercise 3: stripes, as in Brandon et al. 2023 (arXiv:2311.09431), and what is to do where."""
+"""docs/context_parallel.md, exercise 3: stripes (Brandon et al. 2023, arXiv:2311.09431), and what is to do."""
 
 import torch
 from torch import Tensor
