@@ -120,7 +120,8 @@ class PipelineParallel(nn.Module):
             parts: list[nn.Module] = [self.module.model.embed_tokens] if stage.has_embedding else []
             parts += [self.module.model.layers[str(i)] for i in stage.layers]
             parts += [self.module.model.norm, self.module.lm_head] if stage.has_head else []
-            found[number] = [p for part in parts for p in part.parameters() if p not in known]
+            once = dict.fromkeys(p for part in parts for p in part.parameters())
+            found[number] = [p for p in once if p not in known]
             known.update(found[number])
         return found
 
