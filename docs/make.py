@@ -7,7 +7,7 @@ It runs what a page runs and writes into the page what that prints; tests/test_d
     ...
     ```
     ```bash                     a script whose output is not shown
-    <!-- picture: python -m docs.grid batch --out docs/pictures/batch.svg -->
+    <!-- picture: python -m docs.run_pictures batch --out docs/pictures/batch.svg -->
     ![A global batch](pictures/batch.svg)                                     a picture and the command that makes it
 
 Comments before these say how:
@@ -110,7 +110,7 @@ class Workspace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.home)
+        shutil.rmtree(self.home, ignore_errors=True)  # what was killed may still write there
 
     def file(self, page: Path, link: str) -> Path:
         """What is here in place of a file that a page links to."""

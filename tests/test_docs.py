@@ -22,8 +22,9 @@ from torch.distributed.run import get_args_parser
 
 from docs import make
 from docs.code_lines import line_of, with_lines
-from docs.grid import fake_rank, micro_batches
+from docs.fake_ranks import fake_rank
 from docs.make import ROOT, Block, Workspace, blocks, keep, shape
+from docs.run_pictures import micro_batches
 from docs.solutions import checkpoints, sweeps, training_step
 from picotron.config import Config, Training
 from picotron.config_reader import load_config
