@@ -157,7 +157,7 @@ def make(page: Path, wanted: Callable[[Block], bool]) -> None:
 
     Raises:
         CommandFailed: one ends in another way than the page says.
-        LookupError: a link names what is not there.
+        LookupError, OSError: a link names what is not there.
     """
 
     def run(match: re.Match[str]) -> str:
@@ -184,7 +184,7 @@ def main() -> None:
     for page in [path.resolve() for path in options.pages] or pages():
         try:
             make(page, lambda block: block.speed == "fast" or not options.fast)
-        except (CommandFailed, LookupError) as error:
+        except (CommandFailed, LookupError, OSError) as error:
             failed = True
             print(f"{page.name} is left as it is: {error}", file=sys.stderr)
     sys.exit(failed)

@@ -43,8 +43,8 @@ def prose(page: Path) -> str:
 # --------------------------------------------------------------------------------------------------- what is shown
 
 
-def pages_with(*speeds: str) -> list[Path]:
-    return [page for page in PAGES if any(block.speed in speeds for block in blocks(page))]
+def pages_with(speed: str) -> list[Path]:
+    return [page for page in PAGES if any(block.speed == speed for block in blocks(page))]
 
 
 def check_outputs(page: Path, *speeds: str) -> None:
@@ -123,26 +123,29 @@ def help_of(program: str) -> str:
 
 
 def programs(script: str) -> Iterator[tuple[str, list[str]]]:
-    """Each program of the repository, torchrun or make that a script starts, with its words."""
-    for command in re.split(r"\n|&&|;|\|", script.replace("\\\n", " ")):
-        program, words = "", []
-        for word in shlex.split(command, comments=True):
-            if word.endswith(".py") or Path(word).name in ("torchrun", "make") or program == "-m":
-                yield from [(program, words)] if program not in ("", "-m") else []
-                program, words = Path(word).name if "/torchrun" in word else word, []
-            elif word == "-m" and program in ("", "torchrun"):
-                program = "-m"
-            else:
-                words.append(word)
-        yield from [(program, words)] if program else []
+    """Each Python program, torchrun or make that a script starts, with the words behind it."""
+    for line in script.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        for is_separator, command in itertools.groupby(lexer, lambda word: set(word) <= set("&|;()<>")):
+            words = [] if is_separator else list(command)
+            starts = [
+                i for i, word in enumerate(words)
+                if word.endswith(".py") or word in ("torchrun", "make") or words[max(i - 1, 0)] == "-m"
+            ]  # fmt: skip
+            for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+                yield words[start], words[start + 1 : end]
 
 
 def test_programs_of_a_script() -> None:
-    script = "A=1 .venv/bin/torchrun --nproc_per_node 2 \\\n  train.py --config c.json && python -m a.b --out x | head"
+    script = (
+        "A=1 torchrun --np 2 \\\n  train.py --config c.json && python -m a.b --out 'x | y' | head  # so\nmake train"
+    )
     assert list(programs(script)) == [
-        ("torchrun", ["--nproc_per_node", "2"]),
+        ("torchrun", ["--np", "2"]),
         ("train.py", ["--config", "c.json"]),
-        ("a.b", ["--out", "x"]),
+        ("a.b", ["--out", "x | y"]),
+        ("make", ["train"]),
     ]
 
 
