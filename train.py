@@ -21,6 +21,7 @@ from picotron.config_reader import load_config
 from picotron.context_parallel.context_parallel import apply_context_parallel, check_context_parallel
 from picotron.data import MicroBatchDataLoader, Progress, hold_out, order_of_samples
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
+from picotron.explain import explain
 from picotron.metrics import Metrics
 from picotron.model import Llama, fused_attention, load_model_config, math_attention
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
@@ -66,7 +67,8 @@ def main() -> None:
 
     # What to do. Mistakes are found here, before anything expensive starts.
     config = load_config(sys.argv[1:])
-    logging.getLogger("picotron.pipeline").setLevel(config.logging.level.upper())
+    if "--explain" in sys.argv:
+        return explain(config, build_model, pick_train_step)
     layout, training = config.distributed, config.training
     check_world_size(layout, int(os.environ.get("WORLD_SIZE", 1)))
     check_save_dir(config)
@@ -139,8 +141,7 @@ def build_model(
 ) -> PipelineParallel:
     """This rank's part of a Llama with its initial weights, or those of a checkpoint.
 
-    It is built on the meta device first, a description without memory, so that each process only ever holds what is
-    its own.
+    Built on the meta device first, a description without memory: each process only ever holds what is its own.
     """
     attend = fused_attention if config.model.use_flash_attention else math_attention
     with torch.device("meta"):
@@ -148,11 +149,10 @@ def build_model(
         llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)
         stage = PipelineParallel(llama, plan)  # what llama has left
         apply_context_parallel(stage, config.distributed)
-    initial = initial_value(model_config, config.training.seed)
-    materialise(llama, device, checkpoint.weights() if checkpoint else initial)
-    if config.training.compile:
-        for layer in llama.model.layers.values():
-            layer.compile()
+    initial = checkpoint.weights() if checkpoint else initial_value(model_config, config.training.seed)
+    materialise(llama, device, initial)
+    for layer in llama.model.layers.values() if config.training.compile else ():
+        layer.compile()
     return stage
 
 

@@ -33,9 +33,9 @@ from benchmarks.workload import (
     ours,
     run_config,
 )
+from picotron.explain import FakeGroup
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.tensor_parallel import cross_entropy, tp_communications
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
 from picotron.weights import initial_value, materialise
 
@@ -126,8 +126,8 @@ def speed() -> None:
 
 
 def parallel_model(tp: int, sequence_parallel: bool) -> Llama:
-    """The model of rank 0 of `tp`, in torch's fake process group, whose collectives do nothing at once."""
-    dist.init_process_group("fake", rank=0, world_size=tp)
+    """The model of rank 0 of `tp`, in a fake process group, whose collectives do nothing."""
+    dist.init_process_group("nobody", store=dist.HashStore(), rank=0, world_size=tp)
     setup_process_group_manager(tp, 1, 1, 1)
     with torch.device("meta"):
         model = apply_tensor_parallel(Llama(model_config()), sequence_parallel)
@@ -136,32 +136,13 @@ def parallel_model(tp: int, sequence_parallel: bool) -> Llama:
 
 
 def bytes_sent(tp: int, sequence_parallel: bool) -> int:
-    """What one rank sends for one micro-batch, counted.
-
-    A ring sends (tp - 1)/tp of the whole tensor for an all-gather or a reduce-scatter, twice that for an all-reduce.
-    """
-    model, sent = parallel_model(tp, sequence_parallel), 0
-    places = [(tp_communications, name) for name in ("all_gather_single", "reduce_scatter_single", "all_reduce")]
-    places.append((cross_entropy, "all_reduce"))
-    originals = [(module, name, getattr(module, name)) for module, name in places]
-
-    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*tensors: Any, **options: Any) -> Any:
-            nonlocal sent
-            whole = max(t.nbytes for t in tensors if isinstance(t, Tensor))
-            sent += (2 if name == "all_reduce" else 1) * (tp - 1) * whole // tp
-            return original(*tensors, **options)
-
-        return call
-
-    for module, name, original in originals:
-        setattr(module, name, counted(name, original))
+    """What one rank sends for one micro-batch, counted; collectives go around a ring."""
+    model = parallel_model(tp, sequence_parallel)
+    FakeGroup.messages.clear()
     ids = torch.zeros(MICRO_BATCH, SEQ_LENGTH, dtype=torch.long)
     model(ids, target_ids=ids).backward()
-    for module, name, original in originals:
-        setattr(module, name, original)
     dist.destroy_process_group()
-    return sent
+    return sum(message.sent * times for message, times in FakeGroup.messages.items())
 
 
 def kept_by(layer: torch.nn.Module, shape: tuple[int, int, int], positions: int) -> int:

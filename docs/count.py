@@ -2,29 +2,34 @@
 
     python -m docs.count data_parallel        (or tensor_parallel, pipeline_parallel, context_parallel)
 
-The step is train.py's own, taken by `fake_ranks`. Numbers are float32, sizes MiB if nothing else is said. In the
-formulas, a micro-batch has B sequences of T tokens; the model has L layers, hidden size D, intermediate size F, H query
-heads and K key/value heads of size d, and P parameters; p ranks have m micro-batches.
+The step is train.py's own, with nobody at the other end (`picotron.explain`, `fake_ranks`). Numbers are float32, sizes
+MiB if nothing else is said. In the formulas, a micro-batch has B sequences of T tokens; the model has L layers, hidden
+size D, intermediate size F, H query heads and K key/value heads of size d, and P parameters; p ranks have m
+micro-batches.
 """
 
 import argparse
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
 from benchmarks.context_parallel import LiveBytes, attention_work
 from benchmarks.tensor_parallel import kept_by
-from docs.fake_ranks import fake_rank, quickstart, stage_of, step_of, traffic_of
+from docs.fake_ranks import fake_rank, quickstart, stage_of, step_of
 from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
+from picotron.explain import play
 from picotron.model import load_model_config
 from picotron.optimizer import AdamW
-from picotron.pipeline_parallel.plan import training_schedule
+from picotron.pipeline_parallel.plan import make_plan, training_schedule
 from picotron.pipeline_parallel.schedules import SCHEDULES, build
 from picotron.pipeline_parallel.simulate import Costs, peak_activations, simulate
+from train import build_model, pick_train_step
 
 MIB = 2**20
 CONFIG = quickstart()
@@ -35,6 +40,25 @@ HD, KD = MODEL.num_attention_heads * MODEL.head_dim, MODEL.num_key_value_heads *
 BTD, VD = (4 * n / MIB for n in (B * T * D, V * D))
 one_micro_batch = partial(quickstart, gradient_accumulation_steps=1)
 Row = tuple[Any, ...]
+
+
+class Sent(NamedTuple):
+    """What a rank sends in a step, by operation; collectives go around a ring."""
+
+    messages: Counter[str]
+    mib: Counter[str]
+
+
+def sent(config: Config, rank: int = 0, wrapper: Callable[..., DataParallel] = DataParallelBucket) -> Sent:
+    """Without the single numbers of clipping and logging."""
+    with mock.patch("picotron.explain.DataParallelBucket", wrapper):
+        step = play(rank, config, MODEL, make_plan(config, MODEL), build_model, pick_train_step)
+    found = Sent(Counter(), Counter())
+    for message, times in step.messages.items():
+        if message.shape:
+            found.messages[message.operation] += times
+            found.mib[message.operation] += times * message.sent / MIB
+    return found
 
 
 def parameters() -> int:
@@ -54,9 +78,8 @@ def gradients_sent() -> Iterator[Row]:
     P = 4 * parameters() / MIB
     yield "", "micro-batches", "messages", "counted", "formula"
     for dp, name, m in cases:
-        traffic = traffic_of(quickstart(dp_size=dp, gradient_accumulation_steps=m), wrap=wrappers[name])
-        counted = traffic.total / MIB
-        yield f"dp {dp}, {name}", m, traffic.messages["all-reduce"], counted, 2 * (dp - 1) / dp * P
+        messages, mib = sent(quickstart(dp_size=dp, gradient_accumulation_steps=m), wrapper=wrappers[name])
+        yield f"dp {dp}, {name}", m, messages.total(), mib.total(), 2 * (dp - 1) / dp * P
 
 
 def bytes_per_parameter() -> Iterator[Row]:
@@ -84,9 +107,9 @@ def hidden_states_sent() -> Iterator[Row]:
     kinds = ("all-reduce", "all-gather", "reduce-scatter")
     yield "", "unit", "units", "formula", "counted", *kinds
     for tp, sp in TP_LAYOUTS:
-        traffic = traffic_of(one_micro_batch(tp_size=tp, sequence_parallel=sp))
+        messages, mib = sent(one_micro_batch(tp_size=tp, sequence_parallel=sp))
         unit, units = (tp - 1) / tp * BTD, L * (10 if sp else 8) + 4 + 6 / D
-        yield tp_name(tp, sp), unit, units, units * unit, traffic.total / MIB, *(traffic.messages[k] for k in kinds)
+        yield tp_name(tp, sp), unit, units, units * unit, float(mib.total()), *(messages[k] for k in kinds)
 
 
 def layer_kept() -> Iterator[Row]:
@@ -123,9 +146,9 @@ def stages_sent() -> Iterator[Row]:
             around = [n for stage in schedule.stages_of(rank) for n in (stage - 1, stage + 1) if 0 <= n <= last]
             away = sum(schedule.rank_of(n) != rank for n in around)
             tied = VD if schedule.rank_of(0) != schedule.rank_of(last) and rank in (0, p - 1) else 0.0
-            traffic = traffic_of(config, rank)
-            counted = [n / MIB for n in (traffic.bytes["send"], traffic.bytes["all-reduce"], traffic.total)]
-            yield f"{engine}, pp {p}", rank, traffic.messages["send"], *counted, 4 * away * BTD + tied
+            messages, mib = sent(config, rank)
+            counted = [float(n) for n in (mib["send"], mib["all-reduce"], mib.total())]
+            yield f"{engine}, pp {p}", rank, messages["send"], *counted, 4 * away * BTD + tied
 
 
 def micro_batches_kept() -> Iterator[Row]:
@@ -174,10 +197,9 @@ def keys_and_values_sent() -> Iterator[Row]:
     yield "", "a layer", "formula", "", "gradients", "formula"
     for cp in (2, 4):
         for engine, (text, formula) in formulas.items():
-            traffic = traffic_of(one_micro_batch(cp_size=cp, cp_engine=engine))
-            gradients = traffic.bytes["all-reduce"]
-            layer = (traffic.total - gradients) / L / MIB
-            yield f"cp {cp}, {engine}", layer, formula(cp), text, gradients / MIB, 2 * (cp - 1) / cp * P
+            _, mib = sent(one_micro_batch(cp_size=cp, cp_engine=engine))
+            gradients = mib.pop("all-reduce")
+            yield f"cp {cp}, {engine}", mib.total() / L, formula(cp), text, gradients, 2 * (cp - 1) / cp * P
 
 
 def parts_of_sequences() -> Iterator[Row]:

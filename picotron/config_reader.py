@@ -159,6 +159,8 @@ def load_config(arguments: list[str]) -> Config:
     )
     parser.add_argument("--config", help="the JSON file of the run")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of the config and exit")
+    text = "print what each rank holds and sends in a step, and exit; on one process, whatever the layout"
+    parser.add_argument("--explain", action="store_true", help=text)  # train.py looks at it
     known, overrides = parser.parse_known_args(arguments)
     if known.schema:
         print(json.dumps(json_schema(), indent=2))

@@ -81,6 +81,21 @@ def memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
+def peak_memory(device: torch.device) -> Tensor:
+    """`memory_gb` of the rank that needs most, a scalar."""
+    memory = torch.tensor(memory_gb(device), dtype=torch.float64, device=device)
+    all_reduce(memory, None, dist.ReduceOp.MAX)
+    return memory
+
+
+def global_mean(loss: Tensor) -> Tensor:
+    """The mean over all ranks that have a loss, those of the last stage; the others have zeros. A scalar."""
+    grid, mean = pgm.process_group_manager, loss.double()
+    all_reduce(mean, grid.cp_dp_group, dist.ReduceOp.AVG)
+    all_reduce(mean, grid.pp_group)
+    return mean
+
+
 def _start_wandb(config: Config, run_id: str | None) -> Any:
     """A wandb run, or the one with that id again; offline if there is no login, or no way to reach the server."""
     import wandb
@@ -155,13 +170,6 @@ class Metrics:
         """The step's time begins: what was done since the last one, as saving a checkpoint, does not count."""
         self.start = time.perf_counter()
 
-    def _global_mean(self, loss: Tensor) -> float:
-        """The mean over all ranks that have one: those of the last stage. The others have zeros."""
-        grid, mean = pgm.process_group_manager, loss.double()
-        all_reduce(mean, grid.cp_dp_group, dist.ReduceOp.AVG)
-        all_reduce(mean, grid.pp_group)
-        return mean.item()
-
     def log(
         self,
         progress: Progress,
@@ -182,11 +190,10 @@ class Metrics:
             UserError: the loss or the gradient norm is NaN or infinite, on every rank alike.
         """
         grid = pgm.process_group_manager
-        memory = torch.tensor(memory_gb(self.device), dtype=torch.float64, device=self.device)
-        all_reduce(memory, None, dist.ReduceOp.MAX)
+        memory = peak_memory(self.device)
         record: dict[str, Any] = {
             "step": progress.step,
-            "loss": self._global_mean(loss),
+            "loss": global_mean(loss).item(),
             "grad_norm": grad_norm.item(),
             "learning_rate": learning_rate,
         }
@@ -208,7 +215,7 @@ class Metrics:
         }
         frequency = self.config.training.eval_frequency
         if frequency and progress.step % frequency == 0:
-            record["eval_loss"] = self._global_mean(evaluate())
+            record["eval_loss"] = global_mean(evaluate()).item()
         if math.isnan(self.first_loss):
             self.first_loss = record["loss"]
         self.last_loss = record["loss"]

@@ -13,7 +13,7 @@ PARALLEL = ("tensor_parallel", "context_parallel", "data_parallel", "pipeline_pa
 LEVELS = {
     "config": 0, "config_reader": 1, "process_group_manager": 1, "utils": 1, "run_folder": 1, "jobs": 1, "split_backward": 1, "model": 2, "weights": 3,
     "tokens": 4, "data": 4, "optimizer": 4, "safetensors_folder": 4, **dict.fromkeys(PARALLEL, 4), "checkpoint": 5,
-    "stage_files": 5, "checkpoint_writer": 6, "metrics": 6,
+    "stage_files": 5, "checkpoint_writer": 6, "metrics": 6, "explain": 7,
 }  # fmt: skip
 
 

@@ -32,12 +32,12 @@ def start_all_gather(shard: Tensor, dim: int, group: Group) -> Callable[[], Tens
     size = dist.get_world_size(group)
     if size == 1:
         return lambda: shard
-    shards = torch.empty(size * shard.numel(), dtype=shard.dtype, device=shard.device)
-    work = all_gather_single(shards, shard.contiguous().view(-1), group=group, async_op=True)
+    shards = shard.new_empty(size, *shard.shape)
+    work = all_gather_single(shards.flatten(0, 1), shard.contiguous(), group=group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
-        return shards.view(size, *shard.shape).movedim(0, dim).flatten(dim, dim + 1)
+        return shards.movedim(0, dim).flatten(dim, dim + 1)
 
     return finish
 
@@ -49,7 +49,7 @@ def start_reduce_scatter(partial: Tensor, dim: int, group: Group) -> Callable[[]
         return lambda: partial
     shards = torch.stack(partial.chunk(size, dim))  # each rank's shard is one block of memory
     shard = torch.empty_like(shards[0])
-    work = reduce_scatter_single(shard.view(-1), shards.view(-1), group=group, async_op=True)
+    work = reduce_scatter_single(shard, shards.flatten(0, 1), group=group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
