@@ -200,6 +200,13 @@ def test_the_reading_order_is_complete() -> None:
     assert read >= there | {str(path) for path in Path().glob("*.py")}
 
 
+def test_all_papers_of_the_code_are_in_the_readme() -> None:
+    papers = {
+        paper for path in Path("picotron").rglob("*.py") for paper in re.findall(r"arXiv:(\d+\.\d+)", path.read_text())
+    }
+    assert papers == set(re.findall(r"arxiv\.org/abs/(\d+\.\d+)", Path("README.md").read_text()))
+
+
 # -------------------------------------------------------------------------------------------------- how it is made
 
 
