@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch.distributed.run import get_args_parser
 
+from benchmarks.workload import arguments
 from docs import make
 from docs.code_lines import line_of, with_lines
 from docs.fake_ranks import fake_rank
@@ -107,11 +108,21 @@ def test_every_block_says_how_it_is_run(page: Path) -> None:
 # -------------------------------------------------------------------------------------------------- what is named
 
 
+def benchmark_help() -> str:
+    """All benchmarks have the options of one parser, which some ask only after they have counted for a while."""
+    output = io.StringIO()
+    with mock.patch("sys.argv", ["", "--help"]), contextlib.redirect_stdout(output), pytest.raises(SystemExit):
+        arguments("")
+    return output.getvalue()
+
+
 @functools.cache
 def help_of(program: str) -> str:
     """What a program of the repository, or torchrun, answers to --help."""
     if program == "torchrun":
         return get_args_parser().format_help()
+    if program.startswith("benchmarks."):
+        return benchmark_help()
     logger, output = logging.getLogger("picotron"), io.StringIO()
     handlers, level = list(logger.handlers), logger.level
     run = functools.partial(runpy.run_path if program.endswith(".py") else runpy.run_module, run_name="__main__")
@@ -133,7 +144,7 @@ def programs(script: str) -> Iterator[tuple[str, list[str]]]:
                 i for i, word in enumerate(words)
                 if word.endswith(".py") or word in ("torchrun", "make") or words[max(i - 1, 0)] == "-m"
             ]  # fmt: skip
-            for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+            for start, end in itertools.pairwise([*starts, len(words)]):
                 yield words[start], words[start + 1 : end]
 
 
@@ -237,7 +248,7 @@ def test_an_output_is_replaced(tmp_path: Path) -> None:
     make.make(page, lambda block: block.command == "exit 3")
     assert page.read_text() == text
     page.write_text(text.replace("exit: 3", "exit: 4"))
-    with pytest.raises(make.CommandFailed, match="line 7: exit 3\nexit status 3"):
+    with pytest.raises(make.CommandFailed, match="line 6: exit 3\nexit status 3"):
         make.make(page, lambda block: True)
     assert "old" in page.read_text()
 
