@@ -10,7 +10,7 @@ micro-batches.
 
 import argparse
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,14 +46,14 @@ class Sent(NamedTuple):
     """What a rank sends in a step, by operation; collectives go around a ring."""
 
     messages: Counter[str]
-    mib: Counter[str]
+    mib: dict[str, float]
 
 
 def sent(config: Config, rank: int = 0, wrapper: Callable[..., DataParallel] = DataParallelBucket) -> Sent:
     """Without the single numbers of clipping and logging."""
     with mock.patch("picotron.explain.DataParallelBucket", wrapper):
         step = play(rank, config, MODEL, make_plan(config, MODEL), build_model, pick_train_step)
-    found = Sent(Counter(), Counter())
+    found = Sent(Counter(), defaultdict(float))
     for message, times in step.messages.items():
         if message.shape:
             found.messages[message.operation] += times
@@ -79,7 +79,7 @@ def gradients_sent() -> Iterator[Row]:
     yield "", "micro-batches", "messages", "counted", "formula"
     for dp, name, m in cases:
         messages, mib = sent(quickstart(dp_size=dp, gradient_accumulation_steps=m), wrapper=wrappers[name])
-        yield f"dp {dp}, {name}", m, messages.total(), mib.total(), 2 * (dp - 1) / dp * P
+        yield f"dp {dp}, {name}", m, messages.total(), sum(mib.values()), 2 * (dp - 1) / dp * P
 
 
 def bytes_per_parameter() -> Iterator[Row]:
@@ -109,7 +109,7 @@ def hidden_states_sent() -> Iterator[Row]:
     for tp, sp in TP_LAYOUTS:
         messages, mib = sent(one_micro_batch(tp_size=tp, sequence_parallel=sp))
         unit, units = (tp - 1) / tp * BTD, L * (10 if sp else 8) + 4 + 6 / D
-        yield tp_name(tp, sp), unit, units, units * unit, float(mib.total()), *(messages[k] for k in kinds)
+        yield tp_name(tp, sp), unit, units, units * unit, sum(mib.values(), 0.0), *(messages[k] for k in kinds)
 
 
 def layer_kept() -> Iterator[Row]:
@@ -147,7 +147,7 @@ def stages_sent() -> Iterator[Row]:
             away = sum(schedule.rank_of(n) != rank for n in around)
             tied = VD if schedule.rank_of(0) != schedule.rank_of(last) and rank in (0, p - 1) else 0.0
             messages, mib = sent(config, rank)
-            counted = [float(n) for n in (mib["send"], mib["all-reduce"], mib.total())]
+            counted = (mib["send"], mib["all-reduce"], sum(mib.values()))
             yield f"{engine}, pp {p}", rank, messages["send"], *counted, 4 * away * BTD + tied
 
 
@@ -199,7 +199,7 @@ def keys_and_values_sent() -> Iterator[Row]:
         for engine, (text, formula) in formulas.items():
             _, mib = sent(one_micro_batch(cp_size=cp, cp_engine=engine))
             gradients = mib.pop("all-reduce")
-            yield f"cp {cp}, {engine}", mib.total() / L, formula(cp), text, gradients, 2 * (cp - 1) / cp * P
+            yield f"cp {cp}, {engine}", sum(mib.values()) / L, formula(cp), text, gradients, 2 * (cp - 1) / cp * P
 
 
 def parts_of_sequences() -> Iterator[Row]:

@@ -118,7 +118,7 @@ def shards(cp: int = 4) -> str:
     for number, sharding in enumerate(("contiguous", "zigzag")):
         left = number * (2 * cp * size + 130) + 50
         picture.text(left, 14, f"{sharding}: a row is a chunk of queries, a column one of keys")
-        owner = {}
+        owner: dict[int, int] = {}
         for rank in range(cp):
             owner |= {int(p): rank for p in local_positions(2 * cp, cp, rank, sharding)}
         work = [0.0] * cp

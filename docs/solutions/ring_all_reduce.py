@@ -25,7 +25,8 @@ def from_previous(outgoing: Tensor, like: Tensor) -> Tensor:
     """Send to the next rank, and receive at the same time what the previous one sends."""
     rank, n = dist.get_rank(), dist.get_world_size()
     incoming = torch.empty_like(like)
-    works = [dist.isend(outgoing, (rank + 1) % n), dist.irecv(incoming, (rank - 1) % n)]
-    for work in works:
+    to_next = dist.P2POp(dist.isend, outgoing, (rank + 1) % n)
+    from_last = dist.P2POp(dist.irecv, incoming, (rank - 1) % n)
+    for work in dist.batch_isend_irecv([to_next, from_last]):
         work.wait()
     return incoming
