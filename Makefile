@@ -6,7 +6,7 @@ NPROC ?= 8
 CONFIG ?= template/base_config.json
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test parity lint schema bench clean
+.PHONY: help setup train test parity lint schema docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -40,6 +40,9 @@ lint: $(STAMP) ## ruff and mypy
 
 schema: $(STAMP) ## write the JSON schema of the config, for editors
 	$(BIN)/python train.py --schema > template/config.schema.json
+
+docs: $(STAMP) ## run what README.md and docs/ run, and write what it prints and draws into them (ARGS=--fast: no slow ones)
+	$(BIN)/python -m docs.make $(ARGS)
 
 bench: $(STAMP) ## speed and memory beside transformers and torch's own parallelism
 	$(BIN)/python -m benchmarks.single

@@ -145,10 +145,11 @@ def bytes_sent(tp: int, sequence_parallel: bool) -> int:
     return sum(message.sent * times for message, times in FakeGroup.messages.items())
 
 
-def bytes_kept(tp: int, sequence_parallel: bool) -> int:
-    """What one rank keeps of a decoder layer's forward for its backward, counted; weights and positions not."""
-    layer, config = parallel_model(tp, sequence_parallel).model.layers["0"], model_config()
-    angle = torch.zeros(1, SEQ_LENGTH, 1, config.head_dim // 2)
+def kept_by(layer: torch.nn.Module, shape: tuple[int, int, int], positions: int) -> int:
+    """The bytes that a decoder layer's forward of an x of this shape, (B, T, D) or a rank's part of it, keeps for its
+    backward, counted; weights, and the tables of positions, not.
+    """
+    angle = torch.zeros(1, positions, 1, layer.self_attn.head_dim // 2)
     cos, sin = angle.cos(), angle.sin()
     not_counted = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), cos, sin)}
     kept = {}
@@ -159,12 +160,20 @@ def bytes_kept(tp: int, sequence_parallel: bool) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    x = torch.randn(MICRO_BATCH, SEQ_LENGTH // tp if sequence_parallel else SEQ_LENGTH, config.hidden_size)
+    x = torch.randn(shape, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = layer(x.requires_grad_(), cos, sin)
+        y = layer(x, cos, sin)
     del y
-    dist.destroy_process_group()
     return sum(kept.values())
+
+
+def bytes_kept(tp: int, sequence_parallel: bool) -> int:
+    """What one rank keeps of a decoder layer's forward for its backward."""
+    layer, config = parallel_model(tp, sequence_parallel).model.layers["0"], model_config()
+    length = SEQ_LENGTH // tp if sequence_parallel else SEQ_LENGTH
+    kept = kept_by(layer, (MICRO_BATCH, length, config.hidden_size), SEQ_LENGTH)
+    dist.destroy_process_group()
+    return kept
 
 
 def traffic_and_activations() -> None:

@@ -230,6 +230,18 @@ def parameter_names(config: LlamaConfig) -> list[str]:
     return [name for name, _ in stage.module.named_parameters()]
 
 
+def parameters_of_one_stage(config: LlamaConfig) -> tuple[list[int], list[int]]:
+    stage = stage_of(make_config(), config)
+    (only,) = stage.parameters_by_stage().values()
+    return [id(p) for p in only], [id(p) for p in stage.parameters()]
+
+
+def test_a_tied_matrix_is_reduced_once(pool: WorkerPool) -> None:
+    """Where embedding and head are on the same rank, and even in the same stage."""
+    ((only, known),) = pool.run(parameters_of_one_stage, 1, tiny_llama(tie_word_embeddings=True))
+    assert sorted(only) == sorted(known)
+
+
 def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
     """The global loss of two evaluations in a row."""
     stage, grid = stage_of(config, model_config), pgm.process_group_manager

@@ -1,0 +1,297 @@
+"""The classic mistakes, made on purpose, and which test notices:
+
+    python -m docs.mistakes data_parallel     (or tensor_parallel, pipeline_parallel, context_parallel, or one by name)
+
+A mistake replaces something in picotron, in the processes that a test starts, while that test runs.
+"""
+
+import argparse
+import dataclasses
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from picotron import process_group_manager as pgm
+from picotron.context_parallel.context_parallel import visible_blocks
+from picotron.data import MicroBatchDataLoader
+from picotron.data_parallel.bucket import Bucket, make_buckets
+from picotron.model import Head
+from picotron.process_group_manager import local_positions
+from picotron.utils import all_reduce
+from tests import test_context_parallel, test_data_parallel, test_pipeline_parallel, test_tensor_parallel
+from tests.worker_pool import WorkerPool
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """
+    Args:
+        page: of docs/ that tells about it.
+        what: goes wrong, in a sentence.
+        instead: what takes the place of what, by dotted names.
+        test: fails with it.
+        case: the arguments of that test, after the pool.
+    """
+
+    page: str
+    what: str
+    instead: dict[str, Any]
+    test: Callable[..., None]
+    case: tuple[Any, ...]
+
+    def run_test(self, pool: WorkerPool) -> None:
+        """Raises AssertionError, as the test notices the mistake."""
+        self.test(MistakenPool(pool, self), *self.case)
+
+
+class MistakenPool:
+    """A pool of workers that make a mistake."""
+
+    def __init__(self, pool: WorkerPool, mistake: Mistake) -> None:
+        self.pool, self.name = pool, next(name for name, other in MISTAKES.items() if other is mistake)
+
+    def run(self, function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+        return self.pool.run(with_mistake, size, self.name, function, arguments)
+
+
+def with_mistake(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """What a worker does: `function(*arguments)` with a mistake."""
+    with ExitStack() as stack:
+        for place, replacement in MISTAKES[name].instead.items():
+            stack.enter_context(mock.patch(place, replacement))
+        return function(*arguments)
+
+
+# --------------------------------------------------------------------------------------------------- data parallelism
+
+
+def launch_a_sum(bucket: Bucket) -> None:
+    bucket.work = all_reduce(bucket.buffer, bucket.group, async_op=True)
+
+
+right_cross_entropy = Head.cross_entropy
+
+
+def mean_over_all_ranks(head: Head, x: Tensor, target_ids: Tensor) -> Tensor:
+    return right_cross_entropy(head, x, target_ids) / pgm.process_group_manager.dp_world_size
+
+
+def reduce_every_time(model: Any, data_loader: Any, device: torch.device) -> Tensor:
+    """`train.train_step`, but nobody tells the wrapper which backward is the last."""
+    total_loss = torch.zeros((), device=device)
+    for _ in range(data_loader.grad_acc_steps):
+        loss = model(**next(data_loader)) / data_loader.grad_acc_steps
+        loss.backward()
+        total_loss = total_loss + loss.detach()
+    model.finish_grad_sync()
+    return total_loss
+
+
+# ------------------------------------------------------------------------------------------------- tensor parallelism
+
+
+def keep_partial(ctx: Any, partial: Tensor, group: Any) -> Tensor:
+    return partial.clone()
+
+
+def start_nothing(partial: Tensor, group: Any) -> Callable[[], Tensor]:
+    return lambda: partial
+
+
+def pass_on(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return gradient, None
+
+
+def own_gradient(parameter: Tensor, group: Any) -> Tensor:
+    return parameter
+
+
+# ----------------------------------------------------------------------------------------------- pipeline parallelism
+
+
+class LastInFirstOut(deque[Any]):
+    popleft = deque.pop
+
+
+def undivided_forward_step(model: Any, data_loader: Any, input_tensor: Any, i: int, losses: list[Tensor]) -> Tensor:
+    output_tensor = model(**next(data_loader) | {"hidden_states": input_tensor})
+    if pgm.process_group_manager.pp_is_last_stage:
+        losses.append(output_tensor.detach() / data_loader.grad_acc_steps)
+    return output_tensor
+
+
+# ------------------------------------------------------------------------------------------------ context parallelism
+
+
+def buckets_of_dp_alone(parameters: Any, group: Any, megabytes: float) -> list[Bucket]:
+    return make_buckets(parameters, pgm.process_group_manager.dp_group, megabytes)
+
+
+def contiguous_positions(seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> Tensor:
+    return local_positions(seq_length, cp_size, cp_rank, "contiguous")
+
+
+def contiguous_blocks(source: int, tokens: int, sharding: str) -> Any:
+    return visible_blocks(source, tokens, "contiguous")
+
+
+def all_queries(source: int, tokens: int, sharding: str) -> Any:
+    """`visible_blocks` of zigzag parts, but for a later rank's keys."""
+    later = source > pgm.process_group_manager.cp_rank
+    return [(slice(None), slice(None), False)] if later else visible_blocks(source, tokens, sharding)
+
+
+right_next = MicroBatchDataLoader.__next__
+
+
+def positions_from_zero(loader: MicroBatchDataLoader) -> dict[str, Any]:
+    batch = right_next(loader)
+    return batch | {"position_ids": torch.arange(batch["input_ids"].size(1)).expand_as(batch["input_ids"])}
+
+
+DP, TP = "picotron.data_parallel", "picotron.tensor_parallel"
+PP, CP = "picotron.pipeline_parallel.pipeline_parallel", "picotron.context_parallel.context_parallel"
+# A test, and its arguments after the pool.
+STEPS_DP = (test_data_parallel.test_ten_steps_equal_one_process, (2, "bucket", 1, False))
+MODEL = "gqa, padded vocabulary"
+GRADIENTS_TP = (test_tensor_parallel.test_loss_logits_and_every_gradient, (MODEL, 2, False, False))
+GRADIENTS_PP = (test_pipeline_parallel.test_every_gradient, ("1f1b", False, {"pp_size": 3}))
+STEPS_CP = (test_context_parallel.test_ten_steps_equal_one_process, ({"cp_size": 2},))
+
+MISTAKES = {
+    "gradients_not_divided": Mistake(
+        "data_parallel",
+        "Bucket.launch adds up the ranks' gradients, and nobody divides by how many there are.",
+        {f"{DP}.bucket.Bucket.launch": launch_a_sum},
+        *STEPS_DP,
+    ),
+    "loss_averaged_twice": Mistake(
+        "data_parallel",
+        "The loss is divided by dp_size, and the gradients are averaged as well.",
+        {"picotron.model.Head.cross_entropy": mean_over_all_ranks},
+        *STEPS_DP,
+    ),
+    "reduced_every_time": Mistake(
+        "data_parallel",
+        "train_step never sets require_backward_grad_sync: the backward of every micro-batch averages.",
+        {"train.train_step": reduce_every_time},
+        test_data_parallel.test_ten_steps_equal_one_process,
+        (2, "bucket", 3, False),
+    ),
+    "partial_sums": Mistake(
+        "tensor_parallel",
+        "ReduceFromRanks.forward returns this rank's part of the sum.",
+        {f"{TP}.tp_communications.ReduceFromRanks.forward": keep_partial},
+        *GRADIENTS_TP,
+    ),
+    "partial_gradients": Mistake(
+        "tensor_parallel",
+        "ColumnParallel.backward does not sum the gradients of x.",
+        {f"{TP}.tensor_parallel.start_all_reduce": start_nothing},
+        *GRADIENTS_TP,
+    ),
+    "copy_not_summed": Mistake(
+        "tensor_parallel",
+        "CopyToRanks.backward passes its gradient on: the head's part of it, in each rank another one.",
+        {f"{TP}.tp_communications.CopyToRanks.backward": pass_on},
+        *GRADIENTS_TP,
+    ),
+    "norms_not_summed": Mistake(
+        "tensor_parallel",
+        "With sequence parallelism, each rank keeps its own gradient of the norms' weights.",
+        {f"{TP}.tensor_parallel.summed_gradient": own_gradient},
+        test_tensor_parallel.test_loss_logits_and_every_gradient,
+        (MODEL, 2, True, False),
+    ),
+    "micro_batches_not_divided": Mistake(
+        "pipeline_parallel",
+        "forward_step divides the loss that is shown by the number of micro-batches, but not the one that goes back.",
+        {f"{PP}.forward_step": undivided_forward_step},
+        *GRADIENTS_PP,
+    ),
+    "wrong_backward_first": Mistake(
+        "pipeline_parallel",
+        "The stages answer the newest forward instead of the oldest.",
+        {f"{PP}.deque": LastInFirstOut},
+        *GRADIENTS_PP,
+    ),
+    "tied_embedding_forgotten": Mistake(
+        "pipeline_parallel",
+        "The first and the last stage do not add up the gradients of the matrix that they share.",
+        {f"{PP}.PipelineParallel.sum_tied_gradients": lambda stage: None},
+        test_pipeline_parallel.test_every_gradient,
+        ("1f1b", True, {"pp_size": 3}),
+    ),
+    "cp_not_averaged": Mistake(
+        "context_parallel",
+        "The gradients are averaged over dp_group alone: cp ranks are forgotten.",
+        {f"{DP}.data_parallel.make_buckets": buckets_of_dp_alone},
+        *STEPS_CP,
+    ),
+    "wrong_tokens": Mistake(
+        "context_parallel",
+        "The data loader deals out contiguous parts, but attention takes them for zigzag ones.",
+        {"picotron.data.local_positions": contiguous_positions},
+        *STEPS_CP,
+    ),
+    "positions_from_zero": Mistake(
+        "context_parallel",
+        "Every rank counts the positions of its tokens from 0.",
+        {"picotron.data.MicroBatchDataLoader.__next__": positions_from_zero},
+        *STEPS_CP,
+    ),
+    "future_seen": Mistake(
+        "context_parallel",
+        "visible_blocks lets all queries see the keys of later ranks, not only those of the second chunk.",
+        {f"{CP}.visible_blocks": all_queries},
+        *STEPS_CP,
+    ),
+    "contiguous_shards": Mistake(
+        "context_parallel",
+        "Parts are contiguous everywhere. The numbers are right, but the last rank has the most to do.",
+        {
+            f"{CP}.visible_blocks": contiguous_blocks,
+            "tests.test_context_parallel.local_positions": contiguous_positions,
+        },
+        test_context_parallel.test_zigzag_is_balanced_and_nothing_masked_is_computed,
+        ("ring", 2),
+    ),
+}
+
+
+def reason(error: AssertionError) -> str:
+    """What failed, in a line: of a worker's traceback its last one, of an assert that says nothing its source."""
+    lines = str(error).splitlines() or [str(traceback.extract_tb(error.__traceback__)[-1].line)]
+    line = next((line for line in lines if line.startswith("AssertionError")), lines[0])
+    return line.removeprefix("AssertionError: ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("which", choices=[*dict.fromkeys(m.page for m in MISTAKES.values()), *MISTAKES])
+    which = parser.parse_args().which
+    pool = WorkerPool()
+    for name, mistake in MISTAKES.items():
+        if which not in (name, mistake.page):
+            continue
+        print(f"{name}: {mistake.what}\n    {mistake.test.__module__.replace('.', '/')}.py::{mistake.test.__name__}")
+        try:
+            mistake.run_test(pool)
+        except AssertionError as error:
+            print(f"    fails: {reason(error)}")
+        else:
+            sys.exit("    passes: it should have failed")
+    pool.close()
+
+
+if __name__ == "__main__":
+    from docs import mistakes  # workers look the functions up by this module's name
+
+    mistakes.main()

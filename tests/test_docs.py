@@ -1,0 +1,339 @@
+"""What README.md and docs/*.md show, name and link to is what there is."""
+
+import contextlib
+import functools
+import io
+import itertools
+import logging
+import math
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch.distributed.run import get_args_parser
+
+from benchmarks.workload import arguments
+from docs import make
+from docs.code_lines import line_of, with_lines
+from docs.fake_ranks import fake_rank
+from docs.make import ROOT, Block, Workspace, blocks, keep, shape
+from docs.run_pictures import micro_batches
+from docs.solutions import checkpoints, sweeps, training_step
+from picotron.config import Config, Training
+from picotron.config_reader import load_config
+from picotron.optimizer import learning_rate_factor
+
+PAGES = make.pages()
+ALL_BLOCKS = [pytest.param(page, block, id=f"{page.name}:{block.line}") for page in PAGES for block in blocks(page)]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+# --------------------------------------------------------------------------------------------------- what is shown
+
+
+def pages_with(speed: str) -> list[Path]:
+    return [page for page in PAGES if any(block.speed == speed for block in blocks(page))]
+
+
+def check_outputs(page: Path, *speeds: str) -> None:
+    """Run the blocks of these speeds, in their order, and compare what they print or draw with the page."""
+    with Workspace() as workspace:
+        for block in blocks(page):
+            if block.speed not in speeds:
+                continue
+            output = workspace.run(block)
+            where = f"{page.name}:{block.line}: {block.command}"
+            if block.picture is not None and block.compare == "all":
+                made = workspace.file(page, block.picture).read_bytes()
+                assert made == (page.parent / block.picture).read_bytes(), where
+            if block.shown is not None and block.compare != "nothing":
+                seen = shape if block.compare == "shape" else str
+                assert seen(output) == seen(block.shown), where
+
+
+@pytest.mark.parametrize("page", pages_with("fast"), ids=lambda page: page.name)
+def test_fast_commands_print_what_the_page_says(page: Path) -> None:
+    check_outputs(page, "fast")
+
+
+@pytest.mark.parity
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", pages_with("slow"), ids=lambda page: page.name)
+def test_all_commands_print_what_the_page_says(page: Path) -> None:
+    check_outputs(page, "fast", "slow")
+
+
+@each_page
+def test_every_picture_has_the_command_that_makes_it(page: Path) -> None:
+    made = {block.picture for block in blocks(page)}
+    assert set(re.findall(r"!\[[^\]]*\]\(([^)]*)\)", prose(page))) <= made
+
+
+OPTIONS = {
+    "run": "slow|no, .+",
+    "compare": "all|shape|nothing",
+    "keep": r"-?\d+( -\d+)?",
+    "exit": r"\d+",
+}
+
+
+@each_page
+def test_every_block_says_how_it_is_run(page: Path) -> None:
+    text, found = page.read_text(), blocks(page)
+    languages = re.findall(r"^```(.*)\n(?:.*\n)*?```$", text, re.MULTILINE)
+    assert set(languages) <= {"console", "bash", "text", "python", "json", "csv"}
+    assert sum(language in ("console", "bash") for language in languages) == sum(b.picture is None for b in found)
+    comments = re.findall(r"<!-- *(\w+):", text)
+    expected = [[*block.options, *(["picture"] if block.picture else [])] for block in found]
+    assert comments == [key for keys in expected for key in keys], "a comment that belongs to no block"
+    for block in found:
+        assert block.speed in ("fast", "slow", "no"), f"line {block.line} does not say how it is run"
+        for key, value in block.options.items():
+            assert re.fullmatch(OPTIONS[key], value), f"line {block.line}: {key}: {value}"
+
+
+# -------------------------------------------------------------------------------------------------- what is named
+
+
+def benchmark_help() -> str:
+    """All benchmarks have the options of one parser, which some ask only after they have counted for a while."""
+    output = io.StringIO()
+    with mock.patch("sys.argv", ["", "--help"]), contextlib.redirect_stdout(output), pytest.raises(SystemExit):
+        arguments("")
+    return output.getvalue()
+
+
+@functools.cache
+def help_of(program: str) -> str:
+    """What a program of the repository, or torchrun, answers to --help."""
+    if program == "torchrun":
+        return get_args_parser().format_help()
+    if program.startswith("benchmarks."):
+        return benchmark_help()
+    logger, output = logging.getLogger("picotron"), io.StringIO()
+    handlers, level = list(logger.handlers), logger.level
+    run = functools.partial(runpy.run_path if program.endswith(".py") else runpy.run_module, run_name="__main__")
+    with mock.patch("sys.argv", [program, "--help"]), contextlib.redirect_stdout(output), pytest.raises(SystemExit):
+        with mock.patch.dict(sys.modules):
+            sys.modules.pop(program, None)
+            run(program)
+    logger.handlers[:] = handlers  # a program says where its messages go
+    logger.setLevel(level)
+    return output.getvalue()
+
+
+def programs(script: str) -> Iterator[tuple[str, list[str]]]:
+    """Each Python program, torchrun or make that a script starts, with the words behind it."""
+    for line in script.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        for is_separator, command in itertools.groupby(lexer, lambda word: set(word) <= set("&|;()<>")):
+            words = [] if is_separator else list(command)
+            starts = [
+                i for i, word in enumerate(words)
+                if word.endswith(".py") or word in ("torchrun", "make") or words[max(i - 1, 0)] == "-m"
+            ]  # fmt: skip
+            for start, end in itertools.pairwise([*starts, len(words)]):
+                yield words[start], words[start + 1 : end]
+
+
+def test_programs_of_a_script() -> None:
+    script = (
+        "A=1 torchrun --np 2 \\\n  train.py --config c.json && python -m a.b --out 'x | y' | head  # so\nmake train"
+    )
+    assert list(programs(script)) == [
+        ("torchrun", ["--np", "2"]),
+        ("train.py", ["--config", "c.json"]),
+        ("a.b", ["--out", "x | y"]),
+        ("make", ["train"]),
+    ]
+
+
+@pytest.mark.parametrize(("page", "block"), ALL_BLOCKS)
+def test_commands_name_what_there_is(page: Path, block: Block) -> None:
+    subprocess.run(["bash", "-n", "-c", block.command], check=True)
+    for file in re.findall(r"(?<![\w/.])(?:template|tests|docs)/[\w./-]+", block.command):
+        assert (ROOT / file).exists(), f"there is no {file}"
+    targets = re.findall(r"^([a-z]+):.*##", Path("Makefile").read_text(), re.MULTILINE)
+    for program, words in programs(block.command):
+        if program == "make":
+            assert {word for word in words if "=" not in word} <= set(targets)
+            continue
+        for word in words:
+            if word.startswith("--") and "exit" not in block.options:  # else it may be a mistake on purpose
+                option = re.escape(word.partition("=")[0])
+                assert re.search(rf"{option}(?![\w.-])", help_of(program)), f"{program} has no {word}"
+
+
+# ----------------------------------------------------------------------------------------------- what is linked to
+
+
+@each_page
+def test_lines_are_up_to_date(page: Path) -> None:
+    text = page.read_text()
+    assert with_lines(text, page) == text, "run `make docs`"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub names them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match("https?://", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name) if name else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), link
+        elif anchor:
+            assert 1 <= int(anchor.removeprefix("L")) <= len(target.read_text().splitlines()), link
+
+
+def test_the_reading_order_is_complete() -> None:
+    read = set(re.findall(r"^\| \[[^\]]*\]\(([^)]*\.py)\) \|", Path("README.md").read_text(), re.MULTILINE))
+    there = {str(path) for path in Path("picotron").rglob("*.py") if path.read_text()}
+    assert read >= there | {str(path) for path in Path().glob("*.py")}
+
+
+def test_all_papers_of_the_code_are_in_the_readme() -> None:
+    papers = {
+        paper for path in Path("picotron").rglob("*.py") for paper in re.findall(r"arXiv:(\d+\.\d+)", path.read_text())
+    }
+    assert papers == set(re.findall(r"arxiv\.org/abs/(\d+\.\d+)", Path("README.md").read_text()))
+
+
+# -------------------------------------------------------------------------------------------------- how it is made
+
+
+def test_blocks_of_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "text\n<!-- run: slow -->\n<!-- keep: 2 -1 -->\n```console\n$ seq \\\n  9\n1\n2\n```\n"
+        "<!-- run: no, it ends the world -->\n```bash\nreboot\nsync\n```\n"
+        "```text\n$ echo\n```\n```console\n$ true\n```\n"
+        "<!-- run: slow -->\n<!-- picture: draw a -->\n![an a](a.svg)\n"
+    )
+    slow, never, fast, picture = blocks(page)
+    assert slow == Block(2, "seq \\\n  9", "1\n2\n", None, {"run": "slow", "keep": "2 -1"})
+    assert never == Block(10, "reboot\nsync\n", None, None, {"run": "no, it ends the world"})
+    assert fast == Block(18, "true", "", None, {})
+    assert picture == Block(21, "draw a", None, "a.svg", {"run": "slow"})
+    assert [block.speed for block in (slow, never, fast, picture)] == ["slow", "no", "fast", "slow"]
+    assert [block.compare for block in (slow, fast, picture)] == ["shape", "all", "all"]
+
+
+def test_an_output_is_replaced(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    text = "<!-- keep: 1 -1 -->\n```console\n$ seq 5; pwd\nold\n```\n<!-- exit: 3 -->\n```console\n$ exit 3\n```\n"
+    page.write_text(text)
+    make.make(page, lambda block: True)
+    assert page.read_text() == text.replace("old", "1\n...\n~/picotron")
+    page.write_text(text)
+    make.make(page, lambda block: block.command == "exit 3")
+    assert page.read_text() == text
+    page.write_text(text.replace("exit: 3", "exit: 4"))
+    with pytest.raises(make.CommandFailed, match="line 6: exit 3\nexit status 3"):
+        make.make(page, lambda block: True)
+    assert "old" in page.read_text()
+
+
+def test_what_is_compared() -> None:
+    lines = ["1", "2", "3", "4"]
+    assert (keep(lines, ""), keep(lines, "1"), keep(lines, "-1")) == (lines, ["1", "..."], ["...", "4"])
+    assert (keep(lines, "1 -1"), keep(lines, "2 -2")) == (["1", "...", "4"], lines)
+    assert shape("step  1 | 1,234 tokens/s | 3.5e-04") == shape("step 12 | 999 tokens/s | 1e-3") != shape("step 1")
+
+
+def test_lines_of_links_and_files() -> None:
+    page = ROOT / "docs" / "page.md"
+    here = Path(__file__)
+    text = "[`prose`](../tests/test_docs.py)\n| [a](../tests/test_docs.py) | 1 | x |\n| [b](make.py) | 2 | y |\n| together | 3 | |"
+    lines = with_lines(text, page).split("\n")
+    assert here.read_text().splitlines()[int(lines[0].partition("#L")[2].strip(")")) - 1].startswith("def prose(")
+    one, other = (len(path.read_text().splitlines()) for path in (here, ROOT / "docs" / "make.py"))
+    assert lines[1:] == [
+        f"| [a](../tests/test_docs.py) | {one} | x |",
+        f"| [b](make.py) | {other} | y |",
+        f"| together | {one + other} | |",
+    ]
+    assert line_of("Training.seed", ROOT / "picotron" / "config.py") > line_of(
+        "Training", ROOT / "picotron" / "config.py"
+    )
+    with pytest.raises(LookupError, match=r"model\.py defines no Llama\.backward"):
+        line_of("Llama.backward", ROOT / "picotron" / "model.py")
+
+
+# ------------------------------------------------------------------------------------------------------- exercises
+
+
+def small_config(*overrides: str) -> Config:
+    return load_config(["--config", "docs/small.json", *overrides])
+
+
+def test_exercise_places_of_samples() -> None:
+    """The loader's ranks are asked, in the picture's way."""
+    overrides = ["--distributed.dp_size", "2", "--training.gradient_accumulation_steps", "3"]
+    config = small_config(*overrides)
+    for dp_rank in range(2):
+        with fake_rank(dp_rank, config):
+            for i, rows in enumerate(micro_batches(config)):
+                for row, sample in enumerate(rows):
+                    assert training_step.place_of_sample(sample, config) == (0, i, dp_rank, row)
+    assert training_step.place_of_sample(12 * 5 + 7, config) == (5, 1, 1, 1)
+
+
+def test_exercise_warmup_stable_decay() -> None:
+    training = Training(total_train_steps=100, warmup_steps=10, min_lr_ratio=0.1)
+    factor, ours = training_step.warmup_stable_decay(training, 20), learning_rate_factor(training)
+    assert [factor(step) for step in range(11)] == [ours(step) for step in range(11)]
+    assert {factor(step) for step in range(10, 81)} == {1.0}
+    assert factor(90) == pytest.approx(0.55)
+    assert factor(100) == pytest.approx(0.1)
+
+
+def test_exercise_mean_loss() -> None:
+    logits, targets = torch.randn(12, 5), torch.randint(5, (12,))
+    losses = [F.cross_entropy(logits[part], targets[part]).item() for part in (slice(0, 3), slice(3, 12))]
+    assert training_step.mean_loss(losses, [3, 9]) == pytest.approx(F.cross_entropy(logits, targets).item())
+
+
+def test_exercise_safetensors(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5, 2, dtype=torch.float64)}
+    save_file(tensors, tmp_path / "model-00001-of-00002.safetensors", {"format": "pt"})
+    save_file({"c": torch.ones(7)}, tmp_path / "model-00002-of-00002.safetensors", {"format": "pt"})
+    save_file({"a": torch.ones(3, 4)}, tmp_path / "exp_avg.safetensors", {"format": "pt"})
+    for name, tensor in tensors.items():
+        for row in range(len(tensor)):
+            found = checkpoints.read_row(tmp_path / "model-00001-of-00002.safetensors", name, row)
+            assert found == tensor[row].numpy().tobytes()
+    assert checkpoints.sizes(tmp_path) == {"exp_avg": (12, 48), "model": (29, 156)}
+
+
+def test_exercise_sweeps(tmp_path: Path) -> None:
+    for n in (1, 2, 8, 12, 30):
+        sizes = [size for size in range(1, n + 1) if n % size == 0]
+        listed = [layout for layout in itertools.product(sizes, repeat=4) if math.prod(layout) == n]
+        assert sweeps.number_of_layouts(n) == len(listed)
+    table = "name,status,final_loss\na,completed,3.5\nb,fail,1.5\nc,completed,2.5\nd,init,\n"
+    (tmp_path / "metrics.csv").write_text(table)
+    assert sweeps.best_run(tmp_path / "metrics.csv") == "c"
+    assert [sweeps.waits_for(job, 2) for job in range(5)] == [None, None, 0, 1, 2]

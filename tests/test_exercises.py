@@ -1,0 +1,187 @@
+"""The exercises of docs/*.md: solutions are right, and a classic mistake fails the test that its page names."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from docs import count
+from docs.mistakes import MISTAKES
+from docs.solutions.join_attention import join
+from docs.solutions.parallel_mlp import parallel_mlp
+from docs.solutions.ring_all_reduce import ring_all_reduce
+from docs.solutions.striped import pairs, striped_positions
+from picotron.config import UserError
+from picotron.context_parallel.block_attention import block_forward
+from picotron.pipeline_parallel.actions import AnyAction, parse_action
+from picotron.pipeline_parallel.schedule_csv import read_csv
+from picotron.pipeline_parallel.schedules import build
+from picotron.pipeline_parallel.simulate import peak_activations, simulate
+from picotron.process_group_manager import local_positions
+from tests.oracle import assert_close, assert_equals_training, oracle_training, random_tokens, tiny_llama
+from tests.test_executor import run_config
+from tests.test_pipeline_parallel import train
+from tests.worker_pool import WorkerPool
+
+SOLUTIONS = Path("docs/solutions")
+# What each test says when it notices.
+NOTICED = {
+    "gradients_not_divided": r"grad norms: off by \S+, which is 1.000e\+00",  # twice as large; the losses are right
+    "loss_averaged_twice": r"losses: off by \S+, which is 5.000e-01",
+    "reduced_every_time": "a second backward reduces before finish_grad_sync",
+    "partial_sums": "differs between ranks",
+    "partial_gradients": "input_layernorm.weight differs between ranks",
+    "copy_not_summed": "norm.weight differs between ranks",
+    "norms_not_summed": "layernorm.weight differs between ranks",
+    "micro_batches_not_divided": r"embed_tokens.weight: off by \S+, which is 2.000e\+00",  # three times as large
+    "wrong_backward_first": "embed_tokens.weight: off by",
+    "tied_embedding_forgotten": "the copies of model.embed_tokens.weight differ",
+    "cp_not_averaged": "losses: off by",
+    "wrong_tokens": "losses: off by",
+    "positions_from_zero": "losses: off by",
+    "future_seen": "losses: off by",
+    "contiguous_shards": r"assert \[\(78, 78\), \(222, 222\)\] == \[\(150, 150\)",
+}
+
+
+# `make test` has those that everybody makes once, `make parity` the others.
+CLASSICS = ("gradients_not_divided", "loss_averaged_twice", "partial_gradients", "wrong_backward_first", "cp_not_averaged", "contiguous_shards")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in CLASSICS else pytest.mark.parity) for name in MISTAKES]
+)
+def test_a_classic_mistake_is_noticed(pool: WorkerPool, name: str) -> None:
+    with pytest.raises(AssertionError, match=NOTICED[name]):
+        MISTAKES[name].run_test(pool)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_page_shows_the_mistake(name: str) -> None:
+    assert f"\n{name}: " in Path(f"docs/{MISTAKES[name].page}.md").read_text()
+
+
+# A table, and in which of its columns a count stands beside its formula.
+COUNTS = [
+    (count.gradients_sent, [(3, 4)]),
+    (count.hidden_states_sent, [(4, 3)]),
+    (count.layer_kept, [(2, 3)]),
+    (count.stages_sent, [(5, 6)]),
+    (count.keys_and_values_sent, [(1, 2), (4, 5)]),
+    (count.parts_of_sequences, [(2, 3), (4, 5)]),
+]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("table", "columns"), COUNTS)
+def test_counts_are_what_the_formulas_say(table: Callable[[], Any], columns: list[tuple[int, int]]) -> None:
+    """But for a few numbers per token, or per weight of a norm, which the pages mention."""
+    _, *rows = table()
+    for row in rows:
+        for counted, formula in columns:
+            assert row[counted] == pytest.approx(row[formula], rel=0.003), row[0]
+
+
+# --------------------------------------------------------------------------------------------------------- solutions
+
+
+def reduced(size: int) -> tuple[Tensor, Tensor, int]:
+    """By the solution and by torch, and how many numbers the solution has sent."""
+    x = torch.randn(size, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+    expected = x.clone()
+    dist.all_reduce(expected)
+    with mock.patch("torch.distributed.batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchange:
+        ring_all_reduce(x)
+    messages = [message for call in exchange.call_args_list for message in call.args[0]]
+    return x, expected, sum(message.tensor.numel() for message in messages if message.op is dist.isend)
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(3, 12), (4, 6)])
+def test_an_all_reduce_of_sends(pool: WorkerPool, ranks: int, size: int) -> None:
+    for result, expected, sent in pool.run(reduced, ranks, size):
+        assert_close(result, expected, 1e-14)
+        assert size % ranks or sent == 2 * (ranks - 1) * size // ranks
+
+
+def mlp(rank: int, ranks: int) -> dict[str, Tensor]:
+    """Output and gradients of this rank's part of an MLP."""
+    generator = torch.Generator().manual_seed(0)
+    x, up, down = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 4), (12, 4), (4, 12)))
+    x, up, down = (
+        each.requires_grad_() for each in (x, up.chunk(ranks)[rank].clone(), down.chunk(ranks, 1)[rank].clone())
+    )
+    y = parallel_mlp(x, up, down, dist.group.WORLD) if ranks > 1 else F.silu(x @ up.t()) @ down.t()
+    y.square().sum().backward()
+    return {"y": y.detach(), "dx": x.grad, "dup": up.grad, "ddown": down.grad}
+
+
+def mlp_of_a_rank() -> dict[str, Tensor]:
+    return mlp(dist.get_rank(), dist.get_world_size())
+
+
+def test_a_parallel_mlp(pool: WorkerPool) -> None:
+    expected = mlp(0, 1)
+    parts = pool.run(mlp_of_a_rank, 3)
+    for part in parts:
+        assert_close(part["y"], expected["y"], 1e-14)
+        assert_close(part["dx"], expected["dx"], 1e-14)
+    assert_close(torch.cat([part["dup"] for part in parts]), expected["dup"], 1e-14)
+    assert_close(torch.cat([part["ddown"] for part in parts], 1), expected["ddown"], 1e-14)
+
+
+@pytest.mark.parametrize(("name", "bubble", "activations"), [("all_split", 6 / 30, 8), ("few_split", 7 / 31, 4)])
+def test_schedules_that_beat_1f1b(pool: WorkerPool, name: str, bubble: float, activations: int) -> None:
+    path, usual = SOLUTIONS / f"{name}.csv", build("1f1b", 4, 8)
+    schedule = read_csv(path)
+    assert (schedule.pp, schedule.microbatches, schedule.chunks) == (4, 8, 1)
+    assert simulate(schedule).bubble == pytest.approx(bubble)
+    assert bubble < simulate(usual).bubble
+    assert max(map(peak_activations, schedule.programs)) == activations
+    config = run_config(f"csv:{path}", 4, 8, training__total_train_steps=2)
+    expected = oracle_training(config, tiny_llama(num_hidden_layers=4), random_tokens())
+    for result in pool.run(train, 4, config, tiny_llama(num_hidden_layers=4)):
+        assert_equals_training(result, expected)
+
+
+def programs(name: str) -> list[Counter[AnyAction]]:
+    lines = (SOLUTIONS / f"{name}.csv").read_text().splitlines()
+    return [Counter(map(parse_action, line.split(","))) for line in lines]
+
+
+def test_a_deadlock_is_mended() -> None:
+    with pytest.raises(UserError, match="deadlock: rank 0 waits at 0B0 for 1B0 of rank 1, which waits at 1F1 for 0F1"):
+        read_csv(SOLUTIONS / "deadlock.csv")
+    read_csv(SOLUTIONS / "no_deadlock.csv")
+    assert programs("deadlock") == programs("no_deadlock")
+
+
+def test_joined_attention() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 10, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    q = 100 * q  # log-sum-exps of hundreds
+    parts = [block_forward(q, k[:, :, keys], v[:, :, keys], False) for keys in (slice(7), slice(7, None))]
+    y, lse = join(*parts[0], *parts[1])
+    expected_y, expected_lse = block_forward(q, k, v, False)
+    assert_close(y, expected_y, 1e-12)
+    assert_close(lse, expected_lse, 1e-12)
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_stripes_are_nearly_balanced(cp: int) -> None:
+    work: dict[str, list[int]] = {
+        "striped": [pairs(striped_positions(64, cp, rank)) for rank in range(cp)],
+        **{
+            name: [pairs(local_positions(64, cp, rank, name)) for rank in range(cp)]
+            for name in ("zigzag", "contiguous")
+        },
+    }
+    assert {sum(each) for each in work.values()} == {64 * 65 // 2}
+    busiest: dict[str, Any] = {name: max(each) * cp / sum(each) for name, each in work.items()}
+    assert busiest["zigzag"] == 1 < busiest["striped"] < 1.12 < busiest["contiguous"]
