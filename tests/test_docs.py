@@ -10,7 +10,6 @@ import re
 import runpy
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -126,11 +125,9 @@ def help_of(program: str) -> str:
         return benchmark_help()
     logger, output = logging.getLogger("picotron"), io.StringIO()
     handlers, level = list(logger.handlers), logger.level
-    run = functools.partial(runpy.run_path if program.endswith(".py") else runpy.run_module, run_name="__main__")
-    with mock.patch("sys.argv", [program, "--help"]), contextlib.redirect_stdout(output), pytest.raises(SystemExit):
-        with mock.patch.dict(sys.modules):
-            sys.modules.pop(program, None)
-            run(program)
+    path = program if program.endswith(".py") else program.replace(".", "/") + ".py"
+    with mock.patch("sys.argv", [path, "--help"]), contextlib.redirect_stdout(output), pytest.raises(SystemExit):
+        runpy.run_path(path, run_name="__main__")
     logger.handlers[:] = handlers  # a program says where its messages go
     logger.setLevel(level)
     return output.getvalue()
