@@ -112,7 +112,7 @@ def benchmark_help() -> str:
     """All benchmarks have the options of one parser, which some ask only after they have counted for a while."""
     output = io.StringIO()
     with mock.patch("sys.argv", ["", "--help"]), contextlib.redirect_stdout(output), pytest.raises(SystemExit):
-        arguments("")
+        arguments("").parse_args()
     return output.getvalue()
 
 
