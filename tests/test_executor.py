@@ -181,7 +181,8 @@ def test_split_backward_of_every_layer(
     check_step(pool, config, num_hidden_layers=4, tie_word_embeddings=tied, **BIASES)
 
 
-@pytest.mark.parametrize("engine", ["zbv", pytest.param("looped_bfs", marks=pytest.mark.parity)])
+@pytest.mark.parity
+@pytest.mark.parametrize("engine", ["zbv", "looped_bfs"])
 def test_compiled_layers(pool: WorkerPool, engine: str) -> None:
     check_step(pool, run_config(engine, 2), compiled=True, num_hidden_layers=4)
 

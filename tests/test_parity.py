@@ -20,7 +20,6 @@ SOME = [
     "pp4 interleaved_1f1b tied kv8",
     "dp2 x pp2 x tp2 1f1b sp tied kv4",
     "pp4 x cp2 dualpipev zigzag ring tied kv1",
-    "dp2 x pp2 x cp2 x tp2 afab sp zigzag ulysses tied kv8",
 ]
 
 

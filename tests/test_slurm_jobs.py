@@ -175,8 +175,12 @@ def test_a_sweep_on_slurm(cluster: dict[str, str], make_job: Callable[..., Job],
 
     for job in (two_nodes, nasty, fails, killed):
         wait_for(lambda job=job: job.status == "completed", job)
-    counts = re.findall(r"(\w+) +([1-9]\d*)", program(sweep, "--check_status", environment=cluster))
-    assert counts == [("completed", "4"), ("cancelled", "2"), ("total", "6")]
+
+    def counts() -> list[tuple[str, str]]:
+        return re.findall(r"(\w+) +([1-9]\d*)", program(sweep, "--check_status", environment=cluster))
+
+    # What is cancelled runs until it has written its checkpoint.
+    wait_for(lambda: counts() == [("completed", "4"), ("cancelled", "2"), ("total", "6")], slow)
     extract_metrics(["--inp_dir", str(sweep)])
     with (sweep / "metrics.csv").open() as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
