@@ -74,7 +74,7 @@ LAYERS = {2: 3, 3: 5, 4: 6}  # never the same number for every stage
 LAYOUTS: list[dict[str, Any]] = [{"pp_size": p} | more for p in LAYERS for more in ({}, {"dp_size": 2}, {"tp_size": 2})]
 LAYOUTS += [{"pp_size": 2, "dp_size": 2, "tp_size": 2}, {"pp_size": 2, "tp_size": 2, "sequence_parallel": True}]
 MICRO_BATCHES = (1, 2, 5, 8)
-# Of all combinations, `make test` has some: the pipeline alone under both schedules, and two stages with more parallelism
+# Of all combinations, `make test` has some: the pipeline alone under both schedules, two stages with more parallelism
 # under one of them, in turn as everything else is. `make parity` has the others.
 EVERYTHING = list(itertools.product(("afab", "1f1b"), LAYOUTS, MICRO_BATCHES, (False, True), ("none", "full")))
 SOME = [
