@@ -70,6 +70,7 @@ def main() -> None:
     config = load_config(sys.argv[1:])
     if "--explain" in sys.argv:
         return explain(config, build_model, pick_train_step)
+    logging.getLogger("picotron.pipeline").setLevel(config.logging.level.upper())
     layout, training = config.distributed, config.training
     check_world_size(layout, int(os.environ.get("WORLD_SIZE", 1)))
     check_save_dir(config)

@@ -181,13 +181,14 @@ def schedules(pp: int = 4, microbatches: int = 8) -> str:
     return str(picture)
 
 
-PICTURES: dict[str, Callable[[], str]] = {
-    picture.__name__: picture for picture in (buckets, matrices, schedules, shards, ring_steps)
-}
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", choices=PICTURES)
+def main(description: str | None, *pictures: Callable[[], str]) -> None:
+    """A program that draws these pictures, each by its name."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", choices=(by_name := {picture.__name__: picture for picture in pictures}))
     parser.add_argument("--out", type=Path, required=True, help="the .svg")
     options = parser.parse_args()
-    options.out.write_text(PICTURES[options.picture](), encoding="utf-8")
+    options.out.write_text(by_name[options.picture](), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(__doc__, buckets, matrices, schedules, shards, ring_steps)

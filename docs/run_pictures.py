@@ -5,10 +5,8 @@
 Nothing here is computed anew: every rank's place, stages, heads, sequences and bytes are asked of the code that trains.
 """
 
-import argparse
 import itertools
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +15,7 @@ from unittest import mock
 import numpy as np
 
 from docs.fake_ranks import CPU, fake_rank, quickstart, stage_of
-from docs.pictures import RANKS, Svg
+from docs.pictures import RANKS, Svg, main
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data import MicroBatchDataLoader
@@ -144,11 +142,5 @@ def checkpoint_files() -> str:
     return str(picture)
 
 
-PICTURES: dict[str, Callable[[], str]] = {picture.__name__: picture for picture in (grid, batch, checkpoint_files)}
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", choices=PICTURES)
-    parser.add_argument("--out", type=Path, required=True, help="the .svg")
-    options = parser.parse_args()
-    options.out.write_text(PICTURES[options.picture](), encoding="utf-8")
+    main(__doc__, grid, batch, checkpoint_files)

@@ -1,6 +1,5 @@
 """The executor: every schedule computes what one process does, and does it in the order and memory that it promises."""
 
-import functools
 import itertools
 import json
 import re
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -35,8 +33,6 @@ from tests.oracle import (
     assert_close,
     assert_equals_training,
     make_config,
-    oracle_model,
-    our_model,
     tiny_llama,
 )
 from tests.test_pipeline_parallel import (
@@ -45,6 +41,7 @@ from tests.test_pipeline_parallel import (
     all_stages,
     batches,
     check_evaluations,
+    expected_step,
     expected_training,
     layout_name,
     stage_of,
@@ -134,19 +131,6 @@ def one_step(config: Config, model_config: LlamaConfig, dtype: torch.dtype, comp
     loss = step_of(config, model_config, dtype)(model, Loader(items)).double()
     all_reduce(loss, pgm.process_group_manager.pp_group)
     return {"loss": loss, "gradients": all_stages(model.module.module, "main_grad")}
-
-
-@functools.cache
-def expected_step(**changes: Any) -> dict[str, Any]:
-    """What `one_step` returns, of transformers."""
-    config = tiny_llama(**changes)
-    model = oracle_model(config, our_model(config, seed=42).state_dict())
-    loss = torch.zeros(())
-    for batch in batches(3):
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        loss = loss + F.cross_entropy(logits.flatten(0, 1), batch["target_ids"].flatten()) / 3
-    loss.backward()
-    return {"loss": loss.detach(), "gradients": {name: p.grad for name, p in model.named_parameters()}}
 
 
 def check_step(pool: WorkerPool, config: Config, compiled: bool = False, **changes: Any) -> None:
@@ -428,6 +412,8 @@ def test_the_trace_of_a_step(
             "is for training.gradient_accumulation_steps=4, but the config says 8",
         ),
         ({"pp_engine": "csv:FILE", "pp_chunks": 2}, "is for distributed.pp_chunks=1, but the config says 2"),
+        ({"pp_size": 1, "pp_chunks": 2}, "pp_chunks=2 is about pipelines, but pp_size=1; leave it out"),
+        ({"pp_size": 1, "pp_layout": "Ettt|tttL"}, "has 2 stages, but ranks times chunks are 1"),
     ],
 )
 def test_mistakes_are_one_sentence(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from picotron.pipeline_parallel.schedules import SCHEDULES
-from tests.parity import LAYOUTS, LIMIT, errors_of, features, largest_errors, report, settings
+from tests.parity import LAYOUTS, LIMIT, REPORT, errors_of, features, largest_errors, report, settings
 from tests.worker_pool import WorkerPool
 
 SOME = [
@@ -21,6 +22,13 @@ SOME = [
     "dp2 x pp2 x tp2 1f1b sp tied kv4",
     "pp4 x cp2 dualpipev zigzag ring tied kv1",
 ]
+
+
+def test_what_is_said_of_the_grid() -> None:
+    """The report, of all layouts, and the README say how many there are."""
+    assert len(REPORT.read_text().splitlines()) > len(LAYOUTS) >= 60
+    assert all(f"\n| {name} |" in REPORT.read_text() for name in LAYOUTS)
+    assert f"{len(LAYOUTS)} layouts" in Path("README.md").read_text()
 
 
 @pytest.mark.parametrize("name", SOME)

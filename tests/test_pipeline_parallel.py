@@ -163,27 +163,39 @@ def gradients(
     return {"loss": loss, "gradients": all_stages(stage.module, "main_grad")}
 
 
+@functools.cache
+def expected_step(**changes: Any) -> dict[str, Any]:
+    """The loss of three micro-batches and the gradients of all parameters, of transformers."""
+    config = tiny_llama(**changes)
+    model = oracle_model(config, our_model(config, seed=42).state_dict())
+    loss = torch.zeros(())
+    for batch in batches(3):
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        loss = loss + F.cross_entropy(logits.flatten(0, 1), batch["target_ids"].flatten()) / 3
+    loss.backward()
+    return {"loss": loss.detach(), "gradients": {name: p.grad for name, p in model.named_parameters()}}
+
+
 @pytest.mark.parametrize("layout", [{"pp_size": 3}, {"pp_size": 2, "tp_size": 2}], ids=layout_name)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("engine", STEPS)
 def test_every_gradient(pool: WorkerPool, engine: str, tied: bool, layout: dict[str, int]) -> None:
-    config = tiny_llama(
-        num_hidden_layers=4, tie_word_embeddings=tied, pad_token_id=3, attention_bias=True, mlp_bias=True
-    )
-    theirs = oracle_model(config, our_model(config, seed=42).state_dict())
-    loss = torch.zeros(())
-    for batch in batches(3):
-        logits = theirs(input_ids=batch["input_ids"], use_cache=False).logits
-        loss = loss + F.cross_entropy(logits.flatten(0, 1), batch["target_ids"].flatten()) / 3
-    loss.backward()
+    model = {
+        "num_hidden_layers": 4,
+        "tie_word_embeddings": tied,
+        "pad_token_id": 3,
+        "attention_bias": True,
+        "mlp_bias": True,
+    }
+    expected = expected_step(**model)
     sizes = {f"distributed__{key}": value for key, value in layout.items()}
     for result in pool.run(
-        gradients, 2 * len(layout) + (len(layout) == 1), engine, config, sizes, torch.float64, True, False
+        gradients, 2 * len(layout) + (len(layout) == 1), engine, tiny_llama(**model), sizes, torch.float64, True, False
     ):
-        assert_close(result["loss"], loss.detach(), what="loss")
-        assert result["gradients"].keys() == dict(theirs.named_parameters()).keys()
-        for name, parameter in theirs.named_parameters():
-            assert_close(result["gradients"][name], parameter.grad, what=name)
+        assert_close(result["loss"], expected["loss"], what="loss")
+        assert result["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in expected["gradients"].items():
+            assert_close(result["gradients"][name], gradient, what=name)
 
 
 @pytest.mark.parametrize(

@@ -45,13 +45,15 @@ class Plan:
 
 
 def training_schedule(config: Config) -> Schedule:
-    """The schedule of a training step, which is known to finish. (One process has a single stage, whatever it is.)
+    """The schedule of a training step, which is known to finish. (One rank has one stage, whatever pp_engine says.)
 
     Raises:
         UserError: there is none for these numbers, or its CSV file has other numbers or a fault.
     """
     layout, microbatches = config.distributed, config.training.gradient_accumulation_steps
     if layout.pp_size == 1:
+        if layout.pp_chunks not in (1, None):
+            raise UserError(f"pp_chunks={layout.pp_chunks} is about pipelines, but pp_size=1; leave it out")
         return build("1f1b", 1, microbatches)
     if layout.pp_engine.startswith("csv:"):
         return _from_file(layout.pp_engine.removeprefix("csv:"), layout.pp_size, microbatches, layout.pp_chunks)
@@ -78,7 +80,7 @@ def make_plan(config: Config, model_config: "LlamaConfig") -> Plan:
         UserError: as `training_schedule`, or the model does not fit the stages.
     """
     schedule, layout = training_schedule(config), config.distributed.pp_layout
-    if layout is None or schedule.pp == 1:
+    if layout is None:
         seq_length = config.training.seq_length
         stages = balanced_layout(model_config, seq_length, schedule.pp, schedule.chunks, schedule.placement)
     else:

@@ -61,12 +61,10 @@ def record_steps(
     take_step: Callable[..., Tensor], config: Config, device: torch.device, done: int
 ) -> Callable[..., Tensor]:
     """`take_step`, with a file for each step of `logging.trace_steps`, see `trace`: when the first pipeline did what.
-    From now on actions are told, if `logging.level` says so.
 
     Args:
         done: how many steps came before.
     """
-    logger.setLevel(config.logging.level.upper())
     numbers = itertools.count(done + 1)
 
     def step(*arguments: Any) -> Tensor:
