@@ -130,7 +130,8 @@ class Workspace:
             ["bash", "-euo", "pipefail", "-c", block.command], cwd=self.root, env=variables, check=False,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        text = re.sub(r"[^\n]*\r", "", done.stdout.decode())  # of a progress bar a terminal shows what was written last
+        # Of a progress bar a terminal shows what was written last.
+        text = re.sub(r"[^\n]*\r(?!\n)", "", done.stdout.decode())
         lines = [line.rstrip() for line in text.strip("\n").replace(str(self.home), "~").splitlines()]
         if done.returncode != int(block.options.get("exit", 0)):
             printed = "\n".join(lines)

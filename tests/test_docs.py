@@ -101,6 +101,7 @@ def test_every_block_says_how_it_is_run(page: Path) -> None:
     assert comments == [key for keys in expected for key in keys], "a comment that belongs to no block"
     for block in found:
         assert block.speed in ("fast", "slow", "no"), f"line {block.line} does not say how it is run"
+        assert block.shown != "", f"line {block.line} shows nothing that the command prints"
         for key, value in block.options.items():
             assert re.fullmatch(OPTIONS[key], value), f"line {block.line}: {key}: {value}"
 
@@ -251,6 +252,13 @@ def test_an_output_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(make.CommandFailed, match="line 6: exit 3\nexit status 3"):
         make.make(page, lambda block: True)
     assert "old" in page.read_text()
+
+
+def test_what_a_terminal_shows(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```console\n$ printf ' 9%%\\r 100%%\\n1,2\\r\\n'\n```\n")
+    make.make(page, lambda block: True)
+    assert page.read_text().splitlines()[2:] == [" 100%", "1,2", "```"]
 
 
 def test_what_is_compared() -> None:
