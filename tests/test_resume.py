@@ -63,7 +63,7 @@ def test_kills_change_nothing(tokenizer: Path, tmp_path: Path, kills: int) -> No
     try:
         for kill in range(kills):
             moment = generator.randrange(1, 4), generator.random() * 0.04, kill % 2 == 0
-            killer = threading.Thread(target=kill_in_a_while, args=(pool, tmp_path / "killed", *moment))
+            killer = threading.Thread(target=kill_in_a_while, args=(pool, tmp_path / "killed", *moment), daemon=True)
             killer.start()
             with pytest.raises(WorkerError, match="the worker died"):
                 pool.run(train, 2, config, model, tokenizer)
