@@ -1,11 +1,17 @@
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
+from picotron.jobs import Job
+from picotron.tokens import train_bpe
+from tests import checkpoints
+from tests.oracle import tiny_llama
 from tests.worker_pool import WorkerPool
 
 
@@ -20,3 +26,59 @@ def pool() -> Iterator[WorkerPool]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home folder for programs that the tests start: their caches begin empty."""
     return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(iter(["def f(x): return x"]), 260).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def halves(pool: WorkerPool, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folders with the checkpoint of step 5, by layout and tied or not."""
+    folders: dict[Any, Path] = {}
+
+    def half(number: int, tied: bool) -> Path:
+        if (number, tied) not in folders:
+            folder = folders[number, tied] = tmp_path_factory.mktemp("half")
+            config = checkpoints.first_half(folder, checkpoints.LAYOUTS[number])
+            checkpoints.run(pool, config, checkpoints.model_of(tied), tokenizer)
+        return folders[number, tied] / "step_00000005"
+
+    return half
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(vocab_size=260).save_pretrained(folder)
+    train_bpe(iter(["def f(x): return x"]), 260).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def make_job(model_folder: Path, tmp_path: Path) -> Callable[..., Job]:
+    """Makes a job of one process and 20 steps in a sweep; `training__seed=1` changes training.seed."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def f{i}(x): return x + {i}\n" for i in range(999)))
+
+    def make(name: str, **changes: Any) -> Job:
+        config: dict[str, dict[str, Any]] = {
+            "distributed": {"use_cpu": True},
+            "model": {"name": str(model_folder), "dtype": "float64"},
+            "training": {"total_train_steps": 20, "seq_length": 16, "micro_batch_size": 4},
+            "dataset": {"name": str(text)},
+            "logging": {"log_frequency": 1000},
+        }
+        for key, value in changes.items():
+            section, _, option = key.partition("__")
+            config.setdefault(section, {})[option] = value
+        job = Job(tmp_path / "a sweep" / name, name)
+        job.folder.mkdir(parents=True, exist_ok=True)
+        job.config_file.write_text(json.dumps(config))
+        return job
+
+    return make

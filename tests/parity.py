@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from picotron.config import Config
 from picotron.pipeline_parallel.schedules import SCHEDULES
 from tests.oracle import make_config, oracle_training, random_tokens, relative_error, tiny_llama
-from tests.test_pipeline_parallel import train
+from tests.training import train
 from tests.worker_pool import WorkerPool
 
 LIMIT = 1e-9

@@ -17,18 +17,10 @@ from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model import fused_attention
 from picotron.process_group_manager import local_positions, setup_process_group_manager
-from tests.oracle import (
-    assert_close,
-    assert_equals_training,
-    make_config,
-    oracle_training,
-    random_tokens,
-    tiny_llama,
-)
-from tests.test_pipeline_parallel import all_stages, layout_name, stage_of, train
+from tests.oracle import assert_close, assert_equals_training, make_config, oracle_training, random_tokens, tiny_llama
+from tests.training import CPU, all_stages, layout_name, stage_of, train
 from tests.worker_pool import WorkerPool
 
-CPU = torch.device("cpu")
 ENGINES = [(engine, sharding) for engine in ("ring", "all_gather", "ulysses") for sharding in ("zigzag", "contiguous")]
 
 
@@ -201,42 +193,6 @@ def test_what_has_been_sent_is_freed(pool: WorkerPool) -> None:
     """No more in memory than what this rank works with and what is on its way to it."""
     forward, backward = [(2, 0)] * 3, [(2, 0), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (1, 2)]
     assert pool.run(tensors_that_travel, 4) == [forward + backward] * 4
-
-
-def test_positions() -> None:
-    assert [local_positions(8, 2, rank, "zigzag").tolist() for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert [local_positions(9, 3, rank, "contiguous").tolist() for rank in (0, 1, 2)] == [
-        [0, 1, 2],
-        [3, 4, 5],
-        [6, 7, 8],
-    ]
-    for sharding in ("zigzag", "contiguous"):
-        assert local_positions(8, 1, 0, sharding).tolist() == list(range(8))
-
-
-def batches_of_a_rank(sharding: str) -> list[Tensor]:
-    cp = dist.get_world_size()
-    setup_process_group_manager(1, cp, 1, 1)
-    config = make_config(
-        distributed__cp_size=cp, distributed__cp_sharding=sharding, training__seq_length=12, dataset__shuffle=False
-    )
-    loader = MicroBatchDataLoader(random_tokens(), config, CPU)
-    assert loader.seq_length_per_gpu == 12 // cp
-    batch = next(loader)
-    assert all(batch[name].shape == (2, 12 // cp) for name in ("input_ids", "target_ids", "position_ids"))
-    return [batch[name] for name in ("input_ids", "target_ids", "position_ids")]
-
-
-@pytest.mark.parametrize("sharding", ["zigzag", "contiguous"])
-def test_every_rank_gets_its_tokens_with_their_targets(pool: WorkerPool, sharding: str) -> None:
-    stream = torch.from_numpy(random_tokens()[:25].astype("int64"))
-    seen = torch.zeros(2, 12)
-    for ids, targets, positions in pool.run(batches_of_a_rank, 3, sharding):
-        for row in (0, 1):
-            assert torch.equal(ids[row], stream[12 * row + positions[row]])
-            assert torch.equal(targets[row], stream[12 * row + positions[row] + 1])
-            seen[row, positions[row]] += 1
-    assert (seen == 1).all()
 
 
 # ------------------------------------------------------------------------------------------------------ the whole model

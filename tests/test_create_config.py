@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,8 @@ import pytest
 
 import create_config
 from picotron.config_reader import load_config
-from picotron.jobs import Job, find_jobs
-from picotron.sweep import folder_names
-from tests.test_train import metrics, run
+from picotron.jobs import find_jobs
+from tests.program import metrics, run
 
 BASE: dict[str, Any] = {
     "$schema": "config.schema.json",
@@ -102,16 +99,6 @@ def test_one_config_is_the_base_with_the_flags(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_names_tell_what_varies(tmp_path: Path) -> None:
-    folder = create(tmp_path, "--mbs", 8, "--tp", 1, 4, "--dp", 2, "--training.learning_rate", "1e-3", "3e-4")
-    assert sorted(configs(folder)) == [f"tp{tp}_learning_rate{lr}" for tp in (1, 4) for lr in ("0.0003", "0.001")]
-    folder = create(tmp_path, "--use_fused_adam", "true", "false", "--dp", 2, "--pp", 1, exp_name="switch")
-    assert {name: c["model"]["use_fused_adam"] for name, c in configs(folder).items()} == {
-        "use_fused_adamtrue": True,
-        "use_fused_adamfalse": False,
-    }
-
-
 def test_every_key_can_vary(tmp_path: Path) -> None:
     steps = create(tmp_path, "--pp", 2, "--logging.trace_steps", "[1]", "[1,2]", "null")
     assert {name: c["logging"]["trace_steps"] for name, c in configs(steps).items()} == {
@@ -143,38 +130,6 @@ def test_axes_that_are_not_given(tmp_path: Path) -> None:
 
 
 UGLY = 'it\'s "a" $(touch pwned) `x`; rm -rf *'
-
-
-def test_names_that_a_shell_would_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An experiment keeps its name, quoted where a command is printed; values become plain words, all different."""
-    folder = create(
-        tmp_path, "--logging.run_name", UGLY, UGLY.upper(), UGLY + "!", "a/../..", "a/../../", "é", exp_name=UGLY
-    )
-    found = configs(folder)
-    assert [c["logging"]["run_name"] for c in found.values()].count(UGLY) == 1
-    assert len({name.lower() for name in found}) == 6
-    assert {path.parent for path in (tmp_path / "out").rglob("config.json")} == {folder / name for name in found}
-    for name in found:
-        assert shlex.quote(name) == name
-        assert load_config(["--config", f"{folder}/{name}/config.json"]).checkpoint.save_dir == f"{folder}/{name}/run"
-    python, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    assert Path(python).samefile(sys.executable)
-    assert words == ["submit_slurm_jobs.py", "--inp_dir", str(folder), "--local"]
-
-
-def test_different_combinations_have_different_names() -> None:
-    values = ["1", "1_b2", "2", "1-b2", "1 b2", "x" * 300, "x" * 299, "", " "]
-    found = [{"logging.run_name": a, "dataset.name": b, "model.name": b} for a in values for b in values]
-    names = folder_names(found)
-    assert len(set(names)) == len(values) ** 2
-    assert names[0].startswith("run_name1_dataset_name1_model_name1")
-    assert max(map(len, names)) < 200
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "../up", "/tmp/x", "a/b", "a\nb", "a\0b"])
-def test_an_experiment_stays_in_its_folder(tmp_path: Path, name: str) -> None:
-    assert "should be the name of one folder" in mistake(tmp_path, exp_name=name)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -225,48 +180,6 @@ def test_a_token_of_the_base_is_not_written(tmp_path: Path, capsys: pytest.Captu
 def test_mistakes(tmp_path: Path, words: list[str], message: str) -> None:
     assert message in mistake(tmp_path, *words)
     assert not (tmp_path / "out").exists()
-
-
-def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = create(tmp_path, "--tp", 1, 2)
-    first = Job(folder / "tp1", "tp1")
-    (first.run_folder).mkdir()
-    (first.run_folder / "metrics.jsonl").write_text("of the first config\n")
-    first.set_status("completed")
-    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
-
-    def unchanged() -> bool:
-        return before.items() <= {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in before if p.exists()}.items()
-
-    create(tmp_path, "--tp", 1, 2, 4)
-    assert f"3 configs in {folder}: 1 written, 2 there already" in capsys.readouterr().out
-    assert unchanged()
-    message = mistake(tmp_path, "--tp", 1, 2, 8, "--training.seed", 5)
-    assert f"there are 2 other configs already, as {folder}/tp1/config.json" in message
-    assert unchanged()
-    assert not (folder / "tp8").exists()
-    first.set_status("running")
-    assert "is running; cancel it" in mistake(tmp_path, "--tp", 1, 2, "--training.seed", 5, "--overwrite")
-    first.set_status("completed")
-
-    create(tmp_path, "--tp", 1, 2, "--training.seed", 5, "--overwrite")
-    assert first.status == "init"
-    assert sorted(path.name for path in first.folder.iterdir()) == ["config.json", "earlier.1"]
-    for path, (content, _) in before.items():
-        if path.parts[-2] != "tp4":
-            moved = folder / path.relative_to(folder).parts[0] / "earlier.1" / Path(*path.relative_to(folder).parts[1:])
-            assert moved.read_bytes() == content
-    assert all(c["training"]["seed"] == 5 for name, c in configs(folder).items() if name != "tp4")
-
-
-def test_a_sweep_and_a_single_run_do_not_share_a_folder(tmp_path: Path) -> None:
-    create(tmp_path, "--tp", 1, 2)
-    assert "is that of a sweep" in mistake(tmp_path, "--tp", 1)
-    folder = create(tmp_path, "--tp", 1, exp_name="one")
-    (folder / "run").mkdir()
-    (folder / "run" / "config.json").write_text("{}")
-    create(tmp_path, "--tp", 1, exp_name="one")
-    assert "is that of a single run" in mistake(tmp_path, "--tp", 1, 2, exp_name="one")
 
 
 def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,26 +3,16 @@
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from picotron import process_group_manager as pgm
-from picotron.checkpoint import Checkpoint
-from picotron.checkpoint_writer import CheckpointWriter
 from picotron.config import Config
-from picotron.data import MicroBatchDataLoader, Progress, order_of_samples
 from picotron.data_parallel import bucket as bucket_module
-from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
-from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
-from picotron.pipeline_parallel.pipeline_parallel import hidden_states_shape
-from picotron.pipeline_parallel.plan import make_plan
+from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.utils import all_reduce
 from tests.oracle import (
     assert_close,
     assert_equals_training,
@@ -32,59 +22,14 @@ from tests.oracle import (
     random_tokens,
     tiny_llama,
 )
+from tests.training import train_steps
 from tests.worker_pool import WorkerError, WorkerPool
-from train import pick_train_step
 
 WRAPPERS = {
     "naive": DataParallelNaive,
     "bucket": DataParallelBucket,
     "small buckets": lambda model: DataParallelBucket(model, bucket_mb=0.02),
 }
-
-
-def train_steps(
-    model: DataParallel,
-    config: Config,
-    model_config: Any,
-    look: Callable[[], Any] = lambda: None,
-    checkpoint: Checkpoint | None = None,
-    tokenizer: Path | None = None,
-) -> tuple[list[float], list[float], Any]:
-    """The losses and gradient norms of a run on random tokens, and what `look` finds after the first backward.
-
-    It goes on from `checkpoint`, and writes checkpoints if it has a tokenizer.
-    """
-    device, grid, tokens = torch.device("cpu"), pgm.process_group_manager, random_tokens()
-    llama = getattr(model.module, "module", model.module)
-    order = order_of_samples(tokens, config)
-    progress = checkpoint.progress(order) if checkpoint else Progress()
-    loader = MicroBatchDataLoader(tokens, config, device, progress.samples)
-    dtype = getattr(torch, config.model.dtype)
-    take_step = pick_train_step(
-        config, make_plan(config, model_config), hidden_states_shape(config, model_config), device, dtype
-    )
-    optimizer = AdamW(model.parameters(), config.training, fused=config.model.use_fused_adam)
-    if checkpoint:
-        checkpoint.restore(optimizer, llama)
-    scheduler = make_scheduler(optimizer, config.training, progress.step)
-    writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, order) if tokenizer else None
-    losses, norms, found = [], [], []
-    while not progress.is_end(config.training):
-        loss = take_step(model, loader).double()
-        found = found or [look()]
-        all_reduce(loss, grid.cp_dp_group, torch.distributed.ReduceOp.AVG)
-        all_reduce(loss, grid.pp_group)
-        losses.append(loss.item())
-        norms.append(clip_grad_norm(model, config.training.max_grad_norm).item())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        progress = progress.after_step(config)
-        if writer:
-            writer.after_step(progress, 0)
-    if writer:
-        writer.wait()
-    return losses, norms, found[0] if found else None
 
 
 def train(config: Config, model_config: Any, wrapper: str) -> dict[str, Any]:

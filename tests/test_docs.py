@@ -5,7 +5,6 @@ import functools
 import io
 import itertools
 import logging
-import math
 import re
 import runpy
 import shlex
@@ -15,21 +14,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch.distributed.run import get_args_parser
 
 from benchmarks.workload import arguments
 from docs import make
 from docs.code_lines import line_of, with_lines
-from docs.fake_ranks import fake_rank
 from docs.make import ROOT, Block, Workspace, blocks, keep, shape
-from docs.run_pictures import micro_batches
-from docs.solutions import checkpoints, sweeps, training_step
-from picotron.config import Config, Training
-from picotron.config_reader import load_config
-from picotron.optimizer import learning_rate_factor
 
 PAGES = make.pages()
 ALL_BLOCKS = [pytest.param(page, block, id=f"{page.name}:{block.line}") for page in PAGES for block in blocks(page)]
@@ -285,60 +275,3 @@ def test_lines_of_links_and_files() -> None:
     )
     with pytest.raises(LookupError, match=r"model\.py defines no Llama\.backward"):
         line_of("Llama.backward", ROOT / "picotron" / "model.py")
-
-
-# ------------------------------------------------------------------------------------------------------- exercises
-
-
-def small_config(*overrides: str) -> Config:
-    return load_config(["--config", "docs/small.json", *overrides])
-
-
-def test_exercise_places_of_samples() -> None:
-    """The loader's ranks are asked, in the picture's way."""
-    overrides = ["--distributed.dp_size", "2", "--training.gradient_accumulation_steps", "3"]
-    config = small_config(*overrides)
-    for dp_rank in range(2):
-        with fake_rank(dp_rank, config):
-            for i, rows in enumerate(micro_batches(config)):
-                for row, sample in enumerate(rows):
-                    assert training_step.place_of_sample(sample, config) == (0, i, dp_rank, row)
-    assert training_step.place_of_sample(12 * 5 + 7, config) == (5, 1, 1, 1)
-
-
-def test_exercise_warmup_stable_decay() -> None:
-    training = Training(total_train_steps=100, warmup_steps=10, min_lr_ratio=0.1)
-    factor, ours = training_step.warmup_stable_decay(training, 20), learning_rate_factor(training)
-    assert [factor(step) for step in range(11)] == [ours(step) for step in range(11)]
-    assert {factor(step) for step in range(10, 81)} == {1.0}
-    assert factor(90) == pytest.approx(0.55)
-    assert factor(100) == pytest.approx(0.1)
-
-
-def test_exercise_mean_loss() -> None:
-    logits, targets = torch.randn(12, 5), torch.randint(5, (12,))
-    losses = [F.cross_entropy(logits[part], targets[part]).item() for part in (slice(0, 3), slice(3, 12))]
-    assert training_step.mean_loss(losses, [3, 9]) == pytest.approx(F.cross_entropy(logits, targets).item())
-
-
-def test_exercise_safetensors(tmp_path: Path) -> None:
-    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5, 2, dtype=torch.float64)}
-    save_file(tensors, tmp_path / "model-00001-of-00002.safetensors", {"format": "pt"})
-    save_file({"c": torch.ones(7)}, tmp_path / "model-00002-of-00002.safetensors", {"format": "pt"})
-    save_file({"a": torch.ones(3, 4)}, tmp_path / "exp_avg.safetensors", {"format": "pt"})
-    for name, tensor in tensors.items():
-        for row in range(len(tensor)):
-            found = checkpoints.read_row(tmp_path / "model-00001-of-00002.safetensors", name, row)
-            assert found == tensor[row].numpy().tobytes()
-    assert checkpoints.sizes(tmp_path) == {"exp_avg": (12, 48), "model": (29, 156)}
-
-
-def test_exercise_sweeps(tmp_path: Path) -> None:
-    for n in (1, 2, 8, 12, 30):
-        sizes = [size for size in range(1, n + 1) if n % size == 0]
-        listed = [layout for layout in itertools.product(sizes, repeat=4) if math.prod(layout) == n]
-        assert sweeps.number_of_layouts(n) == len(listed)
-    table = "name,status,final_loss\na,completed,3.5\nb,fail,1.5\nc,completed,2.5\nd,init,\n"
-    (tmp_path / "metrics.csv").write_text(table)
-    assert sweeps.best_run(tmp_path / "metrics.csv") == "c"
-    assert [sweeps.waits_for(job, 2) for job in range(5)] == [None, None, 0, 1, 2]

@@ -1,5 +1,7 @@
 """The exercises of docs/*.md: solutions are right, and a classic mistake fails the test that its page names."""
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,24 +12,29 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 from docs import count
+from docs.fake_ranks import fake_rank
 from docs.mistakes import MISTAKES
+from docs.run_pictures import micro_batches
+from docs.solutions import checkpoints, sweeps, training_step
 from docs.solutions.join_attention import join
 from docs.solutions.parallel_mlp import parallel_mlp
 from docs.solutions.ring_all_reduce import ring_all_reduce
 from docs.solutions.striped import pairs, striped_positions
-from picotron.config import UserError
+from picotron.config import Config, Training, UserError
+from picotron.config_reader import load_config
 from picotron.context_parallel.block_attention import block_forward
+from picotron.optimizer import learning_rate_factor
 from picotron.pipeline_parallel.actions import AnyAction, parse_action
 from picotron.pipeline_parallel.schedule_csv import read_csv
 from picotron.pipeline_parallel.schedules import build
 from picotron.pipeline_parallel.simulate import peak_activations, simulate
 from picotron.process_group_manager import local_positions
 from tests.oracle import assert_close, assert_equals_training, oracle_training, random_tokens, tiny_llama
-from tests.test_executor import run_config
-from tests.test_pipeline_parallel import train
+from tests.training import pipeline_config, train
 from tests.worker_pool import WorkerPool
 
 SOLUTIONS = Path("docs/solutions")
@@ -144,7 +151,7 @@ def test_schedules_that_beat_1f1b(pool: WorkerPool, name: str, bubble: float, ac
     assert simulate(schedule).bubble == pytest.approx(bubble)
     assert bubble < simulate(usual).bubble
     assert max(map(peak_activations, schedule.programs)) == activations
-    config = run_config(f"csv:{path}", 4, 8, training__total_train_steps=2)
+    config = pipeline_config(f"csv:{path}", 4, 8, training__total_train_steps=2)
     expected = oracle_training(config, tiny_llama(num_hidden_layers=4), random_tokens())
     for result in pool.run(train, 4, config, tiny_llama(num_hidden_layers=4)):
         assert_equals_training(result, expected)
@@ -185,3 +192,57 @@ def test_stripes_are_nearly_balanced(cp: int) -> None:
     assert {sum(each) for each in work.values()} == {64 * 65 // 2}
     busiest: dict[str, Any] = {name: max(each) * cp / sum(each) for name, each in work.items()}
     assert busiest["zigzag"] == 1 < busiest["striped"] < 1.12 < busiest["contiguous"]
+
+
+def small_config(*overrides: str) -> Config:
+    return load_config(["--config", "docs/small.json", *overrides])
+
+
+def test_exercise_places_of_samples() -> None:
+    """The loader's ranks are asked, in the picture's way."""
+    overrides = ["--distributed.dp_size", "2", "--training.gradient_accumulation_steps", "3"]
+    config = small_config(*overrides)
+    for dp_rank in range(2):
+        with fake_rank(dp_rank, config):
+            for i, rows in enumerate(micro_batches(config)):
+                for row, sample in enumerate(rows):
+                    assert training_step.place_of_sample(sample, config) == (0, i, dp_rank, row)
+    assert training_step.place_of_sample(12 * 5 + 7, config) == (5, 1, 1, 1)
+
+
+def test_exercise_warmup_stable_decay() -> None:
+    training = Training(total_train_steps=100, warmup_steps=10, min_lr_ratio=0.1)
+    factor, ours = training_step.warmup_stable_decay(training, 20), learning_rate_factor(training)
+    assert [factor(step) for step in range(11)] == [ours(step) for step in range(11)]
+    assert {factor(step) for step in range(10, 81)} == {1.0}
+    assert factor(90) == pytest.approx(0.55)
+    assert factor(100) == pytest.approx(0.1)
+
+
+def test_exercise_mean_loss() -> None:
+    logits, targets = torch.randn(12, 5), torch.randint(5, (12,))
+    losses = [F.cross_entropy(logits[part], targets[part]).item() for part in (slice(0, 3), slice(3, 12))]
+    assert training_step.mean_loss(losses, [3, 9]) == pytest.approx(F.cross_entropy(logits, targets).item())
+
+
+def test_exercise_safetensors(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5, 2, dtype=torch.float64)}
+    save_file(tensors, tmp_path / "model-00001-of-00002.safetensors", {"format": "pt"})
+    save_file({"c": torch.ones(7)}, tmp_path / "model-00002-of-00002.safetensors", {"format": "pt"})
+    save_file({"a": torch.ones(3, 4)}, tmp_path / "exp_avg.safetensors", {"format": "pt"})
+    for name, tensor in tensors.items():
+        for row in range(len(tensor)):
+            found = checkpoints.read_row(tmp_path / "model-00001-of-00002.safetensors", name, row)
+            assert found == tensor[row].numpy().tobytes()
+    assert checkpoints.sizes(tmp_path) == {"exp_avg": (12, 48), "model": (29, 156)}
+
+
+def test_exercise_sweeps(tmp_path: Path) -> None:
+    for n in (1, 2, 8, 12, 30):
+        sizes = [size for size in range(1, n + 1) if n % size == 0]
+        listed = [layout for layout in itertools.product(sizes, repeat=4) if math.prod(layout) == n]
+        assert sweeps.number_of_layouts(n) == len(listed)
+    table = "name,status,final_loss\na,completed,3.5\nb,fail,1.5\nc,completed,2.5\nd,init,\n"
+    (tmp_path / "metrics.csv").write_text(table)
+    assert sweeps.best_run(tmp_path / "metrics.csv") == "c"
+    assert [sweeps.waits_for(job, 2) for job in range(5)] == [None, None, 0, 1, 2]

@@ -18,7 +18,7 @@ from picotron.explain import Step, play, play_stages, take_a_step
 from picotron.fake_group import Message, message
 from picotron.pipeline_parallel.plan import make_plan
 from tests.oracle import make_config, random_tokens, tiny_llama
-from tests.test_pipeline_parallel import CPU, layout_name, stage_of
+from tests.training import CPU, layout_name, stage_of
 from tests.worker_pool import WorkerPool
 from train import build_model, pick_train_step
 

@@ -1,6 +1,7 @@
-"""Which layers a stage holds: written layouts, balanced ones, and what they cost. More in test_pipeline_order.py."""
+"""Which layers a stage holds: written layouts, balanced ones, and what they cost."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -97,6 +98,44 @@ def test_table() -> None:
         "rank 2  stage 2: layers 3-4             stage 3: layers 5-6",
     ]
     assert "rank 2  stage 2: layers 3-4             stage 5: head" in format_layout(layout, pp=3)
+
+
+def all_splits(layers: int, stages: int) -> Any:
+    if stages == 1:
+        yield [layers]
+        return
+    for first in range(1, layers - stages + 2):
+        for rest in all_splits(layers - first, stages - 1):
+            yield [first, *rest]
+
+
+@pytest.mark.parametrize("head", [0.0, 0.4, 1.0, 2.3, 7.0])
+def test_no_other_split_has_a_lighter_heaviest_stage(head: float) -> None:
+    layer, embedding = Cost(1.0, 10), Cost(0.0, 25)
+    for stages in range(1, 5):
+        for layers in range(stages, 10):
+
+            def heaviest(counts: list[int]) -> Cost:
+                costs = [Cost(count * layer.flops, count * layer.parameters) for count in counts]
+                costs[0] += embedding
+                costs[-1] += Cost(head, 25)
+                return max(costs)
+
+            ranges = _hand_out(layers, stages, layer, embedding, Cost(head, 25))
+            assert [i for r in ranges for i in r] == list(range(layers))
+            assert min(len(r) for r in ranges) >= 1
+            assert heaviest([len(r) for r in ranges]) == min(map(heaviest, all_splits(layers, stages)))
+
+
+def test_ends_with_a_large_vocabulary_get_fewer_layers() -> None:
+    """The shape of Llama 3.1 8B: its head takes as long as two layers."""
+    config = tiny_llama(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8,
+    )  # fmt: skip
+    assert [len(r) for r in balanced_layers(config, 4, 8192)] == [8, 8, 9, 7]
+    tiny = tiny_llama(num_hidden_layers=8)
+    assert [len(r) for r in balanced_layers(tiny, 4, 16)] == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("placement", ["loop", "V"])

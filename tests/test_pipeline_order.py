@@ -8,21 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from picotron import process_group_manager as pgm
-from picotron.config import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.pipeline_parallel import pipeline_parallel
-from picotron.pipeline_parallel.layout import Cost, _hand_out, balanced_layers
-from picotron.pipeline_parallel.plan import make_plan
-from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
-from picotron.process_group_manager import setup_process_group_manager
+from picotron.pipeline_parallel.schedules import build
 from tests.oracle import make_config, tiny_llama
-from tests.test_pipeline_parallel import CPU, STEPS, Loader, batches, stage_of
-from tests.worker_pool import WorkerError, WorkerPool
+from tests.test_pipeline_parallel import STEPS
+from tests.training import CPU, Loader, batches, stage_of
+from tests.worker_pool import WorkerPool
 
 GRID = [(stages, micro_batches) for stages in range(1, 7) for micro_batches in range(1, 10)]
 SHORT = {"recv_forward": "rF", "send_forward": "sF", "recv_backward": "rB", "send_backward": "sB"}
@@ -162,6 +158,14 @@ def test_forwards_and_backwards_alternate_as_in_torch(
             assert [e[0] for e in events if e[0] in "FB"] == [kind for kind in expected if kind in "FB"]
 
 
+@pytest.mark.parametrize("engine", STEPS)
+def test_the_loops_in_pipeline_parallel_do_what_the_programs_say(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for pp, microbatches in GRID:
+        for rank, program in enumerate(build(engine, pp, microbatches).programs):
+            events = [e for e in trace(engine, rank, pp, microbatches, monkeypatch) if e[0] in "FB"]
+            assert [f"{rank}{e.rstrip('*')}" for e in events] == list(map(str, program))
+
+
 # ----------------------------------------------------------------------------------------------- what a real step does
 
 
@@ -252,138 +256,3 @@ def test_a_profile_reads_as_the_schedule(pool: WorkerPool) -> None:
     assert first[0] == ["F0", "F1", "B0", "B1"]
     assert last[0] == ["F0", "B0", "F1", "B1"]
     assert first[1] == [f"[rank 0, stage 0] {name}" for name in ("F0", "F1", "B0", "B1")]
-
-
-# ------------------------------------------------------------------------------------------------------- messages
-
-
-def messages() -> list[Any]:
-    """Forward and backward along three stages, one way and both ways at once."""
-    grid = setup_process_group_manager(1, 1, 3, 1)
-    rank, shape = grid.pp_rank, (2, 3)
-    mine = torch.full(shape, float(rank), dtype=torch.bfloat16).t().contiguous().t()  # need not be contiguous
-
-    def talk(operation: str, **more: Any) -> Tensor | None:
-        return pipeline_communicate(operation, CPU, torch.bfloat16, **more)
-
-    x = talk("recv_forward", shapes=shape)
-    talk("send_forward", tensor=mine)
-    dy = talk("recv_backward", shapes=shape)
-    talk("send_backward", tensor=mine, shapes=shape)
-    if rank == 1:
-        both = [
-            bidirectional_pipeline_communicate("send_fwd_recv_bwd", mine, shape, CPU, torch.bfloat16),
-            bidirectional_pipeline_communicate("send_bwd_recv_fwd", mine, shape, CPU, torch.bfloat16),
-        ]
-    else:
-        operation = "send_fwd_recv_bwd" if rank == 0 else "send_bwd_recv_fwd"
-        other = "send_bwd_recv_fwd" if rank == 0 else "send_fwd_recv_bwd"
-        assert bidirectional_pipeline_communicate(other, mine, shape, CPU, torch.bfloat16) is None  # no neighbour
-        both = [bidirectional_pipeline_communicate(operation, mine, shape, CPU, torch.bfloat16)]
-        if rank == 2:
-            both = both[::-1]
-    return [None if t is None else (t.dtype, tuple(t.shape), t[0, 0].item(), t.requires_grad) for t in (x, dy, *both)]
-
-
-def test_messages_reach_the_neighbour(pool: WorkerPool) -> None:
-    def got(rank: int, activation: bool) -> tuple[Any, ...]:
-        return torch.bfloat16, (2, 3), float(rank), activation  # an activation gets a gradient
-
-    first, middle, last = pool.run(messages, 3)
-    assert first == [None, got(1, False), got(1, False)]
-    assert middle == [got(0, True), got(2, False), got(2, False), got(0, True)]
-    assert last == [got(1, True), None, got(1, True)]
-
-
-def every_handle_is_waited_on() -> bool:
-    grid = setup_process_group_manager(1, 1, 2, 1)
-    waited, batches = [], []
-
-    def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Any]:
-        assert all(operation.group is grid.pp_group for operation in operations)
-        batches.append(len(operations))
-        return [SimpleNamespace(wait=lambda: waited.append(1)) for _ in operations]
-
-    original, dist.batch_isend_irecv = dist.batch_isend_irecv, batch_isend_irecv
-    try:
-        x = torch.zeros(1)
-        for operation in ("recv_forward", "send_forward", "recv_backward", "send_backward"):
-            pipeline_communicate(operation, CPU, torch.float32, x, (1,))
-        for operation in ("send_fwd_recv_bwd", "send_bwd_recv_fwd"):
-            bidirectional_pipeline_communicate(operation, x, (1,), CPU, torch.float32)
-    finally:
-        dist.batch_isend_irecv = original
-    return batches == [1, 1, 2] and len(waited) == 4
-
-
-def test_messages_go_in_batches_on_the_pp_group(pool: WorkerPool) -> None:
-    assert pool.run(every_handle_is_waited_on, 2) == [True, True]
-
-
-def wrong_message(kind: str) -> None:
-    setup_process_group_manager(1, 1, 2, 1)
-    x = torch.zeros(2, 3, dtype=torch.float64 if kind == "dtype" else torch.float32)
-    shape = (3, 2) if kind == "shape" else (2, 3)
-    if kind == "both ways":
-        bidirectional_pipeline_communicate("send_fwd_recv_bwd", x, (2, 4), CPU, torch.float32)
-    pipeline_communicate("send_forward", CPU, torch.float32, x, shape)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("dtype", r"stage 0 wants to send torch.float64 \[2, 3\] on cpu, but torch.float32 \[2, 3\] on cpu was announced"),
-        ("shape", r"torch.float32 \[2, 3\] on cpu, but torch.float32 \[3, 2\] on cpu was announced"),
-        ("both ways", r"but torch.float32 \[2, 4\] on cpu was announced"),
-    ],
-)  # fmt: skip
-def test_what_was_not_announced_is_not_sent(pool: WorkerPool, kind: str, message: str) -> None:
-    with pytest.raises(WorkerError, match=message):
-        pool.run(wrong_message, 2, kind)
-
-
-# --------------------------------------------------------------------------------------------------------- layers
-
-
-def all_splits(layers: int, stages: int) -> Any:
-    if stages == 1:
-        yield [layers]
-        return
-    for first in range(1, layers - stages + 2):
-        for rest in all_splits(layers - first, stages - 1):
-            yield [first, *rest]
-
-
-@pytest.mark.parametrize("head", [0.0, 0.4, 1.0, 2.3, 7.0])
-def test_no_other_split_has_a_lighter_heaviest_stage(head: float) -> None:
-    layer, embedding = Cost(1.0, 10), Cost(0.0, 25)
-    for stages in range(1, 5):
-        for layers in range(stages, 10):
-
-            def heaviest(counts: list[int]) -> Cost:
-                costs = [Cost(count * layer.flops, count * layer.parameters) for count in counts]
-                costs[0] += embedding
-                costs[-1] += Cost(head, 25)
-                return max(costs)
-
-            ranges = _hand_out(layers, stages, layer, embedding, Cost(head, 25))
-            assert [i for r in ranges for i in r] == list(range(layers))
-            assert min(len(r) for r in ranges) >= 1
-            assert heaviest([len(r) for r in ranges]) == min(map(heaviest, all_splits(layers, stages)))
-
-
-def test_ends_with_a_large_vocabulary_get_fewer_layers() -> None:
-    """The shape of Llama 3.1 8B: its head takes as long as two layers."""
-    config = tiny_llama(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8,
-    )  # fmt: skip
-    assert [len(r) for r in balanced_layers(config, 4, 8192)] == [8, 8, 9, 7]
-    tiny = tiny_llama(num_hidden_layers=8)
-    assert [len(r) for r in balanced_layers(tiny, 4, 16)] == [2, 2, 2, 2]
-
-
-def test_too_few_layers() -> None:
-    make_plan(make_config(distributed__pp_size=3), tiny_llama())
-    with pytest.raises(UserError, match="make 4 stages, which need a layer each, but num_hidden_layers=3; use fewer"):
-        make_plan(make_config(distributed__pp_size=4), tiny_llama())

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
@@ -17,13 +16,11 @@ from picotron.data import MicroBatchDataLoader, hold_out
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.pipeline_parallel.executor import pick_evaluation
 from picotron.pipeline_parallel.pipeline_parallel import (
-    PipelineParallel,
     hidden_states_shape,
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
 from picotron.pipeline_parallel.plan import make_plan
-from picotron.process_group_manager import setup_process_group_manager
 from picotron.utils import all_reduce
 from tests.oracle import (
     assert_close,
@@ -35,40 +32,9 @@ from tests.oracle import (
     random_tokens,
     tiny_llama,
 )
-from tests.test_data_parallel import train_steps
-from tests.test_tensor_parallel import gathered
+from tests.training import CPU, Loader, all_stages, batches, layout_name, stage_of, train
 from tests.worker_pool import WorkerPool
-from train import build_model, train_step
-
-CPU = torch.device("cpu")
-
-
-def stage_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> PipelineParallel:
-    """This rank's part of the model, as train.py builds it."""
-    layout = config.distributed
-    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    return build_model(config, model_config, make_plan(config, model_config), CPU, dtype)
-
-
-def all_stages(model: nn.Module, attribute: str) -> dict[str, Tensor]:
-    """The parameters (`data`) or gradients (`main_grad`) of the whole model by name."""
-    grid = pgm.process_group_manager
-    parts: list[dict[str, Tensor]] = [{} for _ in range(grid.pp_world_size)]
-    dist.all_gather_object(parts, gathered(model, attribute), group=grid.pp_group)
-    whole: dict[str, Tensor] = {}
-    for part in parts:
-        for name, tensor in part.items():
-            assert torch.equal(tensor, whole.setdefault(name, tensor)), f"the copies of {name} differ"
-    return whole
-
-
-def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
-    stage = stage_of(config, model_config)
-    model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
-    losses, norms, gradients = train_steps(model, config, model_config, lambda: all_stages(stage.module, "main_grad"))
-    weights = all_stages(stage.module, "data")
-    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": weights}
-
+from train import train_step
 
 LAYERS = {2: 3, 3: 5, 4: 6}  # never the same number for every stage
 LAYOUTS: list[dict[str, Any]] = [{"pp_size": p} | more for p in LAYERS for more in ({}, {"dp_size": 2}, {"tp_size": 2})]
@@ -83,10 +49,6 @@ SOME = [
     for i, layout in enumerate(LAYOUTS)
     if layout.keys() == {"pp_size"} or (layout["pp_size"] == 2 and i % 2 == shift)
 ]
-
-
-def layout_name(value: Any) -> str | None:
-    return " ".join(f"{k.removesuffix('_size')}{v}" for k, v in value.items()) if isinstance(value, dict) else None
 
 
 @functools.cache
@@ -122,24 +84,6 @@ def test_ten_steps_equal_one_process(
     expected = expected_training(layout.get("dp_size", 1) * micro_batches, model_config.num_hidden_layers, tied)
     for result in pool.run(train, config.distributed.world_size, config, model_config):
         assert_equals_training(result, expected)
-
-
-def batches(count: int) -> list[dict[str, Any]]:
-    ids = torch.randint(61, (count, 2, 17), generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(16).expand(2, -1)
-    return [
-        {"input_ids": x[:, :-1], "target_ids": x[:, 1:], "position_ids": positions, "hidden_states": None} for x in ids
-    ]
-
-
-class Loader:
-    """What a step needs of a data loader."""
-
-    def __init__(self, items: list[dict[str, Any]]) -> None:
-        self.items, self.grad_acc_steps = iter(items), len(items)
-
-    def __next__(self) -> dict[str, Any]:
-        return dict(next(self.items))
 
 
 STEPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}

@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from picotron.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint
 from picotron.utils import StopSignals
+from tests.checkpoints import first_half, mistake, run_config, tensors_of, train
 from tests.oracle import tiny_llama
-from tests.test_checkpoint import first_half, mistake, run_config, tensors_of, train
-from tests.test_checkpoint import tokenizer as tokenizer
-from tests.test_train import TORCHRUN, arguments, metrics
-from tests.test_train import run as run_program
+from tests.program import TORCHRUN, arguments, metrics, same_records
+from tests.program import run as run_program
 from tests.worker_pool import WorkerError, WorkerPool
 
 KILLS = 20
@@ -91,7 +90,7 @@ def small_disk(tmp_path: Path) -> Any:
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=False)
     if mounted.returncode:
-        pytest.skip("only root can mount a small tmpfs; test_checkpoint has full disks without one")
+        pytest.skip("only root can mount a small tmpfs; test_checkpoint_writer has full disks without one")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
@@ -163,12 +162,6 @@ def start(home: Path, command: list[str], words: list[str], **environment: str) 
         check=False,
         start_new_session=True,
     )
-
-
-def same_records(first: Path, second: Path) -> bool:
-    fields = ("step", "loss", "grad_norm", "learning_rate", "tokens", "eval_loss")
-    ours, theirs = ([[line.get(field) for field in fields] for line in metrics(folder)] for folder in (first, second))
-    return ours == theirs
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,13 @@
-"""Sweeps on a real Slurm, and on this machine without one: the whole programs, on a model that trains in seconds."""
+"""Sweeps on a real Slurm, of a model that trains in seconds; its job scripts, and what it says of jobs."""
 
 import csv
 import json
 import math
 import os
 import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,49 +21,13 @@ from picotron.config_reader import parse_config
 from picotron.jobs import Job
 from picotron.run_folder import checkpoint_folders
 from picotron.slurm import Needs, render, sbatch_command, true_status
-from picotron.tokens import train_bpe
 from submit_slurm_jobs import parse
-from tests.oracle import assert_close, tiny_llama
+from tests.jobs import NASTY, log_of, processes_of, program, wait_for
+from tests.oracle import assert_close
+from tests.program import metrics, same_records
 from tests.slurm_cluster import NoSlurmError, slurm_cluster
-from tests.test_resume import same_records
-from tests.test_train import metrics
 
-NASTY = "it's $(touch executed) `touch executed` \"; touch executed; \\ %j & *"
 JOB_ID = re.compile(r"^(.+): job (\d+)", re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder, with a tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_llama(vocab_size=260).save_pretrained(folder)
-    train_bpe(iter(["def f(x): return x"]), 260).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def make_job(model: Path, tmp_path: Path) -> Callable[..., Job]:
-    """Makes a job of one process and 20 steps in a sweep; `training__seed=1` changes training.seed."""
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"def f{i}(x): return x + {i}\n" for i in range(999)))
-
-    def make(name: str, **changes: Any) -> Job:
-        config: dict[str, dict[str, Any]] = {
-            "distributed": {"use_cpu": True},
-            "model": {"name": str(model), "dtype": "float64"},
-            "training": {"total_train_steps": 20, "seq_length": 16, "micro_batch_size": 4},
-            "dataset": {"name": str(text)},
-            "logging": {"log_frequency": 1000},
-        }
-        for key, value in changes.items():
-            section, _, option = key.partition("__")
-            config.setdefault(section, {})[option] = value
-        job = Job(tmp_path / "a sweep" / name, name)
-        job.folder.mkdir(parents=True, exist_ok=True)
-        job.config_file.write_text(json.dumps(config))
-        return job
-
-    return make
 
 
 @pytest.fixture(scope="module")
@@ -79,45 +40,11 @@ def cluster(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         pytest.skip(str(error))
 
 
-def program(folder: Path, *options: str, environment: dict[str, str], code: int = 0) -> str:
-    """`python submit_slurm_jobs.py`; what it prints."""
-    command = [sys.executable, "submit_slurm_jobs.py", "--inp_dir", str(folder), *options]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert result.returncode == code, result.stdout + result.stderr
-    return result.stdout + result.stderr
-
-
-def wait_for(condition: Callable[[], Any], job: Job) -> None:
-    """Until it is true; else the test shows the job's logs."""
-    end = time.monotonic() + 200
-    while not condition():
-        logs = [path.read_text() for path in job.folder.glob("log_*.out")]
-        assert time.monotonic() < end, "\n".join([f"{job.name} is {job.status}", *logs])
-        time.sleep(0.02)
-
-
-def processes_of(job: Job) -> list[int]:
-    """The ids of the processes on this machine that train it."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # it has just ended
-            continue
-        if str(job.config_file) in words and not {"torch.distributed.run", "srun"} & set(words):
-            found.append(int(path.parent.name))
-    return found
-
-
 def slurm_facts(job_id: str, environment: dict[str, str]) -> dict[str, str]:
     """What Slurm says of a job that it still remembers."""
     command = ["scontrol", "show", "job", "--oneliner", job_id]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     return dict(word.split("=", 1) for word in output.split() if "=" in word)
-
-
-def log_of(job: Job) -> str:
-    return slurm.log_file(job).read_text()
 
 
 @pytest.mark.timeout(600)
@@ -331,75 +258,6 @@ def test_mistakes_in_the_sweep(make_job: Callable[..., Job]) -> None:
     output = program(jobs[0].folder, environment=environment, code=1)
     assert "there is no sbatch on this machine; go where Slurm is, or use --local" in output
     assert jobs[0].status == "init"
-
-
-def test_a_sweep_on_this_machine(make_job: Callable[..., Job], home: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "HOME": str(home)}
-    fails, works = make_job("1_fails", dataset__name=str(tmp_path / "later.txt")), make_job(f"2 {NASTY}")
-    sweep = works.folder.parent
-    commands = program(sweep, "--local", "--dry_run", environment=environment).splitlines()
-    assert shlex.split(commands[1])[-6:] == ["--config", str(works.config_file), *works.overrides]
-    output = program(sweep, "--local", environment=environment, code=1)
-    assert re.search(r"^1_fails: fail, \d+ s$", output, re.MULTILINE)
-    assert re.search(r"^2 .+: completed, \d+ s$", output, re.MULTILINE)
-    assert "later.txt" in log_of(fails)
-    assert len(metrics(works.run_folder)) == 20
-    assert program(sweep, "--local", environment=environment).startswith("init           0\n")
-    assert not list(tmp_path.rglob("executed"))
-
-
-@pytest.mark.parity
-def test_how_jobs_on_this_machine_end(make_job: Callable[..., Job], home: Path) -> None:
-    """By a timeout or Ctrl-C, with a checkpoint, from which they go on."""
-    environment = {**os.environ, "HOME": str(home)}
-    slow = {"training__total_train_steps": 1_000_000}
-    over_time, interrupted = make_job("1_over_time", **slow), make_job("2_interrupted", **slow)
-    later, sweep = make_job("3_later"), over_time.folder.parent
-
-    command = [sys.executable, "submit_slurm_jobs.py", "--inp_dir", str(sweep), "--local", "--timeout", "60"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        wait_for(lambda: (interrupted.run_folder / "metrics.jsonl").exists(), interrupted)
-        program(sweep, "--local", "--only", "running", environment=environment)  # leaves it alone, as does
-        assert "2_interrupted runs without Slurm" in program(sweep, "--cancel", environment=environment)
-        assert re.search("running +1\n", program(sweep, "--check_status", environment=environment))
-        process.send_signal(signal.SIGINT)
-        output = process.communicate()[0]
-    assert process.returncode == 130
-    assert re.search(r"^1_over_time: timeout, \d+ s\n2_interrupted: cancelled, \d+ s$", output, re.MULTILINE)
-    assert [job.status for job in (over_time, interrupted, later)] == ["timeout", "cancelled", "init"]
-    assert not processes_of(interrupted)
-    for job in (over_time, interrupted):
-        reached = max(checkpoint_folders(job.run_folder))
-        make_job(job.name, **slow, training__max_tokens=(reached + 3) * 64)
-    program(sweep, "--local", "--only", "timeout", "cancelled", environment=environment)
-    for job in (over_time, interrupted):
-        assert job.status == "completed"
-        assert "training goes on from" in log_of(job)
-
-
-@pytest.mark.parity
-def test_a_killed_runner(make_job: Callable[..., Job], home: Path) -> None:
-    """As long as its torchrun goes on the job is running; then whoever looks next sees that nobody runs it."""
-    job, environment = make_job("job", training__total_train_steps=1_000_000), {**os.environ, "HOME": str(home)}
-    command = [sys.executable, "submit_slurm_jobs.py", "--inp_dir", str(job.folder), "--local"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
-        wait_for(lambda: processes_of(job), job)
-        process.kill()
-    program(job.folder, "--check_status", environment=environment)
-    assert job.status == "running"
-    for each in processes_of(job):
-        os.kill(each, signal.SIGKILL)
-    wait_for(lambda: "fail           1" in program(job.folder, "--check_status", environment=environment), job)
-
-
-@pytest.mark.parity
-def test_out_of_memory(make_job: Callable[..., Job], model: Path, home: Path, tmp_path: Path) -> None:
-    shutil.copytree(model, tmp_path / "large")
-    sizes = json.loads((model / "config.json").read_text()) | {"intermediate_size": 2**40}
-    (tmp_path / "large" / "config.json").write_text(json.dumps(sizes))
-    job = make_job("job", model__name=str(tmp_path / "large"))
-    program(job.folder, "--local", environment={**os.environ, "HOME": str(home)}, code=1)
-    assert job.status == "oom", log_of(job)
 
 
 @pytest.mark.parity

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,37 +14,7 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from tests.oracle import assert_close, oracle_model
-
-TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node"]
-
-
-def run(
-    home: Path, processes: int, *arguments: str, config: str = "template/base_config.json"
-) -> subprocess.CompletedProcess[str]:
-    """`torchrun train.py` on `processes` processes; 0 is plain `python train.py`."""
-    start = [*TORCHRUN, str(processes)] if processes else [sys.executable]
-    environment = {**os.environ, "HOME": str(home)}
-    return subprocess.run(
-        [*start, "train.py", "--config", config, *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=240,
-        check=False,
-    )
-
-
-def arguments(save_dir: Path, dp: int, batch: int, **more: Any) -> list[str]:
-    keys = {
-        "distributed.dp_size": dp, "distributed.tp_size": 1, "distributed.pp_size": 1, "model.dtype": "float64", "model.num_hidden_layers": 2, "training.total_train_steps": 4,
-        "training.seq_length": 64, "training.micro_batch_size": batch, "training.gradient_accumulation_steps": 2,
-        "training.warmup_steps": 2, "training.eval_frequency": 2, "training.eval_steps": 1, "checkpoint.save_dir": save_dir, **more,
-    }  # fmt: skip
-    return [str(word) for key, value in keys.items() for word in (f"--{key}", value)]
-
-
-def metrics(save_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
+from tests.program import TORCHRUN, arguments, metrics, run
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Solutions of the exercises of docs/checkpoints.md; tests/test_docs.py checks them.
+"""Solutions of the exercises of docs/checkpoints.md; tests/test_exercises.py checks them.
 
 python -m docs.solutions.checkpoints runs/trial/step_00000003      the sizes in a checkpoint
 """

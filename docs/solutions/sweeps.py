@@ -1,4 +1,4 @@
-"""Solutions of the exercises of docs/sweeps.md; tests/test_docs.py checks them."""
+"""Solutions of the exercises of docs/sweeps.md; tests/test_exercises.py checks them."""
 
 import csv
 import math

@@ -1,4 +1,4 @@
-"""Solutions of the exercises of docs/training_step.md; tests/test_docs.py checks them."""
+"""Solutions of the exercises of docs/training_step.md; tests/test_exercises.py checks them."""
 
 from collections.abc import Callable
 

@@ -1,0 +1,136 @@
+"""How checkpoints are written: in the background, onto full disks, where old ones cannot be deleted."""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from transformers import LlamaConfig
+
+from picotron import safetensors_folder
+from picotron.checkpoint_writer import CheckpointWriter
+from picotron.config import Config
+from picotron.data import Progress
+from picotron.optimizer import AdamW
+from picotron.run_folder import checkpoint_folders
+from tests.checkpoints import first_half, mistake, model_of, run, run_config, train, warnings_of
+from tests.worker_pool import WorkerPool
+
+
+def train_while_writing(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[str, Any]:
+    """Checkpoints are only written when the step after them has changed the tensors."""
+    write, step, steps = CheckpointWriter._write, AdamW.step, []
+
+    def late(self: CheckpointWriter, progress: Progress, pieces: Any) -> None:
+        while len(steps) <= progress.step < config.training.total_train_steps and progress.step % 2:
+            time.sleep(0.001)
+        write(self, progress, pieces)
+
+    def counted(self: AdamW) -> None:
+        step(self)
+        steps.append(1)
+
+    CheckpointWriter._write, AdamW.step = late, counted  # type: ignore[method-assign]
+    try:
+        return train(config, model_config, tokenizer)
+    finally:
+        CheckpointWriter._write, AdamW.step = write, step  # type: ignore[method-assign]
+
+
+def test_asynchronous_ones_hold_the_same(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    """Copied before the next step changes the tensors; and two in a row do not get mixed up."""
+    layout, model = {"dp_size": 2, "tp_size": 2}, model_of(False)
+    for name, function in (("sync", train), ("async", train_while_writing)):
+        keys = {"checkpoint__save_frequency": 1, "checkpoint__async_save": name == "async"}
+        pool.run(function, 4, run_config(tmp_path / name, layout, **keys), model, tokenizer)
+    for step in range(1, 11):
+        first, second = (checkpoint_folders(tmp_path / name)[step] for name in ("sync", "async"))
+        for path in first.glob("*.safetensors"):
+            assert path.read_bytes() == (second / path.name).read_bytes(), path
+
+
+def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: Path, after: int) -> tuple[str, int]:
+    """The error of a run that cannot write more than so many bytes a file on its last rank, and the steps it took."""
+    write = safetensors_folder.FileWriter.write
+
+    class Full:
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+        def seek(self, start: int) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    def limited(self: Any, start: int, data: Any) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1 and start > after:
+            self.file.close()
+            self.file = Full()
+        write(self, start, data)
+
+    take_step, steps = AdamW.step, []
+
+    def counted(self: AdamW) -> None:
+        take_step(self)
+        steps.append(1)
+        time.sleep(0.3)  # for the thread, so that it is done in the next step
+
+    safetensors_folder.FileWriter.write, AdamW.step = limited, counted  # type: ignore[method-assign]
+    try:
+        return mistake(config, model_config, tokenizer), len(steps)
+    finally:
+        safetensors_folder.FileWriter.write, AdamW.step = write, take_step  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
+def test_a_full_disk_is_one_error_on_all_ranks(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path, in_background: bool
+) -> None:
+    """In the middle of a file, while the other ranks still gather; the earlier checkpoint stays and is used."""
+    layout, model = {"pp_size": 2, "tp_size": 2}, model_of(True)
+    keys = {"checkpoint__load_path": "latest", "checkpoint__async_save": in_background}
+    run(pool, first_half(tmp_path, layout, **keys), model, tokenizer)
+    config = run_config(tmp_path, layout, **keys | {"checkpoint__save_frequency": 6})
+    results = pool.run(train_on_a_full_disk, 4, config, model, tokenizer, 10_000)
+    expected = (
+        f"the checkpoint {tmp_path}/step_00000006 cannot be written: No space left on device; make room there, or choose "
+        f"another save_dir that all processes can write. Earlier checkpoints are as they were"
+    )
+    # In the background it surfaces in the next step, long before the next checkpoint is due.
+    assert results == [(expected, 2 if in_background else 1)] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
+    assert len(run(pool, run_config(tmp_path, layout, **keys), model, tokenizer)["losses"]) == 5
+
+
+def train_where_nothing_can_be_deleted(config: Config, model_config: LlamaConfig, tokenizer: Path) -> Any:
+    delete = shutil.rmtree
+
+    def refuse(path: Path) -> None:
+        raise OSError(39, "Directory not empty")  # as network file systems say of open files
+
+    shutil.rmtree = refuse  # type: ignore[assignment]
+    try:
+        return warnings_of(config, model_config, tokenizer)
+    finally:
+        shutil.rmtree = delete
+
+
+def test_what_cannot_be_deleted_does_not_stop_a_run(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "step_00000077.unfinished").mkdir()
+    config = run_config(tmp_path, {}, checkpoint__save_frequency=5, checkpoint__keep_last=1)
+    ((steps, lines),) = pool.run(train_where_nothing_can_be_deleted, 1, config, model_of(False), tokenizer)
+    assert steps == 10
+    assert f"{tmp_path}/step_00000005 cannot be deleted: Directory not empty" in lines
+    assert list(checkpoint_folders(tmp_path)) == [10]
+
+
+def test_a_tokenizer_with_a_folder_of_templates(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tokenizer, tmp_path / "tokenizer"))
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    run(pool, first_half(tmp_path / "run", {}), model_of(False), folder)
+    written = tmp_path / "run/step_00000005/additional_chat_templates/tools.jinja"
+    assert written.read_text() == "{{ messages }}"

@@ -1,0 +1,128 @@
+"""What the executor does when: activations live as long, and gradients are reduced as soon, as the schedule says."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from picotron import process_group_manager as pgm
+from picotron.config import Config
+from picotron.data_parallel.data_parallel import DataParallel
+from picotron.pipeline_parallel.actions import Action
+from picotron.pipeline_parallel.checker import add_communication
+from picotron.pipeline_parallel.executor import UNDERWAY, Executor
+from picotron.pipeline_parallel.plan import training_schedule
+from picotron.pipeline_parallel.simulate import peak_activations
+from tests.oracle import tiny_llama
+from tests.test_executor import BY_PROGRAM
+from tests.training import CPU, Loader, batches, pipeline_config, wrapped
+from tests.worker_pool import WorkerPool
+
+
+def run_observed(executor: Executor, model: DataParallel, observe: Any) -> None:
+    """A step, with `observe(action)` after each action."""
+    do = executor.do
+
+    def observed(action: Any) -> None:
+        do(action)
+        observe(action)
+
+    executor.do = observed
+    items = batches(executor.schedule.microbatches)
+    executor(model, Loader(items), (2, 16, 32), CPU, torch.float64)
+
+
+def alive(storages: list[Any]) -> int:
+    return sum(storage() is not None for storage in storages)
+
+
+def live_activations(config: Config, model_config: LlamaConfig, deallocate: bool) -> tuple[Any, Any]:
+    """After each action: of which (stage, micro-batch) autograd, or a W to come, still keeps anything; and how many
+    outputs that another rank takes are in memory.
+    """
+    model, executor = wrapped(config, model_config), Executor(training_schedule(config))
+    model.module.deallocate_outputs = deallocate
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[tuple[int, int], list[Any]] = {}
+    outputs: list[Any] = []
+    forward, rank = executor.F, pgm.process_group_manager.pp_rank
+
+    def observed_forward(action: Action) -> None:
+        key = action.stage, action.microbatch
+        kept[key] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in weights:
+                kept[key].append(weakref.ref(tensor.untyped_storage()))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            forward(action)
+        if action in executor.results and executor.schedule.rank_of(action.stage + 1) != rank:
+            outputs.append(weakref.ref(executor.results[action].untyped_storage()))
+
+    executor.F = observed_forward
+    seen = []
+
+    def observe(action: Any) -> None:
+        seen.append(({key for key, storages in kept.items() if alive(storages)}, alive(outputs)))
+
+    run_observed(executor, model, observe)
+    return seen, executor.program
+
+
+@pytest.mark.parametrize("engine", ["afab", "1f1b", *BY_PROGRAM])
+def test_activations_live_as_long_as_the_schedule_says(pool: WorkerPool, engine: str) -> None:
+    model_config, config = tiny_llama(num_hidden_layers=6), pipeline_config(engine, 3, 7)
+    programs = training_schedule(config).programs
+    for rank, (seen, program) in enumerate(pool.run(live_activations, 3, config, model_config, True)):
+        live: set[tuple[int, int]] = set()
+        peak, receivers = 0, 2 if engine in ("zbv", "dualpipev") else 1  # one down, one up the V
+        for action, (really, outputs) in zip(program, seen, strict=True):
+            for part in action.parts:
+                if part.kind in "FBW":
+                    (live.add if part.kind == "F" else live.discard)((part.stage, part.microbatch))
+            assert really == live, f"after {action} on rank {rank}"
+            assert outputs <= 1 + UNDERWAY * receivers
+            peak = max(peak, len(live))
+        pairs = any(len(action.parts) == 2 for action in program)  # of which one is done after the other
+        assert peak in (peak_activations(programs[rank]), peak_activations(programs[rank]) - pairs)
+
+
+def test_outputs_can_be_kept(pool: WorkerPool) -> None:
+    """What the test above counts as freed is there if nobody frees it."""
+    arguments = (pipeline_config("looped_bfs", 3, 7), tiny_llama(num_hidden_layers=6), False)
+    most = [max(outputs for _, outputs in seen) for seen, _ in pool.run(live_activations, 3, *arguments)]
+    assert most == [14, 14, 7]  # of two stages; the last one has none
+
+
+def reductions(config: Config, model_config: LlamaConfig) -> tuple[list[str], int]:
+    """Actions and launches of buckets in the order in which they end, and how many buckets there are."""
+    model, executor = wrapped(config, model_config), Executor(training_schedule(config))
+    events: list[str] = []
+    for stage, buckets in model.buckets_of.items():
+        for bucket in buckets:
+            launch = bucket.launch
+            bucket.launch = lambda launch=launch, stage=stage: (events.append(f"launch {stage}"), launch())
+    run_observed(executor, model, lambda action: events.append(str(action)))
+    return events, len(model.buckets)
+
+
+@pytest.mark.parametrize("engine", BY_PROGRAM)
+def test_each_stage_reduces_once_when_the_schedule_says_so(pool: WorkerPool, engine: str) -> None:
+    config = pipeline_config(engine, 2, 4, dp_size=2)
+    programs = add_communication(training_schedule(config))
+    for rank, (events, buckets) in enumerate(
+        pool.run(reductions, 4, config, tiny_llama(num_hidden_layers=4, tie_word_embeddings=True))
+    ):
+        assert [event for event in events if "launch" not in event] == list(map(str, programs[rank % 2]))
+        stages = [event[:-1] for event in events if event.endswith("R")]
+        assert [event for event in events if "launch" in event] == [f"launch {stage}" for stage in stages]
+        assert buckets == len(stages) == len(set(stages))
+        for stage in stages:
+            assert events[events.index(f"{stage}R") - 1] == f"launch {stage}"
+        if len(stages) == 2:
+            assert events.index(f"{stages[0]}R") < len(events) - 3  # while others compute

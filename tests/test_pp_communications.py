@@ -1,0 +1,99 @@
+"""Messages between the stages of a pipeline: who gets them, in which batches, and that both ends agree."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
+from picotron.process_group_manager import setup_process_group_manager
+from tests.training import CPU
+from tests.worker_pool import WorkerError, WorkerPool
+
+
+def messages() -> list[Any]:
+    """Forward and backward along three stages, one way and both ways at once."""
+    grid = setup_process_group_manager(1, 1, 3, 1)
+    rank, shape = grid.pp_rank, (2, 3)
+    mine = torch.full(shape, float(rank), dtype=torch.bfloat16).t().contiguous().t()  # need not be contiguous
+
+    def talk(operation: str, **more: Any) -> Tensor | None:
+        return pipeline_communicate(operation, CPU, torch.bfloat16, **more)
+
+    x = talk("recv_forward", shapes=shape)
+    talk("send_forward", tensor=mine)
+    dy = talk("recv_backward", shapes=shape)
+    talk("send_backward", tensor=mine, shapes=shape)
+    if rank == 1:
+        both = [
+            bidirectional_pipeline_communicate("send_fwd_recv_bwd", mine, shape, CPU, torch.bfloat16),
+            bidirectional_pipeline_communicate("send_bwd_recv_fwd", mine, shape, CPU, torch.bfloat16),
+        ]
+    else:
+        operation = "send_fwd_recv_bwd" if rank == 0 else "send_bwd_recv_fwd"
+        other = "send_bwd_recv_fwd" if rank == 0 else "send_fwd_recv_bwd"
+        assert bidirectional_pipeline_communicate(other, mine, shape, CPU, torch.bfloat16) is None  # no neighbour
+        both = [bidirectional_pipeline_communicate(operation, mine, shape, CPU, torch.bfloat16)]
+        if rank == 2:
+            both = both[::-1]
+    return [None if t is None else (t.dtype, tuple(t.shape), t[0, 0].item(), t.requires_grad) for t in (x, dy, *both)]
+
+
+def test_messages_reach_the_neighbour(pool: WorkerPool) -> None:
+    def got(rank: int, activation: bool) -> tuple[Any, ...]:
+        return torch.bfloat16, (2, 3), float(rank), activation  # an activation gets a gradient
+
+    first, middle, last = pool.run(messages, 3)
+    assert first == [None, got(1, False), got(1, False)]
+    assert middle == [got(0, True), got(2, False), got(2, False), got(0, True)]
+    assert last == [got(1, True), None, got(1, True)]
+
+
+def every_handle_is_waited_on() -> bool:
+    grid = setup_process_group_manager(1, 1, 2, 1)
+    waited, batches = [], []
+
+    def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Any]:
+        assert all(operation.group is grid.pp_group for operation in operations)
+        batches.append(len(operations))
+        return [SimpleNamespace(wait=lambda: waited.append(1)) for _ in operations]
+
+    original, dist.batch_isend_irecv = dist.batch_isend_irecv, batch_isend_irecv
+    try:
+        x = torch.zeros(1)
+        for operation in ("recv_forward", "send_forward", "recv_backward", "send_backward"):
+            pipeline_communicate(operation, CPU, torch.float32, x, (1,))
+        for operation in ("send_fwd_recv_bwd", "send_bwd_recv_fwd"):
+            bidirectional_pipeline_communicate(operation, x, (1,), CPU, torch.float32)
+    finally:
+        dist.batch_isend_irecv = original
+    return batches == [1, 1, 2] and len(waited) == 4
+
+
+def test_messages_go_in_batches_on_the_pp_group(pool: WorkerPool) -> None:
+    assert pool.run(every_handle_is_waited_on, 2) == [True, True]
+
+
+def wrong_message(kind: str) -> None:
+    setup_process_group_manager(1, 1, 2, 1)
+    x = torch.zeros(2, 3, dtype=torch.float64 if kind == "dtype" else torch.float32)
+    shape = (3, 2) if kind == "shape" else (2, 3)
+    if kind == "both ways":
+        bidirectional_pipeline_communicate("send_fwd_recv_bwd", x, (2, 4), CPU, torch.float32)
+    pipeline_communicate("send_forward", CPU, torch.float32, x, shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("dtype", r"stage 0 wants to send torch.float64 \[2, 3\] on cpu, but torch.float32 \[2, 3\] on cpu was announced"),
+        ("shape", r"torch.float32 \[2, 3\] on cpu, but torch.float32 \[3, 2\] on cpu was announced"),
+        ("both ways", r"but torch.float32 \[2, 4\] on cpu was announced"),
+    ],
+)  # fmt: skip
+def test_what_was_not_announced_is_not_sent(pool: WorkerPool, kind: str, message: str) -> None:
+    with pytest.raises(WorkerError, match=message):
+        pool.run(wrong_message, 2, kind)

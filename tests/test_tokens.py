@@ -1,0 +1,204 @@
+"""Documents of every kind become one stream of tokens."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+
+from picotron import tokens as tokens_module
+from picotron.config import Config, UserError
+from picotron.tokens import load_documents, python_stdlib, train_bpe, write_tokens
+from tests.oracle import make_config, tiny_llama
+
+TEXTS = [
+    "def f(x):\n    return x + 1\n" * 20,
+    "one line only, with ünïcödé → ok",
+    "class A:\n\n    pass\n" * 30,
+    "the end",
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tokens_module, "CACHE", tmp_path / "cache")
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    """A folder with a byte-level BPE of 300 tokens."""
+    folder = str(tmp_path / "tokenizer")
+    train_bpe(iter(TEXTS), 300).save_pretrained(folder)
+    return folder
+
+
+def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
+    return np.load(write_tokens(config, model_config)[0], mmap_mode="r")
+
+
+def write_files(folder: Path, kind: str) -> str:
+    import pandas
+
+    folder.mkdir()
+    rows = pandas.DataFrame({"text": TEXTS, "n": range(len(TEXTS))})
+    if kind == "jsonl":
+        (folder / "a.jsonl").write_text("".join(json.dumps({"text": t, "n": i}) + "\n" for i, t in enumerate(TEXTS)))
+        return str(folder / "a.jsonl")
+    if kind == "parquet":
+        rows.to_parquet(folder / "a.parquet")
+        return str(folder / "a.parquet")
+    if kind == "folder of parquet":
+        rows[:2].to_parquet(folder / "train-0.parquet")
+        rows[2:].to_parquet(folder / "train-1.parquet")
+        return str(folder)
+    for i, text in enumerate(TEXTS):
+        (folder / f"{i}.txt").write_text(text)
+    return str(folder) if kind == "folder of txt" else str(folder / "0.txt")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder of parquet", "folder of txt", "txt"])
+def test_every_kind_of_file_gives_the_same_tokens(tmp_path: Path, tokenizer: str, kind: str) -> None:
+    config = make_config(dataset__name=write_files(tmp_path / "files", kind), model__tokenizer=tokenizer)
+    tokens = load_tokens(config, tiny_llama(vocab_size=300))
+    plain = AutoTokenizer.from_pretrained(tokenizer)
+    expected = []
+    for text in TEXTS[:1] if kind == "txt" else TEXTS:
+        expected += [*plain(text)["input_ids"], plain.eos_token_id]
+    assert tokens.tolist() == expected
+    assert isinstance(tokens, np.memmap)
+    assert plain.decode(tokens[: len(expected)]).replace(tokens_module.END_OF_TEXT, "") == "".join(
+        TEXTS[:1] if kind == "txt" else TEXTS
+    )
+
+
+def test_tokens_are_written_once_and_again_when_the_content_changes(
+    tmp_path: Path, tokenizer: str, cache: Path
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        json.dumps({"body": "abc " * 50}) + "\n" + json.dumps({"body": None}) + "\n" + json.dumps({"body": ""})
+    )
+    config = make_config(dataset__name=str(file), model__tokenizer=tokenizer, dataset__text_column="body")
+    first = load_tokens(config, tiny_llama(vocab_size=300))
+    stamp = [p.stat().st_mtime_ns for p in cache.glob("*.npy")]
+    assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() == first.tolist()
+    assert [p.stat().st_mtime_ns for p in cache.glob("*.npy")] == stamp
+    file.write_text(json.dumps({"body": "xyz " * 60}) + "\n")
+    assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() != first.tolist()
+    assert len(list(cache.glob("*.npy"))) == 2
+
+
+def test_tokenizers_that_differ_only_in_their_end_token_do_not_share_tokens(tmp_path: Path) -> None:
+    streams = []
+    for end in ("e", "t"):
+        tokenizer = train_bpe(iter(TEXTS), 300)
+        tokenizer.eos_token = end
+        tokenizer.save_pretrained(tmp_path / end)
+        config = make_config(training__num_samples=2, model__tokenizer=str(tmp_path / end))
+        streams.append(load_tokens(config, tiny_llama(vocab_size=300))[-1])
+    assert streams[0] != streams[1]
+
+
+def test_a_folder_of_jsonl_may_have_a_license(tmp_path: Path, tokenizer: str) -> None:
+    write_files(tmp_path / "files", "jsonl")
+    (tmp_path / "files" / "LICENSE.txt").write_text("do what you want")
+    config = make_config(dataset__name=str(tmp_path / "files"), model__tokenizer=tokenizer)
+    tokens = load_tokens(config, tiny_llama(vocab_size=300)).tolist()
+    assert tokens.count(AutoTokenizer.from_pretrained(tokenizer).eos_token_id) == len(TEXTS)
+
+
+def test_split_takes_a_part_of_a_file(tmp_path: Path, tokenizer: str) -> None:
+    name = write_files(tmp_path / "files", "jsonl")
+    config = make_config(dataset__name=name, model__tokenizer=tokenizer, dataset__split="train[:1]")
+    tokens = load_tokens(config, tiny_llama(vocab_size=300)).tolist()
+    assert tokens.count(AutoTokenizer.from_pretrained(tokenizer).eos_token_id) == 1
+
+
+def test_num_samples_takes_the_first_documents(tmp_path: Path, tokenizer: str) -> None:
+    name = write_files(tmp_path / "files", "jsonl")
+    config = make_config(dataset__name=name, model__tokenizer=tokenizer, training__num_samples=2)
+    tokens = load_tokens(config, tiny_llama(vocab_size=300)).tolist()
+    assert tokens.count(AutoTokenizer.from_pretrained(tokenizer).eos_token_id) == 2
+
+
+def test_several_tokenising_processes_give_the_same_stream(tmp_path: Path, tokenizer: str, cache: Path) -> None:
+    streams = []
+    for processes in (1, 2):
+        name = write_files(tmp_path / f"files{processes}", "jsonl")
+        config = make_config(dataset__name=name, model__tokenizer=tokenizer, dataset__num_proc=processes)
+        streams.append(load_tokens(config, tiny_llama(vocab_size=300)).tolist())
+    assert streams[0] == streams[1]
+
+
+def test_python_stdlib_is_real_text_in_a_fixed_order() -> None:
+    texts = python_stdlib()
+    assert texts == python_stdlib()
+    assert 2e6 < sum(map(len, texts)) < 2e7
+    assert any("class JSONDecoder" in text for text in texts)
+    assert not any("import unittest\nimport test.support" in text for text in texts)
+
+
+def test_bpe_has_the_size_asked_for_and_loses_nothing(cache: Path) -> None:
+    config = make_config(model__tokenizer="bpe", training__num_samples=30)
+    tokens = load_tokens(config, tiny_llama(vocab_size=600))
+    assert 500 < tokens.max() < 600
+    (folder,) = [p for p in cache.glob("bpe-*") if p.is_dir()]
+    bpe = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert len(bpe) == 600
+    text = "".join(chr(i) for i in range(1, 3000, 7))
+    assert bpe.decode(bpe(text)["input_ids"]) == text
+    documents = bpe.decode(tokens.tolist()).split(tokens_module.END_OF_TEXT)
+    assert documents[:-1] == [text for text in python_stdlib()[:30] if text]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset__name": "./no/such/file.txt"}, "no such file or folder; check the path"),
+        (
+            {"dataset__name": "nobody/no-such-data"},
+            "cannot be loaded .*; give a hub id, a folder, a file or 'python-stdlib'",
+        ),
+        ({"dataset__name": "FOLDER/a.csvx"}, r"ends in '\.csvx'; use one of \.txt, \.jsonl, \.json, \.parquet"),
+        ({"dataset__name": "FOLDER/broken.jsonl"}, "cannot be loaded"),
+        (
+            {"dataset__name": "FOLDER/good.jsonl", "dataset__text_column": "body"},
+            r"text_column='body' of .* holds no text; use one of \['text'\]",
+        ),
+        (
+            {"dataset__name": "FOLDER/good.jsonl", "dataset__text_column": "n"},
+            r"text_column='n' of .* holds no text; use one of",
+        ),
+        ({"dataset__name": "FOLDER/good.jsonl", "dataset__split": "nonsense"}, "cannot be loaded"),
+        (
+            {"dataset__name": "FOLDER/good.jsonl", "dataset__subset_name": "en"},
+            "subset_name='en', but .* has no subsets",
+        ),
+        ({"dataset__subset_name": "en"}, "subset_name='en', but python-stdlib has no subsets"),
+        ({"dataset__split": "test"}, "split='test', but python-stdlib is one split"),
+        ({"dataset__name": "FOLDER", "dataset__split": "validation"}, "cannot be loaded"),
+        ({"model__tokenizer": "FOLDER"}, 'no tokenizer in .*; set model.tokenizer to a hub id, a folder, or "bpe"'),
+        ({"model__tokenizer": "TOKENIZER"}, "has 300 tokens, but the model's vocab_size is 61; choose another"),
+        ({"model__tokenizer": "bpe"}, "vocab_size=61 is too small for a byte-level BPE; it needs at least 257"),
+    ],
+)
+def test_data_mistakes(tmp_path: Path, tokenizer: str, changes: dict[str, str], message: str) -> None:
+    folder = tmp_path / "files"
+    write_files(folder, "jsonl")
+    (folder / "a.jsonl").rename(folder / "good.jsonl")
+    (folder / "a.csvx").write_text("a,b")
+    (folder / "broken.jsonl").write_text('{"text": "a"\n{"te')
+    changes = {k: v.replace("FOLDER", str(folder)).replace("TOKENIZER", tokenizer) for k, v in changes.items()}
+    config = make_config(**{"training__num_samples": 2} | changes)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message) as error:
+        load_tokens(config, tiny_llama())
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_text_column_of_the_standard_library() -> None:
+    assert load_documents(make_config(dataset__text_column="source").dataset).column_names == ["source"]
