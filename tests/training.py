@@ -98,15 +98,12 @@ def train_steps(
 
     It goes on from `checkpoint`, and writes checkpoints if it has a tokenizer.
     """
-    device, grid, tokens = torch.device("cpu"), pgm.process_group_manager, random_tokens()
+    grid, tokens = pgm.process_group_manager, random_tokens()
     llama = getattr(model.module, "module", model.module)
     order = order_of_samples(tokens, config)
     progress = checkpoint.progress(order) if checkpoint else Progress()
-    loader = MicroBatchDataLoader(tokens, config, device, progress.samples)
-    dtype = getattr(torch, config.model.dtype)
-    take_step = pick_train_step(
-        config, make_plan(config, model_config), hidden_states_shape(config, model_config), device, dtype
-    )
+    loader = MicroBatchDataLoader(tokens, config, CPU, progress.samples)
+    take_step = step_of(config, model_config, getattr(torch, config.model.dtype))
     optimizer = AdamW(model.parameters(), config.training, fused=config.model.use_fused_adam)
     if checkpoint:
         checkpoint.restore(optimizer, llama)
@@ -135,11 +132,10 @@ def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     """A run as train.py does it: its losses and gradient norms, and of the whole model the gradients of the first step
     and the weights in the end.
     """
-    stage = stage_of(config, model_config)
-    model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
-    losses, norms, gradients = train_steps(model, config, model_config, lambda: all_stages(stage.module, "main_grad"))
-    weights = all_stages(stage.module, "data")
-    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": weights}
+    model = wrapped(config, model_config)
+    llama = model.module.module
+    losses, norms, gradients = train_steps(model, config, model_config, lambda: all_stages(llama, "main_grad"))
+    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": all_stages(llama, "data")}
 
 
 # --------------------------------------------------------------------------------------------------- the whole model
