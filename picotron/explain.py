@@ -163,7 +163,7 @@ def _messages(columns: dict[str, Step]) -> str:
         shape, dtype = " x ".join(map(str, each.shape)) or "scalar", str(each.dtype).removeprefix("torch.")
         counts = [f"{step.messages[each]:,}" for step in columns.values()]
         rows.append([each.where, each.axis, str(each.ranks), each.operation, dtype, shape, _bytes(each.size), *counts])
-    return _table(rows, first_number=5)
+    return _table(rows, first_number=5) if found else "none: there is one rank"
 
 
 def _traffic(columns: dict[str, Step]) -> str:
@@ -174,7 +174,7 @@ def _traffic(columns: dict[str, Step]) -> str:
             for step in columns.values()
         ]
         rows.append([axis, *map(_bytes, sent)])
-    return _table(rows, first_number=1)
+    return _table(rows, first_number=1) if len(rows) > 1 else "nothing"
 
 
 def _bytes(size: float) -> str:

@@ -237,6 +237,14 @@ def test_thousands_of_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert {row[4] for row in within if row[0].startswith("tp_comm")} == {"2"}  # ranks with the same key/value head
 
 
+def test_one_rank_has_nobody_to_send_to(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(train, "set_up_logging", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--explain", "--config", "docs/small.json"])
+    train.main()
+    paragraphs = [paragraph.splitlines()[1:] for paragraph in capsys.readouterr().out.split("\n\n")]
+    assert paragraphs[-2:] == [["none: there is one rank"], ["nothing"]]
+
+
 def test_a_layout_that_does_not_fit() -> None:
     with pytest.raises(UserError, match="num_hidden_layers=3"):
         explained(config_of(pp_size=4), tiny_llama())
