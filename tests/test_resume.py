@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from picotron.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint
+from picotron.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint
 from picotron.utils import StopSignals
 from tests.checkpoints import first_half, mistake, run_config, tensors_of, train
 from tests.oracle import tiny_llama
@@ -39,7 +39,8 @@ def kill_in_a_while(pool: WorkerPool, save_dir: Path, steps: int, delay: float, 
     time.sleep(delay)
     while True:
         send(pool, signal.SIGSTOP)
-        if not writing or list(save_dir.glob("*.unfinished")):
+        coming = checkpoint_folder(save_dir, max(checkpoint_folders(save_dir)) + 1)
+        if not writing or coming.with_name(coming.name + UNFINISHED).exists():
             break
         send(pool, signal.SIGCONT)
         time.sleep(0.0005)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from picotron.config import Config, UserError
+from picotron.config import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
@@ -26,7 +26,7 @@ from tests.oracle import (
     random_tokens,
     tiny_llama,
 )
-from tests.training import CPU, gathered, train_steps
+from tests.training import CPU, gathered, train
 from tests.worker_pool import WorkerPool
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -127,15 +127,6 @@ def test_a_loss_of_the_gathered_logits_has_the_same_gradients(pool: WorkerPool) 
     expected = pool.run(loss_and_gradients, 1, config, 1, False, False)[0]["gradients"]
     for name, gradient in pool.run(gradient_through_gathered_logits, 2, config, 2)[0].items():
         assert_close(gradient, expected[name], what=name)
-
-
-def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
-    layout = config.distributed
-    setup_process_group_manager(layout.tp_size, 1, 1, layout.dp_size)
-    model = parallel_model(model_config, layout.sequence_parallel)
-    wrapped = DataParallelBucket(model)
-    losses, norms, gradients = train_steps(wrapped, config, model_config, lambda: gathered(model, "main_grad"))
-    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": gathered(model, "data")}
 
 
 # Every model in every way of splitting it; beside data parallelism, each model on 4 ranks and the first on 8.
