@@ -28,10 +28,10 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from picotron.check import check_layout
-from picotron.config import Config, UserError
+from picotron.config import Config
 from picotron.config import Model as ModelSection
 from picotron.config_reader import (
+    drop_ignored_keys,
     leaf_keys,
     override,
     parse_config,
@@ -39,13 +39,24 @@ from picotron.config_reader import (
     read_value,
     type_of,
     unknown,
-    without_what_means_nothing,
 )
-from picotron.estimate import Memory, bubble, rank_memory
-from picotron.jobs import ALIVE, Job
+from picotron.errors import UserError
+from picotron.explain.estimate import Memory, bubble, rank_memory
 from picotron.model import load_model_config
-from picotron.run_folder import make_earlier, write_whole
-from picotron.sweep import FLAGS, GLOBAL_BATCH, Choices, Combination, combinations, folder_names, short_name, spelled
+from picotron.parallelize import check_layout
+from picotron.run_folder import new_archive_folder, write_atomically
+from picotron.sweep.combinations import (
+    FLAGS,
+    GLOBAL_BATCH,
+    Choices,
+    Combination,
+    canonical_json,
+    combinations,
+    folder_names,
+    short_name,
+)
+from picotron.sweep.jobs import ALIVE, Job
+from picotron.text_table import text_table
 
 GIB = 2**30
 
@@ -100,8 +111,8 @@ def values_of(key: str, words: list[str]) -> list[Any]:
         raise UserError(f"--{short_name(key)} needs a value")
     values = [read_value(key, word) for word in words] or [True]
     for i, value in enumerate(values):
-        if spelled(value) in map(spelled, values[:i]):
-            raise UserError(f"--{short_name(key)} has {spelled(value)} more than once; leave out all but one")
+        if canonical_json(value) in map(canonical_json, values[:i]):
+            raise UserError(f"--{short_name(key)} has {canonical_json(value)} more than once; leave out all but one")
     return values
 
 
@@ -160,7 +171,7 @@ def accumulation_steps(global_batch_size: Any, config: Config) -> int:
     dp, mbs = config.distributed.dp_size, config.training.micro_batch_size
     if type(global_batch_size) is not int or global_batch_size < 1 or global_batch_size % (dp * mbs):
         raise UserError(
-            f"global_batch_size={spelled(global_batch_size)} is not a multiple of the {dp * mbs} sequences that "
+            f"global_batch_size={canonical_json(global_batch_size)} is not a multiple of the {dp * mbs} sequences that "
             f"dp_size={dp} x micro_batch_size={mbs} take at a time"
         )
     return global_batch_size // (dp * mbs)
@@ -192,13 +203,13 @@ def write(planned: Sequence[Planned], folder: Path, overwrite: bool) -> int:
             raise UserError(f"the job in {job.folder} is {job.status}; cancel it, or choose another --exp_name")
     for job in different:  # what a run has left belongs to the config it had
         left = [path for path in job.folder.iterdir() if not path.name.startswith("earlier.")]
-        earlier = make_earlier(job.folder)
+        earlier = new_archive_folder(job.folder)
         for path in left:
             path.rename(earlier / path.name)
     for p in planned:
         if not p.job.config_file.exists():
             p.job.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(p.job.config_file, json.dumps(p.data, indent=2) + "\n")
+            write_atomically(p.job.config_file, json.dumps(p.data, indent=2) + "\n")
     return len(there) - len(different)
 
 
@@ -225,13 +236,12 @@ def table(planned: Sequence[Planned]) -> str:
             f"{p.bubble:.1%}",
             f"{heaviest.state / GIB:.3f} + {heaviest.activations / GIB:.3f} = {heaviest.total / GIB:.3f}",
         ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return text_table(rows)
 
 
 def create(options: argparse.Namespace, choices: Choices) -> None:
     check_exp_name(options.exp_name)
-    base = without_what_means_nothing(read_json(options.config))
+    base = drop_ignored_keys(read_json(options.config))
     folder = Path(options.out_dir, options.exp_name)
     found = combinations(choices, options.world_size, base)
     planned = []
@@ -241,7 +251,7 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
         except UserError as error:
             if len(found) == 1:
                 raise
-            print(f"left out {name}: {'; '.join(str(error).splitlines())}")
+            print(f"left out {name}: {'; '.join(error.problems)}")
     if not planned:
         raise UserError(f"none of the {len(found)} combinations can run")
     there = write(planned, folder, options.overwrite)

@@ -17,10 +17,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from picotron.config import Config, UserError
+from picotron.config import Config
 from picotron.config_reader import parse_config, read_json
-from picotron.jobs import Job, find_jobs
+from picotron.errors import UserError
 from picotron.run_folder import read_records
+from picotron.sweep.jobs import Job, find_jobs
 
 logger = logging.getLogger("picotron")
 

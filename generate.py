@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from picotron.checkpoint import check_files, read_state
-from picotron.config import Model, UserError, reason
+from picotron.checkpoint.checkpoint import check_files, read_state
+from picotron.checkpoint.safetensors_folder import SafetensorsFolder, find_folder
+from picotron.config import Model
+from picotron.errors import UserError, first_line
+from picotron.launch import exit_on_error
 from picotron.model import Attention, Llama, fused_attention, load_model_config
 from picotron.run_folder import checkpoint_folders
-from picotron.safetensors_folder import SafetensorsFolder, find_folder
-from picotron.utils import exit_on_error
 from picotron.weights import materialise
 
 logger = logging.getLogger("picotron")
@@ -81,12 +82,12 @@ def generate(
     generator = torch.Generator(device).manual_seed(seed)
     for module in model.modules():
         if isinstance(module, Attention):
-            module.attend = CachedAttention(len(prompt_ids) + max_new_tokens)
+            module.attention_fn = CachedAttention(len(prompt_ids) + max_new_tokens)
     tokens, new = list(prompt_ids), list(prompt_ids)
     while len(tokens) < len(prompt_ids) + max_new_tokens:
         positions = torch.arange(len(tokens) - len(new), len(tokens), device=device)[None]
-        hidden = model.decode(model.embed(torch.tensor([new], device=device)), positions)
-        logits = model.predict(hidden[:, -1:], None)[0, 0].double()
+        hidden = model.run_layers(model.embed(torch.tensor([new], device=device)), positions)
+        logits = model.logits_or_loss(hidden[:, -1:], None)[0, 0].double()
         new = [draw(logits, temperature, top_k, generator)]
         if new[0] == end:
             break
@@ -125,7 +126,7 @@ def main() -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:
-        raise UserError(f"no tokenizer in {folder} ({reason(error)}); save one there") from None
+        raise UserError(f"no tokenizer in {folder} ({first_line(error)}); save one there") from None
     prompt_ids = tokenizer(options.prompt)["input_ids"] or [tokenizer.eos_token_id]
     if prompt_ids == [None]:
         raise UserError(f"the tokenizer of {folder} has no token that begins a document; give a --prompt")

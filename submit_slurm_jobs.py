@@ -11,11 +11,21 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from picotron.config import Config, UserError
+from picotron.config import Config
 from picotron.config_reader import load_config
-from picotron.jobs import ALIVE, STATUSES, Job, find_jobs
-from picotron.local_jobs import run_local_jobs
-from picotron.slurm import Needs, cancel, log_file, render, sbatch_command, slurm_job_id, submit, update_statuses
+from picotron.errors import UserError
+from picotron.sweep.jobs import ALIVE, STATUSES, Job, find_jobs
+from picotron.sweep.local_jobs import run_local_jobs
+from picotron.sweep.slurm import (
+    SlurmResources,
+    cancel,
+    log_file,
+    render,
+    sbatch_command,
+    slurm_job_id,
+    submit,
+    update_statuses,
+)
 
 SBATCH_OPTIONS = ("qos", "partition", "time", "account")
 ACTIONS = {  # and the options that each has
@@ -79,24 +89,24 @@ def read_configs(jobs: list[Job]) -> dict[Job, Config]:
         try:
             configs[job] = load_config(["--config", str(job.config_file), *job.overrides])
         except UserError as error:
-            mistakes += [f"{job.config_file}: {line}" for line in str(error).splitlines()]
+            mistakes += [f"{job.config_file}: {problem}" for problem in error.problems]
     if mistakes:
-        raise UserError("\n".join(mistakes))
+        raise UserError(*mistakes)
     return configs
 
 
 def submit_jobs(jobs: dict[Job, Config], all_jobs: list[Job], options: argparse.Namespace) -> None:
     """Give jobs to Slurm. In N chains, each waits for the one that was submitted N before it."""
     before = {job: job.status for job in jobs}
-    needs = {job: Needs.of(job, config, options.gpus_per_node or 8) for job, config in jobs.items()}
+    resources = {job: SlurmResources.of(job, config, options.gpus_per_node or 8) for job, config in jobs.items()}
     sbatch_options = {name: value for name in SBATCH_OPTIONS if (value := getattr(options, name))}
     env_setup = options.env_setup and options.env_setup.absolute()
     alive = [slurm_job_id(job) for job in all_jobs if job.status in ALIVE]
     queue = sorted((job_id for job_id in alive if job_id), key=int)
     for job in jobs:
         after = queue[-options.nb_slurm_array] if 0 < (options.nb_slurm_array or 0) <= len(queue) else None
-        command = sbatch_command(job, needs[job], sbatch_options, options.grace, after)
-        (job.folder / "job.slurm").write_text(render(job, needs[job], env_setup, options.grace))
+        command = sbatch_command(job, resources[job], sbatch_options, options.grace, after)
+        (job.folder / "job.slurm").write_text(render(job, resources[job], env_setup, options.grace))
         if options.dry_run:
             print(shlex.join(command))
             queue.append(f"ID_OF_{job.name}")

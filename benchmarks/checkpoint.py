@@ -27,20 +27,21 @@ from transformers import LlamaConfig
 from benchmarks.side_by_side import gather, machine
 from benchmarks.workload import ON_GPU, arguments, device_of, loader_of, run_config
 from picotron import process_group_manager as pgm
-from picotron.checkpoint import Checkpoint
-from picotron.checkpoint_writer import CheckpointWriter
+from picotron.checkpoint.checkpoint import Checkpoint
+from picotron.checkpoint.writer import CheckpointWriter
+from picotron.collectives import all_reduce
 from picotron.data import Progress
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model import Llama
 from picotron.optimizer import AdamW
+from picotron.parallelize import build_model
 from picotron.pipeline_parallel.pipeline_parallel import hidden_states_shape
-from picotron.pipeline_parallel.plan import make_plan
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import checkpoint_folder
+from picotron.schedules.plan import plan_pipeline
 from picotron.tokens import train_bpe
-from picotron.utils import all_reduce
+from picotron.train_step import make_train_step
 from picotron.weights import fill, parameters_and_shards
-from train import build_model, pick_train_step
 
 LAYOUTS = {"dp 1": {}, "tp 2": {"tp_size": 2}, "pp 2": {"pp_size": 2}}
 MODEL = LlamaConfig(  # 130 million parameters, of 12 bytes each with the optimizer's state
@@ -61,13 +62,13 @@ class Run:
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=update)})
         grid = config.distributed
         setup_process_group_manager(grid.tp_size, grid.cp_size, grid.pp_size, grid.dp_size)
-        dtype, plan = getattr(torch, config.model.dtype), make_plan(config, MODEL)
+        dtype, plan = getattr(torch, config.model.dtype), plan_pipeline(config, MODEL)
         stage = build_model(config, MODEL, plan, self.device, dtype)
         self.llama: Llama = stage.module
         self.model = DataParallelBucket(stage)
         self.optimizer = AdamW(self.model.parameters(), config.training, fused=True)
         self.loader = loader_of(config, self.device)
-        self.take_step = pick_train_step(config, plan, hidden_states_shape(config, MODEL), self.device, dtype)
+        self.take_step = make_train_step(config, plan, hidden_states_shape(config, MODEL), self.device, dtype)
         if rank == 0:
             train_bpe(iter(["a text"]), 260).save_pretrained(folder / "tokenizer")
         dist.barrier()

@@ -134,7 +134,7 @@ def activation_bytes(cp: int, engine: str) -> tuple[int, int, int]:
         llama = Llama(config)
     layer = llama.model.layers["0"].to_empty(device="cpu")
     layout = run_config({"cp_size": cp, "cp_engine": engine}).distributed
-    layer.self_attn.attend = attend_across_ranks(layout, fused_attention) if cp > 1 else fused_attention
+    layer.self_attn.attention_fn = attend_across_ranks(layout, fused_attention) if cp > 1 else fused_attention
     for parameter in layer.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     angle = torch.zeros(1, length, 1, config.head_dim // 2)
@@ -145,7 +145,7 @@ def activation_bytes(cp: int, engine: str) -> tuple[int, int, int]:
     heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     q, k, v = (torch.zeros(1, n, length, config.head_dim, requires_grad=True) for n in heads)
     with LiveBytes(not_counted=[q, k, v]) as attention:
-        y = layer.self_attn.attend(q, k, v)
+        y = layer.self_attn.attention_fn(q, k, v)
         y.backward(torch.zeros_like(y))
     dist.destroy_process_group()
     return kept, live.peak, attention.peak

@@ -17,7 +17,7 @@ from benchmarks.schedules import PP, recorded
 from benchmarks.side_by_side import gather
 from benchmarks.workload import ON_GPU, arguments, run_config, training_of
 from picotron.pipeline_parallel import pipeline_parallel
-from picotron.pipeline_parallel.simulate import Timeline
+from picotron.schedules.simulate import Timeline
 
 
 def bubble(turns: int) -> None:

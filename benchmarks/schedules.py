@@ -29,8 +29,8 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.pipeline_parallel import recorder
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.pipeline_parallel.plan import training_schedule
-from picotron.pipeline_parallel.simulate import Span, Timeline, measured_costs, simulate
+from picotron.schedules.plan import training_schedule
+from picotron.schedules.simulate import Span, Timeline, measured_costs, simulate
 
 PP = 2
 THEIRS = {
@@ -66,9 +66,9 @@ class TorchStage(nn.Module):
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         (llama,) = self.llama
         with torch.autocast("cuda", torch.bfloat16, enabled=ON_GPU):
-            y = llama.decode(llama.embed(x) if self.embedding else x, self.positions, self.stage.layers)
+            y = llama.run_layers(llama.embed(x) if self.embedding else x, self.positions, self.stage.layers)
             if self.head is not None:
-                return llama.predict(y, targets)
+                return llama.logits_or_loss(y, targets)
             return y.to(torch.bfloat16) if ON_GPU else y  # what picotron's stages send each other
 
 

@@ -33,11 +33,11 @@ from benchmarks.workload import (
     ours,
     run_config,
 )
-from picotron.fake_group import FakeGroup
+from picotron.explain.fake_group import FakeGroup
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
-from picotron.weights import initial_value, materialise
+from picotron.weights import initial_weights, materialise
 
 TP = 2
 
@@ -89,7 +89,7 @@ def torchs(rank: int, sequence_parallel: bool, vocabulary_parallel_loss: bool) -
     setup_process_group_manager(TP, 1, 1, 1)
     with torch.device("meta"):
         model = Llama(model_config())
-    materialise(model, device, initial_value(model_config(), 0))
+    materialise(model, device, initial_weights(model_config(), 0))
     parallelize_module(model, init_device_mesh(device.type, (TP,)), plan(sequence_parallel, vocabulary_parallel_loss))
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]  # a fused optimizer takes one kind at a time
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
@@ -131,7 +131,7 @@ def parallel_model(tp: int, sequence_parallel: bool) -> Llama:
     setup_process_group_manager(tp, 1, 1, 1)
     with torch.device("meta"):
         model = apply_tensor_parallel(Llama(model_config()), sequence_parallel)
-    materialise(model, torch.device("cpu"), initial_value(model_config(), 0))
+    materialise(model, torch.device("cpu"), initial_weights(model_config(), 0))
     return model
 
 

@@ -17,10 +17,11 @@ from picotron.config_reader import parse_config
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
 from picotron.optimizer import AdamW, clip_grad_norm
+from picotron.parallelize import build_model
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, hidden_states_shape
-from picotron.pipeline_parallel.plan import make_plan
 from picotron.process_group_manager import setup_process_group_manager
-from train import build_model, pick_train_step
+from picotron.schedules.plan import plan_pipeline
+from picotron.train_step import make_train_step
 
 ON_GPU = torch.cuda.is_available()
 SHAPE = (  # on a GPU: the shape of SmolLM-1.7B
@@ -69,7 +70,7 @@ def stage_of(config: Config, device: torch.device, dtype: torch.dtype, layers: i
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     shape = model_config(layers, config.training.seq_length)
-    return build_model(config, shape, make_plan(config, shape), device, dtype)
+    return build_model(config, shape, plan_pipeline(config, shape), device, dtype)
 
 
 Step = Callable[[DataParallel, MicroBatchDataLoader], Tensor]
@@ -82,8 +83,8 @@ def training_of(
     dtype, shape = getattr(torch, config.model.dtype), model_config(layers, config.training.seq_length)
     stage = stage_of(config, device, dtype, layers)
     model = wrapper(stage, groups=stage.parameters_by_stage())
-    plan, tensor_shapes = make_plan(config, shape), hidden_states_shape(config, shape)
-    return pick_train_step(config, plan, tensor_shapes, device, dtype), model, loader_of(config, device)
+    plan, tensor_shapes = plan_pipeline(config, shape), hidden_states_shape(config, shape)
+    return make_train_step(config, plan, tensor_shapes, device, dtype), model, loader_of(config, device)
 
 
 def ours(

@@ -2,7 +2,7 @@
 
     python -m docs.count data_parallel        (or tensor_parallel, pipeline_parallel, context_parallel)
 
-The step is train.py's own, with nobody at the other end (`picotron.explain`, `fake_ranks`). Numbers are float32, sizes
+The step is train.py's own, with nobody at the other end (`picotron.explain.fake_group`). Numbers are float32, sizes
 MiB if nothing else is said. In the formulas, a micro-batch has B sequences of T tokens; the model has L layers, hidden
 size D, intermediate size F, H query heads and K key/value heads of size d, and P parameters; p ranks have m
 micro-batches.
@@ -20,16 +20,17 @@ import torch
 
 from benchmarks.context_parallel import LiveBytes, attention_work
 from benchmarks.tensor_parallel import kept_by
-from docs.fake_ranks import fake_rank, quickstart, stage_of, step_of
+from docs.quickstart import model_of, quickstart, stage_of, step_of
 from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
-from picotron.explain import play
+from picotron.explain.explain import run_rank
+from picotron.explain.fake_group import fake_rank
 from picotron.model import load_model_config
 from picotron.optimizer import AdamW
-from picotron.pipeline_parallel.plan import make_plan, training_schedule
-from picotron.pipeline_parallel.schedules import SCHEDULES, build
-from picotron.pipeline_parallel.simulate import Costs, peak_activations, simulate
-from train import build_model, pick_train_step
+from picotron.schedules.plan import plan_pipeline, training_schedule
+from picotron.schedules.schedules import SCHEDULES, build
+from picotron.schedules.simulate import Costs, peak_activations, simulate
+from picotron.text_table import text_table
 
 MIB = 2**20
 CONFIG = quickstart()
@@ -51,8 +52,8 @@ class Sent(NamedTuple):
 
 def sent(config: Config, rank: int = 0, wrapper: Callable[..., DataParallel] = DataParallelBucket) -> Sent:
     """Without the single numbers of clipping and logging."""
-    with mock.patch("picotron.explain.DataParallelBucket", wrapper):
-        step = play(rank, config, MODEL, make_plan(config, MODEL), build_model, pick_train_step)
+    with mock.patch("picotron.parallelize.DataParallelBucket", wrapper):
+        step = run_rank(rank, config, MODEL, plan_pipeline(config, MODEL))
     found = Sent(Counter(), defaultdict(float))
     for message, times in step.messages.items():
         if message.shape:
@@ -62,7 +63,7 @@ def sent(config: Config, rank: int = 0, wrapper: Callable[..., DataParallel] = D
 
 
 def parameters() -> int:
-    with fake_rank(0, CONFIG):
+    with fake_rank(0, CONFIG.distributed):
         return sum(p.numel() for p in stage_of(CONFIG).parameters())
 
 
@@ -86,8 +87,8 @@ def bytes_per_parameter() -> Iterator[Row]:
     """What a rank keeps for each parameter between steps, in bytes, for any dp_size."""
     yield "", "weight", "main_grad", "optimizer", "counted", "formula"
     for dtype, formula in ((torch.float32, "4 + 4 + 8"), (torch.bfloat16, "2 + 4 + 4 + 8")):
-        with fake_rank(0, CONFIG):
-            model = DataParallelBucket(stage_of(CONFIG).to(dtype))
+        with fake_rank(0, CONFIG.distributed):
+            model = model_of(CONFIG, dtype)
             optimizer = AdamW(model.parameters(), CONFIG.training, fused=False)
             optimizer.step()
         weights = sum(p.nbytes for p in model.parameters())
@@ -121,7 +122,7 @@ def layer_kept() -> Iterator[Row]:
     for tp, sp in TP_LAYOUTS:
         config = one_micro_batch(tp_size=tp, sequence_parallel=sp)
         formula, text = ((s + p) / tp, "(s + p)/tp") if sp else (s + p / tp, "s + p/tp")
-        with fake_rank(0, config):
+        with fake_rank(0, config.distributed):
             stage = stage_of(config)
             held = sum(parameter.nbytes for parameter in stage.parameters()) / MIB
             kept = kept_by(stage.module.model.layers["0"], (B, T // tp if sp else T, D), T) / MIB
@@ -158,7 +159,7 @@ def micro_batches_kept() -> Iterator[Row]:
 
     def peak(engine: str, m: int) -> float:
         config = quickstart(pp_size=4, pp_engine=engine, gradient_accumulation_steps=m)
-        with fake_rank(0, config):
+        with fake_rank(0, config.distributed):
             step = step_of(config)
             with LiveBytes(not_counted=[]) as live:
                 step()
@@ -209,7 +210,7 @@ def parts_of_sequences() -> Iterator[Row]:
 
     def kept(config: Config) -> float:
         length = T // config.distributed.cp_size
-        with fake_rank(0, config):
+        with fake_rank(0, config.distributed):
             return kept_by(stage_of(config).module.model.layers["0"], (B, length, D), length) / MIB
 
     yield "", "zigzag", "contiguous", "(2 cp - 1)/cp", "kept", "formula"
@@ -229,12 +230,7 @@ PAGES = {
 def show(table: Callable[[], Iterator[Row]]) -> None:
     """Print a table below its docstring, the first column to the left."""
     cells = [[f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in table()]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    print(inspect.getdoc(table), end="\n\n")
-    for first, *others in cells:
-        right = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        print(first.ljust(widths[0]), *right, sep="  ")
-    print()
+    print(inspect.getdoc(table), text_table(cells, first_number=1), sep="\n\n", end="\n\n")
 
 
 if __name__ == "__main__":

@@ -8,21 +8,21 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron.config import Model
-from picotron.metrics import flops_per_token
 from picotron.model import Llama, load_model_config, math_attention
+from picotron.schedules.costs import model_cost
 
 
 def main() -> None:
     config = load_model_config(Model(name="template/tiny-llama"))
     with torch.device("meta"):
         model = Llama(config, math_attention)
-    print(f"{'T':>6}{'6 N':>14}{'12 L H Q T':>14}{'formula':>14}{'counted':>14}")
+    print(f"{'T':>6}{'6 N':>14}{'12 L H d T':>14}{'formula':>14}{'counted':>14}")
     for length in (256, 1024, 4096):
         with FlopCounterMode(display=False) as counter:
             model(torch.zeros(1, length, dtype=torch.long, device="meta")).sum().backward()
         counted = counter.get_total_flops() / length
         attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
-        formula = flops_per_token(config, length)
+        formula = model_cost(config, length).flops
         print(f"{length:6}{formula - attention:14,.0f}{attention:14,}{formula:14,.0f}{counted:14,.0f}")
 
 

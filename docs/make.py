@@ -21,8 +21,6 @@ Comments before these say how:
 
 The commands of a page run in their order, in a copy of the repository that is as fresh as its home folder. In what is
 shown, that home is ~ and the copy ~/picotron.
-
-Numbers of lines are made by `code_lines`.
 """
 
 import argparse
@@ -35,8 +33,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-
-from docs.code_lines import with_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(
@@ -157,8 +153,8 @@ def make(page: Path, wanted: Callable[[Block], bool]) -> None:
     """Run the wanted blocks of a page, and write it with what they print.
 
     Raises:
-        CommandFailed: one ends in another way than the page says.
-        LookupError, OSError: a link names what is not there.
+        CommandFailed: a command ends with another exit status than the page says.
+        OSError: a picture was not made.
     """
 
     def run(match: re.Match[str]) -> str:
@@ -173,7 +169,7 @@ def make(page: Path, wanted: Callable[[Block], bool]) -> None:
         return match[0] if block.shown is None else match[0].removesuffix(block.shown + "```") + output + "```"
 
     with Workspace() as workspace:
-        page.write_text(with_lines(BLOCK.sub(run, page.read_text()), page))
+        page.write_text(BLOCK.sub(run, page.read_text()))
 
 
 def main() -> None:
@@ -185,7 +181,7 @@ def main() -> None:
     for page in [path.resolve() for path in options.pages] or pages():
         try:
             make(page, lambda block: block.speed == "fast" or not options.fast)
-        except (CommandFailed, LookupError, OSError) as error:
+        except (CommandFailed, OSError) as error:
             failed = True
             print(f"{page.name} is left as it is: {error}", file=sys.stderr)
     sys.exit(failed)

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
+from picotron.collectives import all_reduce
 from picotron.context_parallel.context_parallel import visible_blocks
+from picotron.context_parallel.positions import local_positions
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.bucket import Bucket, make_buckets
 from picotron.model import Head
-from picotron.process_group_manager import local_positions
-from picotron.utils import all_reduce
 from tests import test_context_parallel, test_data_parallel, test_pipeline_parallel, test_tensor_parallel
-from tests.worker_pool import WorkerPool
+from tests.support.worker_pool import WorkerPool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +181,7 @@ MISTAKES = {
     "reduced_every_time": Mistake(
         "data_parallel",
         "train_step never sets require_backward_grad_sync: the backward of every micro-batch averages.",
-        {"train.train_step": reduce_every_time},
+        {"picotron.train_step.train_step": reduce_every_time},
         test_data_parallel.test_ten_steps_equal_one_process,
         (2, "bucket", 3, False),
     ),

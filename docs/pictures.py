@@ -8,14 +8,15 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
-from docs.fake_ranks import fake_rank, quickstart, stage_of
+from docs.quickstart import quickstart, stage_of
 from picotron.context_parallel.context_parallel import visible_blocks
+from picotron.context_parallel.positions import local_positions
 from picotron.data_parallel.data_parallel import DataParallelBucket
-from picotron.pipeline_parallel.draw_svg import COLOURS, GAP, ROW, STYLE, as_svg
-from picotron.pipeline_parallel.schedules import build
-from picotron.pipeline_parallel.simulate import Costs, figures, simulate
-from picotron.process_group_manager import local_positions
-from picotron.weights import Shard, parameters_and_shards
+from picotron.explain.fake_group import fake_rank
+from picotron.schedules.draw_svg import COLOURS, GAP, ROW, STYLE, as_svg
+from picotron.schedules.schedules import build
+from picotron.schedules.simulate import Costs, simulate, summary
+from picotron.weights import Shard, main_grad, parameters_and_shards
 
 RANKS = [*(COLOURS[kind] for kind in "FBWI"), COLOURS["R"]]  # of the first five ranks
 
@@ -57,7 +58,7 @@ class Svg:
 def buckets(bucket_mb: float = 4.0) -> str:
     """The quickstart's gradients in buckets, in the order in which they leave; a colour for each layer."""
     config = quickstart(dp_size=2)
-    with fake_rank(0, config):
+    with fake_rank(0, config.distributed):
         stage = stage_of(config)
         model = DataParallelBucket(stage, bucket_mb, stage.parameters_by_stage())
     names = {parameter: name for name, parameter in stage.module.named_parameters()}
@@ -66,7 +67,7 @@ def buckets(bucket_mb: float = 4.0) -> str:
         x, y = 150.0, 34.0 * row
         picture.text(0, y + 18, f"bucket {row}: {bucket.buffer.nbytes / 2**20:.2f} MiB")
         for parameter in bucket.parameters:
-            parts, width = names[parameter].split("."), parameter.main_grad.nbytes * scale
+            parts, width = names[parameter].split("."), main_grad(parameter).nbytes * scale
             layer = int(parts[2]) if "layers" in parts else None
             colour = RANKS[4] if layer is None else RANKS[layer]
             label = parts[-2] if layer is None else f"{layer} {parts[-2]}"
@@ -85,7 +86,7 @@ def matrices(tp: int = 4) -> str:
     config, parts = quickstart(tp_size=tp), dict[str, dict[int, Shard]]()
     shapes = {}
     for rank in range(tp):
-        with fake_rank(rank, config):
+        with fake_rank(rank, config.distributed):
             layer = stage_of(config).module.model.layers["0"]
             for name, parameter, shard in parameters_and_shards(layer):
                 if shard is not None:
@@ -147,7 +148,7 @@ def ring_steps(cp: int = 4) -> str:
         for step in range(cp):
             x, source = 60 + step * (size + 90), (rank - step) % cp
             picture.frame(x, y, size, size)
-            with fake_rank(rank, config):
+            with fake_rank(rank, config.distributed):
                 blocks = visible_blocks(source, 2, "zigzag")
             for queries, keys, causal in blocks:
                 rows, columns = range(2)[queries], range(2)[keys]
@@ -175,7 +176,7 @@ def schedules(pp: int = 4, microbatches: int = 8) -> str:
     duration, height = max(timeline.step_time for timeline in timelines.values()), pp * (ROW + GAP) + 34
     picture = Svg(960, height * len(timelines))
     for number, (name, timeline) in enumerate(timelines.items()):
-        facts = ", ".join(f"{what} {value}" for what, value in figures(timeline).items())
+        facts = ", ".join(f"{what} {value}" for what, value in summary(timeline).items())
         picture.text(0, number * height + 14, f"{name}: {facts}")
         picture.parts.append(as_svg(timeline, duration).replace("<svg ", f'<svg y="{number * height + 22}" ', 1))
     return str(picture)

@@ -14,17 +14,18 @@ from unittest import mock
 
 import numpy as np
 
-from docs.fake_ranks import CPU, fake_rank, quickstart, stage_of
 from docs.pictures import RANKS, Svg, main
+from docs.quickstart import CPU, quickstart, stage_of
 from picotron import process_group_manager as pgm
+from picotron.checkpoint.safetensors_folder import ByteRange
+from picotron.checkpoint.stage_files import StageFiles, TensorSlice
 from picotron.config import Config
 from picotron.data import MicroBatchDataLoader
+from picotron.explain.fake_group import fake_rank
 from picotron.model import load_model_config
-from picotron.pipeline_parallel.draw_svg import lighter
-from picotron.pipeline_parallel.layout import Stage
 from picotron.process_group_manager import new_groups
-from picotron.safetensors_folder import Part
-from picotron.stage_files import Piece, StageFiles
+from picotron.schedules.draw_svg import lighter
+from picotron.schedules.stages import Stage
 from picotron.weights import parameters_and_shards
 
 WIDTH, BOX, GAP, LINE = 960, 64, 120, 24  # pixels: the picture's width, a rank's height, between stages, of a text
@@ -68,7 +69,7 @@ def grid() -> str:
     picture = Svg(WIDTH, dp * pipeline - 2 * LINE)
     for rank, (d, p, t) in enumerate(itertools.product(range(dp), range(pp), range(tp))):
         x, top = p * (width + GAP), d * pipeline + LINE + t * row
-        with fake_rank(rank, config):
+        with fake_rank(rank, config.distributed):
             lines, sequences = told(config), itertools.chain(*micro_batches(config))
         if p == t == 0:
             numbers = ", ".join(map(str, sequences))
@@ -96,7 +97,7 @@ def batch() -> str:
     for rank in range(dp):
         top = (rank + 1) * LINE
         picture.text(0, top + 15, f"dp {rank}")
-        with fake_rank(rank, config):
+        with fake_rank(rank, config.distributed):
             found = micro_batches(config)
         for i, rows in enumerate(found):
             label = f"sequences {', '.join(map(str, rows))}"
@@ -104,16 +105,16 @@ def batch() -> str:
     return str(picture)
 
 
-def written_parts(config: Config, rank: int) -> tuple[list[Piece], list[Part]]:
+def written_ranges(config: Config, rank: int) -> tuple[list[TensorSlice], list[ByteRange]]:
     """What the model's file of a rank's stage holds, and which parts of it the rank writes: the writing is watched."""
     no_state: Any = SimpleNamespace(state_of=lambda parameter: {})  # the optimizer's files are alike
     # A checkpoint's groups are gloo's, whatever the device; here all are fake.
-    fake_groups = mock.patch("picotron.stage_files.new_groups", lambda rows, _: new_groups(rows))
-    with fake_rank(rank, config), fake_groups, tempfile.TemporaryDirectory() as folder:
+    fake_groups = mock.patch("picotron.checkpoint.stage_files.new_groups", lambda rows, _: new_groups(rows))
+    with fake_rank(rank, config.distributed), fake_groups, tempfile.TemporaryDirectory() as folder:
         files = StageFiles(stage_of(config).module, no_state)
-        pieces = files.pieces()
-        (written,) = files.write(Path(folder), pieces)
-    return pieces, written.parts
+        slices = files.slices()
+        (written,) = files.write(Path(folder), slices)
+    return slices, written.ranges
 
 
 def part_of_model(name: str) -> str:
@@ -126,18 +127,18 @@ def checkpoint_files() -> str:
     """The model's files of a run with pp 2 x tp 2, to scale in bytes; a colour for each rank that writes."""
     pp, tp, bar = 2, 2, 30
     config = quickstart(pp_size=pp, tp_size=tp)
-    found = [written_parts(config, rank) for rank in range(pp * tp)]
+    found = [written_ranges(config, rank) for rank in range(pp * tp)]
     scale = WIDTH / max(part.start + part.size for _, parts in found for part in parts)
     picture = Svg(WIDTH, pp * 90)
-    for rank, (pieces, parts) in enumerate(found):
+    for rank, (slices, parts) in enumerate(found):
         top = rank // tp * 90 + 20
         picture.box(220 + 75 * (rank % tp), top - 18, 65, 15, RANKS[rank], f"rank {rank}")
         for part in parts:
             title = f"rank {rank}: bytes {part.start:,} to {part.start + part.size:,}"
             picture.box(part.start * scale, top, part.size * scale, bar, RANKS[rank], title=title)
         if rank % tp == 0:
-            picture.text(0, top - 7, pieces[0].file)
-            for name, held in itertools.groupby(pieces, lambda piece: part_of_model(piece.name)):
+            picture.text(0, top - 7, slices[0].file)
+            for name, held in itertools.groupby(slices, lambda each: part_of_model(each.name)):
                 picture.text(next(held).start * scale + 2, top + bar + 15, name)
     return str(picture)
 

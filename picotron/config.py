@@ -5,7 +5,6 @@
 
 import json
 import math
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,23 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-
-class UserError(ValueError):
-    """A mistake that the user can mend: the sentence is all they need, so it is shown without a traceback."""
-
-
-def reason(error: Exception) -> str:
-    """The first line of what another library complains about, for a sentence of our own."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-SCHEDULES = ("afab", "1f1b", "looped_bfs", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
-
-
-def check_schedule(name: str) -> str:
-    if name in SCHEDULES or re.match("csv:.", name):
-        return name
-    raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}, or csv:FILE")
+from picotron.errors import UserError
+from picotron.schedules.schedules import SCHEDULES, check_name
 
 
 class Section(BaseModel):
@@ -63,7 +47,7 @@ class Distributed(Section):
     """data-parallel ranks: each holds some of the batch"""
     pp_engine: Annotated[
         str,
-        AfterValidator(check_schedule),
+        AfterValidator(check_name),
         WithJsonSchema({"anyOf": [{"enum": list(SCHEDULES)}, {"type": "string", "pattern": "^csv:."}]}),
     ] = "1f1b"
     """with pp_size > 1: the schedule, or csv:FILE for one of your own"""

@@ -14,11 +14,12 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from picotron.config import Config, Section, UserError, read_string
+from picotron.config import Config, Section, read_string
+from picotron.errors import UserError
 
 logger = logging.getLogger("picotron")
 
@@ -48,7 +49,7 @@ def _items(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{section}.{key}", value) for key, value in body.items())
 
 
-def without_what_means_nothing(data: dict[str, Any]) -> dict[str, Any]:
+def drop_ignored_keys(data: dict[str, Any]) -> dict[str, Any]:
     """A copy of `data` without the ignored keys, each of which gets a warning."""
     kept = {
         section: dict(body) if isinstance(body, dict) else body
@@ -92,10 +93,10 @@ def parse_config(data: dict[str, Any]) -> Config:
         UserError: one line per mistake, naming the key, the value and the remedy.
     """
     try:
-        return Config.model_validate(without_what_means_nothing(data))
+        return Config.model_validate(drop_ignored_keys(data))
     except ValidationError as error:
         mistakes = [_sentence(each) for each in error.errors()]
-    raise UserError("\n".join(dict.fromkeys(mistakes)))
+    raise UserError(*dict.fromkeys(mistakes))
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -153,8 +154,20 @@ def _apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
         override(data, name, read_value(name, words.pop(0)))
 
 
+class Options(NamedTuple):
+    """The command line of train.py."""
+
+    config: Config
+    explain: bool  # print what the layout holds and sends, instead of training
+
+
 def load_config(arguments: list[str]) -> Config:
-    """The config that command-line `arguments` ask for: `--config FILE` and any number of dotted overrides.
+    """The config that a command line of train.py asks for, see `parse_command_line`."""
+    return parse_command_line(arguments).config
+
+
+def parse_command_line(arguments: list[str]) -> Options:
+    """Parse the command line of train.py: `--config FILE`, any number of dotted overrides, and `--explain`.
 
     `--help` and `--schema` (the JSON schema, for editors) print and exit.
 
@@ -171,7 +184,7 @@ def load_config(arguments: list[str]) -> Config:
     parser.add_argument("--config", help="the JSON file of the run")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of the config and exit")
     text = "print what each rank holds and sends in a step, and exit; on one process, whatever the layout"
-    parser.add_argument("--explain", action="store_true", help=text)  # train.py looks at it
+    parser.add_argument("--explain", action="store_true", help=text)
     known, overrides = parser.parse_known_args(arguments)
     if known.schema:
         print(json.dumps(json_schema(), indent=2))
@@ -180,4 +193,4 @@ def load_config(arguments: list[str]) -> Config:
         raise UserError("no config; start with --config template/base_config.json")
     data = read_json(known.config)
     _apply_overrides(data, overrides)
-    return parse_config(data)
+    return Options(parse_config(data), known.explain)

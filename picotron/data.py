@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from picotron import process_group_manager as pgm
-from picotron.config import Config, Training, UserError
-from picotron.process_group_manager import local_positions
-from picotron.utils import ignore_stop_signals
+from picotron.config import Config, Training
+from picotron.context_parallel.positions import local_positions
+from picotron.errors import UserError
+from picotron.launch import ignore_stop_signals
 
 logger = logging.getLogger("picotron")
 
@@ -42,7 +43,7 @@ class Progress:
         return enough or self.step >= training.total_train_steps
 
 
-class Windows(Dataset[Tensor]):
+class SequenceDataset(Dataset[Tensor]):
     """Window i: seq_length + 1 tokens from i * seq_length on, so that neighbours overlap by one token."""
 
     def __init__(self, tokens: np.ndarray, seq_length: int) -> None:
@@ -61,7 +62,7 @@ def epoch_order(windows: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(np.random.PCG64([seed, epoch]).random_raw(windows), kind="stable")
 
 
-def order_of_samples(tokens: np.ndarray, config: Config) -> str:
+def data_fingerprint(tokens: np.ndarray, config: Config) -> str:
     """A name for the sequence of all samples: where it is the same, so is sample number n."""
     training = config.training
     rules = (len(tokens), training.seq_length, training.seed if config.dataset.shuffle else "in order")
@@ -69,14 +70,14 @@ def order_of_samples(tokens: np.ndarray, config: Config) -> str:
     return hashlib.sha256(repr(rules).encode() + ends.tobytes()).hexdigest()[:24]
 
 
-def hold_out(tokens: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray]:
+def split_train_eval(tokens: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray]:
     """Cut the stream into what is trained on and what is evaluated: the last `eval_steps` global batches.
 
     Raises:
         UserError: there are too few tokens for that, and for one global batch to train on.
     """
     length, batch, held_out = config.training.seq_length, config.global_batch_size, config.held_out_sequences
-    windows = len(Windows(tokens, length))
+    windows = len(SequenceDataset(tokens, length))
     if windows < batch + held_out:
         evaluation, fewer = (f" and evaluation {held_out}", ", or fewer eval_steps") if held_out else ("", "")
         raise UserError(
@@ -117,11 +118,10 @@ class MicroBatchDataLoader:
         training, grid = config.training, pgm.process_group_manager
         self.grad_acc_steps = training.gradient_accumulation_steps
         self.micro_batch_size = training.micro_batch_size
-        self.seq_length_per_gpu = training.seq_length // grid.cp_world_size
         self.global_batch_size = config.global_batch_size
         self.dp_rank, self.dp_size = grid.dp_rank, grid.dp_world_size
         self.seed, self.shuffle = training.seed, config.dataset.shuffle if shuffle is None else shuffle
-        self.windows = Windows(tokens, training.seq_length)
+        self.windows = SequenceDataset(tokens, training.seq_length)
         self.device = device
         layout = config.distributed
         positions = local_positions(training.seq_length, layout.cp_size, grid.cp_rank, layout.cp_sharding)

@@ -7,7 +7,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
-from picotron.checkpoint import Checkpoint
-from picotron.config import Config, UserError, reason
+from picotron.collectives import all_reduce
+from picotron.config import Config
 from picotron.data import Progress
-from picotron.model import Llama
-from picotron.run_folder import begin_run, writing
-from picotron.utils import all_reduce
+from picotron.errors import UserError, first_line
+from picotron.run_folder import user_error_on_failure
+from picotron.schedules.costs import model_cost
 
 logger = logging.getLogger("picotron")
 
@@ -51,26 +51,6 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     if dtype != torch.bfloat16 or re.search(r"MIG|Laptop|Max-Q| D$", device_name):  # a part, or a slower version
         return None
     return next((flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
-
-
-def whole_model(config: LlamaConfig) -> Llama:
-    """The model without its weights, and whatever the layout."""
-    with torch.device("meta"):
-        return Llama(config)
-
-
-def flops_per_token(config: LlamaConfig, seq_length: int) -> float:
-    """Forward and backward FLOPs that training needs per token: 6 N + 12 L H Q T (Chowdhery et al. 2022,
-    arXiv:2204.02311, appendix B), where L layers have H heads of size Q and sequences have T tokens.
-
-    N counts each parameter that a token is multiplied with: all, but for an embedding that is not also the head.
-    Recomputed activations do not count: they are a cost, not work that was asked for.
-    """
-    model = whole_model(config)
-    multiplied = sum(p.numel() for p in model.parameters())
-    if not config.tie_word_embeddings:
-        multiplied -= model.model.embed_tokens.weight.numel()
-    return 6 * multiplied + 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seq_length
 
 
 def memory_gb(device: torch.device) -> float:
@@ -112,18 +92,19 @@ def _start_wandb(config: Config, run_id: str | None) -> Any:
             return wandb.init(**arguments, config=config.model_dump(), mode="online")
         why = "there is no login"
     except wandb.errors.Error as error:
-        why = reason(error)
+        why = first_line(error)
     logger.warning("wandb records offline in %s/wandb (%s); `wandb sync` uploads it", config.checkpoint.save_dir, why)
     return wandb.init(**arguments, config=config.model_dump(), mode="offline")
 
 
 class Metrics:
-    """Reduces a step's numbers over all ranks, checks them, and lets rank 0 write them down.
+    """Reduces a step's numbers over all ranks and checks them; rank 0 writes them.
 
     Args:
         config, model_config: of the run.
         device, dtype: where and in what the model computes, for memory and MFU.
-        checkpoint: where the run goes on from. If it lies in save_dir, the records there and the wandb run go on too.
+        records: of the steps before, for a run that resumes, see `begin_run`.
+        wandb_run_id: the wandb run to resume.
     """
 
     def __init__(
@@ -132,62 +113,48 @@ class Metrics:
         model_config: LlamaConfig,
         device: torch.device,
         dtype: torch.dtype,
-        checkpoint: Checkpoint | None = None,
+        records: Sequence[dict[str, Any]] = (),
+        wandb_run_id: str | None = None,
     ) -> None:
         self.config, self.device = config, device
+        self.path = Path(config.checkpoint.save_dir, "metrics.jsonl")
         self.tokens_per_step = config.global_batch_size * config.training.seq_length
-        self.flops_per_step = flops_per_token(model_config, config.training.seq_length) * self.tokens_per_step
-        self.parameters = sum(p.numel() for p in whole_model(model_config).parameters())
+        cost = model_cost(model_config, config.training.seq_length)
+        self.flops_per_step = cost.flops * self.tokens_per_step
         self.peak_flops = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", dtype)
-        self.first_loss = self.last_loss = math.nan
         self.vocab_size = model_config.vocab_size
+        self.first_loss, self.last_loss = (records[i]["loss"] if records else math.nan for i in (0, -1))
         self.writes = pgm.process_group_manager.global_rank == 0
-        self.wandb, self.wandb_run_id = None, None
-        dist.barrier()  # nobody reads from an earlier run's folder any more
-        if self.writes:
-            save_dir = Path(config.checkpoint.save_dir)
-            same_run = checkpoint is not None and checkpoint.folder.resolve().parent == save_dir.resolve()
-            continued = checkpoint.state if checkpoint is not None and same_run else None
-            with writing(save_dir):
-                records = begin_run(save_dir, config, None if continued is None else continued.step)
-            if records:
-                self.first_loss, self.last_loss = records[0]["loss"], records[-1]["loss"]
-            self.path = save_dir / "metrics.jsonl"
-            self.wandb_run_id = None if continued is None else continued.wandb_run_id
-            if config.logging.use_wandb:
-                self.wandb = _start_wandb(config, self.wandb_run_id)
-                self.wandb_run_id = self.wandb.id
+        self.wandb, self.wandb_run_id = None, wandb_run_id
+        if self.writes and config.logging.use_wandb:
+            self.wandb = _start_wandb(config, wandb_run_id)
+            self.wandb_run_id = self.wandb.id
         logger.info(
             "%s | %s parameters, %s on %s",
             pgm.process_group_manager,
-            f"{self.parameters:,}",
+            f"{cost.parameters:,}",
             config.model.dtype,
             device,
         )
         self.start_step()
 
     def start_step(self) -> None:
-        """The step's time begins: what was done since the last one, as saving a checkpoint, does not count."""
+        """Start the step's clock. Whatever happens between steps, such as saving a checkpoint, is not timed."""
         self.start = time.perf_counter()
 
-    def log(
-        self,
-        progress: Progress,
-        loss: Tensor,
-        grad_norm: Tensor,
-        learning_rate: float,
-        evaluate: Callable[[], Tensor],
-    ) -> None:
-        """Record a step.
+    def end_step(self, progress: Progress, loss: Tensor, grad_norm: Tensor, learning_rate: float) -> dict[str, Any]:
+        """Stop the step's clock, and collect the step's record. Every rank must call this.
 
         Args:
-            progress: after it.
-            loss: this rank's mean over its tokens of the step, 0 if its stage has none; a scalar on the device.
-            grad_norm: the global one, before clipping; a scalar on the device.
-            evaluate: called every `eval_frequency` steps for such a loss on other data; its time is not the step's.
+            progress: after the step.
+            loss: this rank's mean over its tokens of the step, 0 if its stage has no loss; a scalar on the device.
+            grad_norm: the global norm before clipping; a scalar on the device.
+
+        Returns:
+            The record, to be passed to `log`.
 
         Raises:
-            UserError: the loss or the gradient norm is NaN or infinite, on every rank alike.
+            UserError: the loss or the gradient norm is NaN or infinite, on every rank.
         """
         grid = pgm.process_group_manager
         memory = peak_memory(self.device)
@@ -213,17 +180,19 @@ class Metrics:
             "mfu": self.peak_flops and self.flops_per_step / step_time / (self.peak_flops * grid.world_size),
             "memory_gb": memory.item(),
         }
-        frequency = self.config.training.eval_frequency
-        if frequency and progress.step % frequency == 0:
-            record["eval_loss"] = global_mean(evaluate()).item()
+        return record
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Write a record to metrics.jsonl, to wandb and to the console."""
         if math.isnan(self.first_loss):
             self.first_loss = record["loss"]
         self.last_loss = record["loss"]
-        if self.writes:
-            self._write(record)
-
-    def _write(self, record: dict[str, Any]) -> None:
-        with writing(self.path), self.path.open("a") as file:  # closed after every step: a killed run has all its lines
+        if not self.writes:
+            return
+        with (
+            user_error_on_failure(self.path),
+            self.path.open("a") as file,
+        ):  # closed after every step: a killed run has all its lines
             file.write(json.dumps(record) + "\n")
         if self.wandb:
             self.wandb.log(record, step=record["step"])

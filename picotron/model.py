@@ -16,11 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, PretrainedConfig
 
+from picotron.collectives import accumulation_dtype
 from picotron.config import Model as ModelSection
-from picotron.config import UserError, reason
-from picotron.utils import wide_dtype
+from picotron.errors import UserError, first_line
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -87,19 +87,19 @@ class RMSNorm(nn.Module):
 class Linear(nn.Linear):
     """torch's, with the product y = x W' + b as an attribute, so that it can be another one's."""
 
-    product = staticmethod(F.linear)
+    linear_fn = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight, self.bias)
+        return self.linear_fn(x, self.weight, self.bias)
 
 
 class Attention(nn.Module):
     """Causal self-attention with rotary positions; H query heads share K key/value heads (GQA, arXiv:2305.13245)."""
 
-    def __init__(self, config: LlamaConfig, attend: Attend) -> None:
+    def __init__(self, config: LlamaConfig, attention_fn: AttentionFn) -> None:
         super().__init__()
         bias = config.attention_bias
-        self.head_dim, self.attend, self.project = config.head_dim, attend, project
+        self.head_dim, self.attention_fn, self.project_fn = config.head_dim, attention_fn, project
         self.q_proj = Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias)
         self.k_proj = Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
         self.v_proj = Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
@@ -107,10 +107,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B = x.size(0)
-        projected = self.project(x, self.q_proj, self.k_proj, self.v_proj)
+        projected = self.project_fn(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (each.view(B, -1, each.size(-1) // self.head_dim, self.head_dim) for each in projected)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # (B, T, H, d), (B, T, K, d)
-        y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, T, d)
+        y = self.attention_fn(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, T, d)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -119,21 +119,21 @@ class MLP(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.project = project
+        self.project_fn = project
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.project(x, self.gate_proj, self.up_proj)  # (B, T, F) each
+        gate, up = self.project_fn(x, self.gate_proj, self.up_proj)  # (B, T, F) each
         return self.down_proj(F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: LlamaConfig, attend: Attend) -> None:
+    def __init__(self, config: LlamaConfig, attention_fn: AttentionFn) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, attend)
+        self.self_attn = Attention(config, attention_fn)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
@@ -148,17 +148,19 @@ class Head(nn.Linear):
     def cross_entropy(self, x: Tensor, target_ids: Tensor) -> Tensor:
         """The mean loss of predicting target_ids (B, T) from x (B, T, D), a scalar in float32 or wider."""
         logits = self(x).flatten(0, 1)
-        return F.cross_entropy(logits.to(wide_dtype(logits)), target_ids.flatten())
+        return F.cross_entropy(logits.to(accumulation_dtype(logits)), target_ids.flatten())
 
 
 class Decoder(nn.Module):
     """The part that transformers calls `model`; it exists for the names of the parameters."""
 
-    def __init__(self, config: LlamaConfig, attend: Attend) -> None:
+    def __init__(self, config: LlamaConfig, attention_fn: AttentionFn) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         # By number, so that a layer keeps its name where some of the others are missing.
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(config, attend) for i in range(config.num_hidden_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): DecoderLayer(config, attention_fn) for i in range(config.num_hidden_layers)}
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -167,17 +169,17 @@ class Llama(nn.Module):
 
     Args:
         config: see `load_model_config`, which also refuses what this model does not compute.
-        attend: causal attention from (q, k, v), chosen once.
+        attention_fn: causal attention from (q, k, v), chosen once.
         checkpoint_activations: keep each layer's input only and run its forward again in backward (Chen et al. 2016,
             arXiv:1604.06174).
     """
 
     def __init__(
-        self, config: LlamaConfig, attend: Attend = fused_attention, checkpoint_activations: bool = False
+        self, config: LlamaConfig, attention_fn: AttentionFn = fused_attention, checkpoint_activations: bool = False
     ) -> None:
         super().__init__()
         self.config, self.checkpoint_activations = config, checkpoint_activations
-        self.model = Decoder(config, attend)
+        self.model = Decoder(config, attention_fn)
         self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
 
@@ -202,13 +204,13 @@ class Llama(nn.Module):
         x = self.embed(input_ids) if hidden_states is None else hidden_states
         if position_ids is None:
             position_ids = torch.arange(input_ids.size(1), device=x.device)[None]
-        return self.predict(self.decode(x, position_ids), target_ids)
+        return self.logits_or_loss(self.run_layers(x, position_ids), target_ids)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """(B, T) -> (B, T, D)"""
         return self.model.embed_tokens(input_ids)
 
-    def decode(self, x: Tensor, position_ids: Tensor, layers: Iterable[int] | None = None) -> Tensor:
+    def run_layers(self, x: Tensor, position_ids: Tensor, layers: Iterable[int] | None = None) -> Tensor:
         """Apply the decoder layers, by default all: x (B, T, D), position_ids (B, T) -> (B, T, D)."""
         cos, sin = (table.to(x.dtype) for table in rope(self.config, position_ids))
         for name in self.model.layers if layers is None else map(str, layers):
@@ -219,7 +221,7 @@ class Llama(nn.Module):
                 x = layer(x, cos, sin)
         return x
 
-    def predict(self, x: Tensor, target_ids: Tensor | None) -> Tensor:
+    def logits_or_loss(self, x: Tensor, target_ids: Tensor | None) -> Tensor:
         """x (B, T, D) -> logits (B, T, V), or the mean loss, a scalar, if there are target_ids (B, T)."""
         x = self.model.norm(x)
         return self.lm_head(x) if target_ids is None else self.lm_head.cross_entropy(x, target_ids)
@@ -237,7 +239,7 @@ def load_model_config(section: ModelSection) -> LlamaConfig:
             raise FileNotFoundError("the folder has none")
     except Exception as error:  # no such folder, no network, no permission, not JSON, ...
         raise UserError(
-            f"model.name={section.name!r} has no readable config.json ({reason(error)}); give a hub id or a local folder"
+            f"model.name={section.name!r} has no readable config.json ({first_line(error)}); give a hub id or a local folder"
         ) from None
     if data.get("model_type") != "llama":
         raise UserError(

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from picotron import process_group_manager as pgm
+from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Training
-from picotron.utils import all_reduce, wide_dtype
-from picotron.weights import is_copy, parameters_and_shards
+from picotron.weights import is_tied_replica, main_grad, parameters_and_shards
 
 
 class AdamW(torch.optim.AdamW):
@@ -25,7 +25,7 @@ class AdamW(torch.optim.AdamW):
     def __init__(self, parameters: Iterable[nn.Parameter], training: Training, fused: bool) -> None:
         self.masters: dict[nn.Parameter, Tensor] = {}
         for p in parameters:
-            dtype = wide_dtype(p)
+            dtype = accumulation_dtype(p)
             self.masters[p] = p if p.dtype == dtype else p.detach().to(dtype).requires_grad_()
         matrices = [m for m in self.masters.values() if m.ndim >= 2]
         vectors = [m for m in self.masters.values() if m.ndim < 2]
@@ -41,7 +41,7 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
         for parameter, master in self.masters.items():
-            master.grad = parameter.main_grad
+            master.grad = main_grad(parameter)
         super().step()
         for parameter, master in self.masters.items():
             master.grad = None  # the gradients stay where they are: in main_grad
@@ -74,7 +74,7 @@ class AdamW(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         for parameter in self.masters:
-            parameter.main_grad.zero_()
+            main_grad(parameter).zero_()
 
 
 def learning_rate_factor(training: Training) -> Callable[[int], float]:
@@ -113,18 +113,18 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     counts once. None never clips.
     """
     grid = pgm.process_group_manager
-    gradients, copies = [], []
+    gradients, replicas = [], []
     for name, parameter, shard in parameters_and_shards(model):
-        if not is_copy(model, name):
-            gradients.append(parameter.main_grad)
-            copies.append(grid.tp_world_size if shard is None else shard.copies)
+        if not is_tied_replica(model, name):
+            gradients.append(main_grad(parameter))
+            replicas.append(grid.tp_world_size if shard is None else shard.replicas)
     norms = torch._foreach_norm(gradients)
-    torch._foreach_div_(norms, [math.sqrt(copy) for copy in copies])  # Python numbers: nothing waits for the GPU
+    torch._foreach_div_(norms, [math.sqrt(count) for count in replicas])  # Python numbers: nothing waits for the GPU
     square = torch.stack(norms).square().sum()
     all_reduce(square, grid.tp_group)
     all_reduce(square, grid.pp_group)
     norm = square.sqrt()
     if max_norm is not None:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([parameter.main_grad for parameter in model.parameters()], scale)
+        torch._foreach_mul_([main_grad(parameter) for parameter in model.parameters()], scale)
     return norm

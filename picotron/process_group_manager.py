@@ -14,10 +14,10 @@ import os
 import torch
 import torch.distributed as dist
 
-from picotron.config import UserError
+from picotron.errors import UserError
 
 # name: the grid's dimensions (dp, pp, cp, tp) = (0, 1, 2, 3) that vary inside a group
-AXES = {"dp": (0,), "pp": (1,), "cp": (2,), "tp": (3,), "cp_dp": (0, 2), "pp_dp": (0, 1)}
+AXES = {"dp": (0,), "pp": (1,), "cp": (2,), "tp": (3,), "cp_dp": (0, 2)}
 
 
 def new_groups(rows: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
@@ -27,17 +27,6 @@ def new_groups(rows: list[list[int]], backend: str | None = None) -> dist.Proces
     """
     groups = {tuple(ids): dist.new_group(ids, backend=backend) for ids in rows}
     return next((group for ids, group in groups.items() if dist.get_rank() in ids), None)
-
-
-def local_positions(seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> torch.Tensor:
-    """The positions in the sequence of the tokens that a cp rank has: (seq_length / cp_size,), ascending.
-
-    contiguous: one part after the other. zigzag: of 2 cp_size chunks number cp_rank, and as far from the end.
-    """
-    if sharding == "contiguous":
-        return torch.arange(seq_length).chunk(cp_size)[cp_rank]
-    chunks = torch.arange(seq_length).chunk(2 * cp_size)
-    return torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]))
 
 
 class ProcessGroupManager:
@@ -52,25 +41,21 @@ class ProcessGroupManager:
     cp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
     cp_dp_group: dist.ProcessGroup
-    pp_dp_group: dist.ProcessGroup
     dp_group_ids: list[int]
     pp_group_ids: list[int]
     cp_group_ids: list[int]
     tp_group_ids: list[int]
     cp_dp_group_ids: list[int]
-    pp_dp_group_ids: list[int]
     dp_world_size: int
     pp_world_size: int
     cp_world_size: int
     tp_world_size: int
     cp_dp_world_size: int
-    pp_dp_world_size: int
     dp_rank: int
     pp_rank: int
     cp_rank: int
     tp_rank: int
     cp_dp_rank: int
-    pp_dp_rank: int
 
     def __init__(self, tp_size: int, cp_size: int, pp_size: int, dp_size: int) -> None:
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()

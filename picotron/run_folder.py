@@ -12,14 +12,15 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from picotron.config import Config, UserError
+from picotron.config import Config
+from picotron.errors import UserError
+from picotron.schedules.trace import traces
 
 logger = logging.getLogger("picotron")
 
@@ -53,12 +54,6 @@ def checkpoint_folders(save_dir: Path) -> dict[int, Path]:
     return {step: checkpoint_folder(save_dir, step) for step in steps}
 
 
-def traces(save_dir: Path) -> dict[int, Path]:
-    """The traces of steps in it, see `pipeline_parallel.trace`."""
-    found = (re.fullmatch(r"trace_step_([0-9]{8})\.jsonl", path.name) for path in save_dir.glob("trace_step_*"))
-    return dict(sorted((int(name[1]), save_dir / name[0]) for name in found if name))
-
-
 def delete_checkpoint(folder: Path) -> None:
     """Not at once, so first a whole one gets a name that nobody takes for one. What cannot be deleted is only told."""
     try:
@@ -69,7 +64,7 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def user_error_on_failure(path: Path) -> Iterator[None]:
     """Whoever cannot write there gets a UserError."""
     try:
         yield
@@ -99,47 +94,51 @@ def read_records(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
     return [record for record in records if record["step"] <= until]
 
 
-def make_earlier(folder: Path) -> Path:
+def new_archive_folder(folder: Path) -> Path:
     """A new folder `earlier.N` in it, for what is not to be lost."""
     earlier = next(path for n in itertools.count(1) if not (path := folder / f"earlier.{n}").exists())
     earlier.mkdir()
     return earlier
 
 
-def begin_run(save_dir: Path, config: Config, continued: int | None) -> list[dict[str, Any]]:
-    """Write config.json, and make room for the outputs to come. What an earlier run left is never lost: unless it is
-    this run's own beginning it goes to a folder `earlier.N`.
+def begin_run(config: Config, resumed_step: int | None) -> list[dict[str, Any]]:
+    """Write config.json, and archive the files of an earlier run in a folder `earlier.N`.
 
     Args:
-        continued: the step after which this run goes on with what the folder holds; None if it is another run.
-
-    Raises:
-        OSError: there is no room.
+        resumed_step: the step of the checkpoint in save_dir that this run resumes from: files up to that step stay in
+            place. None if this run does not resume the earlier one.
 
     Returns:
-        The records of the steps so far, which stay in metrics.jsonl. Those of later steps, which are done again, go.
+        The records of metrics.jsonl up to that step. The file keeps these only; the archive has all of them.
+
+    Raises:
+        UserError: the folder cannot be written.
     """
+    save_dir = Path(config.checkpoint.save_dir)
     metrics, described = save_dir / "metrics.jsonl", save_dir / "config.json"
     of_steps = [*checkpoint_folders(save_dir).items(), *traces(save_dir).items()]
-    old = [path for step, path in of_steps if continued is None or step > continued]
-    if continued is None:
+    old = [path for step, path in of_steps if resumed_step is None or step > resumed_step]
+    if resumed_step is None:
         old += [path for path in (metrics, described) if path.exists()]
-    if old:
-        earlier = make_earlier(save_dir)
-        if continued is not None and metrics.exists():
-            shutil.copy(metrics, earlier)
-        for path in old:
-            path.rename(earlier / path.name)
-        logger.info("what an earlier run left in %s is now in %s: %s", save_dir, earlier, [path.name for path in old])
-    records = [] if continued is None else read_records(metrics, continued)
-    if continued is not None and metrics.exists():
-        write_whole(metrics, "".join(json.dumps(record) + "\n" for record in records))
-    write_whole(described, config.model_dump_json(indent=2) + "\n")
+    with user_error_on_failure(save_dir):
+        if old:
+            archive = new_archive_folder(save_dir)
+            if resumed_step is not None and metrics.exists():
+                shutil.copy(metrics, archive)
+            for path in old:
+                path.rename(archive / path.name)
+            logger.info(
+                "files of an earlier run in %s are now in %s: %s", save_dir, archive, [path.name for path in old]
+            )
+        records = [] if resumed_step is None else read_records(metrics, resumed_step)
+        if resumed_step is not None and metrics.exists():
+            write_atomically(metrics, "".join(json.dumps(record) + "\n" for record in records))
+        write_atomically(described, config.model_dump_json(indent=2) + "\n")
     return records
 
 
-def write_whole(path: Path, text: str) -> None:
-    """So that there is always a whole file."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file such that a reader, or a crash, finds either the old file or the new one, complete."""
     new = path.with_name(path.name + ".new")
     new.write_text(text)
     new.replace(path)

@@ -17,8 +17,9 @@ from filelock import FileLock
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from picotron import process_group_manager as pgm
-from picotron.config import Config, UserError, reason
+from picotron.config import Config
 from picotron.config import Dataset as DatasetSection
+from picotron.errors import UserError, first_line
 
 logger = logging.getLogger("picotron")
 
@@ -73,7 +74,7 @@ def load_documents(section: DatasetSection) -> Any:
         raise
     except Exception as error:  # unknown on the hub, no network, broken file, unknown split, ...
         raise UserError(
-            f"dataset.name={section.name!r} cannot be loaded ({reason(error)}); give a hub id, a folder, a file or 'python-stdlib'"
+            f"dataset.name={section.name!r} cannot be loaded ({first_line(error)}); give a hub id, a folder, a file or 'python-stdlib'"
         ) from None
     kinds = {name: str(getattr(feature, "dtype", "nested")) for name, feature in documents.features.items()}
     if kinds.get(section.text_column) not in ("string", "large_string"):
@@ -129,7 +130,7 @@ def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Any) ->
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
         raise UserError(
-            f'no tokenizer in {name!r} ({reason(error)}); set model.tokenizer to a hub id, a folder, or "bpe" to train one'
+            f'no tokenizer in {name!r} ({first_line(error)}); set model.tokenizer to a hub id, a folder, or "bpe" to train one'
         ) from None
     tokens = max(tokenizer.get_vocab().values()) + 1  # len(tokenizer) may be less: there may be gaps
     if tokens > model_config.vocab_size:

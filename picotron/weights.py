@@ -1,4 +1,4 @@
-"""From a description of a model on the meta device to weights in memory, of which a rank may hold only a part."""
+"""A rank's weights: which shard of each parameter it holds, how the shards get their values, and their gradients."""
 
 import dataclasses
 import hashlib
@@ -11,15 +11,16 @@ from transformers import LlamaConfig
 from picotron.model import Llama
 
 Index = tuple[slice, ...]
-Value = Callable[[str, torch.Size, Index], Tensor]
+ReadTensor = Callable[[str, torch.Size, Index], Tensor]
+"""`read(name, shape, index)` returns the slice `[index]` of the parameter `name`, whose full shape is `shape`"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The part of a parameter that this tp rank holds: `start` to `stop` of dimension `dim`, then zeros up to `size`.
+    """The shard of a parameter on this tp rank: `start` to `stop` of dimension `dim`, padded with zeros to `size`.
 
-    A module says so in `shards`, a dict from the names of its parameters; what is not in it is whole. Initial weights,
-    checkpoints and the gradient norm read this one fact.
+    A module lists its shards in a dict `shards`, by the names of its parameters; parameters that are not listed are
+    replicated. Initial weights, checkpoints and the gradient norm all read this one description.
     """
 
     dim: int
@@ -27,7 +28,7 @@ class Shard:
     start: int
     stop: int
     size: int
-    copies: int = 1  # tp ranks that hold this same part
+    replicas: int = 1  # number of tp ranks that hold this same shard
 
     @property
     def index(self) -> Index:
@@ -38,50 +39,65 @@ class Shard:
 
 
 def parameters_and_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard | None]]:
-    """Every parameter once, with its name and, if it is not whole, its shard."""
+    """Iterate over the parameters: (name, parameter, its shard, or None for a replicated parameter)."""
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
         yield name, parameter, getattr(model.get_submodule(owner), "shards", {}).get(leaf)
 
 
-def is_copy(model: nn.Module, name: str) -> bool:
-    """Is this parameter here because another pipeline stage's layer is used here as well? Then it counts there.
+def mark_tied_replica(module: nn.Module) -> None:
+    """Mark a module whose weight another pipeline stage holds, too, see `is_tied_replica`."""
+    module.is_tied_replica = True  # type: ignore[assignment]  # torch's modules take any attribute
 
-    A module says so in `is_copy`: the embedding on the last stage, whose matrix is the head's too.
+
+def is_tied_replica(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is a replica of one that another pipeline stage holds: the tied embedding on the last stage.
+
+    Norms and checkpoints count the original only.
     """
-    return getattr(model.get_submodule(name.rpartition(".")[0]), "is_copy", False)
+    return getattr(model.get_submodule(name.rpartition(".")[0]), "is_tied_replica", False)
 
 
-def fill(tensor: Tensor, name: str, shard: Shard | None, value: Value) -> None:
-    """Copy this rank's part of a parameter, or of what goes with one, into `tensor`; its padding is zeros."""
+def main_grad(parameter: Tensor) -> Tensor:
+    """The buffer in which a parameter's gradients accumulate over micro-batches: its shape, in float32 or wider.
+
+    `DataParallel` allocates and fills it, the optimizer reads it. (The name is Megatron-LM's.)
+    """
+    return parameter.main_grad  # type: ignore[attr-defined]  # torch's parameters take any attribute
+
+
+def set_main_grad(parameter: Tensor, buffer: Tensor) -> None:
+    """Let `main_grad(parameter)` be `buffer`."""
+    parameter.main_grad = buffer  # type: ignore[attr-defined]
+
+
+def copy_shard(tensor: Tensor, name: str, shard: Shard | None, read: ReadTensor) -> None:
+    """Copy this rank's shard of a parameter, or of the optimizer's state for it, into `tensor`. Padding becomes 0."""
     if shard is None:
-        tensor.copy_(value(name, tensor.shape, ()))
+        tensor.copy_(read(name, tensor.shape, ()))
     else:
-        part = value(name, shard.full_shape(tensor.shape), shard.index)
+        values = read(name, shard.full_shape(tensor.shape), shard.index)
         held = shard.stop - shard.start
-        tensor.narrow(shard.dim, 0, held).copy_(part)
+        tensor.narrow(shard.dim, 0, held).copy_(values)
         tensor.narrow(shard.dim, held, shard.size - held).zero_()
 
 
-def materialise(model: Llama, device: torch.device, value: Value) -> None:
-    """Give every parameter of a model on the meta device its memory.
-
-    Args:
-        value: `value(name, shape, index)` is the part `[index]` of the parameter `name`, which has `shape` as a whole.
-    """
+def materialise(model: Llama, device: torch.device, read: ReadTensor) -> None:
+    """Allocate the parameters of a model on the meta device, and fill them with what `read` returns."""
     for name, parameter, shard in list(parameters_and_shards(model)):
-        filled = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        fill(filled, name, shard, value)
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        copy_shard(values, name, shard, read)
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(filled))
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(values))
     model.tie_weights()
 
 
-def initial_value(config: LlamaConfig, seed: int) -> Value:
-    """Initial weights as transformers draws them: normal with std `initializer_range`, biases 0, norms 1.
+def initial_weights(config: LlamaConfig, seed: int) -> ReadTensor:
+    """Return a reader of initial weights with transformers' distribution: normal with standard deviation
+    `initializer_range`; biases are 0 and norms 1.
 
-    Each parameter has its own generator, on the CPU, seeded by (seed, name), and is drawn as a whole: whoever needs a
-    part of it gets the same numbers, whatever the layout.
+    Each parameter has its own CPU generator, seeded by (seed, name), and is drawn in full. So every rank that needs a
+    shard of it gets the same numbers, in any layout.
     """
 
     def draw(name: str, shape: torch.Size, index: Index) -> Tensor:
@@ -93,7 +109,7 @@ def initial_value(config: LlamaConfig, seed: int) -> Value:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         weight = torch.normal(0.0, config.initializer_range, shape, generator=generator)
         if name.endswith("embed_tokens.weight") and config.pad_token_id is not None:
-            weight[config.pad_token_id] = 0.0  # padding is embedded as nothing, and never learns
+            weight[config.pad_token_id] = 0.0  # the padding token's embedding is 0 and gets no gradient
         return weight[index]
 
     return draw

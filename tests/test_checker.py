@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picotron.config import UserError
-from picotron.pipeline_parallel.actions import Action, Schedule, parse_action
-from picotron.pipeline_parallel.checker import check
-from picotron.pipeline_parallel.schedule_csv import read_csv
-from picotron.pipeline_parallel.schedules import SCHEDULES, build, forward_only
+from picotron.errors import UserError
+from picotron.schedules.actions import Action, Schedule, parse_action
+from picotron.schedules.checker import check
+from picotron.schedules.schedule_csv import read_csv
+from picotron.schedules.schedules import SCHEDULES, build, forward_only
 from tests.test_schedules import assert_runs
 
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
-from picotron import safetensors_folder
-from picotron.checkpoint import TrainerState
+from picotron.checkpoint import safetensors_folder
+from picotron.checkpoint.checkpoint import TrainerState
 from picotron.model import Llama
 from picotron.run_folder import checkpoint_folders
 from picotron.weights import materialise
-from tests.checkpoints import BATCH, LAYOUTS, first_half, model_of, run, run_config, tensors_of
-from tests.oracle import assert_close, oracle_training, random_tokens, tiny_llama, with_exact_norms
-from tests.training import layout_name
-from tests.worker_pool import WorkerPool
+from tests.support.checkpoints import BATCH, LAYOUTS, first_half, model_of, run, run_config, tensors_of
+from tests.support.oracle import assert_close, oracle_training, random_tokens, tiny_llama, with_exact_norms
+from tests.support.training import layout_name
+from tests.support.worker_pool import WorkerPool
 
 CPU = torch.device("cpu")
 # In `make test` each layout is read once by another one, and one by itself; the other pairs are in `make parity`.
@@ -209,7 +209,7 @@ def test_another_global_batch_goes_on_at_the_same_sample(
 
 def test_the_state_round_trips() -> None:
     state = TrainerState(
-        step=3, tokens=4, samples=5, order_of_samples="a", seed=1, layout="dp 1", config={"a": {"b": 0.1}},
+        step=3, tokens=4, samples=5, data_fingerprint="a", seed=1, layout="dp 1", config={"a": {"b": 0.1}},
         versions={}, wandb_run_id="x", files={"f": [safetensors_folder.Part(0, 2, "3")]},
     )  # fmt: skip
     data = json.loads(state.to_json())

@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 
 from picotron.config import Config
 from picotron.run_folder import checkpoint_folders
-from tests.checkpoints import mistake, model_of, run, run_config, warnings_of
-from tests.oracle import make_config, tiny_llama
-from tests.worker_pool import WorkerPool
+from tests.support.checkpoints import mistake, model_of, run, run_config, warnings_of
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.worker_pool import WorkerPool
 
 
 def flip(path: Path, place: int = -7) -> None:

@@ -9,14 +9,14 @@ import pytest
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from picotron import safetensors_folder
-from picotron.checkpoint_writer import CheckpointWriter
+from picotron.checkpoint import safetensors_folder
+from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
 from picotron.data import Progress
 from picotron.optimizer import AdamW
 from picotron.run_folder import checkpoint_folders
-from tests.checkpoints import first_half, mistake, model_of, run, run_config, train, warnings_of
-from tests.worker_pool import WorkerPool
+from tests.support.checkpoints import first_half, mistake, model_of, run, run_config, train, warnings_of
+from tests.support.worker_pool import WorkerPool
 
 
 def train_while_writing(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[str, Any]:

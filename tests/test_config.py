@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from picotron.config import Distributed, UserError, check_world_size
+from picotron.config import Distributed, check_world_size
 from picotron.config_reader import parse_config
+from picotron.errors import UserError
 
 MINIMAL: dict[str, Any] = {"model": {"name": "template/tiny-llama"}, "dataset": {"name": "python-stdlib"}}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from picotron.config import UserError
 from picotron.config_reader import json_schema, leaf_keys, load_config, parse_config
+from picotron.errors import UserError
 from tests.test_config import MINIMAL, changed
 
 # A config in the format that users of Hugging Face's picotron have, with every key of it.

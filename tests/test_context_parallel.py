@@ -9,17 +9,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from picotron.config import Distributed, UserError
+from picotron.config import Distributed
 from picotron.context_parallel import block_attention, context_parallel
 from picotron.context_parallel.context_parallel import attend_across_ranks, check_context_parallel
 from picotron.context_parallel.cp_communications import ring, start_ring_step
+from picotron.context_parallel.positions import local_positions
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.errors import UserError
 from picotron.model import fused_attention
-from picotron.process_group_manager import local_positions, setup_process_group_manager
-from tests.oracle import assert_close, assert_equals_training, make_config, oracle_training, random_tokens, tiny_llama
-from tests.training import CPU, all_stages, layout_name, stage_of, train
-from tests.worker_pool import WorkerPool
+from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import (
+    assert_close,
+    assert_equals_training,
+    make_config,
+    oracle_training,
+    random_tokens,
+    tiny_llama,
+)
+from tests.support.training import CPU, all_stages, layout_name, stage_of, train
+from tests.support.worker_pool import WorkerPool
 
 ENGINES = [(engine, sharding) for engine in ("ring", "all_gather", "ulysses") for sharding in ("zigzag", "contiguous")]
 

@@ -9,8 +9,8 @@ import pytest
 
 import create_config
 from picotron.config_reader import load_config
-from picotron.jobs import find_jobs
-from tests.program import metrics, run
+from picotron.sweep.jobs import find_jobs
+from tests.support.program import metrics, run
 
 BASE: dict[str, Any] = {
     "$schema": "config.schema.json",

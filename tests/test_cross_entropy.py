@@ -12,8 +12,8 @@ from torch import Tensor
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import cross_entropy, tensor_parallel
 from picotron.tensor_parallel.cross_entropy import linear_cross_entropy
-from tests.oracle import assert_close
-from tests.worker_pool import WorkerPool
+from tests.support.oracle import assert_close
+from tests.support.worker_pool import WorkerPool
 
 
 def sharded_cross_entropy(vocab_size: int, ignored: list[int], chunk: int) -> tuple[Tensor, Tensor, Tensor]:

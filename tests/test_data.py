@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron.config import Config, UserError
-from picotron.data import MicroBatchDataLoader, Windows, epoch_order, hold_out
-from picotron.process_group_manager import local_positions, setup_process_group_manager
-from tests.oracle import make_config, random_tokens
-from tests.worker_pool import WorkerPool
+from picotron.config import Config
+from picotron.context_parallel.positions import local_positions
+from picotron.data import MicroBatchDataLoader, SequenceDataset, epoch_order, split_train_eval
+from picotron.errors import UserError
+from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import make_config, random_tokens
+from tests.support.worker_pool import WorkerPool
 
 CPU = torch.device("cpu")
 
@@ -80,7 +82,7 @@ def test_an_epoch_has_every_window_once_and_epochs_differ() -> None:
 def test_too_little_data() -> None:
     tokens = np.arange(1001, dtype=np.uint16)
     with pytest.raises(UserError) as error:
-        hold_out(tokens, sample_config(training__micro_batch_size=101))
+        split_train_eval(tokens, sample_config(training__micro_batch_size=101))
     assert str(error.value) == (
         "python-stdlib has 1,001 tokens, that is 100 sequences of 10; one global batch needs 101: "
         "use more data, a shorter seq_length or a smaller batch"
@@ -88,19 +90,19 @@ def test_too_little_data() -> None:
     with pytest.raises(
         UserError, match=r"one global batch needs 51 and evaluation 51: use more .* batch, or fewer eval_steps"
     ):
-        hold_out(
+        split_train_eval(
             tokens, sample_config(training__micro_batch_size=51, training__eval_frequency=2, training__eval_steps=1)
         )
 
 
 def test_what_is_evaluated_is_not_trained_on() -> None:
     tokens = np.arange(1007, dtype=np.uint16)
-    everything, nothing = hold_out(tokens, sample_config(training__micro_batch_size=100))
-    assert (len(everything), len(Windows(nothing, 10))) == (1007, 0)
+    everything, nothing = split_train_eval(tokens, sample_config(training__micro_batch_size=100))
+    assert (len(everything), len(SequenceDataset(nothing, 10))) == (1007, 0)
     config = sample_config(training__micro_batch_size=5, training__eval_frequency=1, training__eval_steps=4)
-    train, held_out = hold_out(tokens, config)
-    assert len(Windows(train, 10)) == 80  # and six tokens that are too few for a sequence
-    assert len(Windows(held_out, 10)) == 20
+    train, held_out = split_train_eval(tokens, config)
+    assert len(SequenceDataset(train, 10)) == 80  # and six tokens that are too few for a sequence
+    assert len(SequenceDataset(held_out, 10)) == 20
     assert train[-1] == held_out[0]  # the last target of the one is the first input of the other
     assert held_out[-1] == 1006
 

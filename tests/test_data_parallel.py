@@ -13,7 +13,7 @@ from picotron.config import Config
 from picotron.data_parallel import bucket as bucket_module
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
 from picotron.process_group_manager import setup_process_group_manager
-from tests.oracle import (
+from tests.support.oracle import (
     assert_close,
     assert_equals_training,
     make_config,
@@ -22,8 +22,8 @@ from tests.oracle import (
     random_tokens,
     tiny_llama,
 )
-from tests.training import train_steps
-from tests.worker_pool import WorkerError, WorkerPool
+from tests.support.training import train_steps
+from tests.support.worker_pool import WorkerError, WorkerPool
 
 WRAPPERS = {
     "naive": DataParallelNaive,

@@ -9,14 +9,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from picotron.config import UserError
+from picotron.errors import UserError
 from picotron.pipeline_parallel import draw
-from picotron.pipeline_parallel.actions import Action
-from picotron.pipeline_parallel.draw_svg import COLOURS, LEFT, as_page, as_svg, boxes, lighter
-from picotron.pipeline_parallel.schedule_csv import read_csv
-from picotron.pipeline_parallel.schedules import SCHEDULES, build, forward_only
-from picotron.pipeline_parallel.simulate import Costs, Span, Timeline, simulate
-from picotron.pipeline_parallel.trace import read_trace, trace_line, trace_path
+from picotron.schedules.actions import Action
+from picotron.schedules.draw_svg import COLOURS, LEFT, as_page, as_svg, boxes, lighter
+from picotron.schedules.schedule_csv import read_csv
+from picotron.schedules.schedules import SCHEDULES, build, forward_only
+from picotron.schedules.simulate import Costs, Span, Timeline, simulate
+from picotron.schedules.trace import read_trace, trace_line, trace_path
 
 SVG = "{http://www.w3.org/2000/svg}"
 

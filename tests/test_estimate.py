@@ -9,18 +9,18 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
-from picotron.check import check_layout
 from picotron.config import Config
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallelBucket
-from picotron.estimate import Estimate, bubble, rank_memory
+from picotron.explain.estimate import Estimate, bubble, rank_memory
 from picotron.optimizer import AdamW
+from picotron.parallelize import build_model, check_layout
 from picotron.pipeline_parallel.pipeline_parallel import hidden_states_shape
-from picotron.pipeline_parallel.plan import make_plan
 from picotron.process_group_manager import setup_process_group_manager
-from tests.oracle import make_config, random_tokens, tiny_llama
-from tests.worker_pool import WorkerPool
-from train import build_model, pick_train_step
+from picotron.schedules.plan import plan_pipeline
+from picotron.train_step import make_train_step
+from tests.support.oracle import make_config, random_tokens, tiny_llama
+from tests.support.worker_pool import WorkerPool
 
 CPU = torch.device("cpu")
 
@@ -62,12 +62,12 @@ def really(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     """What this rank holds after a training step, and the most that it held for backward."""
     layout, dtype = config.distributed, getattr(torch, config.model.dtype)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    plan = make_plan(config, model_config)
+    plan = plan_pipeline(config, model_config)
     stage = build_model(config, model_config, plan, CPU, dtype)
     model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
     parameters = list(model.parameters())
     optimizer = AdamW(parameters, config.training, fused=True)
-    step = pick_train_step(config, plan, hidden_states_shape(config, model_config), CPU, dtype)
+    step = make_train_step(config, plan, hidden_states_shape(config, model_config), CPU, dtype)
     kept = Kept(parameters)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
         step(model, MicroBatchDataLoader(random_tokens(vocab_size=model_config.vocab_size), config, CPU))

@@ -9,15 +9,15 @@ import torch
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
+from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.pipeline_parallel.plan import training_schedule
-from picotron.pipeline_parallel.schedule_csv import write_csv
-from picotron.pipeline_parallel.schedules import SCHEDULES, build
-from picotron.utils import all_reduce
-from tests.oracle import assert_close, assert_equals_training, tiny_llama
+from picotron.schedules.plan import training_schedule
+from picotron.schedules.schedule_csv import write_csv
+from picotron.schedules.schedules import SCHEDULES, build
+from tests.support.oracle import assert_close, assert_equals_training, tiny_llama
+from tests.support.training import Loader, all_stages, batches, layout_name, pipeline_config, step_of, train, wrapped
+from tests.support.worker_pool import WorkerPool
 from tests.test_pipeline_parallel import check_evaluations, expected_step, expected_training
-from tests.training import Loader, all_stages, batches, layout_name, pipeline_config, step_of, train, wrapped
-from tests.worker_pool import WorkerPool
 
 BY_PROGRAM = ("interleaved_1f1b", "looped_bfs", "zb_h1", "zbv", "dualpipev")  # not by a hand-written loop
 MORE: list[dict[str, Any]] = [{}, {"dp_size": 2}, {"tp_size": 2}, {"cp_size": 2}]

@@ -11,15 +11,15 @@ from transformers import LlamaConfig
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.pipeline_parallel.actions import Action
-from picotron.pipeline_parallel.checker import add_communication
-from picotron.pipeline_parallel.executor import UNDERWAY, Executor
-from picotron.pipeline_parallel.plan import training_schedule
-from picotron.pipeline_parallel.simulate import peak_activations
-from tests.oracle import tiny_llama
+from picotron.pipeline_parallel.executor import MAX_SENDS_IN_FLIGHT, Executor
+from picotron.schedules.actions import Action
+from picotron.schedules.checker import add_communication
+from picotron.schedules.plan import training_schedule
+from picotron.schedules.simulate import peak_activations
+from tests.support.oracle import tiny_llama
+from tests.support.training import CPU, Loader, batches, pipeline_config, wrapped
+from tests.support.worker_pool import WorkerPool
 from tests.test_executor import BY_PROGRAM
-from tests.training import CPU, Loader, batches, pipeline_config, wrapped
-from tests.worker_pool import WorkerPool
 
 
 def run_observed(executor: Executor, model: DataParallel, observe: Any) -> None:
@@ -86,7 +86,7 @@ def test_activations_live_as_long_as_the_schedule_says(pool: WorkerPool, engine:
                 if part.kind in "FBW":
                     (live.add if part.kind == "F" else live.discard)((part.stage, part.microbatch))
             assert really == live, f"after {action} on rank {rank}"
-            assert outputs <= 1 + UNDERWAY * receivers
+            assert outputs <= 1 + MAX_SENDS_IN_FLIGHT * receivers
             peak = max(peak, len(live))
         pairs = any(len(action.parts) == 2 for action in program)  # of which one is done after the other
         assert peak in (peak_activations(programs[rank]), peak_activations(programs[rank]) - pairs)
@@ -103,7 +103,7 @@ def reductions(config: Config, model_config: LlamaConfig) -> tuple[list[str], in
     """Actions and launches of buckets in the order in which they end, and how many buckets there are."""
     model, executor = wrapped(config, model_config), Executor(training_schedule(config))
     events: list[str] = []
-    for stage, buckets in model.buckets_of.items():
+    for stage, buckets in model.buckets_by_stage.items():
         for bucket in buckets:
             launch = bucket.launch
             bucket.launch = lambda launch=launch, stage=stage: (events.append(f"launch {stage}"), launch())

@@ -24,18 +24,19 @@ from docs.solutions.join_attention import join
 from docs.solutions.parallel_mlp import parallel_mlp
 from docs.solutions.ring_all_reduce import ring_all_reduce
 from docs.solutions.striped import pairs, striped_positions
-from picotron.config import Config, Training, UserError
+from picotron.config import Config, Training
 from picotron.config_reader import load_config
 from picotron.context_parallel.block_attention import block_forward
+from picotron.context_parallel.positions import local_positions
+from picotron.errors import UserError
 from picotron.optimizer import learning_rate_factor
-from picotron.pipeline_parallel.actions import AnyAction, parse_action
-from picotron.pipeline_parallel.schedule_csv import read_csv
-from picotron.pipeline_parallel.schedules import build
-from picotron.pipeline_parallel.simulate import peak_activations, simulate
-from picotron.process_group_manager import local_positions
-from tests.oracle import assert_close, assert_equals_training, oracle_training, random_tokens, tiny_llama
-from tests.training import pipeline_config, train
-from tests.worker_pool import WorkerPool
+from picotron.schedules.actions import AnyAction, parse_action
+from picotron.schedules.schedule_csv import read_csv
+from picotron.schedules.schedules import build
+from picotron.schedules.simulate import peak_activations, simulate
+from tests.support.oracle import assert_close, assert_equals_training, oracle_training, random_tokens, tiny_llama
+from tests.support.training import pipeline_config, train
+from tests.support.worker_pool import WorkerPool
 
 SOLUTIONS = Path("docs/solutions")
 # What each test says when it notices.

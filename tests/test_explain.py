@@ -12,17 +12,19 @@ from transformers import LlamaConfig
 
 import train
 from picotron import process_group_manager as pgm
-from picotron.config import Config, UserError
+from picotron.config import Config
 from picotron.data import MicroBatchDataLoader
-from picotron.explain import Step, play, play_stages, take_a_step
-from picotron.fake_group import Message, message
-from picotron.pipeline_parallel.plan import make_plan
-from tests.oracle import make_config, random_tokens, tiny_llama
-from tests.training import CPU, layout_name, stage_of
-from tests.worker_pool import WorkerPool
-from train import build_model, pick_train_step
+from picotron.errors import UserError
+from picotron.explain.explain import Step, play, run_stages, run_step
+from picotron.explain.fake_group import Message, message
+from picotron.parallelize import build_model
+from picotron.schedules.plan import plan_pipeline
+from picotron.train_step import make_train_step
+from tests.support.oracle import make_config, random_tokens, tiny_llama
+from tests.support.training import CPU, layout_name, stage_of
+from tests.support.worker_pool import WorkerPool
 
-FUNCTIONS = (build_model, pick_train_step)
+FUNCTIONS = (build_model, make_train_step)
 LAYERS, B, T, D = 3, 2, 16, 32  # of tiny_llama and make_config
 
 
@@ -37,7 +39,7 @@ def config_of(micro_batches: int = 4, **layout: Any) -> Config:
 
 
 def explained(config: Config, model_config: LlamaConfig) -> list[Step]:
-    return play_stages(config, model_config, make_plan(config, model_config), *FUNCTIONS)
+    return run_stages(config, model_config, plan_pipeline(config, model_config), *FUNCTIONS)
 
 
 # --------------------------------------------------------------------------------------------------- as in a real run
@@ -69,7 +71,7 @@ def really(config: Config, model_config: LlamaConfig) -> tuple[int, Step]:
     stage = stage_of(config, model_config)
     loader = MicroBatchDataLoader(random_tokens(), config, CPU)
     with Watch() as watch:
-        step = take_a_step(stage, loader, config, model_config, make_plan(config, model_config), pick_train_step)
+        step = run_step(stage, loader, config, model_config, plan_pipeline(config, model_config), make_train_step)
     return pgm.process_group_manager.pp_rank, step._replace(messages=watch.messages)
 
 
@@ -97,7 +99,7 @@ def test_a_real_run_holds_and_sends_the_same(pool: WorkerPool, layout: dict[str,
 def test_all_ranks_of_a_stage_are_alike() -> None:
     config = config_of(1, dp_size=2, cp_size=2, pp_size=2, tp_size=2, sequence_parallel=True, cp_sharding="contiguous")
     model_config = tiny_llama(num_hidden_layers=2)  # of 61 tokens, of which the second tp rank has 30 and padding
-    plan = make_plan(config, model_config)
+    plan = plan_pipeline(config, model_config)
     steps = [play(rank, config, model_config, plan, *FUNCTIONS) for rank in range(16)]
     for rank, step in enumerate(steps):
         assert step == steps[rank // 4 % 2 * 4]

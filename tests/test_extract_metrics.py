@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import extract_metrics
-from picotron.jobs import Job
+from picotron.sweep.jobs import Job
 
 PICTURES = ("loss.png", "throughput.png", "memory.png")
 

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import generate as program
 from generate import draw, generate, load_model
-from picotron.config import UserError
+from picotron.errors import UserError
 from picotron.tokens import train_bpe
-from tests.oracle import tiny_llama
+from tests.support.oracle import tiny_llama
 from tests.test_safetensors_folder import break_folder
 
 CPU = torch.device("cpu")

@@ -7,20 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picotron.config import UserError
-from picotron.pipeline_parallel.actions import rank_of
-from picotron.pipeline_parallel.layout import (
-    Cost,
+from picotron.errors import UserError
+from picotron.schedules.actions import rank_of
+from picotron.schedules.costs import Cost, part_costs
+from picotron.schedules.stages import (
     Stage,
     _hand_out,
     balanced_layers,
-    balanced_layout,
-    format_layout,
-    parse_layout,
-    part_costs,
+    balanced_stages,
+    format_stages,
+    parse_stages,
     stage_weights,
 )
-from tests.oracle import tiny_llama
+from tests.support.oracle import tiny_llama
 
 
 @pytest.mark.parametrize(
@@ -37,12 +36,12 @@ from tests.oracle import tiny_llama
 )
 def test_layouts(text: str, stages: list[str]) -> None:
     layers = "".join(stages).count("t")
-    layout = parse_layout(text, layers, len(stages))
+    layout = parse_stages(text, layers, len(stages))
     assert [str(stage) for stage in layout] == stages
     assert [i for stage in layout for i in stage.layers] == list(range(layers))
     assert [stage.has_embedding for stage in layout] == ["E" in stage for stage in stages]
     assert [stage.has_head for stage in layout] == ["L" in stage for stage in stages]
-    assert parse_layout("|".join(stages), layers, len(stages)) == layout
+    assert parse_stages("|".join(stages), layers, len(stages)) == layout
 
 
 @pytest.mark.parametrize(
@@ -76,13 +75,13 @@ def test_layouts(text: str, stages: list[str]) -> None:
 )
 def test_layouts_that_are_refused(text: str, why: str) -> None:
     with pytest.raises(UserError, match=why):
-        parse_layout(text, num_layers=3, num_stages=2)
+        parse_stages(text, num_layers=3, num_stages=2)
 
 
 @given(st.text(alphabet="EtLm|()*,0123 ", max_size=12))
 def test_any_text_is_a_layout_or_refused(text: str) -> None:
     try:
-        shown = "".join(map(str, parse_layout(text, num_layers=2, num_stages=2)))
+        shown = "".join(map(str, parse_stages(text, num_layers=2, num_stages=2)))
     except UserError as error:
         shown = str(error)
     assert shown == "EttL" or shown.startswith(f"the layout {text!r} ")
@@ -90,14 +89,14 @@ def test_any_text_is_a_layout_or_refused(text: str) -> None:
 
 def test_table() -> None:
     """In a V, the last stage is on the first rank."""
-    layout = parse_layout("Et*3||(t*2|)*2t|L", num_layers=8, num_stages=6)
-    assert format_layout(layout, pp=3, placement="V").splitlines() == [
+    layout = parse_stages("Et*3||(t*2|)*2t|L", num_layers=8, num_stages=6)
+    assert format_stages(layout, pp=3, placement="V").splitlines() == [
         "        chunk 0                         chunk 1",
         "rank 0  stage 0: embedding, layers 0-2  stage 5: head",
         "rank 1  stage 1: nothing                stage 4: layer 7",
         "rank 2  stage 2: layers 3-4             stage 3: layers 5-6",
     ]
-    assert "rank 2  stage 2: layers 3-4             stage 5: head" in format_layout(layout, pp=3)
+    assert "rank 2  stage 2: layers 3-4             stage 5: head" in format_stages(layout, pp=3)
 
 
 def all_splits(layers: int, stages: int) -> Any:
@@ -161,7 +160,7 @@ def test_a_rank_has_about_as_much_to_do_as_any_other(pp: int, chunks: int, place
 
 def test_one_stage_per_rank_is_as_before() -> None:
     config = tiny_llama(num_hidden_layers=9)
-    layout = balanced_layout(config, seq_length=16, pp=4)
+    layout = balanced_stages(config, seq_length=16, pp=4)
     assert [stage.layers for stage in layout] == balanced_layers(config, 4, 16)
     assert [(stage.has_embedding, stage.has_head) for stage in layout] == [
         (True, False),
@@ -169,7 +168,7 @@ def test_one_stage_per_rank_is_as_before() -> None:
         (False, False),
         (False, True),
     ]
-    assert balanced_layout(tiny_llama(), 16, 1) == [Stage(range(3), True, True)]
+    assert balanced_stages(tiny_llama(), 16, 1) == [Stage(range(3), True, True)]
 
 
 def test_a_large_head_is_balanced_over_the_ranks() -> None:
@@ -179,7 +178,7 @@ def test_a_large_head_is_balanced_over_the_ranks() -> None:
         num_key_value_heads=8,
     )  # fmt: skip
     for placement in ("loop", "V"):
-        layout = balanced_layout(config, 8192, 4, 2, placement)  # type: ignore[arg-type]
+        layout = balanced_stages(config, 8192, 4, 2, placement)  # type: ignore[arg-type]
         weights = stage_weights(config, layout, 8192, pp=4)
         ranks = [sum(w for s, w in enumerate(weights) if rank_of(s, 4, placement) == rank) for rank in range(4)]  # type: ignore[arg-type]
         assert sum(ranks) == pytest.approx(4)
@@ -192,7 +191,7 @@ def test_a_large_head_is_balanced_over_the_ranks() -> None:
 def test_weights_are_the_flops_of_the_stages() -> None:
     config = tiny_llama(num_hidden_layers=4)
     layer, embedding, head = part_costs(config, 16)
-    weights = stage_weights(config, parse_layout("E|ttt|tL", 4, 3), 16, pp=3)
+    weights = stage_weights(config, parse_stages("E|ttt|tL", 4, 3), 16, pp=3)
     total = 4 * layer.flops + head.flops
     assert embedding.flops == 0
     assert weights == pytest.approx([0, 9 * layer.flops / total, 3 * (layer.flops + head.flops) / total])
@@ -203,4 +202,4 @@ def test_too_few_layers() -> None:
         "pp_size=2 ranks with 2 chunks each make 4 stages, which need a layer each, but num_hidden_layers=3; use fewer"
     )
     with pytest.raises(UserError, match=message):
-        balanced_layout(tiny_llama(), 16, 2, 2)
+        balanced_stages(tiny_llama(), 16, 2, 2)

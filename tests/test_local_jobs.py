@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from picotron.jobs import Job
 from picotron.run_folder import checkpoint_folders
-from tests.jobs import NASTY, log_of, processes_of, program, wait_for
-from tests.program import metrics
+from picotron.sweep.jobs import Job
+from tests.support.jobs import NASTY, log_of, processes_of, program, wait_for
+from tests.support.program import metrics
 
 
 def test_a_sweep_on_this_machine(make_job: Callable[..., Job], home: Path, tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from picotron.config import UserError
 from picotron.data import Progress
+from picotron.errors import UserError
 from picotron.metrics import Metrics, flops_per_token, peak_flops
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import check_save_dir
-from tests.oracle import make_config, tiny_llama
-from tests.worker_pool import WorkerPool
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.worker_pool import WorkerPool
 
 FIELDS = [
     "step", "loss", "grad_norm", "learning_rate", "tokens", "step_time", "tokens_per_second",

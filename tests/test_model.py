@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig
 
-from picotron.config import Model, UserError
+from picotron.config import Model
+from picotron.errors import UserError
 from picotron.model import Llama, check_supported, load_model_config, math_attention
-from picotron.weights import initial_value
-from tests.oracle import assert_close, oracle_model, our_model, tiny_llama
+from picotron.weights import initial_weights
+from tests.support.oracle import assert_close, oracle_model, our_model, tiny_llama
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -121,7 +122,7 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
 
 def test_initial_weights_are_distributed_as_transformers_draws_them() -> None:
     config = tiny_llama(hidden_size=128, intermediate_size=256, vocab_size=500, initializer_range=0.02, pad_token_id=7)
-    draw = initial_value(config, seed=3)
+    draw = initial_weights(config, seed=3)
     weight = draw("model.embed_tokens.weight", torch.Size([500, 128]), ())
     assert weight.mean().abs() < 4 * 0.02 / weight.numel() ** 0.5
     assert (weight.std() / 0.02 - 1).abs() < 0.02

@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 from picotron.config import Training
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.process_group_manager import setup_process_group_manager
-from tests.oracle import assert_close, make_config
-from tests.worker_pool import WorkerPool
+from tests.support.oracle import assert_close, make_config
+from tests.support.worker_pool import WorkerPool
 
 
 def training(**changes: object) -> Training:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from picotron.pipeline_parallel.schedules import SCHEDULES
+from picotron.schedules.schedules import SCHEDULES
 from tests.parity import LAYOUTS, LIMIT, REPORT, errors_of, features, largest_errors, report, settings
-from tests.worker_pool import WorkerPool
+from tests.support.worker_pool import WorkerPool
 
 SOME = [
     "cp2 x tp2 sp zigzag ulysses tied kv4",

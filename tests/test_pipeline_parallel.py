@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
+from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.data import MicroBatchDataLoader, hold_out
+from picotron.data import MicroBatchDataLoader, split_train_eval
 from picotron.data_parallel.data_parallel import DataParallelBucket
-from picotron.pipeline_parallel.executor import pick_evaluation
 from picotron.pipeline_parallel.pipeline_parallel import (
     hidden_states_shape,
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
-from picotron.pipeline_parallel.plan import make_plan
-from picotron.utils import all_reduce
-from tests.oracle import (
+from picotron.schedules.plan import plan_pipeline
+from picotron.train_step import make_evaluation, train_step
+from tests.support.oracle import (
     assert_close,
     assert_equals_training,
     make_config,
@@ -32,9 +32,8 @@ from tests.oracle import (
     random_tokens,
     tiny_llama,
 )
-from tests.training import CPU, Loader, all_stages, batches, layout_name, stage_of, train
-from tests.worker_pool import WorkerPool
-from train import train_step
+from tests.support.training import CPU, Loader, all_stages, batches, layout_name, stage_of, train
+from tests.support.worker_pool import WorkerPool
 
 LAYERS = {2: 3, 3: 5, 4: 6}  # never the same number for every stage
 LAYOUTS: list[dict[str, Any]] = [{"pp_size": p} | more for p in LAYERS for more in ({}, {"dp_size": 2}, {"tp_size": 2})]
@@ -202,10 +201,10 @@ def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
     """The global loss of two evaluations in a row."""
     stage, grid = stage_of(config, model_config), pgm.process_group_manager
     model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
-    loader = MicroBatchDataLoader(hold_out(random_tokens(), config)[1], config, CPU, shuffle=False)
+    loader = MicroBatchDataLoader(split_train_eval(random_tokens(), config)[1], config, CPU, shuffle=False)
     evaluation, losses = (
-        pick_evaluation(
-            config, make_plan(config, model_config), hidden_states_shape(config, model_config), CPU, torch.float64
+        make_evaluation(
+            config, plan_pipeline(config, model_config), hidden_states_shape(config, model_config), CPU, torch.float64
         ),
         [],
     )

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from picotron import config as config_module
-from picotron.config import UserError
-from picotron.pipeline_parallel.plan import make_plan
-from picotron.pipeline_parallel.schedule_csv import write_csv
-from picotron.pipeline_parallel.schedules import SCHEDULES, build
-from tests.oracle import make_config, tiny_llama
+from picotron.errors import UserError
+from picotron.schedules.plan import plan_pipeline
+from picotron.schedules.schedule_csv import write_csv
+from picotron.schedules.schedules import SCHEDULES, build
+from tests.support.oracle import make_config, tiny_llama
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_mistakes_are_one_sentence(changes: dict[str, Any], message: str, tmp_pa
     keys["pp_engine"] = keys["pp_engine"].replace("FILE", f"{tmp_path}/1f1b.csv")
     config = make_config(**{key if "__" in key else f"distributed__{key}": value for key, value in keys.items()})
     with pytest.raises(UserError, match=re.escape(message)) as error:
-        make_plan(config, tiny_llama(num_hidden_layers=6))
+        plan_pipeline(config, tiny_llama(num_hidden_layers=6))
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -54,12 +54,12 @@ def test_the_config_knows_every_schedule() -> None:
 
 def test_one_process_needs_no_schedule() -> None:
     for engine in (*SCHEDULES, "csv:nowhere.csv"):
-        plan = make_plan(make_config(distributed__pp_engine=engine), tiny_llama())
+        plan = plan_pipeline(make_config(distributed__pp_engine=engine), tiny_llama())
         assert list(map(str, plan.stages)) == ["EtttL"]
         assert not plan.splits_backward
 
 
 def test_too_few_layers() -> None:
-    make_plan(make_config(distributed__pp_size=3), tiny_llama())
+    plan_pipeline(make_config(distributed__pp_size=3), tiny_llama())
     with pytest.raises(UserError, match="make 4 stages, which need a layer each, but num_hidden_layers=3; use fewer"):
-        make_plan(make_config(distributed__pp_size=4), tiny_llama())
+        plan_pipeline(make_config(distributed__pp_size=4), tiny_llama())

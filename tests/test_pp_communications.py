@@ -10,8 +10,8 @@ from torch import Tensor
 
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
 from picotron.process_group_manager import setup_process_group_manager
-from tests.training import CPU
-from tests.worker_pool import WorkerError, WorkerPool
+from tests.support.training import CPU
+from tests.support.worker_pool import WorkerError, WorkerPool
 
 
 def messages() -> list[Any]:

@@ -12,13 +12,13 @@ from transformers import LlamaConfig
 
 from picotron.config import Config
 from picotron.pipeline_parallel import draw
-from picotron.pipeline_parallel.checker import add_communication
-from picotron.pipeline_parallel.plan import training_schedule
 from picotron.pipeline_parallel.recorder import record_steps
-from picotron.pipeline_parallel.trace import read_trace
-from tests.oracle import tiny_llama
-from tests.training import CPU, Loader, batches, pipeline_config, step_of, wrapped
-from tests.worker_pool import WorkerPool
+from picotron.schedules.checker import add_communication
+from picotron.schedules.plan import training_schedule
+from picotron.schedules.trace import read_trace
+from tests.support.oracle import tiny_llama
+from tests.support.training import CPU, Loader, batches, pipeline_config, step_of, wrapped
+from tests.support.worker_pool import WorkerPool
 
 
 def recorded(config: Config, model_config: LlamaConfig) -> list[str]:

@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from picotron.launch import StopSignals
 from picotron.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint
-from picotron.utils import StopSignals
-from tests.checkpoints import first_half, mistake, run_config, tensors_of, train
-from tests.oracle import tiny_llama
-from tests.program import TORCHRUN, arguments, metrics, same_records
-from tests.program import run as run_program
-from tests.worker_pool import WorkerError, WorkerPool
+from tests.support.checkpoints import first_half, mistake, run_config, tensors_of, train
+from tests.support.oracle import tiny_llama
+from tests.support.program import TORCHRUN, arguments, metrics, same_records
+from tests.support.program import run as run_program
+from tests.support.worker_pool import WorkerError, WorkerPool
 
 KILLS = 20
 FEW = 7  # in `make test`

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from picotron.config import UserError
+from picotron.checkpoint.safetensors_folder import SafetensorsFolder, find_folder
+from picotron.errors import UserError
 from picotron.model import Llama
-from picotron.safetensors_folder import SafetensorsFolder, find_folder
 from picotron.weights import materialise
-from tests.oracle import tiny_llama
+from tests.support.oracle import tiny_llama
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: int) -> Llama:

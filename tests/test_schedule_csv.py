@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from picotron.config import UserError
-from picotron.pipeline_parallel.schedule_csv import read_csv, write_csv
-from picotron.pipeline_parallel.schedules import SCHEDULES, build
+from picotron.errors import UserError
+from picotron.schedules.schedule_csv import read_csv, write_csv
+from picotron.schedules.schedules import SCHEDULES, build
 from tests.test_schedules import names
 
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from picotron.config import UserError
-from picotron.pipeline_parallel.actions import Action, AnyAction, Overlapped, Schedule, parse_action
-from picotron.pipeline_parallel.checker import add_communication
-from picotron.pipeline_parallel.schedules import SCHEDULES, build, forward_only, schedule_table, signed_order
-from picotron.pipeline_parallel.simulate import simulate
+from picotron.errors import UserError
+from picotron.schedules.actions import Action, AnyAction, Overlapped, Schedule, parse_action
+from picotron.schedules.checker import add_communication
+from picotron.schedules.schedules import SCHEDULES, build, forward_only, schedule_table, signed_order
+from picotron.schedules.simulate import simulate
 
 
 def names(program: list[AnyAction]) -> list[str]:

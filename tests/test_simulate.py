@@ -4,17 +4,9 @@ import itertools
 
 import pytest
 
-from picotron.pipeline_parallel.actions import Action, Schedule, parse_action
-from picotron.pipeline_parallel.schedules import SCHEDULES, build, forward_only
-from picotron.pipeline_parallel.simulate import (
-    Costs,
-    Span,
-    Timeline,
-    figures,
-    measured_costs,
-    peak_activations,
-    simulate,
-)
+from picotron.schedules.actions import Action, Schedule, parse_action
+from picotron.schedules.schedules import SCHEDULES, build, forward_only
+from picotron.schedules.simulate import Costs, Span, Timeline, figures, measured_costs, peak_activations, simulate
 
 GRID = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16, 24)))  # pp, micro-batches
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (2.0, 2.0, 0.5)]  # F, I, W of a rank's whole part of a micro-batch

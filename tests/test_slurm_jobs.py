@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from extract_metrics import main as extract_metrics
-from picotron import slurm
-from picotron.config import UserError
 from picotron.config_reader import parse_config
-from picotron.jobs import Job
+from picotron.errors import UserError
 from picotron.run_folder import checkpoint_folders
-from picotron.slurm import Needs, render, sbatch_command, true_status
+from picotron.sweep import slurm
+from picotron.sweep.jobs import Job
+from picotron.sweep.slurm import SlurmResources, reconcile_status, render, sbatch_command
 from submit_slurm_jobs import parse
-from tests.jobs import NASTY, log_of, processes_of, program, wait_for
-from tests.oracle import assert_close
-from tests.program import metrics, same_records
-from tests.slurm_cluster import NoSlurmError, slurm_cluster
+from tests.support.jobs import NASTY, log_of, processes_of, program, wait_for
+from tests.support.oracle import assert_close
+from tests.support.program import metrics, same_records
+from tests.support.slurm_cluster import NoSlurmError, slurm_cluster
 
 JOB_ID = re.compile(r"^(.+): job (\d+)", re.MULTILINE)
 
@@ -134,7 +134,7 @@ def test_what_bash_makes_of_a_job_script(make_job: Callable[..., Job], tmp_path:
     job = make_job(NASTY + "\nnext line")
     setup = tmp_path / f"{NASTY}.sh"
     setup.write_text("srun() { printf '%s\\0' \"$@\" > words; }\n")
-    (tmp_path / "job.slurm").write_text(render(job, Needs(2, 4, 8, 0), setup, 77))
+    (tmp_path / "job.slurm").write_text(render(job, SlurmResources(2, 4, 8, 0), setup, 77))
     environment = {**os.environ, "SLURM_JOB_ID": "15003"}
     subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env=environment, check=True)
     assert slurm.log_file(job).parent.joinpath("log_15003.out").read_text() == ""
@@ -167,7 +167,7 @@ def test_what_a_job_script_says_in_the_end(
 ) -> None:
     job, setup = make_job("job"), tmp_path / "setup.sh"
     setup.write_text(f"srun() {{ trap '' USR1; {srun}; }}\n")
-    (tmp_path / "job.slurm").write_text(render(job, Needs(1, 1, 1, 0), setup, 77))
+    (tmp_path / "job.slurm").write_text(render(job, SlurmResources(1, 1, 1, 0), setup, 77))
     result = subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env={**os.environ, "SLURM_JOB_ID": "7"})
     assert (result.returncode, job.status) == (code, status)
 
@@ -178,16 +178,18 @@ def test_what_sbatch_is_told(make_job: Callable[..., Job]) -> None:
         {"distributed": {"dp_size": 4, "tp_size": 4}, "environment": {"OMP_NUM_THREADS": 3}}
         | {section: json.loads(job.config_file.read_text())[section] for section in ("model", "dataset")}
     )
-    assert Needs.of(job, gpus, 8) == Needs(nodes=2, processes_per_node=8, cores_per_node=24, gpus_per_node=8)
-    assert Needs.of(job, gpus, 64) == Needs(1, 16, 48, 16)
-    command = sbatch_command(job, Needs.of(job, gpus, 8), {"qos": "a b", "time": "2:00:00"}, 60, after="7")
+    assert SlurmResources.of(job, gpus, 8) == SlurmResources(
+        nodes=2, processes_per_node=8, cores_per_node=24, gpus_per_node=8
+    )
+    assert SlurmResources.of(job, gpus, 64) == SlurmResources(1, 16, 48, 16)
+    command = sbatch_command(job, SlurmResources.of(job, gpus, 8), {"qos": "a b", "time": "2:00:00"}, 60, after="7")
     assert {"--gres=gpu:8", "--qos=a b", "--time=2:00:00", "--signal=B:USR1@60", "--dependency=afterany:7"} < set(
         command
     )
     cpu = parse_config(json.loads(job.config_file.read_text()))
-    assert not [word for word in sbatch_command(job, Needs.of(job, cpu, 8), {}, 60, None) if "gpu" in word]
+    assert not [word for word in sbatch_command(job, SlurmResources.of(job, cpu, 8), {}, 60, None) if "gpu" in word]
     with pytest.raises(UserError, match=r"16 processes do not fill nodes of 6; use --gpus_per_node 4, or"):
-        Needs.of(job, gpus, 6)
+        SlurmResources.of(job, gpus, 6)
 
 
 @pytest.mark.parametrize(
@@ -218,17 +220,17 @@ def test_what_sbatch_is_told(make_job: Callable[..., Job]) -> None:
     ],
 )
 def test_slurm_and_the_job_together_know_its_status(says: Any, state: str | None, truth: str) -> None:
-    assert true_status(says, state) == truth
+    assert reconcile_status(says, state) == truth
 
 
 def test_sacct_knows_what_squeue_has_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"squeue": "12|RUNNING\n", "sacct": "7|CANCELLED by 1000\n8|OUT_OF_MEMORY\n"}
     asked: list[list[str]] = []
     monkeypatch.setattr(slurm, "ask", lambda command: asked.append(command) or answers[command[0]])
-    assert slurm.ask_states(["7", "8", "9", "12"]) == {"12": "RUNNING", "7": "CANCELLED", "8": "OUT_OF_MEMORY"}
+    assert slurm.query_states(["7", "8", "9", "12"]) == {"12": "RUNNING", "7": "CANCELLED", "8": "OUT_OF_MEMORY"}
     assert asked[1][-1] == "--jobs=7,8,9"
     asked.clear()
-    assert slurm.ask_states(["12"]) == {"12": "RUNNING"}
+    assert slurm.query_states(["12"]) == {"12": "RUNNING"}
     assert len(asked) == 1
 
 

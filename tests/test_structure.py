@@ -76,7 +76,7 @@ def test_schedules_can_be_thought_about_without_torch() -> None:
         "plan",
     )
     imports = "; ".join(f"import picotron.pipeline_parallel.{module}" for module in modules)
-    imports += "; import picotron.sweep, picotron.estimate, extract_metrics"
+    imports += "; import picotron.sweep, picotron.explain.estimate, extract_metrics"
     heavy = "{'torch', 'transformers', 'numpy', 'matplotlib', 'picotron.process_group_manager'}"
     command = f"import sys; {imports}; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout == "[]\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from picotron.config_reader import load_config
-from picotron.jobs import Job
-from picotron.sweep import folder_names
+from picotron.sweep.combinations import folder_names
+from picotron.sweep.jobs import Job
 from tests.test_create_config import UGLY, configs, create, mistake
 
 

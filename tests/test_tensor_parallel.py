@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from picotron.config import UserError
+from picotron.checkpoint.safetensors_folder import SafetensorsFolder
 from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.errors import UserError
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.safetensors_folder import SafetensorsFolder
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
-from picotron.weights import initial_value, materialise
-from tests.oracle import (
+from picotron.weights import initial_weights, materialise
+from tests.support.oracle import (
     assert_close,
     assert_equals_training,
     make_config,
@@ -26,8 +26,8 @@ from tests.oracle import (
     random_tokens,
     tiny_llama,
 )
-from tests.training import CPU, gathered, train
-from tests.worker_pool import WorkerPool
+from tests.support.training import CPU, gathered, train
+from tests.support.worker_pool import WorkerPool
 
 MODELS: dict[str, dict[str, Any]] = {
     "gqa, padded vocabulary": {"num_attention_heads": 8, "num_key_value_heads": 4},
@@ -48,7 +48,7 @@ def model_of(name: str) -> LlamaConfig:
 def parallel_model(config: LlamaConfig, sequence_parallel: bool, **arguments: Any) -> Llama:
     with torch.device("meta"):
         model = apply_tensor_parallel(Llama(config, **arguments).to(torch.float64), sequence_parallel)
-    materialise(model, CPU, initial_value(config, 42))
+    materialise(model, CPU, initial_weights(config, 42))
     return model
 
 
@@ -160,7 +160,7 @@ def bfloat16_gradients(config: LlamaConfig, tp: int, sequence_parallel: bool, ch
     with torch.device("meta"):
         model = Llama(config, checkpoint_activations=checkpointed).to(torch.bfloat16)
         model = apply_tensor_parallel(model, sequence_parallel)
-    materialise(model, CPU, initial_value(config, 42))
+    materialise(model, CPU, initial_weights(config, 42))
     wrapped = DataParallelBucket(model)
     ids, targets = batch()
     for _ in range(3):

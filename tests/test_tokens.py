@@ -8,9 +8,10 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from picotron import tokens as tokens_module
-from picotron.config import Config, UserError
+from picotron.config import Config
+from picotron.errors import UserError
 from picotron.tokens import load_documents, python_stdlib, train_bpe, write_tokens
-from tests.oracle import make_config, tiny_llama
+from tests.support.oracle import make_config, tiny_llama
 
 TEXTS = [
     "def f(x):\n    return x + 1\n" * 20,

@@ -12,9 +12,9 @@ from picotron import process_group_manager as pgm
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import tensor_parallel
 from picotron.tensor_parallel import tp_communications as comm
-from tests.oracle import assert_close, tiny_llama
+from tests.support.oracle import assert_close, tiny_llama
+from tests.support.worker_pool import WorkerPool
 from tests.test_tensor_parallel import parallel_model
-from tests.worker_pool import WorkerPool
 
 
 def pair(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
-from tests.oracle import assert_close, oracle_model
-from tests.program import TORCHRUN, arguments, metrics, run
+from tests.support.oracle import assert_close, oracle_model
+from tests.support.program import TORCHRUN, arguments, metrics, run
 
 
 @pytest.fixture(scope="module")

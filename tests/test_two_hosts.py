@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.program import arguments, metrics
-from tests.program import run as run_program
+from tests.support.program import arguments, metrics
+from tests.support.program import run as run_program
 
 NAMES = ("picotron-h0", "picotron-h1")
 ADDRESSES = ("10.99.7.1", "10.99.7.2")

@@ -28,12 +28,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
-from picotron.config import Distributed, UserError
+from picotron.collectives import accumulation_dtype, all_gather_single, reduce_scatter_single
+from picotron.config import Distributed
 from picotron.context_parallel.block_attention import block_backward, block_forward
 from picotron.context_parallel.cp_communications import ring, start_ring_step
-from picotron.model import Attend, Attention
-from picotron.process_group_manager import local_positions
-from picotron.utils import all_gather_single, reduce_scatter_single, wide_dtype
+from picotron.context_parallel.positions import local_positions
+from picotron.errors import UserError
+from picotron.model import Attention, AttentionFn
 
 Block = tuple[slice, slice, bool]
 ALL = slice(None)
@@ -56,7 +57,7 @@ def visible_blocks(source: int, tokens: int, sharding: str) -> list[Block]:
     return [(ALL, slice(half), False)] if source < rank else [(slice(half, None), ALL, False)]
 
 
-def attend_to(q: Tensor, kv: Tensor, blocks: list[Block], out: Tensor, lse: Tensor) -> None:
+def accumulate_attention(q: Tensor, kv: Tensor, blocks: list[Block], out: Tensor, lse: Tensor) -> None:
     """Add blocks of keys and values to the attention so far, in place.
 
     An attention is a mean, and exp(lse) its total weight; so two are joined by adding weights, and averaging by them.
@@ -75,7 +76,7 @@ def attend_to(q: Tensor, kv: Tensor, blocks: list[Block], out: Tensor, lse: Tens
         before.copy_(total)
 
 
-def add_gradients(
+def accumulate_gradients(
     dy: Tensor, q: Tensor, kv: Tensor, blocks: list[Block], out: Tensor, lse: Tensor, dq: Tensor, dkv: Tensor
 ) -> None:
     """Add to dq and dkv, in place, what those blocks contribute; out and lse are of the attention to everything."""
@@ -87,15 +88,18 @@ def add_gradients(
         dkv[:, :, :, keys] += torch.stack((dk, dv))
 
 
-def attend_to_parts(q: Tensor, parts: Iterable[tuple[int, Tensor]], sharding: str) -> tuple[Tensor, Tensor]:
+def blockwise_attention(q: Tensor, parts: Iterable[tuple[int, Tensor]], sharding: str) -> tuple[Tensor, Tensor]:
     """Attention of q to the keys and values of all ranks, given as (rank, kv).
 
     Returns:
         The output (B, H, T, d) in q's dtype, and the log-sum-exp (B, H, T) in float32 or wider.
     """
-    out, lse = torch.zeros_like(q, dtype=wide_dtype(q)), q.new_full(q.shape[:3], -torch.inf, dtype=wide_dtype(q))
+    out, lse = (
+        torch.zeros_like(q, dtype=accumulation_dtype(q)),
+        q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q)),
+    )
     for source, kv in parts:
-        attend_to(q, kv, visible_blocks(source, q.size(2), sharding), out, lse)
+        accumulate_attention(q, kv, visible_blocks(source, q.size(2), sharding), out, lse)
         del kv  # its memory is free before the next part needs some
     return out.to(q.dtype), lse
 
@@ -107,7 +111,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sharding: str) -> Tensor:
-        out, lse = attend_to_parts(q, ring(torch.stack((k, v))), sharding)
+        out, lse = blockwise_attention(q, ring(torch.stack((k, v))), sharding)
         ctx.sharding = sharding
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -115,13 +119,13 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        dq = torch.zeros_like(q, dtype=wide_dtype(q))
+        dq = torch.zeros_like(q, dtype=accumulation_dtype(q))
         # The gradient of a part follows it one step behind: this rank adds its own to what the ranks before it have
         # collected, and sends that on. The last rank that a part visits is the one before its own.
         collected: Callable[[], Tensor] = functools.partial(dq.new_zeros, ())
         for source, kv in ring(torch.stack((k, v))):
-            dkv = torch.zeros_like(kv, dtype=wide_dtype(kv))
-            add_gradients(dy, q, kv, visible_blocks(source, q.size(2), ctx.sharding), out, lse, dq, dkv)
+            dkv = torch.zeros_like(kv, dtype=accumulation_dtype(kv))
+            accumulate_gradients(dy, q, kv, visible_blocks(source, q.size(2), ctx.sharding), out, lse, dq, dkv)
             dkv += collected()
             collected = start_ring_step(dkv)
             del kv
@@ -134,7 +138,7 @@ class AllGatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sharding: str) -> Tensor:
-        out, lse = attend_to_parts(q, enumerate(gather_from_ranks(torch.stack((k, v)))), sharding)
+        out, lse = blockwise_attention(q, enumerate(gather_from_ranks(torch.stack((k, v)))), sharding)
         ctx.sharding = sharding
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -143,10 +147,13 @@ class AllGatherAttention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         everyone = gather_from_ranks(torch.stack((k, v)))  # (cp, 2, B, K, T, d)
-        dq, dkv = torch.zeros_like(q, dtype=wide_dtype(q)), torch.zeros_like(everyone, dtype=wide_dtype(q))
+        dq, dkv = (
+            torch.zeros_like(q, dtype=accumulation_dtype(q)),
+            torch.zeros_like(everyone, dtype=accumulation_dtype(q)),
+        )
         for source, kv in enumerate(everyone):
             blocks = visible_blocks(source, q.size(2), ctx.sharding)
-            add_gradients(dy, q, kv, blocks, out, lse, dq, dkv[source])
+            accumulate_gradients(dy, q, kv, blocks, out, lse, dq, dkv[source])
         mine = torch.empty_like(dkv[0])
         reduce_scatter_single(mine, dkv.flatten(0, 1), group=pgm.process_group_manager.cp_group)
         dk, dv = mine
@@ -183,12 +190,12 @@ class AllToAll(torch.autograd.Function):
 HEADS, SEQUENCE = 1, 2
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, sharding: str, attend: Callable[..., Tensor]) -> Tensor:
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, sharding: str, attention_fn: Callable[..., Tensor]) -> Tensor:
     """(B, H, T/cp, d) -> (B, H/cp, T, d), attention as on one rank, and back."""
     size = pgm.process_group_manager.cp_world_size
     positions, order = sequence_order(q.size(SEQUENCE) * size, size, sharding, q.device)
     q, k, v = (AllToAll.apply(x, HEADS, SEQUENCE).index_select(SEQUENCE, order) for x in (q, k, v))
-    return AllToAll.apply(attend(q, k, v).index_select(SEQUENCE, positions), SEQUENCE, HEADS)
+    return AllToAll.apply(attention_fn(q, k, v).index_select(SEQUENCE, positions), SEQUENCE, HEADS)
 
 
 @functools.cache
@@ -221,12 +228,12 @@ def apply_context_parallel(model: nn.Module, layout: Distributed) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             # A compiler could not overlap messages, and does not know the kernels; around attention it still helps.
-            module.attend = torch.compiler.disable(attend_across_ranks(layout, module.attend))
+            module.attention_fn = torch.compiler.disable(attend_across_ranks(layout, module.attention_fn))
 
 
-def attend_across_ranks(layout: Distributed, attend: Attend) -> Attend:
+def attend_across_ranks(layout: Distributed, attention_fn: AttentionFn) -> AttentionFn:
     """Attention of (q, k, v) with a part of the sequence each. (`attend`, of a whole one, is what ulysses uses.)"""
     if layout.cp_engine == "ulysses":
-        return functools.partial(ulysses_attention, sharding=layout.cp_sharding, attend=attend)
+        return functools.partial(ulysses_attention, sharding=layout.cp_sharding, attention_fn=attention_fn)
     function = {"ring": RingAttention, "all_gather": AllGatherAttention}[layout.cp_engine]
     return lambda q, k, v: function.apply(q, k, v, layout.cp_sharding)

@@ -1,35 +1,39 @@
-"""Buckets: many small gradients side by side in one buffer, so that they are reduced by one large message."""
+"""Buckets: the gradients of several parameters in one buffer, so that one large collective reduces them."""
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from picotron.utils import all_reduce, wide_dtype
+from picotron.collectives import accumulation_dtype, all_reduce
+from picotron.weights import set_main_grad
 
 
 class Bucket:
-    """Parameters whose `main_grad`s are views into one flat buffer, and the reduction of that buffer.
+    """Parameters whose `main_grad`s are views of one flat buffer, and the reduction of that buffer.
 
     Args:
         parameters: of one dtype and on one device.
         group: the ranks to average over.
+
+    Attributes:
+        pending_parameters: parameters whose gradient is not complete yet in a backward that reduces.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.parameters, self.group = parameters, group
         first, sizes = parameters[0], [p.numel() for p in parameters]
-        self.buffer = torch.zeros(sum(sizes), dtype=wide_dtype(first), device=first.device)
+        self.buffer = torch.zeros(sum(sizes), dtype=accumulation_dtype(first), device=first.device)
         for parameter, view in zip(parameters, self.buffer.split(sizes), strict=True):
-            parameter.main_grad = view.view_as(parameter)
+            set_main_grad(parameter, view.view_as(parameter))
         self.reset()
 
     def reset(self) -> None:
-        """Expect the gradients of the next backward that reduces."""
-        self.missing = set(self.parameters)
+        """Prepare for the next backward that reduces."""
+        self.pending_parameters: set[Tensor] = set(self.parameters)
         self.work: dist.Work | None = None
 
     def launch(self) -> None:
-        """Start to average the buffer over the group; the backward goes on meanwhile."""
+        """Start to average the buffer over the group, while backward continues."""
         self.work = all_reduce(self.buffer, self.group, dist.ReduceOp.AVG, async_op=True)
 
     def wait(self) -> None:
@@ -38,13 +42,13 @@ class Bucket:
 
 
 def make_buckets(parameters: list[nn.Parameter], group: dist.ProcessGroup, megabytes: float) -> list[Bucket]:
-    """Fill buckets of about `megabytes` in the order given; one that is larger than that gets its own."""
+    """Fill buckets of about `megabytes` MiB in the given order. A parameter that is larger gets its own bucket."""
     buckets: list[Bucket] = []
     filling: list[nn.Parameter] = []
     size = 0.0
     for parameter in parameters:
         same = filling and (parameter.dtype, parameter.device) == (filling[0].dtype, filling[0].device)
-        needed = parameter.numel() * wide_dtype(parameter).itemsize / 2**20
+        needed = parameter.numel() * accumulation_dtype(parameter).itemsize / 2**20
         if filling and (not same or size + needed > megabytes):
             buckets.append(Bucket(filling, group))
             filling, size = [], 0.0

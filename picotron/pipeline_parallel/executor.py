@@ -1,16 +1,15 @@
-"""Runs any schedule: a rank does the actions of its program one after the other.
+"""Run any schedule: each rank executes the actions of its program, one after the other.
 
-Results wait in one table for whoever needs them, under the names of the actions that make them: the hidden states that
-`1F0` returns are what `2F0` takes, and the gradient that `2B0` returns is what `1B0` takes. If the other stage is on
-another rank, SEND takes a result from the table there, and RECV puts it in the table here.
+Results wait in a table under the names of the actions that produced them: the hidden states that `1F0` returns are the
+input of `2F0`, and the gradient that `2B0` returns is the input of `1B0`. If the other stage is on another rank, SEND
+takes the result from the table of one rank, and RECV puts it into the table of the other.
 
-Nothing waits before it has to: a RECV only asks for a message, and the action that uses it waits; a SEND only begins;
-an R lets the reduction of a stage's gradients begin.
+Nothing waits before it must: RECV only posts a receive, and the action that needs the result waits for it; SEND only
+starts a message; R only starts the reduction of a stage's gradients.
 """
 
-import functools
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,30 +17,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
-from picotron.config import Config
-from picotron.pipeline_parallel.actions import Action, AnyAction, Schedule
-from picotron.pipeline_parallel.checker import add_communication
-from picotron.pipeline_parallel.pipeline_parallel import (
-    evaluate,
-    finish_step,
-    total,
-    train_step_pipeline_1f1b,
-    train_step_pipeline_afab,
-)
-from picotron.pipeline_parallel.plan import Plan
-from picotron.pipeline_parallel.pp_communications import check_message, start
-from picotron.pipeline_parallel.recorder import action as named
-from picotron.pipeline_parallel.schedules import forward_only
-from picotron.split_backward import Later, defer, run
+from picotron.pipeline_parallel.pipeline_parallel import finish_step, sum_losses
+from picotron.pipeline_parallel.pp_communications import check_message, start_message
+from picotron.pipeline_parallel.recorder import record_action
+from picotron.schedules.actions import Action, AnyAction, Schedule
+from picotron.schedules.checker import add_communication
+from picotron.split_backward import DeferredGrads, defer_weight_grads, run_deferred
 
-UNDERWAY = 2  # messages to the same rank that may be on their way at a time; each holds the memory of an output
+MAX_SENDS_IN_FLIGHT = 2  # per receiving rank; each holds the memory of one output
 
 
 class Executor:
-    """A step of a schedule, to be called as the hand-written ones, `train_step_pipeline_1f1b`.
+    """A training step or an evaluation that follows a schedule; called like `train_step_pipeline_1f1b`.
 
     Raises:
-        UserError: the schedule is not whole, or would not finish, see `checker`.
+        UserError: the schedule is incomplete or would deadlock, see `checker`.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -51,130 +41,149 @@ class Executor:
     def __call__(
         self, model: Any, data_loader: Any, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
     ) -> Tensor:
-        """The arguments and the result are those of `train_step_pipeline_afab`."""
-        self.model, self.message = model, (tensor_shapes, device, dtype)
-        self.batches = [next(data_loader) for _ in range(self.schedule.microbatches)]
+        """Run one step. Arguments and result are those of `train_step_pipeline_afab`."""
+        forward_only = self.schedule.forward_only
+        batches = [next(data_loader) for _ in range(self.schedule.microbatches)]
+        model.require_backward_grad_sync = False  # R starts the reductions instead
+        step = StepState(self.schedule, model, batches, tensor_shapes, device, dtype)
+        with torch.set_grad_enabled(not forward_only):
+            for action in self.program:
+                step.run(action)
+        step.finish()
+        return sum_losses(step.losses, device) if forward_only else finish_step(model, step.losses, device)
+
+
+class StepState:
+    """The state of one step on one rank, and what each kind of action does with it.
+
+    Attributes:
+        losses: of the micro-batches, on the rank with the last stage.
+        results: outputs and gradients that wait for the action that needs them, by the action that produced them.
+        activations: (input, output) of each (stage, micro-batch) that waits for its backward.
+        deferred: the weight gradients of each (stage, micro-batch) that wait for their W.
+        pending_recvs: receives that have been posted, by the action that produces their result on the other rank.
+        pending_sends: messages that have been started, with their tensors, by receiving pp rank.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        model: Any,
+        batches: list[dict[str, Any]],
+        tensor_shapes: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.schedule, self.model, self.batches = schedule, model, batches
+        self.message = (tensor_shapes, device, dtype)
         self.losses: list[Tensor] = []
         self.results: dict[Action, Tensor] = {}
-        self.arriving: dict[Action, list[dist.Work]] = {}  # messages for the results of these actions
-        self.leaving: dict[int, deque[tuple[list[dist.Work], Tensor]]] = defaultdict(deque)  # by receiver
-        self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (x, y) that wait for their backward
-        self.later: dict[tuple[int, int], Later] = {}  # what W has to do
-        model.require_backward_grad_sync = False  # that is what R is for
-        with torch.set_grad_enabled(not self.schedule.forward_only):
-            for action in self.program:
-                self.do(action)
-        for receiver in self.leaving:
-            self.wait_for_sends(receiver, 0)
-        assert not any((self.results, self.arriving, self.saved, self.later)), "a program left something behind"
-        return total(self.losses, device) if self.schedule.forward_only else finish_step(model, self.losses, device)
+        self.activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.deferred: dict[tuple[int, int], DeferredGrads] = {}
+        self.pending_recvs: dict[Action, list[dist.Work]] = {}
+        self.pending_sends: dict[int, deque[tuple[list[dist.Work], Tensor]]] = defaultdict(deque)
+        self.run_kind = {
+            "F": self.forward,
+            "B": self.backward,
+            "I": self.backward_input,
+            "W": self.backward_weight,
+            "R": self.reduce_grads,
+            "SEND_F": self.send_forward,
+            "SEND_B": self.send_backward,
+            "RECV_F": self.recv_forward,
+            "RECV_B": self.recv_backward,
+        }
 
-    def do(self, action: AnyAction) -> None:
-        """The parts of an overlapped pair, which is one action with one name, run one after the other: backward first,
-        as it frees memory. A GPU's communication inside of them still overlaps, as far as it is asynchronous.
+    def run(self, action: AnyAction) -> None:
+        """Run an action. The parts of an overlapped pair, which has one name, run one after the other: backward first,
+        because it frees memory. On a GPU their communication still overlaps where it is asynchronous.
         """
         parts = action.parts[::-1]
         for part in parts:
-            self.wait_for_input(part)  # not in the action's own time
-        with named(str(action)):
+            self.wait_for_input(part)  # outside of the action's recorded time
+        with record_action(str(action)):
             for part in parts:
-                getattr(self, part.kind)(part)
+                self.run_kind[part.kind](part)
 
-    def F(self, action: Action) -> None:
+    def finish(self) -> None:
+        """Wait for the last messages."""
+        for receiver in self.pending_sends:
+            self.wait_for_sends(receiver, 0)
+        left = (self.results, self.pending_recvs, self.activations, self.deferred)
+        assert not any(left), "a program left results, receives, activations or weight gradients behind"
+
+    def forward(self, action: Action) -> None:
         _, stage, i = action
         x = self.take_input(action)
         if x is not None:
             x.requires_grad_(torch.is_grad_enabled())
         y = self.model(**self.batches[i] | {"hidden_states": x}, stage=stage)
         if stage == self.schedule.num_stages - 1:
-            y = y / self.schedule.microbatches  # so that gradients add up to those of the mean
+            y = y / self.schedule.microbatches  # so that gradients sum up to those of the mean
             self.losses.append(y.detach())
         else:
             self.results[action] = y.detach()
         if not self.schedule.forward_only:
-            self.model.module.deallocate_output_tensor(y)  # the result has the data, until it has been sent or used
-            self.saved[stage, i] = x, y
+            self.model.module.deallocate_output_tensor(y)  # `results` keeps the data until it is sent or used
+            self.activations[stage, i] = x, y
 
-    def B(self, action: Action) -> None:
+    def backward(self, action: Action) -> None:
         _, stage, i = action
-        dx = self.model.module.backward(*self.saved.pop((stage, i)), self.take_input(action))
+        dx = self.model.module.backward(*self.activations.pop((stage, i)), self.take_input(action))
         if dx is not None:
             self.results[action.result] = dx
 
-    def I(self, action: Action) -> None:  # noqa: E743
-        with defer() as later:
-            self.B(action)
-        self.later[action.stage, action.microbatch] = later
+    def backward_input(self, action: Action) -> None:
+        with defer_weight_grads() as deferred:
+            self.backward(action)
+        self.deferred[action.stage, action.microbatch] = deferred
 
-    def W(self, action: Action) -> None:
-        run(self.later.pop((action.stage, action.microbatch)))
+    def backward_weight(self, action: Action) -> None:
+        run_deferred(self.deferred.pop((action.stage, action.microbatch)))
 
-    def R(self, action: Action) -> None:
+    def reduce_grads(self, action: Action) -> None:
         self.model.start_grad_sync(action.stage)
 
-    def SEND_F(self, action: Action) -> None:
+    def send_forward(self, action: Action) -> None:
         self.send(action._replace(kind="F"), action.stage + 1)
 
-    def SEND_B(self, action: Action) -> None:
+    def send_backward(self, action: Action) -> None:
         self.send(action._replace(kind="B"), action.stage - 1)
 
-    def RECV_F(self, action: Action) -> None:
-        self.receive(action._replace(kind="F"))
+    def recv_forward(self, action: Action) -> None:
+        self.recv(action._replace(kind="F"))
 
-    def RECV_B(self, action: Action) -> None:
-        self.receive(action._replace(kind="B"))
+    def recv_backward(self, action: Action) -> None:
+        self.recv(action._replace(kind="B"))
 
     def send(self, result: Action, stage: int) -> None:
-        """Begin to send a result to a stage. (Whatever came before it can arrive: both ends have the same order.)"""
+        """Start to send a result to a stage. Earlier messages can arrive meanwhile: both ends have the same order."""
         receiver, tensor = self.schedule.rank_of(stage), self.results.pop(result).contiguous()
         check_message(tensor, *self.message)
-        self.wait_for_sends(receiver, UNDERWAY - 1)
-        self.leaving[receiver].append((start("send", tensor, receiver), tensor))
+        self.wait_for_sends(receiver, MAX_SENDS_IN_FLIGHT - 1)
+        self.pending_sends[receiver].append((start_message("send", tensor, receiver), tensor))
 
-    def receive(self, action: Action) -> None:
-        """Begin to receive what an action needs."""
+    def recv(self, action: Action) -> None:
+        """Start to receive the input of an action."""
         source = self.schedule.source(action)
         assert source is not None
         shapes, device, dtype = self.message
         self.results[source] = torch.empty(shapes, device=device, dtype=dtype)
-        self.arriving[source] = start("recv", self.results[source], self.schedule.rank_of(source.stage))
+        self.pending_recvs[source] = start_message("recv", self.results[source], self.schedule.rank_of(source.stage))
 
     def wait_for_sends(self, receiver: int, left: int) -> None:
-        """Free messages to a rank, the oldest first, but for so many that may still be on their way."""
-        while len(self.leaving[receiver]) > left:
-            works, _ = self.leaving[receiver].popleft()
+        """Wait for messages to a rank, oldest first, and free their tensors, until at most `left` are in flight."""
+        while len(self.pending_sends[receiver]) > left:
+            works, _ = self.pending_sends[receiver].popleft()
             for work in works:
                 work.wait()
 
     def wait_for_input(self, action: Action) -> None:
         source = self.schedule.source(action)
-        for work in self.arriving.pop(source, ()) if source else ():
+        for work in self.pending_recvs.pop(source, ()) if source else ():
             work.wait()
 
     def take_input(self, action: Action) -> Tensor | None:
-        """What another stage made for this action; None at the ends of the pipeline."""
+        """Take the result of another stage that an action needs; None at the ends of the pipeline."""
         source = self.schedule.source(action)
         return None if source is None else self.results.pop(source)
-
-
-def pick_pipeline_step(
-    config: Config, plan: Plan, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
-) -> Callable[[Any, Any], Tensor]:
-    """The training step of a pipeline: AFAB and 1F1B are hand-written, all else is a program."""
-    loops = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
-    step = loops.get(config.distributed.pp_engine) or Executor(plan.schedule)
-    return functools.partial(step, tensor_shapes=tensor_shapes, device=device, dtype=dtype)
-
-
-def pick_evaluation(
-    config: Config, plan: Plan, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
-) -> Callable[[Any, Any], Tensor]:
-    """The mean loss over the next `eval_steps` global batches, of a model and a data loader: see `evaluate`."""
-    training, schedule = config.training, plan.schedule
-    if schedule.chunks == 1:
-        return functools.partial(
-            evaluate, eval_steps=training.eval_steps, tensor_shapes=tensor_shapes, device=device, dtype=dtype
-        )
-    microbatches = training.eval_steps * training.gradient_accumulation_steps
-    executor = Executor(forward_only(schedule.pp, microbatches, schedule.chunks, schedule.placement))
-    return functools.partial(executor, tensor_shapes=tensor_shapes, device=device, dtype=dtype)

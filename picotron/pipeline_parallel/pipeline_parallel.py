@@ -28,14 +28,15 @@ from torch.autograd.graph import get_gradient_edge
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
+from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.model import Llama
-from picotron.pipeline_parallel.plan import Plan
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
-from picotron.pipeline_parallel.recorder import action
+from picotron.pipeline_parallel.recorder import record_action
 from picotron.process_group_manager import new_groups
+from picotron.schedules.plan import PipelinePlan
 from picotron.split_backward import split_backward
-from picotron.utils import all_reduce
+from picotron.weights import main_grad, mark_tied_replica
 
 
 def hidden_states_shape(config: Config, model_config: LlamaConfig) -> tuple[int, int, int]:
@@ -61,7 +62,7 @@ class PipelineParallel(nn.Module):
         stages: what they hold, by number. With one stage per rank its number is the rank's.
     """
 
-    def __init__(self, model: Llama, plan: Plan, deallocate_outputs: bool = True) -> None:
+    def __init__(self, model: Llama, plan: PipelinePlan, deallocate_outputs: bool = True) -> None:
         super().__init__()
         grid = pgm.process_group_manager
         self.module, self.deallocate_outputs = model, deallocate_outputs
@@ -77,7 +78,7 @@ class PipelineParallel(nn.Module):
         if not has_head:
             held.model.norm = held.lm_head = None
         if not has_embedding and has_head and copied:
-            held.model.embed_tokens.is_copy = True
+            mark_tied_replica(held.model.embed_tokens)
         elif not has_embedding:
             held.model.embed_tokens = None
         ends = grid.grid.movedim(1, -1)[..., [0, plan.last_rank]]  # of each pipeline
@@ -105,9 +106,9 @@ class PipelineParallel(nn.Module):
         held = self.stages[min(self.stages) if stage is None else stage]
         x = self.module.embed(input_ids) if held.has_embedding else hidden_states
         assert x is not None
-        y = self.module.decode(x, position_ids, held.layers)
+        y = self.module.run_layers(x, position_ids, held.layers)
         if held.has_head:
-            return self.module.predict(y, target_ids)
+            return self.module.logits_or_loss(y, target_ids)
         return y.view_as(y) if y is hidden_states else y  # of an empty stage: an output of its own, that can be freed
 
     def parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
@@ -152,7 +153,7 @@ class PipelineParallel(nn.Module):
     def sum_tied_gradients(self) -> None:
         """The gradient of the tied matrix is that of its use as embedding plus that of its use as head."""
         if self.embedding_group is not None:
-            all_reduce(self.module.model.embed_tokens.weight.main_grad, self.embedding_group)
+            all_reduce(main_grad(self.module.model.embed_tokens.weight), self.embedding_group)
 
 
 def custom_backward(output_tensor: Tensor, output_tensor_grad: Tensor) -> None:
@@ -171,7 +172,7 @@ def forward_step(model: Any, data_loader: Any, input_tensor: Tensor | None, i: i
         gradients add up to those of the mean; it is also appended to `losses`.
     """
     batch = next(data_loader) | {"hidden_states": input_tensor}
-    with action(f"F{i}" if torch.is_grad_enabled() else f"E{i}"):
+    with record_action(f"F{i}" if torch.is_grad_enabled() else f"E{i}"):
         output_tensor = model(**batch)
         if pgm.process_group_manager.pp_is_last_stage:
             output_tensor = output_tensor / data_loader.grad_acc_steps
@@ -183,7 +184,7 @@ def backward_step(
     model: Any, input_tensor: Tensor | None, output_tensor: Tensor, output_tensor_grad: Tensor | None, i: int
 ) -> Tensor | None:
     """Backward of micro-batch i; see `PipelineParallel.backward`."""
-    with action(f"B{i}"):
+    with record_action(f"B{i}"):
         return model.module.backward(input_tensor, output_tensor, output_tensor_grad)
 
 
@@ -191,10 +192,10 @@ def finish_step(model: Any, losses: list[Tensor], device: torch.device) -> Tenso
     """Complete the gradients of a step: averaged over data-parallel ranks, tied ones summed. Returns its loss."""
     model.finish_grad_sync()
     model.module.sum_tied_gradients()
-    return total(losses, device)
+    return sum_losses(losses, device)
 
 
-def total(losses: list[Tensor], device: torch.device) -> Tensor:
+def sum_losses(losses: list[Tensor], device: torch.device) -> Tensor:
     """Their sum, on the device: nothing waits for it here. 0 if there are none, before the last stage."""
     return torch.stack(losses).sum() if losses else torch.zeros((), device=device)
 
@@ -218,21 +219,21 @@ def train_step_pipeline_afab(
     """
     micro_batches = data_loader.grad_acc_steps
     losses: list[Tensor] = []
-    saved: deque[tuple[Tensor | None, Tensor]] = deque()  # (x, y) that wait for their backward
+    activations: deque[tuple[Tensor | None, Tensor]] = deque()  # (x, y) that wait for their backward
 
     for i in range(micro_batches):
         x = pipeline_communicate("recv_forward", device, dtype, shapes=tensor_shapes)
         y = forward_step(model, data_loader, x, i, losses)
         pipeline_communicate("send_forward", device, dtype, y, tensor_shapes)
         model.module.deallocate_output_tensor(y)
-        saved.append((x, y))
+        activations.append((x, y))
 
     for i in range(micro_batches):
         # Gradients add up. The last backward averages the sum over the data-parallel ranks, while the stages before
         # this one, which get its gradient later, are still at theirs.
         model.require_backward_grad_sync = i == micro_batches - 1
         dy = pipeline_communicate("recv_backward", device, dtype, shapes=tensor_shapes)
-        dx = backward_step(model, *saved.popleft(), dy, i)
+        dx = backward_step(model, *activations.popleft(), dy, i)
         pipeline_communicate("send_backward", device, dtype, dx, tensor_shapes)
 
     return finish_step(model, losses, device)
@@ -244,7 +245,7 @@ def train_step_pipeline_1f1b(
     """One forward, one backward: PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473). Otherwise as AFAB."""
     grid, micro_batches = pgm.process_group_manager, data_loader.grad_acc_steps
     losses: list[Tensor] = []
-    saved: deque[tuple[Tensor | None, Tensor]] = deque()  # (x, y) that wait for their backward
+    activations: deque[tuple[Tensor | None, Tensor]] = deque()  # (x, y) that wait for their backward
     warmup = min(grid.pp_world_size - grid.pp_rank - 1, micro_batches)
 
     for i in range(warmup):  # forwards only, until the first gradient can arrive
@@ -252,7 +253,7 @@ def train_step_pipeline_1f1b(
         y = forward_step(model, data_loader, x, i, losses)
         pipeline_communicate("send_forward", device, dtype, y, tensor_shapes)
         model.module.deallocate_output_tensor(y)
-        saved.append((x, y))
+        activations.append((x, y))
 
     if warmup < micro_batches:
         x = pipeline_communicate("recv_forward", device, dtype, shapes=tensor_shapes)
@@ -260,9 +261,9 @@ def train_step_pipeline_1f1b(
         y = forward_step(model, data_loader, x, warmup + i, losses)
         dy = bidirectional_pipeline_communicate("send_fwd_recv_bwd", y, tensor_shapes, device, dtype)
         model.module.deallocate_output_tensor(y)
-        saved.append((x, y))
+        activations.append((x, y))
         model.require_backward_grad_sync = i == micro_batches - 1  # only where there is no cool-down
-        dx = backward_step(model, *saved.popleft(), dy, i)
+        dx = backward_step(model, *activations.popleft(), dy, i)
         if warmup + i < micro_batches - 1:
             x = bidirectional_pipeline_communicate("send_bwd_recv_fwd", dx, tensor_shapes, device, dtype)
         else:
@@ -272,7 +273,7 @@ def train_step_pipeline_1f1b(
     for i in range(micro_batches - warmup, micro_batches):  # cool-down: the backwards that are left
         model.require_backward_grad_sync = i == micro_batches - 1  # this stage's last; see AFAB
         dy = pipeline_communicate("recv_backward", device, dtype, shapes=tensor_shapes)
-        dx = backward_step(model, *saved.popleft(), dy, i)
+        dx = backward_step(model, *activations.popleft(), dy, i)
         pipeline_communicate("send_backward", device, dtype, dx, tensor_shapes)
 
     return finish_step(model, losses, device)
@@ -297,4 +298,4 @@ def evaluate(
         x = pipeline_communicate("recv_forward", device, dtype, shapes=tensor_shapes)
         y = forward_step(model, data_loader, x, i, losses)
         pipeline_communicate("send_forward", device, dtype, y, tensor_shapes)
-    return total(losses, device) / eval_steps
+    return sum_losses(losses, device) / eval_steps

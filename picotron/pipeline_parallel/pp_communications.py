@@ -40,7 +40,7 @@ def check_message(tensor: Tensor, shapes: Sequence[int], device: torch.device, d
         )
 
 
-def start(operation: str, tensor: Tensor, rank: int) -> list[dist.Work]:
+def start_message(operation: str, tensor: Tensor, rank: int) -> list[dist.Work]:
     """Begin to send or to receive (`send`, `recv`); what is returned can wait for the end.
 
     Args:

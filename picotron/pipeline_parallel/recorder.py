@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from picotron import process_group_manager as pgm
-from picotron.config import Config, UserError
-from picotron.pipeline_parallel.actions import parse_action
-from picotron.pipeline_parallel.simulate import Span
-from picotron.pipeline_parallel.trace import trace_line, trace_path
+from picotron.config import Config
+from picotron.errors import UserError
+from picotron.schedules.actions import parse_action
+from picotron.schedules.simulate import Span
+from picotron.schedules.trace import trace_line, trace_path
 
 logger = logging.getLogger("picotron.pipeline")
 
@@ -42,7 +43,7 @@ recorder: Recorder | None = None  # in steps that are recorded
 
 
 @contextlib.contextmanager
-def action(name: str) -> Iterator[None]:
+def record_action(name: str) -> Iterator[None]:
     """Something that is called 2F3, the forward of micro-batch 3 in stage 2, or just F3 where a rank has one stage."""
     grid = pgm.process_group_manager
     has_stage = not name[0].isalpha()

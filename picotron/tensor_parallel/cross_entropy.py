@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron.utils import all_reduce, wide_dtype
+from picotron.collectives import accumulation_dtype, all_reduce
 
 CHUNK_TOKENS = 512
 
@@ -30,13 +30,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
-        first: int,
-        rows: int,
+        vocab_start: int,
+        vocab_rows: int,
         group: dist.ProcessGroup,
         ignore_index: int,
         with_gradients: bool,
     ) -> Tensor:
-        wide = wide_dtype(x)
+        wide = accumulation_dtype(x)
         kept = targets != ignore_index
         count = kept.sum()
         loss = torch.zeros((), dtype=wide, device=x.device)
@@ -45,9 +45,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), CHUNK_TOKENS):
             chunk = slice(start, start + CHUNK_TOKENS)
             logits = (x[chunk] @ weight.t()).to(wide)  # (C, V/tp)
-            logits[:, rows:] = -torch.inf  # padding has no probability
-            target = targets[chunk] - first
-            mine = (target >= 0) & (target < rows) & kept[chunk]
+            logits[:, vocab_rows:] = -torch.inf  # padding has no probability
+            target = targets[chunk] - vocab_start
+            mine = (target >= 0) & (target < vocab_rows) & kept[chunk]
             target = target.where(mine, 0)
 
             top = logits.amax(-1)
@@ -86,8 +86,8 @@ def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
-    first: int,
-    rows: int,
+    vocab_start: int,
+    vocab_rows: int,
     group: dist.ProcessGroup,
     ignore_index: int = -100,
 ) -> Tensor:
@@ -97,10 +97,10 @@ def linear_cross_entropy(
         x: (B, T, D), whole; its gradient is partial.
         weight: (V/tp, D), this rank's part of the vocabulary.
         targets: (B, T).
-        first: the token that the first row of `weight` stands for.
-        rows: so many rows of `weight` are tokens; the others are padding.
+        vocab_start: the token that the first row of `weight` stands for.
+        vocab_rows: so many rows of `weight` are tokens; the others are padding.
         group: the tp ranks.
     """
     x, targets = x.flatten(0, 1), targets.flatten()
-    arguments = (first, rows, group, ignore_index, torch.is_grad_enabled())
+    arguments = (vocab_start, vocab_rows, group, ignore_index, torch.is_grad_enabled())
     return LinearCrossEntropy.apply(x, weight, targets, *arguments)

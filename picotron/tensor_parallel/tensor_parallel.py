@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
-from picotron.config import UserError
+from picotron.collectives import accumulation_dtype
+from picotron.errors import UserError
 from picotron.model import Llama, RMSNorm
 from picotron.process_group_manager import new_groups
-from picotron.split_backward import edges_of, is_deferring, now_or_later
+from picotron.split_backward import compute_or_defer, gradient_edges, is_deferring
 from picotron.tensor_parallel.cross_entropy import linear_cross_entropy
 from picotron.tensor_parallel.tp_communications import (
     AllGather,
@@ -41,7 +42,6 @@ from picotron.tensor_parallel.tp_communications import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from picotron.utils import wide_dtype
 from picotron.weights import Shard
 
 SEQUENCE = 1  # the dimension of (B, T, D) that sequence parallelism splits
@@ -58,7 +58,7 @@ class ColumnParallel(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.save_for_backward(x, *weights)  # of x only the shard: backward gathers it again
-        ctx.edges = edges_of(weights)
+        ctx.edges = gradient_edges(weights)
         whole = start_all_gather(x, SEQUENCE, group)() if sequence_parallel else x
         return tuple(F.linear(whole, weight) for weight in weights)
 
@@ -84,7 +84,7 @@ class ColumnParallel(torch.autograd.Function):
             inputs = (finish_x or start_x())().flatten(0, 1)
             return [dy.t() @ inputs for dy in dys]
 
-        later = now_or_later(ctx.edges, dweights)
+        later = compute_or_defer(ctx.edges, dweights)
         return finish_dx(), None, None, *later
 
 
@@ -94,7 +94,7 @@ def summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     if not torch.is_grad_enabled():
         return parameter
-    return CopyToRanks.apply(parameter.to(wide_dtype(parameter)), group).to(parameter.dtype)
+    return CopyToRanks.apply(parameter.to(accumulation_dtype(parameter)), group).to(parameter.dtype)
 
 
 @torch.compiler.disable  # a compiler cannot overlap what it does not see; this is fast as it is
@@ -102,10 +102,10 @@ def column_parallel(x: Tensor, *linears: "ColumnParallelLinear") -> list[Tensor]
     """The outputs of several column-parallel matrices on the same x: (B, T, D) or its shard -> (B, T, outputs/tp)."""
     first = linears[0]
     ys = ColumnParallel.apply(
-        x, first.group, first.sequence_parallel, *(linear.whole_gradient(linear.weight) for linear in linears)
+        x, first.group, first.sequence_parallel, *(linear.summed_over_replicas(linear.weight) for linear in linears)
     )
     return [
-        y if linear.bias is None else y + linear.whole_gradient(linear.bias)
+        y if linear.bias is None else y + linear.summed_over_replicas(linear.bias)
         for y, linear in zip(ys, linears, strict=True)
     ]
 
@@ -117,22 +117,22 @@ class ColumnParallelLinear(nn.Module):
         linear: the whole layer, on the meta device.
         shard: this rank's rows of the weight, and elements of the bias.
         sequence_parallel: the input is a shard of the sequence.
-        replicas: the ranks that hold the same rows, and use them for different heads.
+        replica_group: the ranks that hold the same rows, and use them for different heads.
     """
 
     def __init__(
-        self, linear: nn.Linear, shard: Shard, sequence_parallel: bool, replicas: dist.ProcessGroup | None = None
+        self, linear: nn.Linear, shard: Shard, sequence_parallel: bool, replica_group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
-        self.replicas = replicas
+        self.replica_group = replica_group
         self.shards = {"weight": shard, "bias": shard}
         self.weight = nn.Parameter(linear.weight.new_empty(shard.size, linear.in_features))
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.new_empty(shard.size))
 
-    def whole_gradient(self, parameter: Tensor) -> Tensor:
+    def summed_over_replicas(self, parameter: Tensor) -> Tensor:
         """`parameter`, with a gradient that is the sum over its replicas."""
-        return parameter if self.replicas is None else summed_gradient(parameter, self.replicas)
+        return parameter if self.replica_group is None else summed_gradient(parameter, self.replica_group)
 
     def forward(self, x: Tensor) -> Tensor:
         return column_parallel(x, self)[0]
@@ -145,12 +145,12 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
         self.shards = {"weight": shard}  # the bias is whole on every rank
-        self.product: Callable[..., Tensor] = F.linear
+        self.linear_fn: Callable[..., Tensor] = F.linear
         self.weight = nn.Parameter(linear.weight.new_empty(linear.out_features, shard.size))
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.new_empty(linear.out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.product(x, self.weight)  # partial
+        y = self.linear_fn(x, self.weight)  # partial
         if not self.sequence_parallel:
             y = ReduceFromRanks.apply(y, self.group)
             return y if self.bias is None else y + self.bias
@@ -236,9 +236,9 @@ def _even_shard(full_size: int) -> Shard:
 def _kv_shard(kv_heads: int, head_dim: int) -> Shard:
     """Whole key/value heads. If there are fewer than ranks, neighbouring ranks hold the same one."""
     grid = pgm.process_group_manager
-    size, copies = max(1, kv_heads // grid.tp_world_size) * head_dim, max(1, grid.tp_world_size // kv_heads)
-    start = grid.tp_rank // copies * size
-    return Shard(dim=0, full_size=kv_heads * head_dim, start=start, stop=start + size, size=size, copies=copies)
+    size, replicas = max(1, kv_heads // grid.tp_world_size) * head_dim, max(1, grid.tp_world_size // kv_heads)
+    start = grid.tp_rank // replicas * size
+    return Shard(dim=0, full_size=kv_heads * head_dim, start=start, stop=start + size, size=size, replicas=replicas)
 
 
 def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llama:
@@ -267,7 +267,8 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
     kv = _kv_shard(config.num_key_value_heads, config.head_dim)
     hidden = _even_shard(config.intermediate_size)
     # Neighbouring ranks that hold the same key/value head.
-    replicas = new_groups(pgm.process_group_manager.grid.view(-1, kv.copies).tolist()) if kv.copies > 1 else None
+    grid = pgm.process_group_manager.grid
+    replica_group = new_groups(grid.view(-1, kv.replicas).tolist()) if kv.replicas > 1 else None
     decoder = swapped.model
     decoder.embed_tokens = VocabParallelEmbedding(decoder.embed_tokens, vocabulary, sequence_parallel)
     decoder.norm = norm(decoder.norm)
@@ -275,10 +276,10 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
         layer.input_layernorm = norm(layer.input_layernorm)
         layer.post_attention_layernorm = norm(layer.post_attention_layernorm)
         attention, mlp = layer.self_attn, layer.mlp
-        attention.project = mlp.project = column_parallel
+        attention.project_fn = mlp.project_fn = column_parallel
         attention.q_proj = ColumnParallelLinear(attention.q_proj, queries, sequence_parallel)
-        attention.k_proj = ColumnParallelLinear(attention.k_proj, kv, sequence_parallel, replicas)
-        attention.v_proj = ColumnParallelLinear(attention.v_proj, kv, sequence_parallel, replicas)
+        attention.k_proj = ColumnParallelLinear(attention.k_proj, kv, sequence_parallel, replica_group)
+        attention.v_proj = ColumnParallelLinear(attention.v_proj, kv, sequence_parallel, replica_group)
         attention.o_proj = RowParallelLinear(attention.o_proj, dataclasses.replace(queries, dim=1), sequence_parallel)
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, hidden, sequence_parallel)
         mlp.up_proj = ColumnParallelLinear(mlp.up_proj, hidden, sequence_parallel)

@@ -6,7 +6,6 @@ meant). If every rank uses a whole tensor for its own part of the work, the grad
     CopyToRanks      whole   -> whole      backward: all-reduce           `f` in Shoeybi et al. 2019
     ReduceFromRanks  partial -> whole      backward: identity             `g` in Shoeybi et al. 2019
     GatherFromRanks  shards  -> whole      backward: keep the own shard
-    ScatterToRanks   whole   -> shards     backward: all-gather
     AllGather        shards  -> whole      backward: reduce-scatter       `g` in Korthikanti et al. 2022
     ReduceScatter    partial -> shards     backward: all-gather           its conjugate there
 
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron.utils import all_gather_single, all_reduce, reduce_scatter_single
+from picotron.collectives import all_gather_single, all_reduce, reduce_scatter_single
 
 Group = dist.ProcessGroup
 
@@ -116,19 +115,6 @@ class GatherFromRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return own_shard(gradient, ctx.dim, ctx.group), None, None
-
-
-class ScatterToRanks(torch.autograd.Function):
-    """forward: keep the own shard. backward: all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return own_shard(whole, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return start_all_gather(gradient, ctx.dim, ctx.group)(), None, None
 
 
 class AllGather(torch.autograd.Function):

@@ -1,0 +1,209 @@
+"""Checkpoints, written: all ranks or none, now or in the background, in a folder that gets its name when it is whole.
+
+A kill at any moment leaves a folder named *.unfinished, and all checkpoints before it as they are.
+"""
+
+import copy
+import dataclasses
+import json
+import logging
+import platform
+import shutil
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
+
+from picotron import process_group_manager as pgm
+from picotron.checkpoint.checkpoint import STATE_FILE, TrainerState
+from picotron.checkpoint.safetensors_folder import ByteRange, write_file
+from picotron.checkpoint.stage_files import StageFiles, TensorSlice, WrittenFile
+from picotron.collectives import all_reduce, run_on_all_ranks
+from picotron.config import Config
+from picotron.data import Progress
+from picotron.errors import UserError
+from picotron.model import Llama
+from picotron.optimizer import AdamW
+from picotron.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint, sync_folder
+
+logger = logging.getLogger("picotron")
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run. As a context it waits in the end for the one in flight, also after a mistake of
+    the user's (as a learning rate that leads to NaN): what is being written is from before.
+
+    Args:
+        config, model_config: of the run.
+        llama: this stage's part of the model.
+        optimizer: of its parameters.
+        tokenizer: the folder with the tokenizer's files, needed on rank 0.
+        fingerprint: of the training data, see `data_fingerprint`.
+        wandb_run_id: of this run on rank 0, if it has one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_config: LlamaConfig,
+        llama: Llama,
+        optimizer: AdamW,
+        tokenizer: Path,
+        fingerprint: str,
+        wandb_run_id: str | None = None,
+    ) -> None:
+        grid = pgm.process_group_manager
+        self.config, self.fingerprint, self.wandb_run_id = config, fingerprint, wandb_run_id
+        self.model_files = model_files(model_config, config.model.dtype, tokenizer) if grid.global_rank == 0 else {}
+        self.save_dir = Path(config.checkpoint.save_dir)
+        # Groups of their own, on the CPU: messages may come from a thread beside training, whatever the device.
+        self.group, self.step_group = (dist.new_group(backend="gloo") for _ in range(2))
+        self.files = StageFiles(llama, optimizer)
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if error is None or (isinstance(error, UserError) and error is not self.error):
+            self.wait()
+
+    def is_due(self, progress: Progress) -> bool:
+        """Whether the config asks for a checkpoint now: every `save_frequency` steps, and at the end."""
+        frequency = self.config.checkpoint.save_frequency
+        return frequency > 0 and (progress.step % frequency == 0 or progress.is_end(self.config.training))
+
+    def save(self, progress: Progress) -> None:
+        """Write a checkpoint; with `async_save` only copy it to host memory and let a thread write it.
+
+        Raises:
+            UserError: it cannot be written, on every rank. Earlier checkpoints stay.
+        """
+        self.wait()  # at most one in flight
+        slices = self.files.slices() if pgm.process_group_manager.cp_dp_rank == 0 else []
+        if self.config.checkpoint.async_save:
+            slices = [dataclasses.replace(each, tensor=each.tensor.to("cpu", copy=True)) for each in slices]
+            self.thread = threading.Thread(target=self._write_in_background, args=(progress, slices))
+            self.thread.start()
+        else:
+            self._write(progress, slices)
+
+    def _write_in_background(self, progress: Progress, slices: list[TensorSlice]) -> None:
+        try:
+            self._write(progress, slices)
+        except BaseException as error:
+            self.error = error
+
+    def check(self) -> None:
+        """Raise the error of a save in the background, on all ranks in the same step. Every rank must call this."""
+        if self.thread is not None:
+            failed = torch.tensor(int(self.error is not None))
+            all_reduce(failed, self.step_group, dist.ReduceOp.MAX)
+            if failed:
+                self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is in flight. Raises what went wrong in the background."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.error is not None:
+            raise self.error
+
+    def _write(self, progress: Progress, slices: list[TensorSlice]) -> None:
+        began = time.perf_counter()
+        first = pgm.process_group_manager.global_rank == 0
+        final = checkpoint_folder(self.save_dir, progress.step)
+        folder = final.with_name(final.name + UNFINISHED)
+
+        def begin() -> None:
+            if first:
+                for left in self.save_dir.glob(f"step_*{UNFINISHED}"):  # by runs that were killed
+                    delete_checkpoint(left)
+                folder.mkdir(parents=True)
+
+        try:
+            self._on_all_ranks(final, begin)
+            everyone = self._on_all_ranks(final, lambda: self.files.write(folder, slices))
+            written = [each for rank in everyone for each in rank]
+            self._on_all_ranks(final, lambda: self._publish(folder, final, progress, written) if first else None)
+        except UserError:
+            if first:
+                shutil.rmtree(folder, ignore_errors=True)  # a full disk has room again
+            raise
+        size = sum(written_range.size for each in written for written_range in each.ranges)
+        logger.info("checkpoint %s: %.3g GB in %.1f s", final, size / 1e9, time.perf_counter() - began)
+
+    def _on_all_ranks(self, final: Path, work: Callable[[], Any]) -> list[Any]:
+        def guarded() -> Any:
+            try:
+                return work()
+            except OSError as error:
+                raise UserError(
+                    f"the checkpoint {final} cannot be written: {error.strerror}; make room there, or choose another "
+                    f"save_dir that all processes can write. Earlier checkpoints are as they were"
+                ) from None
+
+        return run_on_all_ranks(guarded, self.group)
+
+    def _publish(self, folder: Path, final: Path, progress: Progress, written: list[WrittenFile]) -> None:
+        """Write everything that is not tensors; then the folder is whole, and gets its name."""
+        files: dict[str, list[ByteRange]] = defaultdict(list)
+        for each in written:
+            files[each.file] = sorted([*files[each.file], *each.ranges], key=lambda each: each.start)
+        for name, content in (self.model_files | self._indices(written)).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            files[name] = write_file(folder / name, content)
+        state = TrainerState(
+            **dataclasses.asdict(progress),
+            data_fingerprint=self.fingerprint,
+            seed=self.config.training.seed,
+            layout=str(pgm.process_group_manager),
+            config=self.config.model_dump(mode="json"),
+            versions={"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+            wandb_run_id=self.wandb_run_id,
+            files=files,
+        )  # fmt: skip
+        write_file(folder / STATE_FILE, state.to_json().encode())
+        sync_folder(folder)
+        folder.rename(final)
+        sync_folder(final.parent)
+        keep = self.config.checkpoint.keep_last
+        for old in list(checkpoint_folders(self.save_dir).values())[:-keep] if keep else []:
+            delete_checkpoint(old)
+
+    def _indices(self, written: list[WrittenFile]) -> dict[str, bytes]:
+        """For each kind, which file has which tensor. (Also of a single file: then no program that reads models takes
+        the optimizer's files for parts of it.)
+        """
+        files: dict[str, dict[str, str]] = defaultdict(dict)
+        sizes: dict[str, dict[str, int]] = defaultdict(dict)
+        for each in written:
+            files[each.kind] |= dict.fromkeys(each.sizes, each.file)
+            sizes[each.kind] |= each.sizes
+        indices = {
+            kind: {"metadata": {"total_size": sum(sizes[kind].values())}, "weight_map": files[kind]} for kind in files
+        }
+        return {
+            f"{kind}.safetensors.index.json": json.dumps(index, indent=2).encode() for kind, index in indices.items()
+        }
+
+
+def model_files(model_config: LlamaConfig, dtype: str, tokenizer_folder: Path) -> dict[str, bytes]:
+    """The tokenizer's files, and a config.json with the true dimensions, the dtype and the tokenizer's end of text."""
+    tokenizer, config = AutoTokenizer.from_pretrained(tokenizer_folder), copy.deepcopy(model_config)
+    config.architectures, config.dtype = ["LlamaForCausalLM"], dtype
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    paths = [path for path in tokenizer_folder.rglob("*") if path.is_file()]  # chat templates may have a folder
+    files = {path.relative_to(tokenizer_folder).as_posix(): path.read_bytes() for path in paths}
+    files["config.json"] = config.to_json_string().encode()
+    files["generation_config.json"] = GenerationConfig.from_model_config(config).to_json_string().encode()
+    return files

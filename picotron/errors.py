@@ -1,0 +1,23 @@
+"""Errors that users can fix."""
+
+
+class UserError(ValueError):
+    """Mistakes that the user can fix. The message is all they need, so programs print it without a traceback.
+
+    Args:
+        problems: one sentence for each mistake, with the value and the remedy.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        return "\n".join([f"{len(self.problems)} problems:", *(f"  - {problem}" for problem in self.problems)])
+
+
+def first_line(error: Exception) -> str:
+    """First line of another library's error message, to be quoted in a message of ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

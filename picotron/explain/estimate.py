@@ -1,0 +1,172 @@
+"""Estimate a rank's memory and idle time by formulas, before anything runs. No torch here.
+
+Bytes per parameter (`data_parallel.bucket` and `optimizer` say why; nothing is sharded over dp ranks):
+
+                weight   gradient   master weight   Adam's two moments   total
+    bfloat16       2         4            4                  8              18
+    float32        4         4            -                  8              16
+    float64        8         8            -                 16              32
+
+Activations are what autograd keeps of a micro-batch's forward for its backward. In a layer of hidden size D, H query
+and K key/value heads of size d, and intermediate size F, a tp rank (of t) keeps for each of its tokens:
+
+    a = input_layernorm(x)              x, and a, which the projections read           2 D
+    q, k, v = project(a), rotated       what attention reads                           (H d + 2 K d) / t
+    y = attention(q, k, v)              y, which o_proj reads, too                     H d / t
+    b = post_attention_layernorm(x)     x, and b                                       2 D
+    gate, up = project(b)               gate, which silu reads                         F / t
+    h = silu(gate) * up                 silu(gate) and up; h, which down_proj reads    3 F / t
+
+Together 4 D + (2 H d + 2 K d + 4 F) / t; with sequence parallelism (4 D + 2 H d + 2 K d + 4 F) / t. A rank has
+micro_batch_size x seq_length / cp_size tokens. If there are more tp ranks than key/value heads, K / t is 1. In float32
+or wider come 1 / rms of both norms, and the log-sum-exp of a row of scores of each head: 2 + H / t. Scores are not
+there, as fused attention computes them again. Residuals keep nothing: the gradient of a sum does not depend on it.
+
+It is the table of Korthikanti et al. 2022 (arXiv:2205.05198, section 4) for another model: SwiGLU instead of GELU, and
+neither dropout nor scores. Where a kernel is missing, more is kept:
+
+    on a CPU norms are not fused        x and x / rms in float32 or wider, instead of x
+    use_flash_attention is false        q, k and v, of H heads each, and H T scores in float32 or wider, for T keys
+    on a GPU, not in bfloat16           k and v of H heads, unless they travel a ring
+    cp_engine is "ulysses"              y twice, before and after it travels
+
+With activation_checkpointing "full" a layer keeps x alone: D, or D / t with sequence parallelism. Backward computes the
+rest again, so that one layer of a rank is there as a whole.
+
+All layers of a stage share the rotary angles, d for a token. The last stage also keeps, for each micro-batch, the input
+of the last norm and the gradient of its output, which the loss computes at once (`LinearCrossEntropy`), 2 D for a
+token; and the gradient of the head's matrix, D V / t in float32 or wider.
+
+That times the micro-batches that a schedule has in flight, see `simulate.peak_activations`. (In the two halves of a
+backward, an I leaves to its W the inputs of all projections and the gradients of their outputs, about as much.) What
+comes and goes is not counted: gradients of activations, logits of a chunk, messages, what the allocator rounds up. Nor
+is what torch.compile saves.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+from picotron.config import Config
+from picotron.schedules.costs import part_parameters
+from picotron.schedules.plan import PipelinePlan
+from picotron.schedules.simulate import Costs, peak_activations, simulate
+from picotron.schedules.stages import Stage, stage_weights
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The memory of one rank: its number of parameters, and bytes."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def state(self) -> int:
+        """Bytes that are held all the time."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        return self.state + self.activations
+
+
+class Sizes(NamedTuple):
+    """The numbers in the formulas above, for a tp rank."""
+
+    number: int  # bytes of a weight or an activation
+    wide: int  # bytes of a number in float32 or wider
+    tokens: int  # per micro-batch
+    D: int
+    shard: int  # D, or D / t with sequence parallelism
+    heads: int  # H / t
+    queries: int  # H d / t
+    kv: int  # K d / t
+    F: int  # F / t
+    vocabulary: int  # V / t, padded
+
+
+def sizes(config: Config, model: "LlamaConfig") -> Sizes:
+    layout, training = config.distributed, config.training
+    number = {"bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
+    heads = model.num_attention_heads // layout.tp_size
+    return Sizes(
+        number=number,
+        wide=max(4, number),
+        tokens=training.micro_batch_size * training.seq_length // layout.cp_size,
+        D=model.hidden_size,
+        shard=model.hidden_size // (layout.tp_size if layout.sequence_parallel else 1),
+        heads=heads,
+        queries=heads * model.head_dim,
+        kv=max(1, model.num_key_value_heads // layout.tp_size) * model.head_dim,
+        F=model.intermediate_size // layout.tp_size,
+        vocabulary=-(-model.vocab_size // layout.tp_size),
+    )
+
+
+def norm_bytes(config: Config, s: Sizes) -> int:
+    """Bytes that a norm keeps per token, without its output."""
+    return (2 * s.shard * s.wide if config.distributed.use_cpu else s.shard * s.number) + s.wide
+
+
+def attention_bytes(config: Config, s: Sizes) -> int:
+    """Bytes that attention keeps per token, with its output."""
+    layout, output = config.distributed, s.queries * s.number
+    ulysses = layout.cp_size > 1 and layout.cp_engine == "ulysses"
+    if not config.model.use_flash_attention:
+        return (3 * s.queries + s.heads * config.training.seq_length) * s.wide + output
+    kv = s.kv
+    if not layout.use_cpu and s.number > 2 and (ulysses or layout.cp_size == 1):
+        kv = s.queries
+    return (2 * s.queries + 2 * kv) * s.number + s.heads * s.wide + ulysses * output
+
+
+def layer_bytes(config: Config, s: Sizes) -> int:
+    """Bytes that a layer keeps per micro-batch without checkpointing."""
+    norms = 2 * (norm_bytes(config, s) + s.shard * s.number)
+    return s.tokens * (norms + attention_bytes(config, s) + 4 * s.F * s.number)
+
+
+def stage_bytes(config: Config, model: "LlamaConfig", s: Sizes, stage: Stage) -> int:
+    """Bytes that a stage keeps per micro-batch."""
+    full = config.training.activation_checkpointing == "full"
+    layer = s.tokens * s.shard * s.number if full else layer_bytes(config, s)
+    angles = s.tokens * model.head_dim * s.number
+    head = s.tokens * (norm_bytes(config, s) + s.D * s.number) + s.vocabulary * s.D * s.wide
+    return len(stage.layers) * layer + bool(stage.layers) * angles + stage.has_head * head
+
+
+def rank_parameters(config: Config, model: "LlamaConfig", stages: list[Stage]) -> int:
+    """Number of parameters on a rank that holds these stages."""
+    layer, embedding, head = part_parameters(model, config.distributed.tp_size)
+    has_embedding, has_head = any(s.has_embedding for s in stages), any(s.has_head for s in stages)
+    shared = model.tie_word_embeddings and has_embedding and has_head  # a rank with the head alone has a replica
+    parameters = sum(len(stage.layers) for stage in stages) * layer
+    return parameters + has_embedding * embedding + has_head * head - shared * embedding
+
+
+def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> list[Memory]:
+    """The memory of each pp rank. Its tp, cp and dp ranks need the same."""
+    s, memories = sizes(config, model), []
+    optimizer = 2 * s.wide + (s.wide if s.number < s.wide else 0)
+    for rank, program in enumerate(plan.schedule.programs):
+        stages = plan.stages_of(rank)
+        parameters = rank_parameters(config, model, list(stages.values()))
+        activations = peak_activations(program, {i: stage_bytes(config, model, s, stages[i]) for i in stages})
+        if config.training.activation_checkpointing == "full" and any(stage.layers for stage in stages.values()):
+            activations += layer_bytes(config, s)
+        memories.append(
+            Memory(parameters, parameters * s.number, parameters * s.wide, parameters * optimizer, activations)
+        )
+    return memories
+
+
+def bubble(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> float:
+    """The idle share of all ranks' time, 0 to 1, if the time of a stage is proportional to its FLOPs."""
+    weights = stage_weights(model, plan.stages, config.training.seq_length, plan.schedule.pp)
+    return simulate(plan.schedule, Costs(weights=weights)).bubble

@@ -1,0 +1,119 @@
+"""Start and end of a process: logging, device, process group, stop signals, and the exit after an error."""
+
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from picotron.collectives import all_reduce
+from picotron.config import Config
+from picotron.errors import UserError
+
+logger = logging.getLogger("picotron")
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def set_up_logging() -> None:
+    """Log progress on rank 0, and only errors on the other ranks."""
+    rank = int(os.environ.get("RANK", 0))
+    logger.addHandler(logging.StreamHandler(sys.stdout))
+    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+
+
+def set_up_device(config: Config) -> torch.device:
+    """Select this process's device and set its number of threads.
+
+    Raises:
+        UserError: there is no GPU for this process.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = str(config.environment.TOKENIZERS_PARALLELISM).lower()
+    torch.set_num_threads(config.environment.OMP_NUM_THREADS)
+    if config.distributed.use_cpu:
+        return torch.device("cpu")
+    count, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    if count == 0:
+        raise UserError("this machine has no CUDA device; run on the CPU with --distributed.use_cpu true")
+    if local_rank >= count:
+        raise UserError(
+            f"local rank {local_rank} needs a GPU of its own, but this machine has {count}; start {count} processes per machine"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def init_process_group(config: Config, device: torch.device) -> None:
+    """Connect to the other processes that torchrun started; without torchrun, form a group of one."""
+    backend = config.distributed.backend or ("nccl" if device.type == "cuda" else "gloo")
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def ignore_stop_signals(_: int) -> None:
+    """Initialise a data-loader worker. Terminals and schedulers signal workers, too, but the run still needs them to
+    finish its step.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+class StopSignals:
+    """Handler of SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 (which Slurm can send before a time limit): the run ends after
+    the current step.
+
+    A second signal changes nothing: torchrun forwards the one that the terminal has already sent to every process.
+    """
+
+    received = 0  # the signal's number
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo")
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note)
+
+    @staticmethod
+    def _note(number: int, _: Any) -> None:
+        StopSignals.received = number
+
+    def agreed(self) -> int:
+        """Number of a signal that any rank has received, or 0: the same on every rank. Every rank must call this."""
+        number = torch.tensor(self.received)
+        all_reduce(number, self.group, dist.ReduceOp.MAX)
+        if number:
+            logger.info("%s: the run ends after this step", signal.Signals(int(number)).name)
+        return int(number)
+
+
+def exit_on_error(main: Callable[[], None]) -> None:
+    """Call `main`. If it raises, print the error and exit immediately, so that torchrun stops the other ranks.
+
+    A `UserError` is printed as its message, any other exception as a traceback.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        main()
+    except (Exception, KeyboardInterrupt) as error:
+        sys.stdout.flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step left to finish
+        if rank > 0 and StopSignals.received:
+            # Usually torchrun sent the signal because another rank failed and printed why; this error is a consequence.
+            print(f"[rank {rank}] ended by signal {StopSignals.received} and {type(error).__name__}", file=sys.stderr)
+            os._exit(1)
+        if rank > 0:
+            # Most user errors are found by all ranks at the same time, and torchrun stops all of them when the first
+            # one exits. Rank 0 gets time to print the error once; the others print theirs only if rank 0 had none.
+            time.sleep(3)
+        if isinstance(error, UserError):
+            print(f"\n[rank {rank}] error: {error}\n", file=sys.stderr, flush=True)
+        else:
+            print(f"\n[rank {rank}]\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        os._exit(1)  # sys.exit would wait for, or abort in, threads of a process group whose peers are gone

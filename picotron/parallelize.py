@@ -1,0 +1,64 @@
+"""Build this rank's part of a Llama: the four parallelisms, one after the other."""
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from picotron.config import Config
+from picotron.context_parallel.context_parallel import apply_context_parallel, check_context_parallel
+from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
+from picotron.model import Llama, fused_attention, math_attention
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+from picotron.schedules.plan import PipelinePlan, plan_pipeline
+from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from picotron.weights import ReadTensor, materialise
+
+
+def check_layout(config: Config, model_config: LlamaConfig) -> PipelinePlan:
+    """Check that the model can run in the config's layout, before any process group exists.
+
+    Returns:
+        The plan of the pipeline.
+
+    Raises:
+        UserError: one of the parallelisms does not fit the model.
+    """
+    check_tensor_parallel(model_config, config.distributed.tp_size)
+    plan = plan_pipeline(config, model_config)
+    check_context_parallel(model_config, config.distributed)
+    return plan
+
+
+def build_model(
+    config: Config,
+    model_config: LlamaConfig,
+    plan: PipelinePlan,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: ReadTensor,
+) -> DataParallel:
+    """Build this rank's part of a Llama, ready for a training step.
+
+    The model starts on the meta device, where parameters have shapes but no memory, and loses there whatever other
+    ranks hold. So a rank never allocates more than its own part.
+
+    Args:
+        plan: see `check_layout`.
+        weights: reads the weights, see `materialise`.
+    """
+    attention_fn = fused_attention if config.model.use_flash_attention else math_attention
+    with torch.device("meta"):
+        llama = Llama(model_config, attention_fn, config.training.activation_checkpointing == "full").to(dtype)
+
+        llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)  # swaps layers for shards of them
+        stage = PipelineParallel(llama, plan)  # removes the layers of other stages
+        apply_context_parallel(stage, config.distributed)  # swaps the attention function
+    materialise(llama, device, weights)
+    for layer in llama.model.layers.values() if config.training.compile else ():
+        layer.compile()
+    return DataParallelBucket(stage, parameters_by_stage=stage.parameters_by_stage())  # adds gradient buffers and hooks
+
+
+def unwrap(model: nn.Module) -> Llama:
+    """The `Llama` inside the wrappers of `build_model`."""
+    return next(module for module in model.modules() if isinstance(module, Llama))

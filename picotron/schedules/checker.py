@@ -1,0 +1,111 @@
+"""Proves that a schedule is whole and finishes, and adds what ranks have to send each other.
+
+The computations and messages of all ranks are put in one total order, that of a simulated step, in which a message is
+one event for its sender and its receiver. A rank's program is its part of that order. So of all the events that are
+still to come the first one can always happen, even in a network where a send waits for its receive; and what one rank
+sends to another one, that one receives in the same order.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+from picotron.errors import UserError
+from picotron.schedules.actions import Action, AnyAction, Schedule
+from picotron.schedules.simulate import Timeline, simulate
+
+
+def check(schedule: Schedule) -> Timeline:
+    """Find the first fault of a schedule.
+
+    Returns:
+        A simulated step, which proves that there is none.
+
+    Raises:
+        UserError: an action is missing, is there twice, on the wrong rank or in the wrong order, or ranks would wait
+            for each other for ever.
+    """
+    for fault in _faults(schedule):
+        raise UserError(fault)
+    return simulate(schedule)
+
+
+def _faults(schedule: Schedule) -> Iterator[str]:
+    order: dict[Action, int] = {}  # where an action stands in the program of its rank
+    for rank, program in enumerate(schedule.programs):
+        for number, action in enumerate(program):
+            for part in action.parts:
+                if fault := _misplaced(schedule, rank, part):
+                    yield fault
+                if part in order:
+                    yield f"pp rank {rank} has {part} twice"
+                order[part] = number
+
+    for stage, microbatch in itertools.product(range(schedule.num_stages), range(schedule.microbatches)):
+        f, b, i, w = (Action(kind, stage, microbatch) for kind in "FBIW")
+        rank = schedule.rank_of(stage)
+        if f not in order:
+            yield f"pp rank {rank} lacks {f}, the forward of micro-batch {microbatch} through stage {stage}"
+        if schedule.forward_only:
+            yield from (f"pp rank {rank} has {a}, but an evaluation has no backwards" for a in (b, i, w) if a in order)
+            continue
+        if b in order:
+            yield from (
+                f"pp rank {rank} has both {b}, a whole backward, and {half}" for half in (i, w) if half in order
+            )
+        elif i not in order and w not in order:
+            yield f"pp rank {rank} lacks {b} (or {i} and {w}), the backward of micro-batch {microbatch} in stage {stage}"
+        elif i not in order or w not in order:
+            there, missing = (i, w) if i in order else (w, i)
+            yield f"pp rank {rank} has {there}, but lacks {missing}, the other half of that backward"
+        for earlier, later in ((f, b), (f, i), (i, w)):
+            if earlier in order and later in order and order[earlier] >= order[later]:
+                yield f"pp rank {rank} has {later} too early: it must come after {earlier}"
+
+
+def _misplaced(schedule: Schedule, rank: int, action: Action) -> str | None:
+    if action.kind not in ("F", "B", "I", "W"):
+        return f"pp rank {rank} has {action}; leave it out: messages and reductions are added by themselves"
+    if action.stage >= schedule.num_stages or action.microbatch >= schedule.microbatches:
+        return (
+            f"pp rank {rank} has {action}, but there are {schedule.num_stages} stages "
+            f"and {schedule.microbatches} micro-batches, both numbered from 0"
+        )
+    right = schedule.rank_of(action.stage)
+    if rank != right:
+        return f"pp rank {rank} has {action}, but stage {action.stage} is on pp rank {right} ({schedule.placement} placement)"
+    return None
+
+
+def add_communication(schedule: Schedule) -> list[list[AnyAction]]:
+    """The programs that ranks run: the schedule's, with a SEND and a RECV for each result that another rank needs, and
+    an R for each stage once its gradients are complete.
+
+    The two ends of a message stand where it leaves in a simulated step; so the receiver can ask for it before the
+    computation that runs while it arrives.
+
+    Raises:
+        UserError: see `check`.
+    """
+    timeline = check(schedule)
+    spans = [(span.end, rank, span.action) for rank, spans in enumerate(timeline.spans) for span in spans]
+    backwards = Counter(part.stage for _, _, action in spans for part in action.parts if part.kind in ("B", "W"))
+    programs: list[list[AnyAction]] = [[] for _ in timeline.spans]
+    for _, simultaneous in itertools.groupby(sorted(spans, key=lambda span: span[:2]), key=lambda span: span[0]):
+        ended = [(rank, action) for _, rank, action in simultaneous]
+        for rank, action in ended:
+            programs[rank].append(action)
+        parts = [(rank, part) for rank, action in ended for part in action.parts]
+        for rank, part in parts:
+            target = part.stage + (1 if part.kind == "F" else -1)
+            receiver = schedule.rank_of(target)
+            if part.kind != "W" and 0 <= target < schedule.num_stages and receiver != rank:
+                kind = part.result.kind
+                programs[rank].append(part._replace(kind=f"SEND_{kind}"))
+                programs[receiver].append(Action(f"RECV_{kind}", target, part.microbatch))
+        for rank, part in parts:
+            if part.kind in ("B", "W"):
+                backwards[part.stage] -= 1
+                if backwards[part.stage] == 0:
+                    programs[rank].append(Action("R", part.stage))
+    return programs

@@ -1,0 +1,148 @@
+"""Timelines as pictures: the boxes to draw, as SVG, and as a page that compares several. Nothing to install."""
+
+from collections.abc import Mapping
+from html import escape
+from typing import NamedTuple
+
+from picotron.schedules.simulate import Timeline, computes, summary
+
+# Okabe and Ito's colours, which colour-blind people can tell apart; W's and R's are lighter, to write on them in black.
+COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#f0e442", "W": "#1fb58a", "R": "#d9a0c0"}
+MEANING = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward for the input",
+    "W": "backward for the weights",
+    "R": "reduction of gradients",
+}
+MESSAGE = "#999999"
+ROW, GAP, LEFT = 24, 4, 52  # pixels: height of a rank, space below it, width of its name
+# Idle time is grey on any background; text follows the reader's light or dark mode.
+STYLE = """
+text, body { font-family: system-ui, sans-serif; fill: #222; color: #222 }
+@media (prefers-color-scheme: dark) { text, body { fill: #ddd; color: #ddd; background: #1c1c1c } }
+text { font-size: 11px }
+.label { fill: #000; text-anchor: middle; pointer-events: none }
+.idle { fill: #888; fill-opacity: 0.25 }
+.action { stroke: #fff; stroke-width: 0.5 }
+"""
+
+
+class Box(NamedTuple):
+    """A rectangle: an action, or half of an overlapped pair. Times as in the timeline; top and height in rows."""
+
+    rank: int
+    start: float
+    end: float
+    top: float
+    height: float
+    colour: str
+    label: str
+    title: str
+
+
+def boxes(timeline: Timeline) -> list[Box]:
+    """What to draw: a colour for each kind, lighter in later chunks. Messages and reductions are low, as they may run
+    beside computations.
+    """
+    found = []
+    for rank, spans in enumerate(timeline.spans):
+        stages = sorted({part.stage for span in spans for part in span.action.parts})
+        for action, start, end in spans:
+            title = f"{action}, pp rank {rank}, {start:.6g} to {end:.6g}"
+            for i, part in enumerate(action.parts):
+                share = 1 / len(action.parts)
+                top, height, label = (i * share, share, str(part.microbatch)) if computes(action) else (0.75, 0.25, "")
+                colour = lighter(COLOURS.get(part.kind, MESSAGE), stages.index(part.stage) / len(stages))
+                found.append(Box(rank, start, end, top, height, colour, label, title))
+    return found
+
+
+def kinds(*timelines: Timeline) -> list[str]:
+    """The kinds of actions that have a colour and occur, for a legend."""
+    spans = (span for timeline in timelines for rank in timeline.spans for span in rank)
+    occur = {part.kind for span in spans for part in span.action.parts}
+    return [kind for kind in COLOURS if kind in occur]
+
+
+def lighter(colour: str, how_much: float) -> str:
+    """A colour like #1fb58a, by up to 1 on the way to white."""
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(channel + (255 - channel) * how_much):02x}" for channel in channels)
+
+
+def as_svg(timeline: Timeline, duration: float | None = None, width: int = 960) -> str:
+    """A row per rank; hovering over an action shows its name and times.
+
+    Args:
+        duration: what the width stands for, to compare timelines; by default the step's time.
+        width: in pixels.
+    """
+    scale = (width - LEFT) / (duration or timeline.step_time)
+    height = len(timeline.spans) * (ROW + GAP)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+        f"<style>{STYLE}</style>",
+    ]
+    for rank in range(len(timeline.spans)):
+        top = rank * (ROW + GAP)
+        lines.append(f'<text x="0" y="{top + 16}">pp {rank}</text>')
+        lines.append(_rect("idle", LEFT, top, timeline.step_time * scale, ROW) + "/>")
+    for box in boxes(timeline):
+        x, y = LEFT + box.start * scale, box.rank * (ROW + GAP) + box.top * ROW
+        w, h = (box.end - box.start) * scale, box.height * ROW
+        lines.append(f'{_rect("action", x, y, w, h)} fill="{box.colour}"><title>{escape(box.title)}</title></rect>')
+        if w > 7 * len(box.label) > 0:
+            lines.append(f'<text class="label" x="{x + w / 2:.2f}" y="{y + h / 2 + 4:.2f}">{box.label}</text>')
+    return "\n".join([*lines, "</svg>"])
+
+
+def _rect(kind: str, x: float, y: float, width: float, height: float) -> str:
+    return f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width"/>
+<title>{title}</title>
+<style>{style}
+body {{ font-size: 15px; line-height: 1.5; margin: 2em; max-width: 960px }}
+h2 {{ font-size: 1em; margin: 2em 0 0.5em }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+th, td {{ text-align: left; padding: 0.1em 1.5em 0.1em 0; border-bottom: 1px solid #8888 }}
+.key {{ display: inline-block; color: #000; padding: 0 0.5em; margin-right: 1em }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>{legend}</p>
+<p>Boxes have the numbers of their micro-batches; a lighter colour is a later chunk, grey is idle time. Two half boxes
+are a forward and a backward that overlap; low boxes are messages and reductions. Activations are those of one
+micro-batch in all stages of a rank; times too are in units of its forward, unless they are measured. Hover over a box
+to see its action, stage first: 2F0 is the forward of micro-batch 0 through stage 2.</p>
+<table>
+{table}
+</table>
+{pictures}
+</body>
+</html>
+"""
+
+
+def as_page(title: str, timelines: Mapping[str, Timeline]) -> str:
+    """An HTML page in one file with named timelines, all on the same scale of time."""
+    keys = kinds(*timelines.values())
+    legend = [f'<span class="key" style="background: {COLOURS[key]}">{key} {MEANING[key]}</span>' for key in keys]
+    rows = [["", *summary(next(iter(timelines.values())))]]
+    rows += [[name, *summary(timeline).values()] for name, timeline in timelines.items()]
+    duration = max(timeline.step_time for timeline in timelines.values())
+    pictures = [f"<h2>{escape(name)}</h2>\n{as_svg(each, duration)}" for name, each in timelines.items()]
+    return PAGE.format(
+        title=escape(title),
+        style=STYLE,
+        legend="\n".join(legend),
+        table="\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows),
+        pictures="\n".join(pictures),
+    )

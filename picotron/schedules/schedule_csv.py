@@ -1,0 +1,61 @@
+"""Schedules as CSV files, one line per rank and one cell per action, so that anyone can try a schedule of their own:
+
+0F0,0F1,0B0,0B1
+1F0,1B0,1F1,1B1
+"""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from picotron.errors import UserError, first_line
+from picotron.schedules.actions import AnyAction, Placement, Schedule, parse_action
+from picotron.schedules.checker import check
+
+
+def write_csv(programs: Sequence[Sequence[AnyAction]], path: str | Path) -> None:
+    Path(path).write_text("".join(",".join(map(str, program)) + "\n" for program in programs))
+
+
+def read_csv(path: str | Path) -> Schedule:
+    """A schedule for training, checked. Empty cells are idle time, which the actions after them do not wait for.
+
+    Stages are placed in a V if the last rank has the first stage of the second chunk, else in a loop, see `rank_of`.
+
+    Raises:
+        UserError: the file cannot be read, a cell is no action, or the schedule has a fault, see `check`.
+    """
+    try:
+        lines = list(csv.reader(Path(path).read_text(encoding="utf-8-sig").rstrip().splitlines(), strict=True))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"cannot read the schedule {str(path)!r}: {first_line(error)}") from None
+    programs = [_program(path, number, cells) for number, cells in enumerate(lines, start=1)]
+    parts = [part for program in programs for action in program for part in action.parts]
+    if not parts:
+        raise UserError(f"the schedule {str(path)!r} is empty; expected a line of actions like 0F0,0B0 for each rank")
+    pp, num_stages = len(programs), 1 + max(part.stage for part in parts)
+    if num_stages % pp:
+        raise UserError(
+            f"the schedule {str(path)!r} has {num_stages} stages on {pp} ranks (lines); every rank needs as many as the others"
+        )
+    in_a_v = pp > 1 and any(part.stage == pp for action in programs[-1] for part in action.parts)
+    placement: Placement = "V" if in_a_v else "loop"
+    schedule = Schedule(programs, 1 + max(part.microbatch for part in parts), num_stages // pp, placement)
+    try:
+        check(schedule)
+    except UserError as fault:
+        raise UserError(f"the schedule {str(path)!r} cannot run: {fault}") from None
+    return schedule
+
+
+def _program(path: str | Path, line: int, cells: Sequence[str]) -> list[AnyAction]:
+    program = []
+    for column, cell in enumerate(cells, start=1):
+        try:
+            program += [parse_action(cell.strip())] if cell.strip() else []
+        except ValueError:
+            raise UserError(
+                f"the schedule {str(path)!r} has {cell.strip()!r} in line {line}, column {column}; expected stage, kind "
+                f"(F, B, I or W) and micro-batch like 2F0, a pair of them that overlap like (2F3;1B0), or nothing"
+            ) from None
+    return program

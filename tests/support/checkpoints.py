@@ -1,0 +1,102 @@
+"""How tests write checkpoints and go on from them: runs of ten steps, or their first half, in any layout."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from picotron.checkpoint.checkpoint import find_checkpoint
+from picotron.config import Config
+from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.errors import UserError
+from picotron.parallelize import build_model
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.schedules.plan import plan_pipeline
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.training import CPU, all_stages, train_steps
+from tests.support.worker_pool import WorkerPool
+
+BATCH = 8  # sequences in a global batch, whatever the layout
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"dp_size": 2},
+    {"tp_size": 2},
+    {"pp_size": 2},
+    {"cp_size": 2},
+    {"tp_size": 4, "sequence_parallel": True},
+    {"pp_size": 3, "pp_engine": "afab"},
+    {"dp_size": 2, "pp_size": 2, "tp_size": 2},
+]
+
+
+def run_config(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config:
+    keys = {
+        "training__micro_batch_size": BATCH // (2 * layout.get("dp_size", 1)),
+        "training__gradient_accumulation_steps": 2,
+        "training__warmup_steps": 3,
+        "training__max_grad_norm": 0.5,
+        "dataset__shuffle": False,
+        "checkpoint__save_dir": str(save_dir),
+        "checkpoint__save_frequency": 100,  # so only the last step
+    }
+    return make_config(**{f"distributed__{key}": value for key, value in layout.items()}, **keys | changes)
+
+
+def first_half(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config:
+    """Of ten steps, by a limit that the learning rate does not know of."""
+    return run_config(save_dir, layout, training__max_tokens=5 * BATCH * 16, **changes)
+
+
+def model_of(tied: bool) -> LlamaConfig:
+    """Of 61 tokens, which no tp size divides, and 2 key/value heads, fewer than the ranks of tp 4."""
+    return tiny_llama(tie_word_embeddings=tied, num_attention_heads=8)
+
+
+def train(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[str, Any]:
+    """A run as train.py does it; the losses and gradient norms of its steps, and the whole weights in the end."""
+    layout = config.distributed
+    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    checkpoint = find_checkpoint(config, model_config)
+    stage = build_model(
+        config, model_config, plan_pipeline(config, model_config), CPU, getattr(torch, config.model.dtype), checkpoint
+    )
+    model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
+    losses, norms, _ = train_steps(model, config, model_config, checkpoint=checkpoint, tokenizer=tokenizer)
+    return {"losses": losses, "grad_norms": norms, "weights": all_stages(stage.module, "data")}
+
+
+def run(pool: WorkerPool, config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[str, Any]:
+    return pool.run(train, config.distributed.world_size, config, model_config, tokenizer)[0]
+
+
+def mistake(config: Config, model_config: LlamaConfig, tokenizer: Path) -> str:
+    with pytest.raises(UserError) as error:
+        train(config, model_config, tokenizer)
+    return str(error.value)
+
+
+def warnings_of(config: Config, model_config: LlamaConfig, tokenizer: Path) -> tuple[int, list[str]]:
+    """Of a run: the number of its steps, and its warnings."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("picotron").addHandler(handler)
+    try:
+        return len(train(config, model_config, tokenizer)["losses"]), lines
+    finally:
+        logging.getLogger("picotron").removeHandler(handler)
+
+
+def tensors_of(folder: Path, kind: str) -> dict[str, Tensor]:
+    """All tensors of a kind, read by the safetensors library."""
+    return {
+        name: t
+        for path in sorted(folder.glob(f"{kind}*.safetensors"))
+        if path.name[len(kind)] in "-."
+        for name, t in load_file(path).items()
+    }

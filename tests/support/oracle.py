@@ -1,0 +1,143 @@
+"""The truth that everything is compared with: transformers' Llama, torch's AdamW, one process, one plain loop."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from picotron.config import Config
+from picotron.config_reader import parse_config
+from picotron.model import Llama
+from picotron.weights import initial_weights, materialise
+
+
+def tiny_llama(**changes: Any) -> LlamaConfig:
+    """A small model with odd sizes, GQA and untied embeddings."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 52,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,  # large, so that a mistake anywhere shows in the loss
+        "pad_token_id": None,
+    }
+    return LlamaConfig(**sizes | changes)
+
+
+def make_config(**changes: Any) -> Config:
+    """A float64 CPU config; `training__seq_length=16` changes training.seq_length."""
+    data: dict[str, dict[str, Any]] = {
+        "distributed": {"use_cpu": True},
+        "model": {"name": "template/tiny-llama", "dtype": "float64"},
+        "training": {"seq_length": 16, "micro_batch_size": 2, "total_train_steps": 10, "learning_rate": 1e-2},
+        "dataset": {"name": "python-stdlib"},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        data.setdefault(section, {})[name] = value
+    return parse_config(data)
+
+
+def our_model(config: LlamaConfig, dtype: torch.dtype = torch.float64, seed: int = 0, **arguments: Any) -> Llama:
+    with torch.device("meta"):
+        model = Llama(config, **arguments).to(dtype)
+    materialise(model, torch.device("cpu"), initial_weights(config, seed))
+    return model
+
+
+def oracle_model(
+    config: LlamaConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64
+) -> LlamaForCausalLM:
+    """transformers' model with these weights, exact in float64."""
+    model = LlamaForCausalLM(config).to(dtype)
+    model.load_state_dict(weights, strict=True)
+    return with_exact_norms(model)
+
+
+def with_exact_norms(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """transformers' own RMSNorm computes in float32 whatever the dtype, so torch's takes its place."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ == "LlamaRMSNorm":
+                norm = nn.RMSNorm(child.weight.shape, child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(parent, name, norm)
+    return model
+
+
+def random_tokens(count: int = 6000, vocab_size: int = 61) -> np.ndarray:
+    return np.random.default_rng(0).integers(vocab_size, size=count).astype(np.uint16)
+
+
+def oracle_training(config: Config, model_config: LlamaConfig, tokens: np.ndarray) -> dict[str, Any]:
+    """The losses, gradient norms, gradients of the first step and final weights of training on one process, with the
+    data in their own order.
+    """
+    training, batch = config.training, config.global_batch_size
+    model = oracle_model(model_config, our_model(model_config, seed=training.seed).state_dict())
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": training.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=training.learning_rate,
+        betas=(training.adam_beta1, training.adam_beta2),
+        eps=training.adam_eps,
+    )
+    warmup, total = training.warmup_steps, training.total_train_steps
+    rise = LinearLR(optimizer, 1 / (warmup + 1), 1.0, total_iters=max(1, warmup))
+    fall = CosineAnnealingLR(optimizer, total - warmup, training.learning_rate * training.min_lr_ratio)
+    scheduler = SequentialLR(optimizer, [rise, fall], [warmup]) if warmup else fall
+
+    length = training.seq_length
+    windows = torch.stack([
+        torch.from_numpy(tokens[i : i + length + 1].astype(np.int64)) for i in range(0, len(tokens) - length, length)
+    ])  # fmt: skip
+    losses, norms, gradients = [], [], {}
+    for step in range(total):
+        rows = windows[step * batch : (step + 1) * batch]
+        logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        limit = float("inf") if training.max_grad_norm is None else training.max_grad_norm
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        losses.append(loss.item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": weights}
+
+
+def assert_equals_training(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    """What a rank has after its training, of the whole model, equals what `oracle_training` returns."""
+    assert result.keys() == expected.keys()
+    assert_close(result["losses"], expected["losses"], what="losses")
+    assert_close(result["grad_norms"], expected["grad_norms"], what="grad norms")
+    for kind in ("gradients", "weights"):
+        assert result[kind].keys() == expected[kind].keys()
+        for name, tensor in expected[kind].items():
+            assert_close(result[kind][name], tensor, what=f"{kind} of {name}")
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    """The largest |actual - expected| as a part of the largest |expected|; infinite if that is no number."""
+    actual, expected = (torch.as_tensor(each, dtype=torch.float64) for each in (actual, expected))
+    assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+    error, scale = (actual - expected).abs().max().item(), expected.abs().max().item()
+    if error == 0.0:
+        return 0.0
+    return error / scale if math.isfinite(error) and scale else math.inf
+
+
+def assert_close(actual: Any, expected: Any, relative: float = 1e-9, what: str = "") -> None:
+    error = relative_error(actual, expected)
+    assert error <= relative, f"{what}: off by {error:.3e}"

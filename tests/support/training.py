@@ -1,0 +1,176 @@
+"""How tests train: a rank's part of a model, steps on random tokens, and the whole of what the ranks hold."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from picotron import process_group_manager as pgm
+from picotron.checkpoint.checkpoint import Checkpoint
+from picotron.checkpoint.writer import CheckpointWriter
+from picotron.collectives import all_reduce
+from picotron.config import Config
+from picotron.data import MicroBatchDataLoader, Progress, data_fingerprint
+from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
+from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from picotron.parallelize import build_model
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, hidden_states_shape
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.schedules.plan import plan_pipeline
+from picotron.train_step import make_train_step
+from picotron.weights import parameters_and_shards
+from tests.support.oracle import make_config, random_tokens
+
+CPU = torch.device("cpu")
+
+
+def layout_name(value: Any) -> str | None:
+    """A test's id: `pp2 tp2` of {"pp_size": 2, "tp_size": 2}."""
+    return " ".join(f"{k.removesuffix('_size')}{v}" for k, v in value.items()) if isinstance(value, dict) else None
+
+
+def pipeline_config(engine: str, pp: int, micro_batches: int = 3, **changes: Any) -> Config:
+    """`pp` stages under the schedule `engine`. Keys without a section are those of `distributed`."""
+    keys = {key if "__" in key else f"distributed__{key}": value for key, value in changes.items()}
+    return make_config(
+        distributed__pp_engine=engine,
+        distributed__pp_size=pp,
+        training__gradient_accumulation_steps=micro_batches,
+        dataset__shuffle=False,
+        **keys,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- a rank's part
+
+
+def stage_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> PipelineParallel:
+    """This rank's part of the model, as train.py builds it."""
+    layout = config.distributed
+    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    return build_model(config, model_config, plan_pipeline(config, model_config), CPU, dtype)
+
+
+def wrapped(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> DataParallel:
+    """The same, ready for a step."""
+    stage = stage_of(config, model_config, dtype)
+    return DataParallelBucket(stage, groups=stage.parameters_by_stage())
+
+
+def step_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> Any:
+    """The train step that train.py would take."""
+    return make_train_step(
+        config, plan_pipeline(config, model_config), hidden_states_shape(config, model_config), CPU, dtype
+    )
+
+
+def batches(count: int) -> list[dict[str, Any]]:
+    """Micro-batches of two sequences of 16 tokens, always the same."""
+    ids = torch.randint(61, (count, 2, 17), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(16).expand(2, -1)
+    return [
+        {"input_ids": x[:, :-1], "target_ids": x[:, 1:], "position_ids": positions, "hidden_states": None} for x in ids
+    ]
+
+
+class Loader:
+    """What a step needs of a data loader."""
+
+    def __init__(self, items: list[dict[str, Any]]) -> None:
+        self.items, self.grad_acc_steps = iter(items), len(items)
+
+    def __next__(self) -> dict[str, Any]:
+        return dict(next(self.items))
+
+
+def train_steps(
+    model: DataParallel,
+    config: Config,
+    model_config: Any,
+    look: Callable[[], Any] = lambda: None,
+    checkpoint: Checkpoint | None = None,
+    tokenizer: Path | None = None,
+) -> tuple[list[float], list[float], Any]:
+    """The losses and gradient norms of a run on random tokens, and what `look` finds after the first backward.
+
+    It goes on from `checkpoint`, and writes checkpoints if it has a tokenizer.
+    """
+    grid, tokens = pgm.process_group_manager, random_tokens()
+    llama = getattr(model.module, "module", model.module)
+    order = data_fingerprint(tokens, config)
+    progress = checkpoint.progress(order) if checkpoint else Progress()
+    loader = MicroBatchDataLoader(tokens, config, CPU, progress.samples)
+    take_step = step_of(config, model_config, getattr(torch, config.model.dtype))
+    optimizer = AdamW(model.parameters(), config.training, fused=config.model.use_fused_adam)
+    if checkpoint:
+        checkpoint.restore(optimizer, llama)
+    scheduler = make_scheduler(optimizer, config.training, progress.step)
+    writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, order) if tokenizer else None
+    losses, norms, found = [], [], []
+    while not progress.is_end(config.training):
+        loss = take_step(model, loader).double()
+        found = found or [look()]
+        all_reduce(loss, grid.cp_dp_group, torch.distributed.ReduceOp.AVG)
+        all_reduce(loss, grid.pp_group)
+        losses.append(loss.item())
+        norms.append(clip_grad_norm(model, config.training.max_grad_norm).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        progress = progress.after_step(config)
+        if writer:
+            writer.after_step(progress, 0)
+    if writer:
+        writer.wait()
+    return losses, norms, found[0] if found else None
+
+
+def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
+    """A run as train.py does it: its losses and gradient norms, and of the whole model the gradients of the first step
+    and the weights in the end.
+    """
+    model = wrapped(config, model_config)
+    llama = model.module.module
+    losses, norms, gradients = train_steps(model, config, model_config, lambda: all_stages(llama, "main_grad"))
+    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": all_stages(llama, "data")}
+
+
+# --------------------------------------------------------------------------------------------------- the whole model
+
+
+def gathered(model: nn.Module, attribute: str) -> dict[str, Tensor]:
+    """The whole parameters (`data`) or gradients (`main_grad`) by name, put together from all tp ranks."""
+    grid, whole = pgm.process_group_manager, {}
+    for name, parameter, shard in parameters_and_shards(model):
+        local = getattr(parameter, attribute).clone()
+        parts = [torch.empty_like(local) for _ in range(grid.tp_world_size)]
+        dist.all_gather(parts, local, group=grid.tp_group)
+        if shard is None:
+            for part in parts:
+                assert torch.equal(part, parts[0]), f"{name} differs between ranks"
+            whole[name] = local
+        else:
+            for i in range(0, len(parts), shard.copies):
+                for copy in parts[i : i + shard.copies]:
+                    assert torch.equal(copy, parts[i]), f"{name} differs between copies"
+            joined = torch.cat(parts[:: shard.copies], shard.dim)
+            beyond = joined.narrow(shard.dim, shard.full_size, joined.size(shard.dim) - shard.full_size)
+            assert beyond.count_nonzero() == 0, f"{name}: the padding is not zero"
+            whole[name] = joined.narrow(shard.dim, 0, shard.full_size).clone()
+    return whole
+
+
+def all_stages(model: nn.Module, attribute: str) -> dict[str, Tensor]:
+    """The parameters (`data`) or gradients (`main_grad`) of the whole model by name."""
+    grid = pgm.process_group_manager
+    parts: list[dict[str, Tensor]] = [{} for _ in range(grid.pp_world_size)]
+    dist.all_gather_object(parts, gathered(model, attribute), group=grid.pp_group)
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            assert torch.equal(tensor, whole.setdefault(name, tensor)), f"the copies of {name} differ"
+    return whole
