@@ -1,4 +1,4 @@
-# Each target works on a fresh machine with Python 3.11 and git: it makes .venv first, once.
+# Each target works on a fresh machine with Python 3.11 or newer and git: the first one creates .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -6,30 +6,33 @@ NPROC ?= 8
 CONFIG ?= template/base_config.json
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test parity lint schema docs bench clean
+.PHONY: help setup train test test-fast parity lint schema docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; try make PYTHON=python3.11"; exit 1; }
-	$(PYTHON) -m venv .venv || { echo "cannot make .venv; on Debian: apt install python3-venv"; exit 1; }
+	$(PYTHON) -m venv .venv || { echo "cannot create .venv; on Debian: apt install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-setup: $(STAMP) ## make .venv and install requirements.txt into it
+setup: $(STAMP) ## create .venv and install requirements.txt into it
 
-train: $(STAMP) ## train a tiny Llama on the sources of Python's standard library, on the CPU, in about 3 minutes
+train: $(STAMP) ## train a tiny Llama on Python's standard library, without a GPU, in 3 minutes
 	$(BIN)/torchrun --nproc_per_node $(NPROC) train.py --config $(CONFIG) $(ARGS)
 ifeq ($(CONFIG) $(ARGS),template/base_config.json )
 	$(BIN)/python generate.py --checkpoint runs/quickstart --prompt "def " --temperature 0.7 --top_k 40
 endif
 
-test: $(STAMP) ## run the tests
+test: $(STAMP) ## run the tests (8 minutes on 2 cores)
 	$(BIN)/python -m pytest -q $(ARGS)
 
-parity: $(STAMP) ## write docs/parity.md, a grid of layouts beside one process, and run the tests that take longer
+test-fast: $(STAMP) ## run the tests that start no processes (under a minute)
+	$(BIN)/python -m pytest -q -m "not parity and not processes" $(ARGS)
+
+parity: $(STAMP) ## compare 66 layouts with one process, write docs/parity.md, run the long tests
 	$(BIN)/python -m tests.parity
 	$(BIN)/python -m pytest -q -m parity $(ARGS)
 
@@ -41,10 +44,10 @@ lint: $(STAMP) ## ruff and mypy
 schema: $(STAMP) ## write the JSON schema of the config, for editors
 	$(BIN)/python train.py --schema > template/config.schema.json
 
-docs: $(STAMP) ## run what README.md and docs/ run, and write what it prints and draws into them (ARGS=--fast: no slow ones)
+docs: $(STAMP) ## run the pages' commands and write their output there (ARGS=--fast: not the slow ones)
 	$(BIN)/python -m docs.make $(ARGS)
 
-bench: $(STAMP) ## speed and memory beside transformers and torch's own parallelism
+bench: $(STAMP) ## compare speed and memory with transformers and with torch's own parallelism
 	$(BIN)/python -m benchmarks.single
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.tensor_parallel
@@ -53,5 +56,5 @@ bench: $(STAMP) ## speed and memory beside transformers and torch's own parallel
 	$(BIN)/python -m benchmarks.context_parallel
 	$(BIN)/python -m benchmarks.checkpoint
 
-clean: ## remove .venv and caches of the tools (not the outputs of runs)
+clean: ## remove .venv and the tools' caches, not the outputs of runs
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache

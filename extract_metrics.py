@@ -1,9 +1,11 @@
-"""What the runs of a sweep have reached so far:  python extract_metrics.py --inp_dir sweeps/sizes
+"""Collect the results of a sweep:
 
-writes into that folder metrics.csv, with a row for each run, and the pictures loss.png, throughput.png and memory.png.
-Runs may be in progress, failed, or not started: what they do not have yet is empty.
+    python extract_metrics.py --inp_dir sweeps/sizes
 
-Speed and MFU leave out the first steps of a run (--warmup), which wait for memory, caches and compilers.
+writes metrics.csv, with a row for each run, and the plots loss.png, throughput.png and memory.png to that folder. Runs
+may be in progress, failed or not started; the columns without a value are then empty.
+
+Throughput and MFU exclude the first steps of a run (--warmup), which wait for memory, caches and compilers.
 """
 
 import argparse
@@ -35,10 +37,13 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Run:
-    """
+    """The results of a run.
+
     Args:
-        config: None if there is no valid one.
-        records: the lines of its metrics.jsonl.
+        name: the name of its job.
+        status: the status of its job, or "" if it was started without a job.
+        config: the config, or None if it is invalid.
+        records: the lines of metrics.jsonl.
     """
 
     name: str
@@ -55,12 +60,12 @@ class Run:
 
 
 def read_run(job: Job) -> Run:
-    """A job's run, or one that train.py was started with by hand, whose outputs are beside its config."""
+    """Read the run of a job, or a run that was started by hand, with its outputs in the same folder as its config."""
     by_hand = (job.folder / "metrics.jsonl").exists()
     folder = job.folder if by_hand else job.run_folder
-    described = folder / "config.json"  # as it was run
+    run_config = folder / "config.json"  # written by train.py, including its overrides
     try:
-        config = parse_config(read_json(str(described if described.exists() else job.config_file)))
+        config = parse_config(read_json(str(run_config if run_config.exists() else job.config_file)))
     except UserError as error:
         logger.warning("%s: %s", job.config_file, error)
         config = None
@@ -68,21 +73,27 @@ def read_run(job: Job) -> Run:
     return Run(name, "" if by_hand else job.status, config, read_records(folder / "metrics.jsonl"))
 
 
-def known(records: Sequence[dict[str, Any]], field: str) -> list[float]:
-    """The values of a field, where it has one: there is no MFU on a CPU, and an evaluation not at every step."""
+def field_values(records: Sequence[dict[str, Any]], field: str) -> list[float]:
+    """Return the values of a field. Records without a value are skipped: there is no MFU on a CPU, and not every step
+    has an evaluation.
+    """
     return [record[field] for record in records if record.get(field) is not None]
 
 
-def row(run: Run, warmup: int) -> dict[str, Any]:
-    """What metrics.csv says of a run; what is not known yet is not there."""
+def table_row(run: Run, warmup: int) -> dict[str, Any]:
+    """Return a run's row of metrics.csv, without the columns that have no value.
+
+    Args:
+        warmup: number of first steps that throughput and MFU exclude.
+    """
     timed = run.records[warmup:]
-    found: dict[str, Any] = {"name": run.name, "status": run.status}
+    row: dict[str, Any] = {"name": run.name, "status": run.status}
     if run.config is not None:
         layout, training = run.config.distributed, run.config.training
-        found |= {axis: getattr(layout, f"{axis}_size") for axis in ("dp", "pp", "cp", "tp")}
-        found |= {"pp_engine": layout.pp_engine, "global_batch_size": run.config.global_batch_size}
+        row |= {axis: getattr(layout, f"{axis}_size") for axis in ("dp", "pp", "cp", "tp")}
+        row |= {"pp_engine": layout.pp_engine, "global_batch_size": run.config.global_batch_size}
         for key in ("micro_batch_size", "gradient_accumulation_steps", "seq_length", "total_train_steps"):
-            found[key] = getattr(training, key)
+            row[key] = getattr(training, key)
     for column, field, records, summary in (
         ("step", "step", run.records, max),
         ("final_loss", "loss", run.records, last),
@@ -92,40 +103,44 @@ def row(run: Run, warmup: int) -> dict[str, Any]:
         ("mfu", "mfu", timed, fmean),
         ("memory_gb", "memory_gb", run.records, max),
     ):
-        if values := known(records, field):
-            found[column] = summary(values)
-    return found
+        if values := field_values(records, field):
+            row[column] = summary(values)
+    return row
 
 
 def last(values: Sequence[float]) -> float:
+    """Return the last value."""
     return values[-1]
 
 
 def write_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write metrics.csv."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
 
-def plain(name: str) -> str:
-    """For a picture: matplotlib takes what is between two dollars for a formula."""
+def escape_dollars(name: str) -> str:
+    """Escape a name for matplotlib, which typesets text between two dollar signs as a formula."""
     return name.replace("$", r"\$")
 
 
 def draw_losses(runs: Sequence[Run], axes: Any) -> None:
+    """Plot the loss of each run against its steps."""
     axes.set(xlabel="step", ylabel="loss")
     for run in runs:
         if run.records:
-            axes.plot(known(run.records, "step"), known(run.records, "loss"), label=plain(run.name), linewidth=1)
+            steps, losses = field_values(run.records, "step"), field_values(run.records, "loss")
+            axes.plot(steps, losses, label=escape_dollars(run.name), linewidth=1)
 
 
 def draw_throughput(runs: Sequence[Run], rows: Sequence[dict[str, Any]], axes: Any) -> None:
-    """A bar for each layout, the best on top, as long as that of its fastest run; a dot for each run."""
+    """Plot the throughput of each run as a dot, and of the fastest run of each layout as a bar, the best on top."""
     rates = defaultdict(list)
-    for run, each in zip(runs, rows, strict=True):
-        if f"median_{RATE}" in each:
-            rates[run.layout].append(each[f"median_{RATE}"])
+    for run, row in zip(runs, rows, strict=True):
+        if f"median_{RATE}" in row:
+            rates[run.layout].append(row[f"median_{RATE}"])
     layouts = sorted(rates, key=lambda layout: max(rates[layout]))
     axes.set(xlabel="tokens/s per device, median of steps")
     axes.barh(layouts, [max(rates[layout]) for layout in layouts], color="lightsteelblue")
@@ -134,31 +149,32 @@ def draw_throughput(runs: Sequence[Run], rows: Sequence[dict[str, Any]], axes: A
 
 
 def draw_memory(runs: Sequence[Run], rows: Sequence[dict[str, Any]], axes: Any) -> None:
-    """A point for each run, a colour for each layout."""
-    points = defaultdict(list)
-    for run, each in zip(runs, rows, strict=True):
-        if f"median_{RATE}" in each:
-            points[run.layout].append((each["memory_gb"], each[f"median_{RATE}"]))
-    axes.set(xlabel="peak memory per device in GB, of the rank that has most", ylabel="tokens/s per device")
-    for layout, found in sorted(points.items()):
-        axes.plot(*zip(*found, strict=True), "o", label=layout)
+    """Plot throughput against peak memory: a point for each run, a colour for each layout."""
+    points_of_layout = defaultdict(list)
+    for run, row in zip(runs, rows, strict=True):
+        if f"median_{RATE}" in row:
+            points_of_layout[run.layout].append((row["memory_gb"], row[f"median_{RATE}"]))
+    axes.set(xlabel="peak memory per device in GB, on the rank with most", ylabel="tokens/s per device")
+    for layout, points in sorted(points_of_layout.items()):
+        axes.plot(*zip(*points, strict=True), "o", label=layout)
 
 
 def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write the three plots."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     layouts = len({run.layout for run in runs})
-    for name, height, colours, draw_on in (
+    for name, height, colours, plot in (
         ("loss", 4.5, len(runs), lambda axes: draw_losses(runs, axes)),
         ("throughput", 1 + 0.3 * layouts, 1, lambda axes: draw_throughput(runs, rows, axes)),
         ("memory", 4.5, layouts, lambda axes: draw_memory(runs, rows, axes)),
     ):
         figure = Figure(figsize=(8, height), layout="constrained")
-        axes = figure.add_subplot(title=plain(folder.resolve().name), axisbelow=True)
+        axes = figure.add_subplot(title=escape_dollars(folder.resolve().name), axisbelow=True)
         axes.set_prop_cycle(color=colormaps["turbo"].resampled(colours)(range(colours)))
         axes.grid(alpha=0.3)
-        draw_on(axes)
+        plot(axes)
         if axes.get_legend_handles_labels()[1]:
             figure.legend(loc="outside right upper", fontsize=7, ncols=1 + len(axes.lines) // 30)
         figure.savefig(folder / f"{name}.png", dpi=150)
@@ -166,14 +182,16 @@ def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], folder: Path) -> N
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inp_dir", required=True, type=Path, help="a sweep, a job, or a folder that holds some")
-    parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed [%(default)s]")
+    parser.add_argument("--inp_dir", required=True, type=Path, help="a sweep, a job, or a folder with several sweeps")
+    parser.add_argument(
+        "--warmup", type=int, default=3, help="number of first steps to exclude from throughput [%(default)s]"
+    )
     options = parser.parse_args(arguments)
     try:
         if options.warmup < 0:
             raise UserError(f"--warmup {options.warmup} should be a number of steps, 0 or more")
         runs = [read_run(job) for job in find_jobs(options.inp_dir)]
-        rows = [row(run, options.warmup) for run in runs]
+        rows = [table_row(run, options.warmup) for run in runs]
         write_table(rows, options.inp_dir / "metrics.csv")
         draw(runs, rows, options.inp_dir)
     except UserError as error:

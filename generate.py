@@ -1,7 +1,7 @@
-"""Text from a checkpoint:  python generate.py --checkpoint runs/quickstart --prompt "def " --max_new_tokens 100
+"""Generate text:  python generate.py --checkpoint runs/quickstart --prompt "def " --max_new_tokens 100
 
-One process, from any checkpoint, run folder (its newest checkpoint) or Hugging Face Llama folder. The keys and values
-of all tokens so far are kept (KV cache), so a new token costs one pass of one token.
+The model is a checkpoint, the newest checkpoint of a run folder, or a Hugging Face Llama. It runs in one process. The
+keys and values of all earlier tokens are kept (KV cache), so a new token costs a forward pass of one token.
 """
 
 import argparse
@@ -25,9 +25,9 @@ logger = logging.getLogger("picotron")
 
 
 class CachedAttention:
-    """Attention of new tokens to themselves and to all before them, whose keys and values it keeps.
+    """Causal attention with a KV cache for up to `max_length` tokens: new tokens attend to all earlier ones, too.
 
-    q (B, H, T, d), k and v (B, K, T, d). There is either nothing before them (the prompt), or they are one token.
+    q (B, H, T, d); k, v (B, K, T, d) -> (B, H, T, d). The first call has the prompt, every later call one token.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -47,10 +47,10 @@ class CachedAttention:
 
 
 def load_model(folder: Path, device: torch.device) -> Llama:
-    """The model of a folder, in the dtype of its config.json (float32 if that names none).
+    """Load the model of a folder, in the dtype of its config.json, or else in float32.
 
     Raises:
-        UserError: it has no Llama, or its files are damaged.
+        UserError: the folder holds no Llama, or its files are damaged.
     """
     if (state := read_state(folder)) is not None:
         check_files(folder, state.model_files)
@@ -71,12 +71,14 @@ def generate(
     seed: int = 0,
     end: int | None = None,
 ) -> list[int]:
-    """The tokens that follow a prompt, up to and without `end`.
+    """Generate the tokens that follow a prompt.
 
     Args:
-        temperature: of the softmax over the logits that tokens are drawn from; 0: always the likeliest token.
-        top_k: draw from the k likeliest tokens only; 0: from all.
-        seed: of the draws.
+        max_new_tokens: maximum number of tokens to generate.
+        temperature: divisor of the logits before the softmax; 0 always takes the likeliest token.
+        top_k: number of likeliest tokens to draw from; 0 draws from all.
+        seed: seed of the random draws.
+        end: token that ends the text, and is not returned.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -96,7 +98,7 @@ def generate(
 
 
 def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """A token, given the logits (V,) of all."""
+    """Draw the next token from the logits (V,), see `generate`."""
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < len(logits):
@@ -105,13 +107,17 @@ def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Text from a checkpoint, a run's folder or a Hugging Face Llama.")
-    parser.add_argument("--checkpoint", required=True, help="folder or hub id; of a run's folder the newest checkpoint")
-    parser.add_argument("--prompt", default="", help="what the text begins with [a new document]")
-    parser.add_argument("--max_new_tokens", type=int, default=100, help="at most so many [100]")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token [0]")
-    parser.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all [0]")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws [0]")
+    parser = argparse.ArgumentParser(description="Generate text with a checkpoint or a Hugging Face Llama.")
+    parser.add_argument(
+        "--checkpoint", required=True, help="checkpoint, run folder (for its newest checkpoint) or hub id"
+    )
+    parser.add_argument("--prompt", default="", help="beginning of the text [empty: a new document]")
+    parser.add_argument("--max_new_tokens", type=int, default=100, help="maximum number of new tokens [100]")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="divisor of the logits; 0: always take the likeliest token [0]"
+    )
+    parser.add_argument("--top_k", type=int, default=0, help="number of likeliest tokens to draw from; 0: all [0]")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random draws [0]")
     options = parser.parse_args()
     for name in ("max_new_tokens", "temperature", "top_k", "seed"):
         if getattr(options, name) < 0:
@@ -120,7 +126,7 @@ def main() -> None:
     folder = [find_folder(options.checkpoint), *checkpoint_folders(Path(options.checkpoint)).values()][-1]
     if (folder / "metrics.jsonl").exists():
         raise UserError(
-            f"{folder} is the folder of a run that has written no checkpoint; set checkpoint.save_frequency"
+            f"{folder} is a run folder without checkpoints; train with checkpoint.save_frequency of 1 or more"
         )
     model = load_model(folder, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
@@ -129,10 +135,12 @@ def main() -> None:
         raise UserError(f"no tokenizer in {folder} ({first_line(error)}); save one there") from None
     prompt_ids = tokenizer(options.prompt)["input_ids"] or [tokenizer.eos_token_id]
     if prompt_ids == [None]:
-        raise UserError(f"the tokenizer of {folder} has no token that begins a document; give a --prompt")
+        raise UserError(
+            f"the tokenizer of {folder} has no end-of-sequence token, which an empty prompt needs; use --prompt"
+        )
     limit = model.config.max_position_embeddings
     if len(prompt_ids) + options.max_new_tokens > limit:
-        logger.warning("more than %d tokens: the model was made for sequences of that length", limit)
+        logger.warning("the text may exceed %d tokens, the longest sequences that the model supports", limit)
     end = tokenizer.eos_token_id
     new = generate(model, prompt_ids, options.max_new_tokens, options.temperature, options.top_k, options.seed, end)
     print(f"{folder}:\n{tokenizer.decode(prompt_ids + new, skip_special_tokens=True)}")

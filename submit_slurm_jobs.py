@@ -1,8 +1,11 @@
-"""Run the jobs of a sweep, on Slurm or here:  python submit_slurm_jobs.py --inp_dir sweep --time 02:00:00
+"""Run the jobs of a sweep, on Slurm or on this machine:
 
-Each folder with a config.json is a job, see picotron/jobs.py. Those that have never run are submitted, or with --only
-those of other statuses, which go on from their newest checkpoint. Jobs that are pending or running are left alone.
-What else Slurm should know, sbatch reads from its own variables, like SBATCH_MEM_PER_NODE.
+    python submit_slurm_jobs.py --inp_dir sweeps/sizes --time 02:00:00
+    python submit_slurm_jobs.py --inp_dir sweeps/sizes --local
+
+Each folder with a config.json is a job, see picotron/sweep/jobs.py. Jobs that have never run are submitted, or with
+--only the jobs of other statuses, which resume from their newest checkpoint. Jobs that are pending or running are
+never submitted again. Set other options of sbatch by its environment variables, such as SBATCH_MEM_PER_NODE.
 """
 
 import argparse
@@ -14,7 +17,7 @@ from pathlib import Path
 from picotron.config import Config
 from picotron.config_reader import load_config
 from picotron.errors import UserError
-from picotron.sweep.jobs import ALIVE, STATUSES, Job, find_jobs
+from picotron.sweep.jobs import ACTIVE, STATUSES, Job, find_jobs
 from picotron.sweep.local_jobs import run_local_jobs
 from picotron.sweep.slurm import (
     SlurmResources,
@@ -28,7 +31,7 @@ from picotron.sweep.slurm import (
 )
 
 SBATCH_OPTIONS = ("qos", "partition", "time", "account")
-ACTIONS = {  # and the options that each has
+ACTIONS = {  # the options of each action
     "submit": [*SBATCH_OPTIONS, "env_setup", "gpus_per_node", "nb_slurm_array", "grace", "dry_run"],
     "local": ["timeout", "grace", "dry_run"],
     "cancel": ["dry_run"],
@@ -36,54 +39,61 @@ ACTIONS = {  # and the options that each has
 }
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options, with the action they ask for as `action`.
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options, with the chosen action as `action`.
 
     Raises:
-        UserError: one means nothing to it.
+        UserError: an option cannot be used with the action.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    statuses = f"jobs of these statuses, of {', '.join(STATUSES)} [init; with --cancel: pending running]"
+    statuses = f"select jobs by status: {', '.join(STATUSES)} [init; with --cancel: pending running]"
     grace = (
-        "time to write a checkpoint: a run is told to so long before Slurm's limit, or killed so long after --timeout"
+        "time that a run has to write a checkpoint: it is signalled this long before Slurm's time limit, "
+        "or killed this long after --timeout"
     )
-    add("--inp_dir", type=Path, required=True, metavar="DIR", help="the sweep, or one job of it")
+    add("--inp_dir", type=Path, required=True, metavar="DIR", help="a sweep, or one job of it")
     add("--only", nargs="+", choices=STATUSES, metavar="STATUS", help=statuses)
     add("--dry_run", action="store_true", help="print the commands and write each job.slurm, but start nothing")
     add("--grace", type=int, metavar="SECONDS", help=f"{grace} [120]")
-    add("--timeout", type=float, metavar="SECONDS", help="with --local, for each job [no limit]")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check_status", action="store_true", help="only count the jobs, and list those of --only")
-    what.add_argument("--cancel", action="store_true", help="take pending and running jobs from Slurm")
-    what.add_argument("--local", action="store_true", help="run on this machine, one job after the other")
+    add("--timeout", type=float, metavar="SECONDS", help="with --local, time limit of each job [no limit]")
+    actions = parser.add_mutually_exclusive_group()
+    actions.add_argument("--check_status", action="store_true", help="count jobs by status, and list those of --only")
+    actions.add_argument("--cancel", action="store_true", help="cancel pending and running jobs")
+    actions.add_argument("--local", action="store_true", help="run jobs on this machine, one after the other")
     add = parser.add_argument_group("on Slurm").add_argument
-    add("--qos", metavar="Q", help="quality of service, as for sbatch")
-    add("--partition", metavar="P", help="as for sbatch")
-    add("--time", metavar="T", help="limit for each job, as for sbatch: minutes, or hours:minutes:seconds")
-    add("--account", metavar="A", help="as for sbatch")
-    add("--env_setup", type=Path, metavar="FILE", help="a script that each job sources first: modules, variables")
-    add("--gpus_per_node", type=int, metavar="N", help="processes per node, each with a GPU or on the CPU [8]")
-    add("--nb_slurm_array", type=int, metavar="N", help="N chains of jobs, so that at most N run at once [no limit]")
+    add("--qos", metavar="Q", help="quality of service, see sbatch")
+    add("--partition", metavar="P", help="see sbatch")
+    add("--time", metavar="T", help="time limit of each job, see sbatch: minutes, or hours:minutes:seconds")
+    add("--account", metavar="A", help="see sbatch")
+    add("--env_setup", type=Path, metavar="FILE", help="shell script that each job sources first")
+    add("--gpus_per_node", type=int, metavar="N", help="processes per node, on GPUs or on the CPU [8]")
+    add("--nb_slurm_array", type=int, metavar="N", help="run at most N jobs at the same time [no limit]")
     options = parser.parse_args(arguments)
 
     options.action = next((name for name in ACTIONS if getattr(options, name, False)), "submit")
     for name in dict.fromkeys(name for names in ACTIONS.values() for name in names):
         value = getattr(options, name)
         if value and name not in ACTIONS[options.action]:
-            wanted = [action for action, names in ACTIONS.items() if name in names]
-            raise UserError(f"--{name} means nothing to {options.action}, only to {' and '.join(wanted)}; leave it out")
+            others = [action for action, names in ACTIONS.items() if name in names]
+            raise UserError(
+                f"--{name} cannot be used with {options.action}, only with {' or '.join(others)}; remove it"
+            )
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-            raise UserError(f"--{name} {value} should be more than 0")
+            raise UserError(f"--{name} {value} should be greater than 0")
     if options.env_setup and not options.env_setup.is_file():
-        raise UserError(f"--env_setup {options.env_setup} is no file")
+        raise UserError(f"--env_setup {options.env_setup} is not a file; give the path of a shell script")
     return options
 
 
 def read_configs(jobs: list[Job]) -> dict[Job, Config]:
-    """What the jobs run. UserError with the mistakes in all of them."""
+    """Read and check the configs of jobs.
+
+    Raises:
+        UserError: the mistakes of all configs.
+    """
     configs, mistakes = {}, []
     for job in jobs:
         try:
@@ -96,13 +106,13 @@ def read_configs(jobs: list[Job]) -> dict[Job, Config]:
 
 
 def submit_jobs(jobs: dict[Job, Config], all_jobs: list[Job], options: argparse.Namespace) -> None:
-    """Give jobs to Slurm. In N chains, each waits for the one that was submitted N before it."""
+    """Submit jobs to Slurm. With --nb_slurm_array N, each job waits for the one submitted N jobs before it."""
     before = {job: job.status for job in jobs}
     resources = {job: SlurmResources.of(job, config, options.gpus_per_node or 8) for job, config in jobs.items()}
     sbatch_options = {name: value for name in SBATCH_OPTIONS if (value := getattr(options, name))}
     env_setup = options.env_setup and options.env_setup.absolute()
-    alive = [slurm_job_id(job) for job in all_jobs if job.status in ALIVE]
-    queue = sorted((job_id for job_id in alive if job_id), key=int)
+    active = [slurm_job_id(job) for job in all_jobs if job.status in ACTIVE]
+    queue = sorted((job_id for job_id in active if job_id), key=int)
     for job in jobs:
         after = queue[-options.nb_slurm_array] if 0 < (options.nb_slurm_array or 0) <= len(queue) else None
         command = sbatch_command(job, resources[job], sbatch_options, options.grace, after)
@@ -112,15 +122,16 @@ def submit_jobs(jobs: dict[Job, Config], all_jobs: list[Job], options: argparse.
             queue.append(f"ID_OF_{job.name}")
             continue
         with job.claim() as claim:
-            if claim is not None and job.status == before[job]:  # else someone else has submitted it in the meantime
+            if claim is not None and job.status == before[job]:  # otherwise another process has submitted it meanwhile
                 queue.append(submit(job, command))
                 print(f"{job.name}: job {queue[-1]}" + (f", after {after}" if after else ""))
 
 
 def cancel_jobs(jobs: list[Job], dry_run: bool) -> None:
-    for job in reversed(jobs):  # as a rule the last of a chain first, so that none begins meanwhile
+    """Cancel jobs, usually the last of a chain first, so that no waiting job starts in between."""
+    for job in reversed(jobs):
         if not (job_id := slurm_job_id(job)):
-            print(f"{job.name} runs without Slurm; press Ctrl-C there")
+            print(f"{job.name} runs without Slurm; press Ctrl-C where it was started")
         elif dry_run:
             print(f"scancel {job_id}")
         else:
@@ -128,24 +139,24 @@ def cancel_jobs(jobs: list[Job], dry_run: bool) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    options = parse(arguments)
+    """Run the program. Returns the exit code."""
+    options = parse_arguments(arguments)
     options.grace = options.grace or 120
     all_jobs = find_jobs(options.inp_dir.absolute())
     update_statuses(all_jobs)
-    wanted = options.only or (ALIVE if options.action == "cancel" else ["init"])
-    chosen = [job for job in all_jobs if job.status in wanted]
-    alive = [job for job in chosen if job.status in ALIVE]
+    statuses = options.only or (ACTIVE if options.action == "cancel" else ["init"])
+    chosen = [job for job in all_jobs if job.status in statuses]
+    active = [job for job in chosen if job.status in ACTIVE]
     code = 0
     if options.action == "check_status":
         for job in chosen if options.only else []:
             print(f"{job.name}: {job.status}", f"({log_file(job)})" if log_file(job).exists() else "")
     elif options.action == "cancel":
-        cancel_jobs(alive, options.dry_run)
+        cancel_jobs(active, options.dry_run)
     else:
-        for job in alive:
-            print(f"{job.name} is {job.status} already")
-        configs = read_configs([job for job in chosen if job not in alive])
+        for job in active:
+            print(f"{job.name} is already {job.status}")
+        configs = read_configs([job for job in chosen if job not in active])
         if options.action == "submit":
             submit_jobs(configs, all_jobs, options)
         else:

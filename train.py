@@ -1,6 +1,6 @@
 """Train a Llama-like model:  torchrun --nproc_per_node 8 train.py --config template/base_config.json
 
-This file is a run's table of contents: config, process groups, data, model, optimizer, outputs, and the loop.
+This file is the table of contents of a run: config, process groups, data, model, optimizer, outputs and training loop.
 """
 
 import logging
@@ -32,7 +32,7 @@ from picotron.weights import initial_weights
 def main() -> None:
     set_up_logging()
 
-    # The config. User errors are found here, before anything expensive starts.
+    # Config. Most user errors are found here, before anything expensive starts.
     options = parse_command_line(sys.argv[1:])
     config, layout, training = options.config, options.config.distributed, options.config.training
     if options.explain:
@@ -44,13 +44,13 @@ def main() -> None:
     model_config = load_model_config(config.model)
     plan = check_layout(config, model_config)
 
-    # The grid of processes.
+    # Process groups of the layout.
     init_process_group(config, device)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     if layout.pp_size > 1:
         logging.getLogger("picotron").info("%s", plan)
 
-    # The data: tokenised by one process, memory-mapped by all. A checkpoint says at which sample to resume.
+    # Data: tokenised by one process per machine, memory-mapped by all. A checkpoint has the sample to resume from.
     checkpoint = find_checkpoint(config, model_config)
     tokens, tokenizer = load_tokens(config, model_config)
     train_tokens, eval_tokens = split_train_eval(tokens, config)
@@ -59,7 +59,7 @@ def main() -> None:
     data_loader = MicroBatchDataLoader(train_tokens, config, device, progress.samples)
     eval_loader = MicroBatchDataLoader(eval_tokens, config, device, shuffle=False) if len(eval_tokens) > 1 else None
 
-    # This rank's part of the model, with the four parallelisms applied, and the optimizer.
+    # This rank's part of the model, with the four parallelisms applied, and its optimizer.
     weights = checkpoint.weights() if checkpoint else initial_weights(model_config, training.seed)
     model = build_model(config, model_config, plan, device, dtype, weights)
     optimizer = AdamW(model.parameters(), training, config.model.use_fused_adam)
@@ -67,15 +67,16 @@ def main() -> None:
         checkpoint.restore(optimizer, unwrap(model))
     scheduler = make_scheduler(optimizer, training, progress.step)
 
-    # The outputs. The files of an earlier run are archived, unless this run resumes it.
+    # Outputs. Files of an earlier run are archived, unless this run resumes it.
     resumed = checkpoint.state_in(config.checkpoint.save_dir) if checkpoint else None
-    dist.barrier()  # no rank reads from the earlier run's files any more
+    dist.barrier()  # no rank still reads the files of an earlier run
     records = begin_run(config, resumed.step if resumed else None) if dist.get_rank() == 0 else []
     metrics = Metrics(config, model_config, device, dtype, records, resumed.wandb_run_id if resumed else None)
     writer = CheckpointWriter(
         config, model_config, unwrap(model), optimizer, tokenizer, fingerprint, metrics.wandb_run_id
     )
 
+    # Training loop. A stop signal ends it after the current step, with a checkpoint.
     train_step = make_train_step(config, model_config, plan, device, dtype)
     train_step = record_steps(train_step, config, device, progress.step)
     evaluate = make_evaluation(config, model_config, plan, device, dtype)
@@ -100,10 +101,10 @@ def main() -> None:
                 writer.save(progress)
 
     metrics.close()
-    dist.barrier()  # torchrun stops all processes when the first one leaves with an exit code
+    dist.barrier()  # torchrun stops the other processes when one of them exits with an error code
     dist.destroy_process_group()
     if stop:
-        sys.exit(128 + stop)  # the exit status that shells report for a program that a signal ended
+        sys.exit(128 + stop)  # exit status that shells report for a program ended by a signal
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Checkpoints of 1.5 GB: saved and loaded by picotron and by torch.distributed.checkpoint in turns, and what saving in
-the background costs training.  python -m benchmarks.checkpoint
+"""Checkpoints of 1.6 GB: time and memory to save and load, compared with torch.distributed.checkpoint (DCP), and the
+time that saving in the background adds to training.
 
-Times are of the slowest rank until all bytes are on the disk; loading includes picotron's checksums. Extra memory is
-the peak of a process during the operation over what it has before or after (whichever is more), the largest of all
-ranks.
+python -m benchmarks.checkpoint
+
+Times are those of the slowest rank, until all bytes are on the disk. Loading includes the check of picotron's
+checksums. Extra memory is the peak of a process during the operation minus its memory before or after it, whichever is
+more; the table has the maximum over the ranks.
 """
 
 import gc
@@ -20,31 +22,27 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as DTensorShard
+from torch.distributed.tensor import DTensor, Shard
 from transformers import LlamaConfig
 
-from benchmarks.side_by_side import gather, machine
-from benchmarks.workload import ON_GPU, arguments, device_of, loader_of, run_config
+from benchmarks.side_by_side import gather, machine, print_markdown
+from benchmarks.workload import arguments, device_of, loader_of, require_gpus, run_config
 from picotron import process_group_manager as pgm
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.collectives import all_reduce
 from picotron.data import Progress
-from picotron.data_parallel.data_parallel import DataParallelBucket
-from picotron.model import Llama
 from picotron.optimizer import AdamW
-from picotron.parallelize import build_model
-from picotron.pipeline_parallel.pipeline_parallel import hidden_states_shape
+from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import checkpoint_folder
 from picotron.schedules.plan import plan_pipeline
 from picotron.tokens import train_bpe
 from picotron.train_step import make_train_step
-from picotron.weights import fill, parameters_and_shards
+from picotron.weights import copy_shard, initial_weights, parameters_and_shards
 
 LAYOUTS = {"dp 1": {}, "tp 2": {"tp_size": 2}, "pp 2": {"pp_size": 2}}
-MODEL = LlamaConfig(  # 130 million parameters, of 12 bytes each with the optimizer's state
+MODEL = LlamaConfig(  # 130 million parameters; 12 bytes each, with the optimizer's state
     hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
     vocab_size=32000, max_position_embeddings=256,
 )  # fmt: skip
@@ -52,7 +50,7 @@ STEPS = 4
 
 
 class Run:
-    """A run in the middle of training, that can be saved and loaded in both ways."""
+    """A run after its first step, which picotron and DCP can save and load."""
 
     def __init__(self, rank: int, layout: dict[str, Any], folder: Path, async_save: bool = False) -> None:
         self.folder, self.device = folder, device_of(rank)
@@ -63,35 +61,33 @@ class Run:
         grid = config.distributed
         setup_process_group_manager(grid.tp_size, grid.cp_size, grid.pp_size, grid.dp_size)
         dtype, plan = getattr(torch, config.model.dtype), plan_pipeline(config, MODEL)
-        stage = build_model(config, MODEL, plan, self.device, dtype)
-        self.llama: Llama = stage.module
-        self.model = DataParallelBucket(stage)
+        self.model = build_model(config, MODEL, plan, self.device, dtype, initial_weights(MODEL, 0))
+        self.llama = unwrap(self.model)
         self.optimizer = AdamW(self.model.parameters(), config.training, fused=True)
         self.loader = loader_of(config, self.device)
-        self.take_step = make_train_step(config, plan, hidden_states_shape(config, MODEL), self.device, dtype)
+        self.train_step = make_train_step(config, MODEL, plan, self.device, dtype)
         if rank == 0:
-            train_bpe(iter(["a text"]), 260).save_pretrained(folder / "tokenizer")
+            train_bpe(iter(["a text"]), 260).save_pretrained(folder / "tokenizer")  # every checkpoint has a copy of it
         dist.barrier()
-        self.writer = CheckpointWriter(config, MODEL, self.llama, self.optimizer, folder / "tokenizer", "order")
+        self.writer = CheckpointWriter(config, MODEL, self.llama, self.optimizer, folder / "tokenizer", "fingerprint")
         self.saved = 0
         self.step()
 
     def step(self) -> None:
-        self.take_step(self.model, self.loader)
+        self.train_step(self.model, self.loader)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The same tensors for torch: what tp ranks hold parts of as DTensors."""
+        """Return the tensors of picotron's checkpoint for DCP, those that are sharded over tp ranks as DTensors."""
         size = pgm.process_group_manager.tp_world_size
         mesh = init_device_mesh(self.device.type, (size,)) if size > 1 else None
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, parameter, shard in parameters_and_shards(self.llama):
             for kind, tensor in {"model": parameter.detach(), **self.optimizer.state_of(parameter)}.items():
                 sharded = shard is not None and mesh is not None
-                whole = DTensor.from_local(tensor, mesh, [DTensorShard(shard.dim)]) if sharded else tensor  # type: ignore[union-attr]
-                found[f"{kind}.{name}"] = whole
-        return found
+                tensors[f"{kind}.{name}"] = DTensor.from_local(tensor, mesh, [Shard(shard.dim)]) if sharded else tensor
+        return tensors
 
     def save(self) -> None:
         self.saved += 1
@@ -99,9 +95,9 @@ class Run:
 
     def load(self) -> None:
         checkpoint = Checkpoint(checkpoint_folder(self.folder, self.saved))
-        value = checkpoint.weights()
+        read = checkpoint.weights()
         for name, parameter, shard in parameters_and_shards(self.llama):
-            fill(parameter.data, name, shard, value)
+            copy_shard(parameter.data, name, shard, read)
         checkpoint.restore(self.optimizer, self.llama)
 
     def torch_save(self) -> None:
@@ -112,40 +108,42 @@ class Run:
 
 
 def memory(field: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM the most since the last reset."""
+    """Return the bytes of this process: VmRSS is the current size, VmHWM its peak since the last reset."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
     return int(line.split()[1]) * 1024
 
 
-def largest(number: float) -> float:
+def maximum_over_ranks(number: float) -> float:
     value = torch.tensor(number, dtype=torch.float64)
     all_reduce(value, None, dist.ReduceOp.MAX)
     return value.item()
 
 
-def timed(work: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of the slowest rank, and bytes of extra memory of the largest."""
+def measured(operation: Callable[[], None]) -> tuple[float, float]:
+    """Return the seconds of an operation and the bytes of extra memory, both as the maximum over the ranks."""
     gc.collect()
     before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     dist.barrier()
     start = time.perf_counter()
-    work()
-    seconds = largest(time.perf_counter() - start)
+    operation()
+    seconds = maximum_over_ranks(time.perf_counter() - start)
     peak = memory("VmHWM")
     gc.collect()
-    return seconds, largest(peak - max(before, memory("VmRSS")))
+    return seconds, maximum_over_ranks(peak - max(before, memory("VmRSS")))
 
 
 def save_and_load(rank: int, layout: dict[str, Any], folder: str, turns: int) -> dict[str, list[tuple[float, float]]]:
-    """Each deletes what it wrote before the other begins, since files in memory that is in use already are cheaper."""
+    """Measure the four operations in turns. Files are deleted after loading, because overwriting files that are in the
+    page cache would be faster.
+    """
     run = Run(rank, layout, Path(folder))
     results: dict[str, list[tuple[float, float]]] = {"torch_save": [], "torch_load": [], "save": [], "load": []}
     for turn in range(turns + 1):
-        for name, measured in results.items():
-            result = timed(getattr(run, name))
-            if turn:  # the first warms up
-                measured.append(result)
+        for name, measurements in results.items():
+            result = measured(getattr(run, name))
+            if turn:  # the first turn is a warm-up
+                measurements.append(result)
             if name.endswith("load") and rank == 0:
                 shutil.rmtree(run.folder / "dcp" if name == "torch_load" else checkpoint_folder(run.folder, run.saved))
             dist.barrier()
@@ -153,14 +151,14 @@ def save_and_load(rank: int, layout: dict[str, Any], folder: str, turns: int) ->
 
 
 def in_background(rank: int, layout: dict[str, Any], folder: str, turns: int) -> dict[str, list[float]]:
-    """Seconds of a few steps: alone, with a checkpoint after the first that all wait for, and with one that is written
-    meanwhile (and done in the end).
+    """Measure the seconds of STEPS steps: without a checkpoint, and with one after the first step, saved synchronously
+    or in the background, until all of it is on the disk.
     """
-    now, later = (Run(rank, layout, Path(folder) / name, name == "async") for name in ("sync", "async"))
+    sync_run, async_run = (Run(rank, layout, Path(folder) / name, name == "async") for name in ("sync", "async"))
     results: dict[str, list[float]] = {"alone": [], "sync": [], "async": [], "torch": []}
     for turn in range(turns + 1):
-        for name, measured in results.items():
-            run, future = now if name == "sync" else later, None
+        for name, measurements in results.items():
+            run, future = sync_run if name == "sync" else async_run, None
             dist.barrier()
             start = time.perf_counter()
             run.step()
@@ -173,9 +171,9 @@ def in_background(rank: int, layout: dict[str, Any], folder: str, turns: int) ->
             run.writer.wait()
             if future is not None:
                 future.result()
-            seconds = largest(time.perf_counter() - start)
-            if turn:  # the first warms up
-                measured.append(seconds)
+            seconds = maximum_over_ranks(time.perf_counter() - start)
+            if turn:  # the first turn is a warm-up
+                measurements.append(seconds)
             if rank == 0:
                 for path in (run.folder / "dcp", checkpoint_folder(run.folder, run.saved)):
                     shutil.rmtree(path, ignore_errors=True)
@@ -184,40 +182,39 @@ def in_background(rank: int, layout: dict[str, Any], folder: str, turns: int) ->
 
 
 def print_save_and_load(turns: int) -> None:
-    print("\n| | torch.distributed.checkpoint | picotron | ratio | extra memory, MiB: torch | picotron |")
-    print("|---|---|---|---|---|---|")
+    memory_columns = ["DCP, extra memory, MiB", "picotron, extra memory, MiB"]
+    rows = [["", "DCP, s", "picotron, s", "DCP's time / picotron's", *memory_columns]]
     for name, layout in LAYOUTS.items():
         with tempfile.TemporaryDirectory() as folder:
             results = gather(save_and_load, 2 if layout else 1, layout, folder, turns)[0]
         for operation in ("save", "load"):
-            theirs, ours = results[f"torch_{operation}"], results[operation]
-            ratio = statistics.median(a / b for (a, _), (b, _) in zip(theirs, ours, strict=True))
-            seconds = [statistics.median(s for s, _ in each) for each in (theirs, ours)]
-            mib = [max(m for _, m in each) / 2**20 for each in (theirs, ours)]
-            print(
-                f"| {name}, {operation} | {seconds[0]:.2f} s | {seconds[1]:.2f} s | {ratio:.2f} | {mib[0]:,.0f} | {mib[1]:,.0f} |"
-            )
+            dcp_and_picotron = results[f"torch_{operation}"], results[operation]
+            ratio = statistics.median(a / b for (a, _), (b, _) in zip(*dcp_and_picotron, strict=True))
+            seconds = [f"{statistics.median(s for s, _ in each):.2f}" for each in dcp_and_picotron]
+            mib = [f"{max(size for _, size in each) / 2**20:,.0f}" for each in dcp_and_picotron]
+            rows.append([f"{name}, {operation}", *seconds, f"{ratio:.2f}", *mib])
+    print_markdown(rows)
 
 
 def print_in_background(turns: int) -> None:
-    print(
-        f"\n| {STEPS} steps, s | alone | + async_save | + torch's async_save | + saved at once |\n|---|---|---|---|---|"
-    )
+    variants = {"async": "with async_save, s", "torch": "with DCP's async_save, s", "sync": "with synchronous save, s"}
+    rows = [["", f"{STEPS} steps, s", *variants.values()]]
     for name, layout in LAYOUTS.items():
         with tempfile.TemporaryDirectory() as folder:
             results = gather(in_background, 2 if layout else 1, layout, folder, turns)[0]
-        alone = statistics.median(results["alone"])
-        more = [
-            statistics.median(b - a for a, b in zip(results["alone"], results[key], strict=True))
-            for key in ("async", "torch", "sync")
-        ]
-        print(f"| {name} | {alone:.2f} | {more[0]:+.2f} | {more[1]:+.2f} | {more[2]:+.2f} |")
+        alone = results["alone"]
+        added = [statistics.median(b - a for a, b in zip(alone, results[key], strict=True)) for key in variants]
+        rows.append([name, f"{statistics.median(alone):.2f}", *(f"{seconds:+.2f}" for seconds in added)])
+    print_markdown(rows)
 
 
-if __name__ == "__main__":
+def main() -> None:
     options = arguments(__doc__ or "").parse_args()
-    if ON_GPU and torch.cuda.device_count() < 2:
-        raise SystemExit("this benchmark needs 2 GPUs; with CUDA_VISIBLE_DEVICES='' it runs on the CPU")
+    require_gpus(2)
     print(machine())
     print_save_and_load(options.turns)
     print_in_background(max(1, options.turns // 2))
+
+
+if __name__ == "__main__":
+    main()

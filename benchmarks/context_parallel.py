@@ -1,5 +1,6 @@
-"""Two context-parallel processes: picotron's engines beside the same model on one process with as many cores, and
-beside torch's experimental context_parallel where that runs; the balance of zigzag; activations in memory.
+"""Context parallelism: speed and memory of two processes, compared with one process on as many cores, and with torch's
+experimental context_parallel where that runs; balance of the work; activations in memory.
+
 python -m benchmarks.context_parallel
 """
 
@@ -16,33 +17,43 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.side_by_side import Variant, measure, print_table
-from benchmarks.workload import ON_GPU, arguments, device_of, loader_of, model_config, ours, run_config, stage_of
-from picotron.context_parallel import context_parallel
-from picotron.context_parallel.context_parallel import attend_across_ranks
+from benchmarks.side_by_side import Variant, measure, print_markdown, print_table
+from benchmarks.workload import (
+    ON_GPU,
+    arguments,
+    device_of,
+    loader_of,
+    model_config,
+    picotron_step,
+    require_gpus,
+    run_config,
+    stage_of,
+    torch_adamw,
+)
+from picotron.context_parallel.context_parallel import attend_across_ranks, visible_blocks
+from picotron.explain.fake_group import fake_rank
 from picotron.model import Llama, fused_attention
-from picotron.process_group_manager import setup_process_group_manager
 
 CP = 2
 LENGTHS = (2048, 8192)
-LAYERS = 24 if ON_GPU else 2  # attention of 8,192 tokens is a lot for a CPU
+LAYERS = 24 if ON_GPU else 2  # attention over 8,192 tokens is slow on a CPU
 
 
 def one_sequence(seq_length: int) -> dict[str, Any]:
     return {"seq_length": seq_length, "micro_batch_size": 1, "gradient_accumulation_steps": 1}
 
 
-def torchs(rank: int, seq_length: int) -> Callable[[], Any]:
-    """A step of the same model under torch.distributed.tensor.experimental.context_parallel."""
+def torch_step(rank: int, seq_length: int) -> Callable[[], Any]:
+    """Return a step of the same model under torch.distributed.tensor.experimental.context_parallel."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 
     device, config = device_of(rank), run_config({"dp_size": CP}, **one_sequence(seq_length))
     llama = stage_of(config, device, getattr(torch, config.model.dtype), LAYERS).module
     loader = loader_of(config, device)
-    loader.dp_rank = 0  # all ranks have the same whole sequences, which torch cuts up
+    loader.dp_rank = 0  # all ranks load the same full sequences, which torch shards
     mesh = init_device_mesh(device.type, (CP,))
-    optimizer = torch.optim.AdamW(llama.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch_adamw(llama.parameters())
 
     def step() -> None:
         batch = next(loader)
@@ -61,7 +72,7 @@ def torchs(rank: int, seq_length: int) -> Callable[[], Any]:
 def speed(turns: int, steps: int) -> None:
     for seq_length in LENGTHS:
         one = "one process" if ON_GPU else f"one process, {CP} threads"
-        step = partial(ours, layers=LAYERS, **one_sequence(seq_length))
+        step = partial(picotron_step, layers=LAYERS, **one_sequence(seq_length))
         variants = [Variant(one, partial(step, threads=CP), ({},))]
         for engine, sharding in (
             ("ring", "zigzag"),
@@ -72,33 +83,30 @@ def speed(turns: int, steps: int) -> None:
             layout = {"cp_size": CP, "cp_engine": engine, "cp_sharding": sharding}
             variants.append(Variant(f"cp {CP}, {engine}, {sharding}", step, (layout,), CP))
         try:
-            measure([Variant("torch", torchs, (seq_length,), CP)], 0, 1)
-            variants.append(Variant("torch, context_parallel", torchs, (seq_length,), CP))
+            measure([Variant("torch", torch_step, (seq_length,), CP)], 0, 1)
+            variants.append(Variant("torch, context_parallel", torch_step, (seq_length,), CP))
         except Exception as error:
             print(f"\ntorch's context_parallel does not run here: {str(error).splitlines()[0]}")
-        print(f"\nsequences of {seq_length} tokens, {LAYERS} layers")
+        print(f"\nSequences of {seq_length:,} tokens, {LAYERS} layers")
         print_table(measure(variants, turns, steps), seq_length, one)
 
 
 def attention_work(cp: int, sharding: str) -> float:
-    """The busiest rank's query-key blocks over the mean, counted; a block on the diagonal counts half."""
-    work = []
+    """Return the busiest rank's attention work divided by the mean, in query-key pairs; a causal block counts half."""
+    work, tokens = [], 64
     for rank in range(cp):
-        dist.init_process_group("fake", rank=rank, world_size=cp)
-        setup_process_group_manager(1, cp, 1, 1)
-        tokens = 64
-        blocks = [b for source in range(cp) for b in context_parallel.visible_blocks(source, tokens, sharding)]
-        count = [
+        with fake_rank(rank, run_config({"cp_size": cp}).distributed):
+            blocks = [block for source in range(cp) for block in visible_blocks(source, tokens, sharding)]
+        pairs = [
             len(range(tokens)[queries]) * len(range(tokens)[keys]) / (2 if causal else 1)
             for queries, keys, causal in blocks
         ]
-        work.append(sum(count))
-        dist.destroy_process_group()
+        work.append(sum(pairs))
     return max(work) / statistics.mean(work)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made in it and still alive, and the most of them at any time."""
+    """Counts the bytes of live tensors that were created in this mode: `now`, and their `peak`."""
 
     def __init__(self, not_counted: list[Tensor]) -> None:
         super().__init__()
@@ -122,56 +130,61 @@ class LiveBytes(TorchDispatchMode):
 
 
 def activation_bytes(cp: int, engine: str) -> tuple[int, int, int]:
-    """Of one decoder layer on a rank, for a sequence of 2,048 tokens: what is in memory after forward, the peak of
-    forward and backward, and the peak of its attention alone.
+    """Count the activations of a decoder layer on one rank, for a sequence of 2,048 tokens, without weights and their
+    gradients.
 
-    Counted in torch's fake process group, whose messages do nothing at once; weights and their gradients not.
+    Returns:
+        The bytes after forward, the peak of forward and backward, and the peak of attention alone.
     """
-    dist.init_process_group("fake", rank=0, world_size=cp)
-    setup_process_group_manager(1, cp, 1, 1)
     config, length = model_config(), 2048 // cp
-    with torch.device("meta"):
-        llama = Llama(config)
-    layer = llama.model.layers["0"].to_empty(device="cpu")
     layout = run_config({"cp_size": cp, "cp_engine": engine}).distributed
-    layer.self_attn.attention_fn = attend_across_ranks(layout, fused_attention) if cp > 1 else fused_attention
-    for parameter in layer.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    angle = torch.zeros(1, length, 1, config.head_dim // 2)
-    with LiveBytes(not_counted=list(layer.parameters())) as live:
-        y = layer(torch.zeros(1, length, config.hidden_size, requires_grad=True), angle.cos(), angle.sin())
-        kept = live.now
-        y.backward(torch.zeros_like(y))
-    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-    q, k, v = (torch.zeros(1, n, length, config.head_dim, requires_grad=True) for n in heads)
-    with LiveBytes(not_counted=[q, k, v]) as attention:
-        y = layer.self_attn.attention_fn(q, k, v)
-        y.backward(torch.zeros_like(y))
-    dist.destroy_process_group()
+    with fake_rank(0, layout):
+        with torch.device("meta"):
+            llama = Llama(config)
+        layer = llama.model.layers["0"].to_empty(device="cpu")
+        layer.self_attn.attention_fn = attend_across_ranks(layout, fused_attention) if cp > 1 else fused_attention
+        for parameter in layer.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        angle = torch.zeros(1, length, 1, config.head_dim // 2)
+        with LiveBytes(not_counted=list(layer.parameters())) as live:
+            y = layer(torch.zeros(1, length, config.hidden_size, requires_grad=True), angle.cos(), angle.sin())
+            kept = live.now
+            y.backward(torch.zeros_like(y))
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        q, k, v = (torch.zeros(1, n, length, config.head_dim, requires_grad=True) for n in heads)
+        with LiveBytes(not_counted=[q, k, v]) as attention:
+            y = layer.self_attn.attention_fn(q, k, v)
+            y.backward(torch.zeros_like(y))
     return kept, live.peak, attention.peak
 
 
-def counted() -> None:
-    print("\nThe busiest rank's attention work over the mean, counted in query-key pairs\n")
-    print("| cp | zigzag | contiguous | (2 cp - 1)/cp |\n|---|---|---|---|")
+def balance() -> None:
+    print("\nAttention work of the busiest rank divided by the mean over ranks, in query-key pairs")
+    rows = [["cp", "zigzag", "contiguous", "(2 cp - 1)/cp"]]
     for cp in (2, 4, 8):
-        zigzag, contiguous = attention_work(cp, "zigzag"), attention_work(cp, "contiguous")
-        print(f"| {cp} | {zigzag:.3f} | {contiguous:.3f} | {(2 * cp - 1) / cp:.3f} |")
-    print("\nMiB of one layer's activations on a rank, for a sequence of 2,048 tokens, float32, counted\n")
-    print(
-        "| cp | engine | after forward | peak | over that of cp 1 | attention alone, peak |\n|---|---|---|---|---|---|"
-    )
-    _, whole, _ = activation_bytes(1, "ring")
+        ratios = (attention_work(cp, "zigzag"), attention_work(cp, "contiguous"), (2 * cp - 1) / cp)
+        rows.append([str(cp), *(f"{ratio:.3f}" for ratio in ratios)])
+    print_markdown(rows)
+
+
+def activations() -> None:
+    print("\nActivations of one layer on a rank, for a sequence of 2,048 tokens, float32")
+    rows = [["cp", "engine", "after forward, MiB", "peak, MiB", "peak relative to cp 1", "attention alone, peak, MiB"]]
+    _, peak_of_one, _ = activation_bytes(1, "ring")
     for cp, engine in ((1, "ring"), *itertools.product((2, 4), ("ring", "all_gather", "ulysses"))):
-        kept, peak, attention = activation_bytes(cp, engine)
-        mib = " | ".join(f"{n / 2**20:.1f}" for n in (kept, peak))
-        print(f"| {cp} | {engine if cp > 1 else ''} | {mib} | {peak / whole:.2f} | {attention / 2**20:.1f} |")
+        sizes = activation_bytes(cp, engine)
+        kept, peak, attention = (f"{size / 2**20:.1f}" for size in sizes)
+        rows.append([str(cp), engine if cp > 1 else "-", kept, peak, f"{sizes[1] / peak_of_one:.2f}", attention])
+    print_markdown(rows)
+
+
+def main() -> None:
+    options = arguments(__doc__ or "").parse_args()
+    balance()
+    activations()
+    require_gpus(CP)
+    speed(options.turns, options.steps)
 
 
 if __name__ == "__main__":
-    options = arguments(__doc__ or "").parse_args()
-    counted()
-    if ON_GPU and torch.cuda.device_count() < CP:
-        print(f"the comparison of speed needs {CP} GPUs; with CUDA_VISIBLE_DEVICES='' it runs on the CPU")
-    else:
-        speed(options.turns, options.steps)
+    main()

@@ -1,25 +1,30 @@
-"""Two data-parallel processes: picotron beside DistributedDataParallel.  python -m benchmarks.data_parallel"""
+"""Two data-parallel processes: picotron compared with transformers' model in DistributedDataParallel.
 
-import torch
+python -m benchmarks.data_parallel
+"""
 
 from benchmarks.side_by_side import Variant, measure, print_table
-from benchmarks.workload import MICRO_BATCH, MICRO_BATCHES, ON_GPU, SEQ_LENGTH, arguments, ours, theirs
+from benchmarks.workload import (
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    SEQ_LENGTH,
+    arguments,
+    picotron_step,
+    require_gpus,
+    transformers_step,
+)
 
 DP = 2
 
 
 def main() -> None:
-
-    if ON_GPU and torch.cuda.device_count() < DP:
-        raise SystemExit(
-            f"this benchmark needs {DP} GPUs; on the CPU it runs with CUDA_VISIBLE_DEVICES= set to nothing"
-        )
     options = arguments(__doc__ or "").parse_args()
+    require_gpus(DP)
     ddp = "transformers, DistributedDataParallel"
     variants = [
-        Variant(ddp, theirs, (DP, True), DP),
-        Variant("picotron, DataParallelBucket", ours, ({"dp_size": DP},), DP),
-        Variant("picotron, DataParallelNaive", ours, ({"dp_size": DP}, "naive"), DP),
+        Variant(ddp, transformers_step, (DP, True), DP),
+        Variant("picotron, DataParallelBucket", picotron_step, ({"dp_size": DP},), DP),
+        Variant("picotron, DataParallelNaive", picotron_step, ({"dp_size": DP}, True), DP),
     ]
     results = measure(variants, options.turns, options.steps)
     print_table(results, SEQ_LENGTH * MICRO_BATCH * MICRO_BATCHES * DP, ddp)

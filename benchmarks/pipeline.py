@@ -1,29 +1,31 @@
-"""What a pipeline costs: how long its stages are idle, beside the papers' formula; and what freeing sent outputs saves.
+"""Pipelines: idle time of the stages, compared with the papers' formula; memory saved by freeing outputs once sent.
 
 python -m benchmarks.pipeline
 
-(Its speed, beside that of torch.distributed.pipelining, is in benchmarks.schedules.)
+(benchmarks.schedules compares the speed with torch.distributed.pipelining.)
 """
 
 import statistics
 import weakref
 from typing import Any
+from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.schedules import PP, recorded
-from benchmarks.side_by_side import gather
+from benchmarks.side_by_side import gather, print_markdown
 from benchmarks.workload import ON_GPU, arguments, run_config, training_of
-from picotron.pipeline_parallel import pipeline_parallel
+from picotron.explain.fake_group import fake_rank
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, forward_step
 from picotron.schedules.simulate import Timeline
+
+MODULE = "picotron.pipeline_parallel.pipeline_parallel"
 
 
 def bubble(turns: int) -> None:
-    """The idle part of a step, beside the papers' formula, which supposes stages that take equally long."""
-    print("\n| | micro-batches | computing, s per stage | step, s | idle | (p - 1)/(m + p - 1) |")
-    print("|---|---|---|---|---|---|")
+    print(f"\nIdle fraction of a step with pp {PP}. The formula assumes equal stages.")
+    rows = [["", "micro-batches", "computing, s, each stage", "step, s", "idle", "(p - 1)/(m + p - 1)"]]
     for engine in ("afab", "1f1b"):
         for micro_batches in (1, 2, 4, 8):
             steps = [Timeline(spans) for spans in zip(*gather(recorded, PP, engine, micro_batches, turns), strict=True)]
@@ -31,43 +33,53 @@ def bubble(turns: int) -> None:
             idle = [statistics.median(seconds) for seconds in zip(*(each.idle for each in steps), strict=True)]
             computing = " and ".join(f"{step - seconds:.2f}" for seconds in idle)
             measured, formula = sum(idle) / PP / step, (PP - 1) / (micro_batches + PP - 1)
-            print(f"| {engine} | {micro_batches} | {computing} | {step:.2f} | {measured:.1%} | {formula:.1%} |")
+            rows.append([engine, str(micro_batches), computing, f"{step:.2f}", f"{measured:.1%}", f"{formula:.1%}"])
+    print_markdown(rows)
 
 
-def bytes_of_outputs(engine: str, deallocate: bool) -> int:
-    """The most that the outputs of the first of 4 stages, whose messages do nothing at once, take in memory in a step
-    of 8 micro-batches.
-    """
-    dist.init_process_group("fake", rank=0, world_size=4)
+def bytes_of_outputs(engine: str, free_outputs: bool) -> int:
+    """Return the peak size of the outputs in memory on pp rank 0 of 4, in a step of 8 micro-batches."""
     config = run_config({"pp_size": 4, "pp_engine": engine}, gradient_accumulation_steps=8)
-    take_step, model, loader = training_of(config, torch.device("cpu"))
-    model.module.deallocate_outputs = deallocate
-    outputs, most, original = [], 0, pipeline_parallel.forward_step
+    outputs, peak = [], 0
 
     def counted(*arguments: Any) -> Tensor:
-        nonlocal most
-        y = original(*arguments)
+        nonlocal peak
+        y = forward_step(*arguments)
         outputs.append(weakref.ref(y.untyped_storage()))
-        most = max(most, sum(alive.nbytes() for storage in outputs if (alive := storage()) is not None))
+        peak = max(peak, sum(alive.nbytes() for storage in outputs if (alive := storage()) is not None))
         return y
 
-    pipeline_parallel.forward_step = counted
-    take_step(model, loader)
-    pipeline_parallel.forward_step = original
-    dist.destroy_process_group()
-    return most
+    deallocate = PipelineParallel.deallocate_output_tensor if free_outputs else keep_output
+    with (
+        fake_rank(0, config.distributed),
+        mock.patch(f"{MODULE}.forward_step", counted),
+        mock.patch(f"{MODULE}.PipelineParallel.deallocate_output_tensor", deallocate),
+    ):
+        train_step, model, loader = training_of(config, torch.device("cpu"))
+        train_step(model, loader)
+    return peak
+
+
+def keep_output(stage: PipelineParallel, output_tensor: Tensor) -> None:
+    """Replace `PipelineParallel.deallocate_output_tensor`."""
 
 
 def outputs() -> None:
-    print("\nMiB of outputs in memory on the first of 4 stages with 8 micro-batches, counted\n")
-    print("| | freed once sent | kept |\n|---|---|---|")
-    for engine in ("afab", "1f1b"):
-        freed, kept = (bytes_of_outputs(engine, deallocate) / 2**20 for deallocate in (True, False))
-        print(f"| {engine} | {freed:.1f} | {kept:.1f} |")
+    print(
+        "\nPeak of the outputs in memory on pp rank 0 of 4, in a step of 8 micro-batches; an output is B T D numbers."
+    )
+    sizes = {e: [bytes_of_outputs(e, free_outputs) for free_outputs in (True, False)] for e in ("afab", "1f1b")}
+    rows = [[engine, *(f"{size / 2**20:.1f}" for size in each)] for engine, each in sizes.items()]
+    print_markdown([["", "outputs freed once sent, MiB", "outputs kept, MiB"], *rows])
+
+
+def main() -> None:
+    options = arguments(__doc__ or "").parse_args()
+    if ON_GPU:
+        raise SystemExit("this benchmark runs on the CPU only; set CUDA_VISIBLE_DEVICES=''")
+    outputs()
+    bubble(options.turns)
 
 
 if __name__ == "__main__":
-    if ON_GPU:
-        raise SystemExit("this benchmark counts on the CPU; run it with CUDA_VISIBLE_DEVICES=''")
-    outputs()
-    bubble(arguments(__doc__ or "").parse_args().turns)
+    main()

@@ -1,5 +1,7 @@
-"""Every pipeline schedule beside the class of torch.distributed.pipelining that has its name, on the same stages; and
-each measured step beside the simulated one.  python -m benchmarks.schedules
+"""Pipeline schedules: each compared with the class of torch.distributed.pipelining that has its name, on the same
+stages, and with the step that picotron's simulator predicts.
+
+python -m benchmarks.schedules
 """
 
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from benchmarks.side_by_side import Variant, gather, measure, print_table
+from benchmarks.side_by_side import Variant, gather, measure, print_markdown, print_table
 from benchmarks.workload import (
     MICRO_BATCH,
     ON_GPU,
@@ -20,9 +22,11 @@ from benchmarks.workload import (
     arguments,
     device_of,
     loader_of,
-    ours,
+    picotron_step,
+    require_gpus,
     run_config,
     stage_of,
+    torch_adamw,
     training_of,
 )
 from picotron import process_group_manager as pgm
@@ -33,25 +37,26 @@ from picotron.schedules.plan import training_schedule
 from picotron.schedules.simulate import Span, Timeline, measured_costs, simulate
 
 PP = 2
-THEIRS = {
+TORCH_CLASSES = {
     "afab": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
     "looped_bfs": "ScheduleLoopedBFS",
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
-    "zb_h1": "ScheduleInterleavedZeroBubble",  # with one chunk
+    "zb_h1": "ScheduleInterleavedZeroBubble",  # with one stage per rank
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
 
 
-def settings(engine: str, micro_batches: int) -> Config:
+def config_of(engine: str, micro_batches: int) -> Config:
     return run_config({"pp_size": PP, "pp_engine": engine}, gradient_accumulation_steps=micro_batches)
 
 
 class TorchStage(nn.Module):
-    """One of our stages as torch's schedules want it: one tensor in, one out. The last one returns the loss.
+    """A stage of picotron with the interface of torch's schedules: one tensor in, one tensor out; the last one returns
+    the loss.
 
-    On a GPU its weights are float32, like picotron's master weights, and it computes under bf16 autocast.
+    On a GPU its weights are float32, like picotron's master weights, and it computes under bfloat16 autocast.
     """
 
     def __init__(self, held: PipelineParallel, number: int) -> None:
@@ -60,7 +65,7 @@ class TorchStage(nn.Module):
         self.layers = nn.ModuleList(llama.model.layers[str(i)] for i in self.stage.layers)
         self.embedding = llama.model.embed_tokens if self.stage.has_embedding else None
         self.norm, self.head = (llama.model.norm, llama.lm_head) if self.stage.has_head else (None, None)
-        self.llama = [llama]  # in a list, as its parameters are not all this stage's
+        self.llama = [llama]  # in a list, so that it is not a submodule: a rank can have several stages
         self.register_buffer("positions", torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1))
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -69,27 +74,27 @@ class TorchStage(nn.Module):
             y = llama.run_layers(llama.embed(x) if self.embedding else x, self.positions, self.stage.layers)
             if self.head is not None:
                 return llama.logits_or_loss(y, targets)
-            return y.to(torch.bfloat16) if ON_GPU else y  # what picotron's stages send each other
+            return y.to(torch.bfloat16) if ON_GPU else y  # the dtype that picotron's stages send
 
 
-def torchs(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
-    """A step of PyTorch's own schedule, on stages that are cut and placed as ours."""
-    device, config = device_of(rank), settings(engine, micro_batches)
+def torch_step(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
+    """Return a step of torch's schedule, on the same stages as picotron's."""
+    device, config = device_of(rank), config_of(engine, micro_batches)
     held = stage_of(config, device, torch.float32)
-    for module in held.modules():  # torch splits the backward of any graph, and does not need ours
-        if hasattr(module, "product"):
-            module.product = torch.nn.functional.linear
+    for module in held.modules():  # torch splits the backward of any graph and does not need picotron's `split_linear`
+        if hasattr(module, "linear_fn"):
+            module.linear_fn = torch.nn.functional.linear
     modules = [TorchStage(held, number).to(device) for number in held.stages]
     group, count = pgm.process_group_manager.pp_group, training_schedule(config).num_stages
     stages: list[Any] = [
         PipelineStage(module, number, count, device, group=group)
         for module, number in zip(modules, held.stages, strict=True)
     ]
-    kind: Any = getattr(torch_schedules, THEIRS[engine])
+    kind: Any = getattr(torch_schedules, TORCH_CLASSES[engine])
     single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
     schedule = kind(stages[0] if single else stages, micro_batches, loss_fn=lambda loss, _: loss)
     parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
-    optimizer = torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch_adamw(parameters)
     loader = loader_of(config, device)
     has_first, has_last = 0 in held.stages, count - 1 in held.stages
 
@@ -111,53 +116,57 @@ def torchs(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
 
 def speed(engines: list[str], micro_batches: int, turns: int, steps: int) -> None:
     for engine in engines:
-        theirs = THEIRS[engine]
-        layout = {"pp_size": PP, "pp_engine": engine}
+        layout, baseline = {"pp_size": PP, "pp_engine": engine}, f"torch, {TORCH_CLASSES[engine]}"
+        step = partial(picotron_step, gradient_accumulation_steps=micro_batches)
         variants = [
-            Variant(f"torch, {theirs}", torchs, (engine, micro_batches), PP),
-            Variant(f"picotron, {engine}", partial(ours, gradient_accumulation_steps=micro_batches), (layout,), PP),
+            Variant(baseline, torch_step, (engine, micro_batches), PP),
+            Variant(f"picotron, {engine}", step, (layout,), PP),
         ]
-        print(f"\n{micro_batches} micro-batches")
-        print_table(measure(variants, turns, steps), SEQ_LENGTH * MICRO_BATCH * micro_batches, f"torch, {theirs}")
+        print(f"\n{micro_batches} micro-batches per step")
+        print_table(measure(variants, turns, steps), SEQ_LENGTH * MICRO_BATCH * micro_batches, baseline)
 
 
 def recorded(rank: int, engine: str, micro_batches: int, turns: int) -> list[list[Span]]:
-    """What this rank does when in each of a few training steps (without the optimizer's)."""
-    config, device = settings(engine, micro_batches), device_of(rank)
-    take_step, model, loader = training_of(config, device)
+    """Run training steps without the optimizer, and return the spans of this rank in each of them."""
+    config, device = config_of(engine, micro_batches), device_of(rank)
+    train_step, model, loader = training_of(config, device)
     steps = []
     for _ in range(turns + 1):
         recorder.recorder = recorder.Recorder(device)
-        take_step(model, loader)
+        train_step(model, loader)
         steps.append(recorder.recorder.spans)
-    return steps[1:]  # the first warms up
+    return steps[1:]  # the first step is a warm-up
 
 
 def prediction(engines: list[str], turns: int) -> None:
-    """Steps simulated with the mean time that each kind of action took in that very step, in each stage."""
-    print("\nA step as it was measured and as it is simulated from the times of its actions; medians\n")
-    print("| | micro-batches | measured, s | simulated, s | measured / simulated | idle, measured | idle, simulated |")
-    print("|---|---|---|---|---|---|---|")
+    """Compare steps with simulations that use the mean time of each kind of action on each stage in the same step."""
+    print("\nA measured step, and its simulation from the times of its actions; the step with the median ratio.")
+    ratio_name = "measured / simulated"
+    rows = [["", "micro-batches", "measured, s", "simulated, s", ratio_name, "idle, measured", "idle, simulated"]]
     for engine in engines:
         for micro_batches in (4, 8):
-            schedule = training_schedule(settings(engine, micro_batches))
+            schedule = training_schedule(config_of(engine, micro_batches))
             pairs = []
             for spans in zip(*gather(recorded, PP, engine, micro_batches, turns), strict=True):
                 measured = Timeline(spans)
                 pairs.append((measured, simulate(schedule, measured_costs(measured))))
             pairs.sort(key=lambda pair: pair[0].step_time / pair[1].step_time)
             measured, simulated = pairs[len(pairs) // 2]
-            ratio = measured.step_time / simulated.step_time
-            times = f"{measured.step_time:.2f} | {simulated.step_time:.2f} | {ratio:.3f}"
-            print(f"| {engine} | {micro_batches} | {times} | {measured.bubble:.1%} | {simulated.bubble:.1%} |")
+            times = [measured.step_time, simulated.step_time]
+            row = [engine, str(micro_batches), *(f"{seconds:.2f}" for seconds in times), f"{times[0] / times[1]:.3f}"]
+            rows.append([*row, f"{measured.bubble:.1%}", f"{simulated.bubble:.1%}"])
+    print_markdown(rows)
 
 
-if __name__ == "__main__":
-    if ON_GPU and torch.cuda.device_count() < PP:
-        raise SystemExit(f"this benchmark needs {PP} GPUs; with CUDA_VISIBLE_DEVICES='' it runs on the CPU")
+def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--engines", nargs="+", choices=THEIRS, default=list(THEIRS))
+    parser.add_argument("--engines", nargs="+", choices=TORCH_CLASSES, default=list(TORCH_CLASSES), help="default: all")
     options = parser.parse_args()
+    require_gpus(PP)
     prediction(options.engines, options.turns)
     for micro_batches in (4, 8):
         speed(options.engines, micro_batches, options.turns, options.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
-"""Measure variants side by side in one run.
+"""Measurements of several variants in one run.
 
-Each variant lives in processes of its own, so that its peak memory is its own; all are alive at the same time and take
-turns, a few steps each, so that whatever else the machine does hits all of them alike. A row of the table is the median
-over the turns; a ratio is the median of the ratios within each turn.
+Each variant has separate processes, so that its peak memory can be measured. All of them run at the same time and take
+turns, a few steps each, so that other load on the machine affects all variants equally. Speeds are medians over the
+turns; a relative speed is the median of the ratios within each turn.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,13 @@ CONTEXT = multiprocessing.get_context("spawn")
 
 @dataclasses.dataclass
 class Variant:
-    """A name, and `prepare(rank, *arguments)` that returns a function to run one step with, in `processes` of them."""
+    """One row of a comparison.
+
+    Args:
+        name: first cell of the row.
+        prepare: called as `prepare(rank, *arguments)` in each process; returns a function that runs one step.
+        processes: number of processes.
+    """
 
     name: str
     prepare: Callable[..., Callable[[], Any]]
@@ -42,16 +48,18 @@ def peak_memory_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _started(rank: int, processes: int, rendezvous: str) -> None:
+def _join_group(rank: int, processes: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.FileStore(rendezvous, processes), rank=rank, world_size=processes)
 
 
-def _work(connection: Any, variant: Variant, rank: int, rendezvous: str) -> None:
-    """Prepare, then answer each number of steps with the seconds they took, and 0 with the peak memory."""
+def _serve_steps(connection: Any, variant: Variant, rank: int, rendezvous: str) -> None:
+    """Prepare a variant. Then run each number of steps that arrives and send the seconds they took; at 0, send the peak
+    memory and end.
+    """
     try:
-        _started(rank, variant.processes, rendezvous)
+        _join_group(rank, variant.processes, rendezvous)
         step = variant.prepare(rank, *variant.arguments)
         connection.send("ready")
         while steps := connection.recv():
@@ -67,38 +75,38 @@ def _work(connection: Any, variant: Variant, rank: int, rendezvous: str) -> None
         connection.send(error)
 
 
-def _call(
+def _serve_call(
     connection: Any, function: Callable[..., Any], rank: int, processes: int, rendezvous: str, arguments: Any
 ) -> None:
     try:
-        _started(rank, processes, rendezvous)
+        _join_group(rank, processes, rendezvous)
         connection.send(function(rank, *arguments))
     except Exception as error:
         connection.send(error)
 
 
 def gather(function: Callable[..., Any], processes: int, *arguments: Any) -> list[Any]:
-    """`function(rank, *arguments)` of so many processes, by rank."""
+    """Call `function(rank, *arguments)` in new processes, and return the results by rank."""
     with tempfile.TemporaryDirectory() as folder:
         connections = []
         for rank in range(processes):
             ours, theirs = CONTEXT.Pipe()
             call = (theirs, function, rank, processes, f"{folder}/rendezvous", arguments)
-            CONTEXT.Process(target=_call, args=call, daemon=True).start()
+            CONTEXT.Process(target=_serve_call, args=call, daemon=True).start()
             theirs.close()
             connections.append(ours)
-        return [_answer(connection) for connection in connections]
+        return [_receive(connection) for connection in connections]
 
 
-def _answer(connection: Any) -> Any:
-    answer = connection.recv()
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+def _receive(connection: Any) -> Any:
+    result = connection.recv()
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, tuple[list[float], float]]:
-    """By name: the seconds per step of each turn, and the peak memory in MiB of the largest process."""
+    """Return for each variant the seconds per step of each turn, and the peak memory of its largest process in MiB."""
     connections: dict[str, list[Any]] = {}
     processes = []
     with tempfile.TemporaryDirectory() as folder:
@@ -106,33 +114,35 @@ def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, tuple[
             connections[variant.name] = []
             for rank in range(variant.processes):
                 ours, theirs = CONTEXT.Pipe()
-                process = CONTEXT.Process(target=_work, args=(theirs, variant, rank, f"{folder}/{number}"), daemon=True)
+                process = CONTEXT.Process(
+                    target=_serve_steps, args=(theirs, variant, rank, f"{folder}/{number}"), daemon=True
+                )
                 process.start()
                 theirs.close()
                 processes.append(process)
                 connections[variant.name].append(ours)
             for connection in connections[variant.name]:
-                _answer(connection)
+                _receive(connection)
 
-        def everyone(name: str, message: int) -> list[float]:
+        def request(name: str, steps: int) -> list[float]:
             for connection in connections[name]:
-                connection.send(message)
-            return [_answer(connection) for connection in connections[name]]
+                connection.send(steps)
+            return [_receive(connection) for connection in connections[name]]
 
         seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
         for turn in range(turns + 1):
             for variant in variants:
-                taken = max(everyone(variant.name, steps)) / steps
-                if turn > 0:  # the first warms up
-                    seconds[variant.name].append(taken)
-        memory = {variant.name: max(everyone(variant.name, 0)) for variant in variants}
+                slowest = max(request(variant.name, steps)) / steps
+                if turn > 0:  # the first turn is a warm-up
+                    seconds[variant.name].append(slowest)
+        memory = {variant.name: max(request(variant.name, 0)) for variant in variants}
         for process in processes:
             process.join(10)
     return {name: (seconds[name], memory[name]) for name in seconds}
 
 
 def machine() -> str:
-    """One line about where this ran."""
+    """Return one line about the hardware and the versions of the libraries."""
     if torch.cuda.is_available():
         where = torch.cuda.get_device_name()
     else:
@@ -143,23 +153,31 @@ def machine() -> str:
     return f"{where}; torch {torch.__version__}, transformers {transformers.__version__}"
 
 
+def print_markdown(rows: Sequence[Sequence[str]]) -> None:
+    """Print a table for a Markdown page; the first row is the header."""
+    header, *others = ("| " + " | ".join(row) + " |" for row in rows)
+    print("", header, "|" + "---|" * len(rows[0]), *others, sep="\n")
+
+
 def print_table(
     results: dict[str, tuple[list[float], float]],
     tokens_per_step: int,
     baseline: str,
-    extra: Callable[[float], str] | None = None,
+    mfu: Callable[[float], str] | None = None,
 ) -> None:
-    """A markdown table: tokens/s and peak memory of each variant, and both as ratios to `baseline`.
+    """Print speed and peak memory of each variant, and both relative to `baseline`.
 
     Args:
-        extra: one more column (MFU) from the tokens/s of a row.
+        results: see `measure`.
+        mfu: returns the cell of one more column, MFU, for the tokens/s of a row.
     """
-    print(f"\n{machine()}\n")
-    print("| | tokens/s | ratio | peak memory, MiB per process | ratio |" + (" MFU |" if extra else ""))
-    print("|---|---|---|---|---|" + ("---|" if extra else ""))
+    header = ["", "tokens/s", "relative speed", "peak memory, MiB per process", "relative memory"]
+    rows = [header + ["MFU"] * (mfu is not None)]
     base_seconds, base_memory = results[baseline]
     for name, (seconds, memory) in results.items():
         rate = tokens_per_step / statistics.median(seconds)
-        ratio = statistics.median(b / s for b, s in zip(base_seconds, seconds, strict=True))
-        row = f"| {name} | {rate:,.0f} | {ratio:.2f} | {memory:,.0f} | {memory / base_memory:.2f} |"
-        print(row + (f" {extra(rate)} |" if extra else ""))
+        speed = statistics.median(b / s for b, s in zip(base_seconds, seconds, strict=True))
+        row = [name, f"{rate:,.0f}", f"{speed:.2f}", f"{memory:,.0f}", f"{memory / base_memory:.2f}"]
+        rows.append(row + ([mfu(rate)] if mfu else []))
+    print(f"\n{machine()}")
+    print_markdown(rows)

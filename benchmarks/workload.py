@@ -1,14 +1,14 @@
-"""The workload that benchmarks share: one model shape per kind of device, and a step of each trainer on it."""
+"""The workload that all benchmarks share: one model for each kind of device, and a training step of each trainer."""
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,10 +18,11 @@ from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, hidden_states_shape
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.schedules.plan import plan_pipeline
-from picotron.train_step import make_train_step
+from picotron.train_step import Step, make_train_step
+from picotron.weights import initial_weights
 
 ON_GPU = torch.cuda.is_available()
 SHAPE = (  # on a GPU: the shape of SmolLM-1.7B
@@ -39,7 +40,12 @@ def model_config(layers: int = LAYERS, seq_length: int = SEQ_LENGTH) -> LlamaCon
 
 
 def run_config(layout: dict[str, Any], **training: Any) -> Config:
-    """The config of the workload; `layout` are keys of its section `distributed`, the others of `training`."""
+    """Return the config of the workload.
+
+    Args:
+        layout: keys of the config's section `distributed`.
+        training: keys of its section `training`.
+    """
     sizes = {"seq_length": SEQ_LENGTH, "micro_batch_size": MICRO_BATCH, "gradient_accumulation_steps": MICRO_BATCHES}
     return parse_config(
         {
@@ -58,47 +64,73 @@ def device_of(rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
+def require_gpus(count: int) -> None:
+    """End the program if this machine has GPUs, but fewer than a benchmark needs."""
+    if ON_GPU and torch.cuda.device_count() < count:
+        raise SystemExit(
+            f"this benchmark needs {count} GPUs, but found {torch.cuda.device_count()}; "
+            "set CUDA_VISIBLE_DEVICES='' to run it on the CPU"
+        )
+
+
 def loader_of(config: Config, device: torch.device) -> MicroBatchDataLoader:
-    """Random tokens from the loader that training uses: the same work for everyone."""
+    """Return picotron's data loader on random tokens, which every trainer uses."""
     count = config.training.seq_length * 256 + 1
     tokens = np.random.default_rng(0).integers(SHAPE["vocab_size"], size=count).astype(np.uint16)
     return MicroBatchDataLoader(tokens, config, device)
 
 
-def stage_of(config: Config, device: torch.device, dtype: torch.dtype, layers: int = LAYERS) -> PipelineParallel:
-    """This rank's part of the model, as train.py builds it."""
-    layout = config.distributed
+def model_of(
+    config: Config,
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: int = LAYERS,
+    wrapper: Callable[..., Any] = DataParallelBucket,
+) -> Any:
+    """Build this rank's part of the model as train.py does, with `wrapper` instead of `DataParallelBucket`."""
+    layout, shape = config.distributed, model_config(layers, config.training.seq_length)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    shape = model_config(layers, config.training.seq_length)
-    return build_model(config, shape, plan_pipeline(config, shape), device, dtype)
+    weights = initial_weights(shape, config.training.seed)
+    with mock.patch("picotron.parallelize.DataParallelBucket", wrapper):
+        return build_model(config, shape, plan_pipeline(config, shape), device, dtype, weights)
 
 
-Step = Callable[[DataParallel, MicroBatchDataLoader], Tensor]
+def stage_of(config: Config, device: torch.device, dtype: torch.dtype, layers: int = LAYERS) -> PipelineParallel:
+    """Build the model without data parallelism, for torch's trainers, which read `grad` instead of `main_grad`."""
+    return model_of(config, device, dtype, layers, wrapper=lambda stage, parameters_by_stage: stage)
 
 
 def training_of(
-    config: Config, device: torch.device, wrapper: type[DataParallel] = DataParallelBucket, layers: int = LAYERS
+    config: Config,
+    device: torch.device,
+    layers: int = LAYERS,
+    wrapper: Callable[..., DataParallel] = DataParallelBucket,
 ) -> tuple[Step, DataParallel, MicroBatchDataLoader]:
-    """This rank's training step, and what it takes: the wrapped model and the data."""
+    """Return this rank's training step and its arguments: the model and the data loader."""
     dtype, shape = getattr(torch, config.model.dtype), model_config(layers, config.training.seq_length)
-    stage = stage_of(config, device, dtype, layers)
-    model = wrapper(stage, groups=stage.parameters_by_stage())
-    plan, tensor_shapes = plan_pipeline(config, shape), hidden_states_shape(config, shape)
-    return make_train_step(config, plan, tensor_shapes, device, dtype), model, loader_of(config, device)
+    model = model_of(config, device, dtype, layers, wrapper)
+    step = make_train_step(config, shape, plan_pipeline(config, shape), device, dtype)
+    return step, model, loader_of(config, device)
 
 
-def ours(
-    rank: int, layout: dict[str, Any], wrapper: str = "bucket", layers: int = LAYERS, threads: int = 1, **training: Any
+def picotron_step(
+    rank: int, layout: dict[str, Any], naive: bool = False, layers: int = LAYERS, threads: int = 1, **training: Any
 ) -> Callable[[], Any]:
-    """A step of picotron: its own training step, clipping and optimizer; see `run_config`."""
+    """Return a step of picotron: forward and backward, clipping and optimizer.
+
+    Args:
+        layout, training: see `run_config`.
+        naive: whether to use `DataParallelNaive`.
+        threads: number of threads of the process.
+    """
     torch.set_num_threads(threads)
     device, config = device_of(rank), run_config(layout, **training)
-    wrap = {"bucket": DataParallelBucket, "naive": DataParallelNaive}[wrapper]
-    take_step, model, loader = training_of(config, device, wrap, layers)
+    wrapper = DataParallelNaive if naive else DataParallelBucket
+    train_step, model, loader = training_of(config, device, layers, wrapper)
     optimizer = AdamW(model.parameters(), config.training, fused=True)
 
     def step() -> None:
-        take_step(model, loader)
+        train_step(model, loader)
         clip_grad_norm(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -106,13 +138,10 @@ def ours(
     return step
 
 
-@contextlib.contextmanager
-def nothing() -> Iterator[None]:
-    yield
-
-
-def theirs(rank: int, dp_size: int, ddp: bool, compiled: bool = False) -> Callable[[], Any]:
-    """A step of transformers' model in a plain loop, or in DistributedDataParallel; on a GPU under bf16 autocast."""
+def transformers_step(rank: int, dp_size: int, ddp: bool, compiled: bool = False) -> Callable[[], Any]:
+    """Return a step of transformers' model in a plain loop or in DistributedDataParallel; on a GPU, under bfloat16
+    autocast.
+    """
     device, config = device_of(rank), run_config({"dp_size": dp_size})
     setup_process_group_manager(1, 1, 1, dp_size)
     with device:
@@ -122,7 +151,7 @@ def theirs(rank: int, dp_size: int, ddp: bool, compiled: bool = False) -> Callab
             layer.compile()
     if ddp:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch_adamw(model.parameters())
     loader = loader_of(config, device)
 
     def step() -> None:
@@ -130,7 +159,7 @@ def theirs(rank: int, dp_size: int, ddp: bool, compiled: bool = False) -> Callab
             batch = next(loader)
             ids, targets = batch["input_ids"], batch["target_ids"]
             last = i == MICRO_BATCHES - 1
-            with nothing() if last or not ddp else model.no_sync():
+            with contextlib.nullcontext() if last or not ddp else model.no_sync():
                 with torch.autocast(device.type, torch.bfloat16, enabled=ON_GPU):
                     logits = model(input_ids=ids, use_cache=False).logits
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / MICRO_BATCHES
@@ -142,8 +171,15 @@ def theirs(rank: int, dp_size: int, ddp: bool, compiled: bool = False) -> Callab
     return step
 
 
+def torch_adamw(parameters: Any) -> torch.optim.AdamW:
+    """Return torch's optimizer with picotron's default hyperparameters."""
+    return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
 def arguments(text: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=text)
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=5 if ON_GPU else 1, help="per turn")
+    """Return a parser of the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=7, help="number of measurements of each variant; default: 7")
+    steps = 5 if ON_GPU else 1
+    parser.add_argument("--steps", type=int, default=steps, help=f"number of steps per measurement; default: {steps}")
     return parser

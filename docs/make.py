@@ -1,26 +1,29 @@
-"""Keeps README.md and docs/*.md true:  make docs,  or  python -m docs.make docs/checkpoints.md  for some of the pages
+"""Update of README.md and docs/*.md: run the commands of a page and write their output into it.
 
-It runs what a page runs and writes into the page what that prints; tests/test_docs.py checks that nothing has changed.
+    make docs                                   all pages
+    python -m docs.make docs/checkpoints.md     some pages
 
-    ```console                  a command and what it printed, errors too
+tests/test_docs.py checks that the outputs have not changed. A page can have three kinds of blocks:
+
+    ```console                  a command, and its output with errors
     $ make help
     ...
     ```
     ```bash                     a script whose output is not shown
     <!-- picture: python -m docs.run_pictures batch --out docs/pictures/batch.svg -->
-    ![A global batch](pictures/batch.svg)                                     a picture and the command that makes it
+    ![A global batch](pictures/batch.svg)                                     a picture, and the command that draws it
 
-Comments before these say how:
+Comments before a block are its options:
 
-    <!-- run: slow -->          by `make docs` and `make parity`, not by `make test`. A bash block is never fast.
-    <!-- run: no, WHY -->       never; the tests only check its options and files
-    <!-- compare: shape -->     tests compare `all` of the output, its `shape` (all but numbers) or `nothing`;
-                                by default all of what is fast, and the shape of what is slow
+    <!-- run: slow -->          run in `make docs` and `make parity`, but not in `make test`; a bash block is never fast
+    <!-- run: no, REASON -->    never run it; the tests only check that its options and files exist
+    <!-- compare: shape -->     let the tests compare `all` of the output, its `shape` (without numbers) or `nothing`;
+                                by default, all of it for fast blocks and its shape for slow ones
     <!-- keep: 3 -5 -->         show the first three lines and the last five
-    <!-- exit: 1 -->            how it ends, if not with 0
+    <!-- exit: 1 -->            expect this exit status instead of 0
 
-The commands of a page run in their order, in a copy of the repository that is as fresh as its home folder. In what is
-shown, that home is ~ and the copy ~/picotron.
+The commands of a page run in order, in a copy of the repository in a new home folder. In the output shown, this home
+folder is ~ and the copy ~/picotron.
 """
 
 import argparse
@@ -50,7 +53,7 @@ def pages() -> list[Path]:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Something that a page runs: it has an output that is shown, or a picture, or neither (bash)."""
+    """A command on a page, with the output shown there or its picture. A bash block has neither."""
 
     line: int
     command: str
@@ -67,7 +70,7 @@ class Block:
 
     @property
     def speed(self) -> str:
-        """fast, slow or no; what else is written there is a mistake."""
+        """`fast`, `slow` or `no`; any other value is an error on the page, which the tests report."""
         is_bash = self.shown is None and self.picture is None
         return self.options.get("run", "none given" if is_bash else "fast").split(",")[0]
 
@@ -85,7 +88,7 @@ class CommandFailed(Exception):
 
 
 class Workspace:
-    """A copy of the repository in a home folder of its own. As a context it is deleted in the end."""
+    """A copy of the repository in a new home folder. As a context manager, it deletes the copy at the end."""
 
     def __init__(self) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="picotron-docs-")).resolve()
@@ -96,7 +99,7 @@ class Workspace:
             if (ROOT / name).exists():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.root / name)
-        environment = self.root / ".venv"  # a folder of links, so that make takes it for installed
+        environment = self.root / ".venv"  # a folder of links, so that make considers it installed
         environment.mkdir()
         for path in Path(sys.prefix).iterdir():
             (environment / path.name).symlink_to(path)
@@ -106,17 +109,17 @@ class Workspace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.home, ignore_errors=True)  # what was killed may still write there
+        shutil.rmtree(self.home, ignore_errors=True)  # a killed process may still write there
 
     def file(self, page: Path, link: str) -> Path:
-        """What is here in place of a file that a page links to."""
+        """Return the copy of a file that a page links to."""
         return self.root / (page.parent / link).resolve().relative_to(ROOT)
 
     def run(self, block: Block) -> str:
-        """What a command prints, or as much of it as a page shows.
+        """Run a command and return the lines of its output that the page shows.
 
         Raises:
-            CommandFailed: it ends in another way than the page says.
+            CommandFailed: the exit status differs from the expected one.
         """
         variables = {
             "PATH": f"{self.root}/.venv/bin:{os.environ['PATH']}", "HOME": str(self.home), "COLUMNS": "120",
@@ -126,7 +129,7 @@ class Workspace:
             ["bash", "-euo", "pipefail", "-c", block.command], cwd=self.root, env=variables, check=False,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        # Of a progress bar a terminal shows what was written last.
+        # A terminal shows only the last state of a progress bar.
         text = re.sub(r"[^\n]*\r(?!\n)", "", done.stdout.decode())
         lines = [line.rstrip() for line in text.strip("\n").replace(str(self.home), "~").splitlines()]
         if done.returncode != int(block.options.get("exit", 0)):
@@ -136,7 +139,7 @@ class Workspace:
 
 
 def keep(lines: list[str], counts: str) -> list[str]:
-    """The first and the last lines of an output; counts are like `3 -5`, or nothing for all."""
+    """Return the first and the last lines of an output, for counts like `3 -5`; an empty text keeps all lines."""
     numbers = [int(count) for count in counts.split()]
     first, last = sum(n for n in numbers if n > 0), -sum(n for n in numbers if n < 0)
     if not numbers or len(lines) <= first + last:
@@ -145,16 +148,16 @@ def keep(lines: list[str], counts: str) -> list[str]:
 
 
 def shape(output: str) -> str:
-    """What is left of an output if numbers do not count."""
+    """Replace every number in an output by 0."""
     return re.sub(r"\s+", " ", re.sub(r"\d[\d.,]*(e[+-]\d+)?", "0", output))
 
 
 def make(page: Path, wanted: Callable[[Block], bool]) -> None:
-    """Run the wanted blocks of a page, and write it with what they print.
+    """Run the wanted blocks of a page, and write their output into it.
 
     Raises:
-        CommandFailed: a command ends with another exit status than the page says.
-        OSError: a picture was not made.
+        CommandFailed: a command ends with an unexpected exit status.
+        OSError: a command did not write its picture.
     """
 
     def run(match: re.Match[str]) -> str:
@@ -173,9 +176,11 @@ def make(page: Path, wanted: Callable[[Block], bool]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run what README.md and docs/*.md run, and write what it prints.")
-    parser.add_argument("pages", nargs="*", type=Path, help="by default all")
-    parser.add_argument("--fast", action="store_true", help="leave slow commands as they are")
+    parser = argparse.ArgumentParser(
+        description="Run the commands on README.md and docs/*.md, and write their output into these pages."
+    )
+    parser.add_argument("pages", nargs="*", type=Path, help="pages to update; default: all")
+    parser.add_argument("--fast", action="store_true", help="skip slow commands and keep their output")
     options = parser.parse_args()
     failed = False
     for page in [path.resolve() for path in options.pages] or pages():
@@ -183,7 +188,7 @@ def main() -> None:
             make(page, lambda block: block.speed == "fast" or not options.fast)
         except (CommandFailed, OSError) as error:
             failed = True
-            print(f"{page.name} is left as it is: {error}", file=sys.stderr)
+            print(f"{page.name} was not updated: {error}", file=sys.stderr)
     sys.exit(failed)
 
 

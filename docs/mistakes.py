@@ -1,8 +1,8 @@
-"""The classic mistakes, made on purpose, and which test notices:
+"""Classic mistakes, made on purpose, and the tests that catch them:
 
-    python -m docs.mistakes data_parallel     (or tensor_parallel, pipeline_parallel, context_parallel, or one by name)
+    python -m docs.mistakes data_parallel     (or tensor_parallel, pipeline_parallel, context_parallel, or one mistake)
 
-A mistake replaces something in picotron, in the processes that a test starts, while that test runs.
+A mistake replaces functions of picotron in the processes that run a test, for the time of this test.
 """
 
 import argparse
@@ -33,26 +33,26 @@ from tests.support.worker_pool import WorkerPool
 class Mistake:
     """
     Args:
-        page: of docs/ that tells about it.
-        what: goes wrong, in a sentence.
-        instead: what takes the place of what, by dotted names.
-        test: fails with it.
-        case: the arguments of that test, after the pool.
+        page: page of docs/ that explains the mistake.
+        description: the mistake in one sentence.
+        replacements: what replaces a function, by the function's dotted name.
+        test: the test that catches the mistake.
+        arguments: arguments of the test after the pool.
     """
 
     page: str
-    what: str
-    instead: dict[str, Any]
+    description: str
+    replacements: dict[str, Any]
     test: Callable[..., None]
-    case: tuple[Any, ...]
+    arguments: tuple[Any, ...]
 
     def run_test(self, pool: WorkerPool) -> None:
-        """Raises AssertionError, as the test notices the mistake."""
-        self.test(MistakenPool(pool, self), *self.case)
+        """Run the test with the mistake. It should raise AssertionError."""
+        self.test(MistakenPool(pool, self), *self.arguments)
 
 
 class MistakenPool:
-    """A pool of workers that make a mistake."""
+    """A pool whose workers make a mistake."""
 
     def __init__(self, pool: WorkerPool, mistake: Mistake) -> None:
         self.pool, self.name = pool, next(name for name, other in MISTAKES.items() if other is mistake)
@@ -62,29 +62,29 @@ class MistakenPool:
 
 
 def with_mistake(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """What a worker does: `function(*arguments)` with a mistake."""
+    """Call `function(*arguments)` in a worker, with a mistake."""
     with ExitStack() as stack:
-        for place, replacement in MISTAKES[name].instead.items():
-            stack.enter_context(mock.patch(place, replacement))
+        for target, replacement in MISTAKES[name].replacements.items():
+            stack.enter_context(mock.patch(target, replacement))
         return function(*arguments)
 
 
 # --------------------------------------------------------------------------------------------------- data parallelism
 
 
-def launch_a_sum(bucket: Bucket) -> None:
+def launch_sum(bucket: Bucket) -> None:
     bucket.work = all_reduce(bucket.buffer, bucket.group, async_op=True)
 
 
-right_cross_entropy = Head.cross_entropy
+correct_cross_entropy = Head.cross_entropy
 
 
-def mean_over_all_ranks(head: Head, x: Tensor, target_ids: Tensor) -> Tensor:
-    return right_cross_entropy(head, x, target_ids) / pgm.process_group_manager.dp_world_size
+def divided_by_dp_size(head: Head, x: Tensor, target_ids: Tensor) -> Tensor:
+    return correct_cross_entropy(head, x, target_ids) / pgm.process_group_manager.dp_world_size
 
 
 def reduce_every_time(model: Any, data_loader: Any, device: torch.device) -> Tensor:
-    """`train.train_step`, but nobody tells the wrapper which backward is the last."""
+    """Run `train_step` without `require_backward_grad_sync = False` for all backwards except the last."""
     total_loss = torch.zeros((), device=device)
     for _ in range(data_loader.grad_acc_steps):
         loss = model(**next(data_loader)) / data_loader.grad_acc_steps
@@ -101,15 +101,15 @@ def keep_partial(ctx: Any, partial: Tensor, group: Any) -> Tensor:
     return partial.clone()
 
 
-def start_nothing(partial: Tensor, group: Any) -> Callable[[], Tensor]:
+def skip_all_reduce(partial: Tensor, group: Any) -> Callable[[], Tensor]:
     return lambda: partial
 
 
-def pass_on(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+def return_unchanged(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     return gradient, None
 
 
-def own_gradient(parameter: Tensor, group: Any) -> Tensor:
+def unsummed_gradient(parameter: Tensor, group: Any) -> Tensor:
     return parameter
 
 
@@ -143,22 +143,22 @@ def contiguous_blocks(source: int, tokens: int, sharding: str) -> Any:
 
 
 def all_queries(source: int, tokens: int, sharding: str) -> Any:
-    """`visible_blocks` of zigzag parts, but for a later rank's keys."""
+    """Return the blocks of zigzag shards, but let all queries attend to a later rank's keys."""
     later = source > pgm.process_group_manager.cp_rank
     return [(slice(None), slice(None), False)] if later else visible_blocks(source, tokens, sharding)
 
 
-right_next = MicroBatchDataLoader.__next__
+correct_next = MicroBatchDataLoader.__next__
 
 
 def positions_from_zero(loader: MicroBatchDataLoader) -> dict[str, Any]:
-    batch = right_next(loader)
+    batch = correct_next(loader)
     return batch | {"position_ids": torch.arange(batch["input_ids"].size(1)).expand_as(batch["input_ids"])}
 
 
 DP, TP = "picotron.data_parallel", "picotron.tensor_parallel"
 PP, CP = "picotron.pipeline_parallel.pipeline_parallel", "picotron.context_parallel.context_parallel"
-# A test, and its arguments after the pool.
+# Tests with their arguments after the pool.
 STEPS_DP = (test_data_parallel.test_ten_steps_equal_one_process, (2, "bucket", 1, False))
 MODEL = "gqa, padded vocabulary"
 GRADIENTS_TP = (test_tensor_parallel.test_loss_logits_and_every_gradient, (MODEL, 2, False, False))
@@ -168,94 +168,94 @@ STEPS_CP = (test_context_parallel.test_ten_steps_equal_one_process, ({"cp_size":
 MISTAKES = {
     "gradients_not_divided": Mistake(
         "data_parallel",
-        "Bucket.launch adds up the ranks' gradients, and nobody divides by how many there are.",
-        {f"{DP}.bucket.Bucket.launch": launch_a_sum},
+        "Bucket.launch sums the gradients over the ranks, but does not divide by the number of ranks.",
+        {f"{DP}.bucket.Bucket.launch": launch_sum},
         *STEPS_DP,
     ),
     "loss_averaged_twice": Mistake(
         "data_parallel",
-        "The loss is divided by dp_size, and the gradients are averaged as well.",
-        {"picotron.model.Head.cross_entropy": mean_over_all_ranks},
+        "The loss is divided by dp_size, although the gradients are averaged over the ranks as well.",
+        {"picotron.model.Head.cross_entropy": divided_by_dp_size},
         *STEPS_DP,
     ),
     "reduced_every_time": Mistake(
         "data_parallel",
-        "train_step never sets require_backward_grad_sync: the backward of every micro-batch averages.",
+        "train_step never sets require_backward_grad_sync, so the backward of every micro-batch averages the gradients.",
         {"picotron.train_step.train_step": reduce_every_time},
         test_data_parallel.test_ten_steps_equal_one_process,
         (2, "bucket", 3, False),
     ),
     "partial_sums": Mistake(
         "tensor_parallel",
-        "ReduceFromRanks.forward returns this rank's part of the sum.",
+        "ReduceFromRanks.forward returns the rank's own term instead of the sum over the ranks.",
         {f"{TP}.tp_communications.ReduceFromRanks.forward": keep_partial},
         *GRADIENTS_TP,
     ),
     "partial_gradients": Mistake(
         "tensor_parallel",
-        "ColumnParallel.backward does not sum the gradients of x.",
-        {f"{TP}.tensor_parallel.start_all_reduce": start_nothing},
+        "ColumnParallel.backward does not sum the gradient of x over the ranks.",
+        {f"{TP}.tensor_parallel.start_all_reduce": skip_all_reduce},
         *GRADIENTS_TP,
     ),
     "copy_not_summed": Mistake(
         "tensor_parallel",
-        "CopyToRanks.backward passes its gradient on: the head's part of it, in each rank another one.",
-        {f"{TP}.tp_communications.CopyToRanks.backward": pass_on},
+        "CopyToRanks.backward does not sum: each rank continues with the contribution of its own shard of the head.",
+        {f"{TP}.tp_communications.CopyToRanks.backward": return_unchanged},
         *GRADIENTS_TP,
     ),
     "norms_not_summed": Mistake(
         "tensor_parallel",
-        "With sequence parallelism, each rank keeps its own gradient of the norms' weights.",
-        {f"{TP}.tensor_parallel.summed_gradient": own_gradient},
+        "With sequence parallelism, the gradients of the norms' weights are not summed over the ranks.",
+        {f"{TP}.tensor_parallel.summed_gradient": unsummed_gradient},
         test_tensor_parallel.test_loss_logits_and_every_gradient,
         (MODEL, 2, True, False),
     ),
     "micro_batches_not_divided": Mistake(
         "pipeline_parallel",
-        "forward_step divides the loss that is shown by the number of micro-batches, but not the one that goes back.",
+        "forward_step divides the logged loss by the number of micro-batches, but not the loss that backward starts at.",
         {f"{PP}.forward_step": undivided_forward_step},
         *GRADIENTS_PP,
     ),
     "wrong_backward_first": Mistake(
         "pipeline_parallel",
-        "The stages answer the newest forward instead of the oldest.",
+        "Each stage runs backward for its newest forward instead of its oldest.",
         {f"{PP}.deque": LastInFirstOut},
         *GRADIENTS_PP,
     ),
     "tied_embedding_forgotten": Mistake(
         "pipeline_parallel",
-        "The first and the last stage do not add up the gradients of the matrix that they share.",
+        "The first and the last stage do not sum the gradients of the tied embedding, of which both hold a replica.",
         {f"{PP}.PipelineParallel.sum_tied_gradients": lambda stage: None},
         test_pipeline_parallel.test_every_gradient,
         ("1f1b", True, {"pp_size": 3}),
     ),
     "cp_not_averaged": Mistake(
         "context_parallel",
-        "The gradients are averaged over dp_group alone: cp ranks are forgotten.",
+        "The gradients are averaged over dp_group instead of cp_dp_group, so not over the cp ranks.",
         {f"{DP}.data_parallel.make_buckets": buckets_of_dp_alone},
         *STEPS_CP,
     ),
     "wrong_tokens": Mistake(
         "context_parallel",
-        "The data loader deals out contiguous parts, but attention takes them for zigzag ones.",
+        "The data loader returns contiguous shards of the sequences, but attention assumes zigzag shards.",
         {"picotron.data.local_positions": contiguous_positions},
         *STEPS_CP,
     ),
     "positions_from_zero": Mistake(
         "context_parallel",
-        "Every rank counts the positions of its tokens from 0.",
+        "Every rank numbers the positions of its tokens from 0.",
         {"picotron.data.MicroBatchDataLoader.__next__": positions_from_zero},
         *STEPS_CP,
     ),
     "future_seen": Mistake(
         "context_parallel",
-        "visible_blocks lets all queries see the keys of later ranks, not only those of the second chunk.",
+        "visible_blocks lets all queries attend to the keys of later ranks, not only the queries of the second chunk.",
         {f"{CP}.visible_blocks": all_queries},
         *STEPS_CP,
     ),
     "contiguous_shards": Mistake(
         "context_parallel",
-        "Parts are contiguous everywhere. The numbers are right, but the last rank has the most to do.",
+        "Data loader and attention use contiguous shards: the results are correct, but the last rank has the most work.",
         {
             f"{CP}.visible_blocks": contiguous_blocks,
             "tests.test_context_parallel.local_positions": contiguous_positions,
@@ -266,8 +266,8 @@ MISTAKES = {
 }
 
 
-def reason(error: AssertionError) -> str:
-    """What failed, in a line: of a worker's traceback its last one, of an assert that says nothing its source."""
+def failed_assertion(error: AssertionError) -> str:
+    """Return the failure in one line: the last line of a worker's traceback, or the source of an assert statement."""
     lines = str(error).splitlines() or [str(traceback.extract_tb(error.__traceback__)[-1].line)]
     line = next((line for line in lines if line.startswith("AssertionError")), lines[0])
     return line.removeprefix("AssertionError: ")
@@ -275,23 +275,26 @@ def reason(error: AssertionError) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", choices=[*dict.fromkeys(m.page for m in MISTAKES.values()), *MISTAKES])
+    choices = [*dict.fromkeys(mistake.page for mistake in MISTAKES.values()), *MISTAKES]
+    parser.add_argument("which", choices=choices, metavar="page_or_mistake", help=f"one of {', '.join(choices)}")
     which = parser.parse_args().which
     pool = WorkerPool()
     for name, mistake in MISTAKES.items():
         if which not in (name, mistake.page):
             continue
-        print(f"{name}: {mistake.what}\n    {mistake.test.__module__.replace('.', '/')}.py::{mistake.test.__name__}")
+        print(
+            f"{name}: {mistake.description}\n    {mistake.test.__module__.replace('.', '/')}.py::{mistake.test.__name__}"
+        )
         try:
             mistake.run_test(pool)
         except AssertionError as error:
-            print(f"    fails: {reason(error)}")
+            print(f"    fails: {failed_assertion(error)}")
         else:
-            sys.exit("    passes: it should have failed")
+            sys.exit("    passes, although it should fail")
     pool.close()
 
 
 if __name__ == "__main__":
-    from docs import mistakes  # workers look the functions up by this module's name
+    from docs import mistakes  # so that workers can import the functions above from docs.mistakes
 
     mistakes.main()

@@ -1,192 +1,175 @@
-"""The pictures of the pages, from what the code really does:
+"""Pictures of single ideas for the pages, drawn from what the code does:
 
 python -m docs.pictures buckets --out docs/pictures/buckets.svg
 """
 
 import argparse
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 
 from docs.quickstart import quickstart, stage_of
+from docs.svg import LINE, RANKS, WIDTH, Svg
 from picotron.context_parallel.context_parallel import visible_blocks
 from picotron.context_parallel.positions import local_positions
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.explain.fake_group import fake_rank
-from picotron.schedules.draw_svg import COLOURS, GAP, ROW, STYLE, as_svg
 from picotron.schedules.schedules import build
 from picotron.schedules.simulate import Costs, simulate, summary
 from picotron.weights import Shard, main_grad, parameters_and_shards
 
-RANKS = [*(COLOURS[kind] for kind in "FBWI"), COLOURS["R"]]  # of the first five ranks
-
-
-class Svg:
-    """A picture that things are added to; sizes in pixels."""
-
-    def __init__(self, width: float, height: float) -> None:
-        size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
-        self.parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{STYLE}</style>"]
-
-    def box(
-        self, x: float, y: float, width: float, height: float, colour: str, label: str = "", title: str = ""
-    ) -> None:
-        """A rectangle; its label is left out where it does not fit."""
-        where = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
-        self.parts.append(
-            f'<rect class="action" {where} fill="{colour}"><title>{escape(title or label)}</title></rect>'
-        )
-        if label and width > 6.5 * len(label):
-            self.text(x + width / 2, y + height / 2 + 4, label, "label")
-
-    def triangle(self, x: float, y: float, size: float, colour: str) -> None:
-        """The half of a square on and below its diagonal."""
-        points = f"{x:.2f},{y:.2f} {x:.2f},{y + size:.2f} {x + size:.2f},{y + size:.2f}"
-        self.parts.append(f'<polygon class="action" points="{points}" fill="{colour}"/>')
-
-    def frame(self, x: float, y: float, width: float, height: float) -> None:
-        where = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
-        self.parts.append(f'<rect class="idle" {where}/>')
-
-    def text(self, x: float, y: float, text: str, kind: str = "") -> None:
-        self.parts.append(f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}">{escape(text)}</text>')
-
-    def __str__(self) -> str:
-        return "\n".join([*self.parts, "</svg>\n"])
-
 
 def buckets(bucket_mb: float = 4.0) -> str:
-    """The quickstart's gradients in buckets, in the order in which they leave; a colour for each layer."""
+    """Draw the quickstart's gradients in buckets, in the order in which they are reduced; a colour for each layer."""
     config = quickstart(dp_size=2)
     with fake_rank(0, config.distributed):
         stage = stage_of(config)
         model = DataParallelBucket(stage, bucket_mb, stage.parameters_by_stage())
     names = {parameter: name for name, parameter in stage.module.named_parameters()}
-    picture, scale = Svg(960, 34 * len(model.buckets) + 22), 800 / max(b.buffer.nbytes for b in model.buckets)
-    for row, bucket in enumerate(model.buckets):
-        x, y = 150.0, 34.0 * row
-        picture.text(0, y + 18, f"bucket {row}: {bucket.buffer.nbytes / 2**20:.2f} MiB")
+    left, row = 170.0, 36
+    scale = (WIDTH - left) / max(bucket.buffer.nbytes for bucket in model.buckets)
+    picture = Svg(WIDTH, row * len(model.buckets) + 3 * LINE)
+    layers, x = list(stage.stages[0].layers), left
+    for layer in reversed(layers):
+        picture.box(x, 0, 80, 20, RANKS[layer], f"layer {layer}")
+        x += 90
+    picture.box(x, 0, 200, 20, RANKS[-1], "norm and embedding")
+    for number, bucket in enumerate(model.buckets):
+        x, y = left, row * number + LINE + 10
+        picture.text(0, y + 20, f"bucket {number}: {bucket.buffer.nbytes / 2**20:.2f} MiB")
         for parameter in bucket.parameters:
-            parts, width = names[parameter].split("."), main_grad(parameter).nbytes * scale
-            layer = int(parts[2]) if "layers" in parts else None
-            colour = RANKS[4] if layer is None else RANKS[layer]
-            label = parts[-2] if layer is None else f"{layer} {parts[-2]}"
-            picture.box(x, y, width, 26, colour, label, names[parameter])
+            words, width = names[parameter].split("."), main_grad(parameter).nbytes * scale
+            colour = RANKS[int(words[2])] if "layers" in words else RANKS[-1]
+            picture.box(x, y, width, row - 8, colour, words[-2].removesuffix("_proj"), names[parameter])
             x += width
+    y = row * len(model.buckets) + LINE + 14
+    picture.arrow(left, y, WIDTH, y)
     picture.text(
-        150,
-        34 * len(model.buckets) + 14,
-        "Backward fills them from the top left to the bottom right; a full one leaves at once.",
+        left, y + 20, "order of backward in each row; a full bucket is averaged while backward fills the next one"
     )
     return str(picture)
 
 
 def matrices(tp: int = 4) -> str:
-    """The matrices of a layer, to scale, with the part of each rank."""
-    config, parts = quickstart(tp_size=tp), dict[str, dict[int, Shard]]()
+    """Draw the matrices of a layer to scale, with the shard of each rank."""
+    config, shards_of = quickstart(tp_size=tp), dict[str, dict[int, Shard]]()
     shapes = {}
     for rank in range(tp):
         with fake_rank(rank, config.distributed):
             layer = stage_of(config).module.model.layers["0"]
             for name, parameter, shard in parameters_and_shards(layer):
                 if shard is not None:
-                    parts.setdefault(name.split(".")[1], {})[rank] = shard
+                    shards_of.setdefault(name.split(".")[1], {})[rank] = shard
                     shapes[name.split(".")[1]] = shard.full_shape(parameter.shape)
-    scale, gap = 0.24, 24
-    width = sum(scale * shape[1] + gap for shape in shapes.values())
-    height = max(scale * shape[0] for shape in shapes.values())
-    picture, x = Svg(width + 30, height + 66), 0.0
+    gap, top = 48, 3 * LINE
+    scale = (WIDTH - gap * len(shapes)) / sum(columns for _, columns in shapes.values())
+    height = top + scale * max(rows for rows, _ in shapes.values())
+    picture, x = Svg(WIDTH, height + 2 * LINE), 0.0
     for name, (rows, columns) in shapes.items():
-        picture.text(x, 12, name)
-        picture.text(x, 26, f"{rows} x {columns}")
-        for rank, shard in parts[name].items():
+        axis = "rows" if shards_of[name][0].dim == 0 else "columns"
+        for i, line in enumerate((name, f"{rows} x {columns}", f"{axis} split")):
+            picture.text(x, 14 + 20 * i, line, "" if i else "title")
+        for rank, shard in shards_of[name].items():
             start, size = shard.start * scale, (shard.stop - shard.start) * scale
-            title = f"{name}, rank {rank}: {'rows' if shard.dim == 0 else 'columns'} {shard.start} to {shard.stop - 1}"
+            title = f"{name}, rank {rank}: {axis} {shard.start} to {shard.stop - 1}"
             if shard.dim == 0:
-                picture.box(x, 34 + start, columns * scale, size, RANKS[rank], title=title)
+                picture.box(x, top + start, columns * scale, size, RANKS[rank], title=title)
             else:
-                picture.box(x + start, 34, size, rows * scale, RANKS[rank], title=title)
+                picture.box(x + start, top, size, rows * scale, RANKS[rank], title=title)
         x += columns * scale + gap
     for rank in range(tp):
-        picture.box(80 * rank, height + 46, 70, 18, RANKS[rank], f"rank {rank}")
+        picture.box(90 * rank, height + LINE - 4, 80, LINE, RANKS[rank], f"rank {rank}")
     return str(picture)
 
 
 def shards(cp: int = 4) -> str:
-    """Causal attention in 2 cp chunks: who has which queries, and how many blocks of scores that makes."""
-    size, top = 36, 24
-    picture = Svg(2 * (2 * cp * size + 130), top + 2 * cp * size + 30)
-    for number, sharding in enumerate(("contiguous", "zigzag")):
-        left = number * (2 * cp * size + 130) + 50
-        picture.text(left, 14, f"{sharding}: a row is a chunk of queries, a column one of keys")
+    """Draw causal attention in 2 cp chunks: the rank of each chunk of queries, and the number of blocks per rank."""
+    size, left, top = 46, 64, 3 * LINE
+    half = WIDTH - (2 * cp * size + left)  # where the second drawing begins
+    picture = Svg(WIDTH, top + 2 * cp * size + LINE + 4)
+    for x, sharding in ((0, "contiguous"), (half, "zigzag")):
+        picture.text(x, 16, sharding, "title")
+        picture.text(x + left, 16 + LINE, "chunks of keys")
+        picture.arrow(x + left + 120, 11 + LINE, x + left + 2 * cp * size, 11 + LINE)
+        picture.text(x, 16 + LINE, "queries")
         owner: dict[int, int] = {}
         for rank in range(cp):
-            owner |= {int(p): rank for p in local_positions(2 * cp, cp, rank, sharding)}
-        work = [0.0] * cp
+            owner |= {int(chunk): rank for chunk in local_positions(2 * cp, cp, rank, sharding)}
+        blocks = [0.0] * cp
         for query in range(2 * cp):
-            y = top + query * size
-            picture.text(left - 46, y + size / 2 + 4, f"rank {owner[query]}")
+            y, rank = top + query * size, owner[query]
+            picture.text(x, y + size / 2 + 6, f"rank {rank}")
+            picture.text(x + left + (query + 0.5) * size, top - 6, str(query), "centred")
             for key in range(query):
-                picture.box(left + key * size, y, size, size, RANKS[owner[query]])
-                work[owner[query]] += 1
-            picture.triangle(left + query * size, y, size, RANKS[owner[query]])
-            work[owner[query]] += 0.5
-        told = ", ".join(f"rank {rank} {blocks:g}" for rank, blocks in enumerate(work))
-        picture.text(left, top + 2 * cp * size + 18, f"blocks: {told}")
+                picture.box(x + left + key * size, y, size, size, RANKS[rank])
+                blocks[rank] += 1
+            picture.triangle(x + left + query * size, y, size, RANKS[rank])
+            blocks[rank] += 0.5
+        numbers = ", ".join(f"{count:g}" for count in blocks)
+        picture.text(x + left, top + 2 * cp * size + LINE, f"blocks computed by rank 0 to {cp - 1}: {numbers}")
     return str(picture)
 
 
 def ring_steps(cp: int = 4) -> str:
-    """Which keys a rank has in each step of the ring, and which of its queries see which of them (zigzag)."""
-    size, config = 64, quickstart(cp_size=cp)
-    picture = Svg(60 + cp * (size + 90), cp * (size + 14) + 40)
-    for step in range(cp):
-        picture.text(60 + step * (size + 90), 12, f"ring step {step}")
+    """Draw the keys that a rank has in each step of the ring, and the queries that attend to them (zigzag)."""
+    size, left, config = 76, 70, quickstart(cp_size=cp)
+    column, row = (WIDTH - left - 110) / (cp - 1), size + 34
+    picture = Svg(WIDTH, cp * row + 4 * LINE)
     for rank in range(cp):
-        y = 22 + rank * (size + 14)
-        picture.text(0, y + size / 2, f"rank {rank}")
+        y = LINE + 26 + rank * row
+        picture.text(0, y + size / 2 + 6, f"rank {rank}")
         for step in range(cp):
-            x, source = 60 + step * (size + 90), (rank - step) % cp
+            x, source = left + step * column, (rank - step) % cp
+            if rank == 0:
+                picture.text(x, 16, f"ring step {step}", "title")
+            picture.text(x, y - 6, f"keys of rank {source}")
             picture.frame(x, y, size, size)
             with fake_rank(rank, config.distributed):
                 blocks = visible_blocks(source, 2, "zigzag")
             for queries, keys, causal in blocks:
-                rows, columns = range(2)[queries], range(2)[keys]
-                for row in rows:
-                    for column in columns:
-                        at = (x + column * size / 2, y + row * size / 2)
-                        if causal and row == column:
-                            picture.triangle(*at, size / 2, RANKS[source])
-                        elif not causal or column < row:
-                            picture.box(*at, size / 2, size / 2, RANKS[source])
-            picture.text(x + size + 6, y + size / 2, f"keys of {source}")
+                for query in range(2)[queries]:
+                    for key in range(2)[keys]:
+                        corner = (x + key * size / 2, y + query * size / 2)
+                        if causal and query == key:
+                            picture.triangle(*corner, size / 2, RANKS[source])
+                        elif not causal or key < query:
+                            picture.box(*corner, size / 2, size / 2, RANKS[source])
+            if step < cp - 1 and rank < cp - 1:
+                picture.arrow(x + size + 6, y + size / 2, x + column - 6, y + row + size / 2 - 8)
+    y = LINE + 14 + cp * row
     picture.text(
-        60,
-        cp * (size + 14) + 34,
-        "A square: both chunks of the rank's queries (rows) and of the keys that are there (columns).",
+        0, y + 8, "Square: the rank's two chunks of queries (rows) and the two chunks of keys (columns) that it has."
     )
+    picture.text(0, y + 30, f"Arrow: keys and values move on to the next rank; those of rank {cp - 1} move to rank 0.")
     return str(picture)
 
 
 def schedules(pp: int = 4, microbatches: int = 8) -> str:
-    """Schedules on the clock of `simulate`, all on one scale, where a backward takes as long as two forwards."""
+    """Draw five schedules on one time axis, simulated with a backward that takes as long as two forwards."""
     names = ("afab", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
     built = {name: build(name, pp, microbatches) for name in names}
     timelines = {name: simulate(s, Costs(weights=[1 / s.chunks] * s.num_stages)) for name, s in built.items()}
-    duration, height = max(timeline.step_time for timeline in timelines.values()), pp * (ROW + GAP) + 34
-    picture = Svg(960, height * len(timelines))
+    left, row, gap = 50, 22, 3
+    height, duration = pp * (row + gap) + 40, max(timeline.step_time for timeline in timelines.values())
+    scale = (WIDTH - left - 6) / duration
+    picture = Svg(WIDTH, height * len(timelines) + 4 * LINE)
+    picture.legend(left, 0, *timelines.values())
     for number, (name, timeline) in enumerate(timelines.items()):
+        y = LINE + 12 + number * height
         facts = ", ".join(f"{what} {value}" for what, value in summary(timeline).items())
-        picture.text(0, number * height + 14, f"{name}: {facts}")
-        picture.parts.append(as_svg(timeline, duration).replace("<svg ", f'<svg y="{number * height + 22}" ', 1))
+        picture.text(left, y + 14, f"{name}: {facts}")
+        for rank in range(pp):
+            picture.text(0, y + LINE + rank * (row + gap) + 17, f"pp {rank}")
+        picture.timeline(timeline, left, y + LINE, scale, row, gap)
+    unit = "unit: the forward of one micro-batch through all stages of a pp rank"
+    picture.time_axis(left, LINE + 6 + len(timelines) * height, scale, duration, 5, unit)
     return str(picture)
 
 
 def main(description: str | None, *pictures: Callable[[], str]) -> None:
-    """A program that draws these pictures, each by its name."""
+    """Run a program that draws one of these pictures, chosen by its name."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", choices=(by_name := {picture.__name__: picture for picture in pictures}))
-    parser.add_argument("--out", type=Path, required=True, help="the .svg")
+    parser.add_argument("--out", type=Path, required=True, help="the .svg file to write")
     options = parser.parse_args()
     options.out.write_text(by_name[options.picture](), encoding="utf-8")
 

@@ -1,7 +1,7 @@
-"""The quickstart's model and step in any layout, for the programs that count and draw.
+"""The quickstart's model and training step in any layout, for the programs that count and draw.
 
-With `fake_rank`, a single process plays any rank, and every message counts as arrived immediately. So what is computed
-there is meaningless, but what each rank holds and sends is right.
+They run in `fake_rank`: one process plays one rank of any layout, and receives nothing. So the values that it computes
+are meaningless, but the sizes of the tensors that a rank holds and sends are correct.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,11 @@ CPU = torch.device("cpu")
 
 
 def quickstart(**changes: Any) -> Config:
-    """template/base_config.json on one process, with changes to the layout, or to gradient_accumulation_steps."""
+    """Return the config template/base_config.json with all sizes of the layout 1, and then with `changes`.
+
+    Args:
+        changes: keys of the section `distributed`, or gradient_accumulation_steps.
+    """
     one_process = {"dp_size": 1, "pp_size": 1, "tp_size": 1}
     arguments = ["--config", "template/base_config.json"]
     for key, value in (one_process | changes).items():
@@ -35,21 +39,21 @@ def quickstart(**changes: Any) -> Config:
 
 
 def model_of(config: Config, dtype: torch.dtype = torch.float32) -> DataParallel:
-    """This rank's part of the model, as train.py builds it."""
+    """Build this rank's part of the model, as train.py does."""
     model_config = load_model_config(config.model)
     weights = initial_weights(model_config, config.training.seed)
     return build_model(config, model_config, plan_pipeline(config, model_config), CPU, dtype, weights)
 
 
 def stage_of(config: Config) -> PipelineParallel:
-    """`model_of` without the wrapper of data parallelism."""
+    """Build this rank's part of the model, without the wrapper of data parallelism."""
     stage = model_of(config).module
     assert isinstance(stage, PipelineParallel)
     return stage
 
 
 def step_of(config: Config) -> Callable[[], Any]:
-    """This rank's training step without the optimizer, ready to be called."""
+    """Return this rank's training step, without the optimizer, as a function without arguments."""
     model, model_config = model_of(config), load_model_config(config.model)
     tokens = np.zeros(config.training.seq_length * config.global_batch_size + 1, np.uint16)
     loader = MicroBatchDataLoader(tokens, config, CPU)

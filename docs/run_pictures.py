@@ -1,8 +1,8 @@
-"""Pictures of a whole run: what the quickstart's processes hold, train on and write.
+"""Pictures of the quickstart: what its ranks hold, train on and write.
 
     python -m docs.run_pictures grid --out docs/pictures/grid.svg
 
-Nothing here is computed anew: every rank's place, stages, heads, sequences and bytes are asked of the code that trains.
+Each rank's coordinates, stages, heads, sequences and byte ranges are those of the code that trains.
 """
 
 import itertools
@@ -14,101 +14,186 @@ from unittest import mock
 
 import numpy as np
 
-from docs.pictures import RANKS, Svg, main
+from docs.pictures import main
 from docs.quickstart import CPU, quickstart, stage_of
+from docs.svg import LINE, RANKS, WIDTH, Svg
 from picotron import process_group_manager as pgm
 from picotron.checkpoint.safetensors_folder import ByteRange
 from picotron.checkpoint.stage_files import StageFiles, TensorSlice
 from picotron.config import Config
+from picotron.config_reader import load_config
 from picotron.data import MicroBatchDataLoader
 from picotron.explain.fake_group import fake_rank
 from picotron.model import load_model_config
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import new_groups
 from picotron.schedules.draw_svg import lighter
-from picotron.schedules.stages import Stage
+from picotron.schedules.plan import plan_pipeline
+from picotron.schedules.simulate import Costs, simulate
+from picotron.schedules.stages import Stage, stage_weights
 from picotron.weights import parameters_and_shards
 
-WIDTH, BOX, GAP, LINE = 960, 64, 120, 24  # pixels: the picture's width, a rank's height, between stages, of a text
+STAGES = [RANKS[3], RANKS[4], RANKS[0], RANKS[1]]  # colours; the first two differ from those of forward and backward
 
 
-def in_words(stage: Stage) -> str:
+def contents(stage: Stage) -> str:
     first, last = stage.layers[0], stage.layers[-1]
-    layers = f"layers {first} to {last}" if first < last else f"layer {first}"
+    layers = f"layers {first}-{last}" if first < last else f"layer {first}"
     return "embedding, " * stage.has_embedding + layers + ", head" * stage.has_head
 
 
+def held_heads(stage: PipelineParallel) -> str:
+    """Return the attention heads of this rank."""
+    config = stage.module.config
+    shard = next(shard for name, _, shard in parameters_and_shards(stage.module) if name.endswith("q_proj.weight"))
+    heads = range(config.num_attention_heads)
+    if shard is not None:
+        heads = range(shard.start // config.head_dim, shard.stop // config.head_dim)
+    return f"heads {heads[0]}-{heads[-1]}"
+
+
 def micro_batches(config: Config) -> list[list[int]]:
-    """The numbers of the sequences that this rank gets from the first global batch."""
-    numbers = np.arange(config.global_batch_size).repeat(config.training.seq_length)  # all tokens of sequence n are n
+    """Return the numbers of the sequences in this rank's micro-batches of the first step."""
+    numbers = np.arange(config.global_batch_size).repeat(config.training.seq_length)  # each token of sequence n is n
     loader = MicroBatchDataLoader(np.append(numbers, 0), config, CPU, shuffle=False)
     return [next(loader)["input_ids"][:, 0].tolist() for _ in range(loader.grad_acc_steps)]
 
 
-def told(config: Config) -> list[str]:
-    """What this rank is and holds."""
-    rank, model_config = pgm.process_group_manager, load_model_config(config.model)
-    stage = stage_of(config)
-    queries = next(shard for name, _, shard in parameters_and_shards(stage.module) if name.endswith("q_proj.weight"))
-    heads = range(model_config.num_attention_heads)
-    if queries is not None:
-        heads = range(queries.start // model_config.head_dim, queries.stop // model_config.head_dim)
-    parameters = sum(parameter.numel() for parameter in stage.parameters())
+def describe_rank(config: Config) -> list[str]:
+    """Return three lines about this rank: its coordinates, its part of the model and its number of parameters."""
+    grid, stage = pgm.process_group_manager, stage_of(config)
+    stages = ", then ".join(map(contents, stage.stages.values()))
     return [
-        f"rank {rank.global_rank}: dp {rank.dp_rank}, pp {rank.pp_rank}, cp {rank.cp_rank}, tp {rank.tp_rank}",
-        f"{', then '.join(map(in_words, stage.stages.values()))}; heads {heads[0]} to {heads[-1]}",
-        f"{parameters:,} parameters, with their gradients and moments",
+        f"rank {grid.global_rank}: dp {grid.dp_rank}, pp {grid.pp_rank}, cp {grid.cp_rank}, tp {grid.tp_rank}",
+        f"{stages}; {held_heads(stage)}",
+        f"{sum(parameter.numel() for parameter in stage.parameters()):,} parameters",
     ]
 
 
 def grid() -> str:
-    """A row of boxes for each pipeline, a column for each stage; in a stage the ranks that share its matrices."""
+    """Draw a row of boxes for each pipeline, with a column for each stage, whose tp ranks stand below each other."""
     dp, pp, tp = 2, 2, 2
     config = quickstart(dp_size=dp, pp_size=pp, tp_size=tp, gradient_accumulation_steps=4)
-    width, row = (WIDTH - (pp - 1) * GAP) / pp, BOX + LINE
-    pipeline = tp * row + 2 * LINE
-    picture = Svg(WIDTH, dp * pipeline - 2 * LINE)
+    box, between, tp_gap, dp_gap = 68, 130, 32, 42
+    width, pipeline = (WIDTH - (pp - 1) * between) / pp, LINE + tp * box + (tp - 1) * tp_gap
+    picture = Svg(WIDTH, dp * pipeline + (dp - 1) * dp_gap)
     for rank, (d, p, t) in enumerate(itertools.product(range(dp), range(pp), range(tp))):
-        x, top = p * (width + GAP), d * pipeline + LINE + t * row
+        x, y = p * (width + between), d * (pipeline + dp_gap) + LINE + t * (box + tp_gap)
         with fake_rank(rank, config.distributed):
-            lines, sequences = told(config), itertools.chain(*micro_batches(config))
+            lines, sequences = describe_rank(config), itertools.chain(*micro_batches(config))
+            replicas = pgm.process_group_manager.cp_dp_group_ids
         if p == t == 0:
             numbers = ", ".join(map(str, sequences))
-            picture.text(0, top - 9, f"Pipeline {d}: of every {config.global_batch_size} sequences numbers {numbers}")
-        picture.box(x, top, width, BOX, lighter(RANKS[p], 0.3 + 0.3 * t / tp), title=lines[0])
+            picture.text(0, y - 8, f"Pipeline {d}: sequences {numbers} of every {config.global_batch_size}", "title")
+        picture.box(x, y, width, box, lighter(STAGES[p], 0.5 * t / tp), title=lines[0])
         for i, line in enumerate(lines):
-            picture.text(x + width / 2, top + 19 + 18 * i, line, "label")
+            picture.text(x + width / 2, y + 20 + 20 * i, line, "label")
         if p < pp - 1:
-            picture.text(x + width + 12, top + 29, "hidden states \N{RIGHTWARDS ARROW}")
-            picture.text(x + width + 12, top + 46, "\N{LEFTWARDS ARROW} gradients")
+            middle = x + width + between / 2
+            for i, (text, sign) in enumerate((("hidden states", 1), ("gradients", -1))):
+                picture.text(middle, y + 16 + 34 * i, text, "centred")
+                picture.arrow(
+                    middle - sign * (between / 2 - 6),
+                    y + 24 + 34 * i,
+                    middle + sign * (between / 2 - 6),
+                    y + 24 + 34 * i,
+                )
         if t < tp - 1:
-            picture.text(x, top + BOX + 16, "\N{UP DOWN ARROW} partial results, in every layer")
+            picture.arrow(x + 16, y + box + 3, x + 16, y + box + tp_gap - 3, double=True)
+            picture.text(x + 30, y + box + tp_gap / 2 + 5, "partial results, summed in every layer")
         elif d < dp - 1:
-            picture.text(x, top + BOX + 16, "\N{UP DOWN ARROW} average of gradients, once a step")
+            ranks = " and ".join(map(str, replicas))
+            picture.arrow(x + 16, y + box + 3, x + 16, y + box + dp_gap + LINE * (p > 0) - 3, double=True)
+            picture.text(x + 30, y + box + dp_gap / 2 + 3, f"gradients, averaged once per step (as ranks {ranks})")
+    return str(picture)
+
+
+def overview() -> str:
+    """Draw what the ranks of the quickstart hold and exchange, and the schedule of one of its pipelines."""
+    config = load_config(["--config", "template/base_config.json"])
+    layout, model_config = config.distributed, load_model_config(config.model)
+    plan = plan_pipeline(config, model_config)
+    dp, pp, tp = layout.dp_size, layout.pp_size, layout.tp_size
+    box, width, stage_gap, tp_gap, dp_gap, left, top = 44, 190, 26, 26, 32, 48, 66
+    pipeline = tp * box + (tp - 1) * tp_gap
+    right = left + pp * (width + stage_gap) + 20  # where the schedule begins
+    picture = Svg(WIDTH, top + dp * pipeline + (dp - 1) * dp_gap + 2)
+
+    picture.text(0, 16, f"{layout.world_size} ranks: dp {dp} x pp {pp} x cp {layout.cp_size} x tp {tp}", "title")
+    for p in range(pp):
+        x = left + p * (width + stage_gap)
+        picture.text(x + width / 2, top - 10, f"pp {p}", "centred")
+        if p < pp - 1:
+            picture.arrow(x + width + 3, top + box / 2 - 6, x + width + stage_gap - 3, top + box / 2 - 6)
+            picture.arrow(x + width + stage_gap - 3, top + box / 2 + 6, x + width + 3, top + box / 2 + 6)
+    for rank, (d, p, t) in enumerate(itertools.product(range(dp), range(pp), range(tp))):
+        x, y = left + p * (width + stage_gap), top + d * (pipeline + dp_gap) + t * (box + tp_gap)
+        with fake_rank(rank, layout):
+            stage = stage_of(config)
+        lines = [f"rank {rank}: {held_heads(stage)}", ", then ".join(map(contents, stage.stages.values()))]
+        picture.box(x, y, width, box, lighter(STAGES[p], 0.5 * t / tp), title=", ".join(lines))
+        for i, line in enumerate(lines):
+            picture.text(x + width / 2, y + 18 + 19 * i, line, "label")
+        if p == 0:
+            picture.text(0, y + box / 2 + 6, f"dp {d}" if t == 0 else "")
+        last = t == tp - 1
+        if not last or d < dp - 1:
+            gap = dp_gap if last else tp_gap
+            picture.arrow(x + 12, y + box + 3, x + 12, y + box + gap - 3, double=True)
+            text = "gradients, once per step" if last else "sums in every layer"
+            picture.text(x + 24, y + box + gap / 2 + 5, text)
+
+    weights = stage_weights(model_config, plan.stages, config.training.seq_length, pp)
+    timeline = simulate(plan.schedule, Costs(weights=weights))
+    row, gap, start = 40, 6, right + 50
+    scale = (WIDTH - start - 8) / timeline.step_time
+    picture.text(right, 16, f"{layout.pp_engine.upper()} schedule of pipeline dp 0", "title")
+    picture.legend(start, top - 24, timeline)
+    for p in range(pp):
+        y = top + 8 + p * (row + gap)
+        picture.box(right, y + 8, 44, 24, STAGES[p], f"pp {p}")
+    picture.timeline(timeline, start, top + 8, scale, row, gap)
+    axis = top + 14 + pp * (row + gap)
+    picture.time_axis(start, axis, scale, timeline.step_time, 3, "unit: an average forward of a micro-batch")
+    m, B = config.training.gradient_accumulation_steps, config.training.micro_batch_size
+    for i, line in enumerate(
+        (
+            f"Box: a micro-batch of {B} sequences; {m} per pipeline and step.",
+            f"Grey: idle time, {timeline.bubble:.1%} of the step (the bubble).",
+        )
+    ):
+        picture.text(right, axis + 78 + LINE * i, line)
     return str(picture)
 
 
 def batch() -> str:
-    """A global batch of the quickstart: who trains on which sequences, and when."""
-    dp, steps, width, left = 2, 4, 180, 60
+    """Draw a global batch of the quickstart: the sequences of each dp rank and micro-batch."""
+    dp, steps, width, left, row = 2, 4, 194, 54, 34
     config = quickstart(dp_size=dp, gradient_accumulation_steps=steps)
-    picture = Svg(left + steps * width, (dp + 1) * LINE)
+    picture = Svg(WIDTH, dp * row + 2 * LINE + 12)
     for i in range(steps):
         picture.text(left + i * width + 4, 16, f"micro-batch {i}")
     for rank in range(dp):
-        top = (rank + 1) * LINE
-        picture.text(0, top + 15, f"dp {rank}")
+        y = LINE + 2 + rank * row
+        picture.text(0, y + 20, f"dp {rank}")
         with fake_rank(rank, config.distributed):
-            found = micro_batches(config)
-        for i, rows in enumerate(found):
+            batches = micro_batches(config)
+        for i, rows in enumerate(batches):
             label = f"sequences {', '.join(map(str, rows))}"
-            picture.box(left + i * width, top, width - 4, LINE - 4, RANKS[rank], label)
+            picture.box(left + i * width, y, width - 4, row - 4, RANKS[rank], label)
+    x, bottom = left + steps * width, LINE + 2 + dp * row
+    picture.frame(x, LINE + 2, WIDTH - x, dp * row - 4)
+    for i, line in enumerate(("average gradients,", "update")):
+        picture.text((x + WIDTH) / 2, (LINE + bottom) / 2 - 4 + 20 * i, line, "centred")
+    picture.arrow(left, bottom + 6, WIDTH, bottom + 6)
+    picture.text(left, bottom + 26, "time, one step")
     return str(picture)
 
 
 def written_ranges(config: Config, rank: int) -> tuple[list[TensorSlice], list[ByteRange]]:
-    """What the model's file of a rank's stage holds, and which parts of it the rank writes: the writing is watched."""
-    no_state: Any = SimpleNamespace(state_of=lambda parameter: {})  # the optimizer's files are alike
-    # A checkpoint's groups are gloo's, whatever the device; here all are fake.
+    """Let a rank write its stage's model file. Returns the tensors of the file and the byte ranges that it wrote."""
+    no_state: Any = SimpleNamespace(state_of=lambda parameter: {})  # the optimizer's files are written in the same way
+    # A checkpoint's groups use gloo on any device; here, all groups are fake.
     fake_groups = mock.patch("picotron.checkpoint.stage_files.new_groups", lambda rows, _: new_groups(rows))
     with fake_rank(rank, config.distributed), fake_groups, tempfile.TemporaryDirectory() as folder:
         files = StageFiles(stage_of(config).module, no_state)
@@ -118,30 +203,34 @@ def written_ranges(config: Config, rank: int) -> tuple[list[TensorSlice], list[B
 
 
 def part_of_model(name: str) -> str:
-    """`layer 3` of model.layers.3.mlp.up_proj.weight. The norm before the head is too small to be told."""
+    """Return `layer 3` for model.layers.3.mlp.up_proj.weight. The last norm is too small for a label."""
     words = name.split(".")
     return f"layer {words[2]}" if words[1] == "layers" else words[1].replace("norm", "")
 
 
 def checkpoint_files() -> str:
-    """The model's files of a run with pp 2 x tp 2, to scale in bytes; a colour for each rank that writes."""
-    pp, tp, bar = 2, 2, 30
+    """Draw the model files of a run with pp 2 x tp 2, to scale in bytes; a colour for each rank that writes."""
+    pp, tp, bar = 2, 2, 44
     config = quickstart(pp_size=pp, tp_size=tp)
-    found = [written_ranges(config, rank) for rank in range(pp * tp)]
-    scale = WIDTH / max(part.start + part.size for _, parts in found for part in parts)
-    picture = Svg(WIDTH, pp * 90)
-    for rank, (slices, parts) in enumerate(found):
-        top = rank // tp * 90 + 20
-        picture.box(220 + 75 * (rank % tp), top - 18, 65, 15, RANKS[rank], f"rank {rank}")
+    ranks = [written_ranges(config, rank) for rank in range(pp * tp)]
+    scale = WIDTH / max(part.start + part.size for _, parts in ranks for part in parts)
+    height = LINE + bar + LINE + 14
+    picture = Svg(WIDTH, pp * height)
+    for rank, (slices, parts) in enumerate(ranks):
+        y = rank // tp * height + LINE + 2
+        picture.box(330 + 90 * (rank % tp), y - LINE, 80, LINE - 4, RANKS[rank], f"rank {rank}")
         for part in parts:
             title = f"rank {rank}: bytes {part.start:,} to {part.start + part.size:,}"
-            picture.box(part.start * scale, top, part.size * scale, bar, RANKS[rank], title=title)
+            picture.box(part.start * scale, y, part.size * scale, bar, RANKS[rank], title=title)
         if rank % tp == 0:
-            picture.text(0, top - 7, slices[0].file)
-            for name, held in itertools.groupby(slices, lambda each: part_of_model(each.name)):
-                picture.text(next(held).start * scale + 2, top + bar + 15, name)
+            picture.text(0, y - 7, slices[0].file, "title")
+            for name, tensors in itertools.groupby(slices, lambda each: part_of_model(each.name)):
+                x = next(tensors).start * scale
+                if name:
+                    picture.line(x, y, x, y + bar + 18)
+                picture.text(x + 4, y + bar + 17, name)
     return str(picture)
 
 
 if __name__ == "__main__":
-    main(__doc__, grid, batch, checkpoint_files)
+    main(__doc__, overview, grid, batch, checkpoint_files)

@@ -1,6 +1,7 @@
-"""The config of a run as typed, frozen, strict objects: what can be asked for, with types, defaults and limits.
+"""The config of a run as typed, frozen and strict objects: every key with its type, default and limits.
 
-`config_reader` makes them from a JSON file and the command line. Docstrings below a key reach --help and the schema.
+`config_reader` reads them from a JSON file and the command line. The docstring below a key is its help text, which
+`train.py --help` and the JSON schema show.
 """
 
 import json
@@ -24,7 +25,7 @@ from picotron.schedules.schedules import SCHEDULES, check_name
 
 
 class Section(BaseModel):
-    # strict: "4" is not 4, and 1 is not true
+    # strict: no conversions, so "4" is not accepted for 4, nor 1 for true
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
@@ -32,107 +33,115 @@ class Section(BaseModel):
 
 class Distributed(Section):
     tp_size: PositiveInt = 1
-    """tensor-parallel ranks: each holds a part of every matrix"""
+    """number of tensor-parallel ranks, each of which holds a shard of every matrix"""
     sequence_parallel: bool = False
-    """with tp_size > 1: between the matrices, each of these ranks holds a part of the sequence"""
+    """with tp_size > 1, shard the activations between the blocks along the sequence, for norms and residuals"""
     cp_size: PositiveInt = 1
-    """context-parallel ranks: each holds a part of every sequence"""
+    """number of context-parallel ranks, each of which holds a shard of every sequence"""
     cp_sharding: Literal["zigzag", "contiguous"] = "zigzag"
-    """which part: zigzag gives every rank as much attention to compute, contiguous the last one the most"""
+    """positions of each shard: zigzag balances the attention work, contiguous gives the last rank the most"""
     cp_engine: Literal["ring", "all_gather", "ulysses"] = "ring"
-    """how attention sees the other parts; ulysses splits heads instead"""
+    """context-parallel attention: ring and all_gather exchange keys and values, ulysses distributes heads instead"""
     pp_size: PositiveInt = 1
-    """pipeline ranks: each holds some of the layers"""
+    """number of pipeline ranks, each of which holds some of the layers"""
     dp_size: PositiveInt = 1
-    """data-parallel ranks: each holds some of the batch"""
+    """number of data-parallel ranks, each of which trains on different sequences of the batch"""
     pp_engine: Annotated[
         str,
         AfterValidator(check_name),
         WithJsonSchema({"anyOf": [{"enum": list(SCHEDULES)}, {"type": "string", "pattern": "^csv:."}]}),
     ] = "1f1b"
-    """with pp_size > 1: the schedule, or csv:FILE for one of your own"""
+    """pipeline schedule for pp_size > 1: a name, or csv:FILE to read the schedule from a file"""
     pp_chunks: PositiveInt | None = None
-    """stages per rank, for interleaved_1f1b and looped_bfs; null: as many as the schedule has by itself"""
+    """stages per pipeline rank, for interleaved_1f1b and looped_bfs; null: the default of the schedule"""
     pp_layout: str | None = None
-    """what each stage holds, like Et*3|(tt|)*5L: embedding, layers, head; null: stages that take equally long"""
+    """contents of each stage, such as Et*3|(tt|)*5L (E embedding, t layer, L head); null: stages of about equal cost"""
     backend: Literal["nccl", "gloo"] | None = None
-    """communication library; null: nccl on GPUs, gloo on CPU"""
+    """communication library; null: nccl on GPUs, gloo on the CPU"""
     use_cpu: bool = False
-    """run on the CPU even where there is a GPU"""
+    """train on the CPU, even on a machine with GPUs"""
 
     @property
     def world_size(self) -> int:
         return self.dp_size * self.pp_size * self.cp_size * self.tp_size
 
     @model_validator(mode="after")
-    def backend_fits_device(self) -> "Distributed":
+    def check_backend(self) -> "Distributed":
         if self.use_cpu and self.backend == "nccl":
             raise ValueError("backend='nccl' needs GPUs, but use_cpu=true; set backend to 'gloo' or null")
         if not self.use_cpu and self.backend == "gloo" and max(self.pp_size, self.cp_size) > 1:
             raise ValueError(
-                f"backend='gloo' does not send from GPU to GPU, as pp_size={self.pp_size} and cp_size={self.cp_size} need; "
-                f"set backend to null, or use_cpu to true"
+                f"backend='gloo' cannot send from GPU to GPU, which pp_size={self.pp_size} with cp_size={self.cp_size} "
+                f"requires; set backend to null, or use_cpu to true"
             )
         return self
 
 
 class Model(Section):
     name: str
-    """hub id, or local folder with a config.json"""
+    """hub id of a model, or local folder with a config.json"""
     num_hidden_layers: PositiveInt | None = None
-    """replaces the value of the model's own config.json, as do the next two"""
+    """number of decoder layers; null: the value in the model's config.json"""
     num_attention_heads: PositiveInt | None = None
+    """number of query heads; null: the value in the model's config.json"""
     num_key_value_heads: PositiveInt | None = None
+    """number of key/value heads; null: the value in the model's config.json"""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """of weights and activations; gradients and optimizer state are float32 or wider"""
+    """dtype of weights and activations; gradients and optimizer state are in float32 or wider"""
     use_flash_attention: bool = True
-    """let PyTorch choose its fused attention kernels; false: plain matmul and softmax"""
+    """let PyTorch choose a fused attention kernel; false: plain matmul and softmax"""
     use_fused_adam: bool = True
-    """torch's fused AdamW: one kernel for all parameters"""
+    """use PyTorch's fused AdamW, which updates all parameters in one kernel"""
     pretrained: bool = False
-    """start from the weights of `name` (safetensors) instead of random ones"""
+    """start from the weights of `name` (safetensors); false: random weights"""
     tokenizer: str | None = None
-    """hub id or folder; null: the model's own; "bpe": train a byte-level BPE of vocab_size tokens on the data set"""
+    """hub id, folder, or "bpe" (train a byte-level BPE of vocab_size tokens on the data set); null: the model's own"""
 
 
 class Training(Section):
     seed: NonNegativeInt = 42
-    """of the initial weights and the order of the data"""
+    """seed of the initial weights and of the order of the data"""
     learning_rate: float = Field(3e-4, gt=0)
+    """learning rate after the warm-up"""
     total_train_steps: PositiveInt = 200
+    """number of optimizer steps, and length of the learning-rate schedule"""
     seq_length: PositiveInt = 1024
     """tokens per sequence"""
     micro_batch_size: PositiveInt = 1
-    """sequences per forward pass on one data-parallel rank"""
+    """sequences per forward pass on each data-parallel rank"""
     gradient_accumulation_steps: PositiveInt = 1
-    """micro-batches per step"""
+    """micro-batches per optimizer step"""
     num_samples: PositiveInt | None = None
-    """use only the first so many documents of the data set"""
+    """use only the first N documents of the data set; null: all"""
     max_tokens: PositiveInt | None = None
-    """stop after so many tokens, if that comes before total_train_steps"""
+    """end the run after N tokens, if that comes before total_train_steps; null: no limit"""
     lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
+    """shape of the learning rate's decay after the warm-up"""
     warmup_steps: NonNegativeInt = 0
-    """the learning rate rises linearly over these steps"""
+    """steps over which the learning rate first rises linearly"""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """where the learning rate ends, as a fraction of learning_rate"""
+    """final learning rate of cosine and linear, as a fraction of learning_rate"""
     weight_decay: float = Field(0.1, ge=0)
-    """on matrices only; norms and biases have none"""
+    """weight decay of matrices; norms and biases have none"""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """decay rate of AdamW's first moment"""
     adam_beta2: float = Field(0.95, ge=0, lt=1)
+    """decay rate of AdamW's second moment"""
     adam_eps: float = Field(1e-8, gt=0)
+    """term that AdamW adds to its denominator"""
     max_grad_norm: float | None = Field(1.0, gt=0)
-    """clip the global gradient norm to this; null: never clip"""
+    """global gradient norm above which gradients are scaled down to it; null: no clipping"""
     activation_checkpointing: Literal["none", "full"] = "none"
-    """full: keep only each layer's input, compute the rest again in backward"""
+    """full: keep only the input of each layer and recompute its other activations in backward; none: keep all"""
     compile: bool = False
-    """torch.compile each decoder layer"""
+    """apply torch.compile to each decoder layer"""
     eval_frequency: NonNegativeInt = 0
-    """steps between evaluations of the loss on held-out data; 0: never"""
+    """steps between evaluations of the loss on held-out data; 0: no evaluation"""
     eval_steps: PositiveInt = 10
-    """global batches per evaluation: the end of the data, which is then not trained on"""
+    """global batches per evaluation, held out from the end of the training data"""
 
     @model_validator(mode="after")
-    def warmup_ends(self) -> "Training":
+    def check_warmup(self) -> "Training":
         if self.warmup_steps >= self.total_train_steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} must be less than total_train_steps={self.total_train_steps}"
@@ -140,58 +149,62 @@ class Training(Section):
         return self
 
     @model_validator(mode="after")
-    def evaluations_happen(self) -> "Training":
+    def check_eval_frequency(self) -> "Training":
         if self.eval_frequency > self.total_train_steps:
             raise ValueError(
-                f"eval_frequency={self.eval_frequency} is never reached in total_train_steps={self.total_train_steps}; "
-                f"use at most that, or 0 for no evaluation"
+                f"eval_frequency={self.eval_frequency} exceeds total_train_steps={self.total_train_steps}, so no "
+                f"evaluation would run; use at most {self.total_train_steps}, or 0 for no evaluation"
             )
         return self
 
 
 class Dataset(Section):
     name: str
-    """hub id, folder, .txt / .jsonl / .parquet file, or "python-stdlib": the sources of Python's own library"""
+    """hub id, folder, .txt, .jsonl or .parquet file, or "python-stdlib", the sources of Python's standard library"""
     subset_name: str | None = None
-    """configuration of a hub data set"""
+    """configuration of a hub data set; null: its default"""
     split: str = "train"
+    """split of the data set, or a slice of one, such as train[:1000]"""
     num_workers: NonNegativeInt = 0
-    """processes that read batches ahead; 0: read in the training process"""
+    """processes that read batches ahead; 0: the training process reads them"""
     num_proc: PositiveInt = 1
-    """processes that tokenise"""
+    """processes that tokenise the data set"""
     text_column: str = "text"
+    """column that holds the text of a document"""
     shuffle: bool = True
-    """a new seeded order every epoch; false: the order of the files"""
+    """draw a new seeded order of the sequences for each epoch; false: the order of the files"""
 
 
 class Checkpoint(Section):
     save_dir: str = "ckpt"
     """folder for all outputs of the run"""
     save_frequency: NonNegativeInt = 0
-    """steps between checkpoints, of which the last is written at the end; 0: none, unless a signal stops the run"""
+    """steps between checkpoints, with one more at the end of the run; 0: none, unless a signal stops the run"""
     load_path: str = ""
-    """a checkpoint to go on from, "latest" (the newest in save_dir), or a model's folder to start from its weights"""
+    """checkpoint to resume from, "latest" (the newest in save_dir), or model folder to start from; "": none"""
     keep_last: NonNegativeInt = 0
-    """delete all but the newest so many checkpoints; 0: keep all"""
+    """keep only the newest N checkpoints; 0: keep all"""
     async_save: bool = False
-    """copy a checkpoint to host memory, and write it while training goes on"""
+    """copy a checkpoint to host memory and write it in the background, while training continues"""
 
 
 class Logging(Section):
     level: Literal["info", "debug"] = "info"
-    """debug: with pp_size > 1 every rank tells what it does, like F3, the forward of micro-batch 3"""
+    """debug: with pp_size > 1, every rank logs its actions (F3 is the forward of micro-batch 3)"""
     use_wandb: bool = False
+    """log metrics to Weights & Biases, too; offline without a login"""
     project_name: str = "picotron"
-    """of wandb, as run_name"""
+    """name of the wandb project"""
     run_name: str | None = None
+    """name of the wandb run; null: wandb chooses one"""
     log_frequency: PositiveInt = 1
-    """steps between lines on the console; metrics.jsonl has every step"""
+    """steps between lines on the console; metrics.jsonl has a line for every step"""
     trace_steps: list[PositiveInt] | None = None
-    """with pp_size > 1: record when each action of these steps runs (GPUs are slower then: every action is awaited)"""
+    """steps in which to record when each action runs, with pp_size > 1 (on GPUs they are slower); null: none"""
 
 
 def read_string(value: Any) -> Any:
-    """A string that holds JSON is what it holds ("4" is 4, "false" is false); anything else stays as it is."""
+    """Parse a string that holds JSON ("4" is 4, "false" is False). Any other value is returned unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -202,7 +215,7 @@ class Environment(Section):
     OMP_NUM_THREADS: Annotated[
         PositiveInt, BeforeValidator(read_string), WithJsonSchema({"type": ["integer", "string"]})
     ] = 1
-    """threads per process for work on the CPU"""
+    """CPU threads per process"""
     TOKENIZERS_PARALLELISM: Annotated[
         bool, BeforeValidator(read_string), WithJsonSchema({"type": ["boolean", "string"]})
     ] = True
@@ -219,7 +232,7 @@ class Config(Section):
     environment: Environment = Environment()
 
     @model_validator(mode="after")
-    def sequence_divides(self) -> "Config":
+    def check_seq_length(self) -> "Config":
         layout, length, needs = self.distributed, self.training.seq_length, {}
         if layout.cp_size > 1:
             needs[f"cp_size={layout.cp_size} with cp_sharding={layout.cp_sharding!r}"] = layout.cp_size * (
@@ -231,51 +244,52 @@ class Config(Section):
         if length % multiple:
             below = length // multiple * multiple
             nearest = f"{below} or {below + multiple}" if below else f"{multiple}"
-            verb = "needs" if len(needs) == 1 else "need"
+            verb = "requires" if len(needs) == 1 else "require"
             raise ValueError(
-                f"training.seq_length={length} does not divide by {multiple}, as {' and '.join(needs)} {verb}; use {nearest}"
+                f"training.seq_length={length} is not divisible by {multiple}, as {' and '.join(needs)} {verb}; "
+                f"use {nearest}"
             )
         return self
 
     @model_validator(mode="after")
-    def ring_has_a_kernel(self) -> "Config":
+    def check_attention_kernel(self) -> "Config":
         layout, model = self.distributed, self.model
         if layout.cp_size > 1 and layout.cp_engine != "ulysses":
             if not model.use_flash_attention:
                 raise ValueError(
-                    f"cp_engine={layout.cp_engine!r} needs fused attention kernels, but model.use_flash_attention=false; "
-                    f"set it to true, or cp_engine to 'ulysses'"
+                    f"cp_engine={layout.cp_engine!r} needs fused attention, but model.use_flash_attention=false; "
+                    f"set that to true, or cp_engine to 'ulysses'"
                 )
             if model.dtype == "float64" and not layout.use_cpu:
                 raise ValueError(
                     f"cp_engine={layout.cp_engine!r} has no kernel for model.dtype='float64' on GPUs; "
-                    f"use float32, cp_engine 'ulysses', or use_cpu"
+                    f"use model.dtype='float32', cp_engine='ulysses' or use_cpu=true"
                 )
         return self
 
     @model_validator(mode="after")
-    def traces_happen(self) -> "Config":
+    def check_trace_steps(self) -> "Config":
         steps, total = self.logging.trace_steps or [], self.training.total_train_steps
         if steps and self.distributed.pp_size == 1:
-            raise ValueError(f"logging.trace_steps={steps} is about pipelines, but pp_size=1; leave it out")
+            raise ValueError(f"logging.trace_steps={steps} needs a pipeline, but pp_size=1; remove it")
         if max(steps, default=0) > total:
-            raise ValueError(f"logging.trace_steps={steps} goes beyond total_train_steps={total}; use steps up to that")
+            raise ValueError(f"logging.trace_steps={steps} exceeds total_train_steps={total}; use steps up to {total}")
         return self
 
     @property
     def held_out_sequences(self) -> int:
-        """Sequences that are not trained on, but evaluated."""
+        """Number of sequences that are evaluated, and not trained on."""
         return self.training.eval_steps * self.global_batch_size if self.training.eval_frequency else 0
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences per optimizer step."""
+        """Number of sequences per optimizer step."""
         training = self.training
         return training.micro_batch_size * training.gradient_accumulation_steps * self.distributed.dp_size
 
 
 def check_world_size(distributed: Distributed, world_size: int) -> None:
-    """Raises UserError unless the layout multiplies to the number of processes that were started."""
+    """Raise a UserError unless the layout has as many ranks as processes were started."""
     if distributed.world_size != world_size:
         d = distributed
         raise UserError(

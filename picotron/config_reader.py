@@ -1,11 +1,11 @@
-"""From a JSON file and dotted command-line overrides to a checked `Config`.
+"""Reader of configs: a JSON file and dotted command-line overrides become a checked `Config`.
 
     config = load_config(["--config", "template/base_config.json", "--training.learning_rate", "1e-3"])
 
-Every mistake is found here, before any process group exists, and is told in one sentence: the key, the value, the
-remedy. Overrides are merged into the JSON before it is validated, so a file and the command line have the same types
-and the same errors. (pydantic-settings would bring a second set of rules for the command line, and it reads the
-environment, which must not decide anything here.)
+All mistakes are found here, before any process group exists, and each is reported in one sentence: the key, the value,
+the remedy. Overrides are merged into the JSON before it is validated, so values from the file and from the command line
+have the same types and errors. (pydantic-settings would add a second set of rules for the command line. It also reads
+environment variables, which must not change a run.)
 """
 
 import argparse
@@ -23,15 +23,15 @@ from picotron.errors import UserError
 
 logger = logging.getLogger("picotron")
 
-# Keys that configs written for other trainers carry: accepted with a warning, and never stored.
+# Keys of configs written for other trainers. They are accepted with a warning, and their values are never stored.
 IGNORED = {
-    "environment.FLASH_ATTEN": "the attention kernel is chosen by model.use_flash_attention",
+    "environment.FLASH_ATTEN": "model.use_flash_attention selects the attention kernel",
     "environment.HF_TOKEN": "secrets do not belong in configs: log in with `hf auth login`, or set HF_TOKEN in the shell",
 }
 
 
 def leaf_keys() -> dict[str, str]:
-    """Every dotted key of the config with the line that --help shows for it."""
+    """Map each dotted key of the config to its help text and default, as --help shows them."""
     lines = {}
     for section, field in Config.model_fields.items():
         assert isinstance(field.annotation, type)
@@ -43,14 +43,14 @@ def leaf_keys() -> dict[str, str]:
 
 
 def _items(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The (dotted key, value) pairs of a two-level dict."""
+    """Iterate over the (dotted key, value) pairs of a two-level dict."""
     for section, body in data.items():
         if isinstance(body, dict):
             yield from ((f"{section}.{key}", value) for key, value in body.items())
 
 
 def drop_ignored_keys(data: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `data` without the ignored keys, each of which gets a warning."""
+    """Return a copy of `data` without the ignored keys, and log a warning for each of them."""
     kept = {
         section: dict(body) if isinstance(body, dict) else body
         for section, body in data.items()
@@ -64,8 +64,8 @@ def drop_ignored_keys(data: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def unknown(key: str) -> str:
-    """The sentence for an unknown key. It has no value: the key may well be a misspelt secret."""
+def unknown_key(key: str) -> str:
+    """Error message for an unknown key. It omits the value, which may be a secret under a misspelt key."""
     name = key.split(".")[-1]
     known = {k.split(".")[-1]: k for k in (leaf_keys() if "." in key else Config.model_fields)}
     near = [name] if name in known else difflib.get_close_matches(name, known, n=1)
@@ -73,34 +73,38 @@ def unknown(key: str) -> str:
 
 
 def _sentence(error: Any) -> str:
-    """One pydantic error as one sentence with the key, the value and the remedy."""
+    """Format a pydantic error as one sentence with the key, the value and the remedy."""
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return unknown(key)
+        return unknown_key(key)
     if error["type"] == "missing":
-        return f"{key} is missing; set it in the file or by --{key}"
+        return f"{key} is missing; set it in the file or with --{key}"
     if error["type"] == "value_error":
         return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
-    if isinstance(error["input"], dict | list):  # not shown: it may be long, or hold a secret
+    if isinstance(error["input"], dict | list):  # the value is not shown: it may be long, or contain a secret
         return f"{key}: {error['msg'].replace('Input should', 'it should')}"
     return f"{key}={json.dumps(error['input'], default=str)}: {error['msg'].replace('Input should', 'it should')}"
 
 
 def parse_config(data: dict[str, Any]) -> Config:
-    """Validate a dict as read from JSON.
+    """Validate a dict that was read from JSON.
 
     Raises:
-        UserError: one line per mistake, naming the key, the value and the remedy.
+        UserError: one problem per mistake, with the key, the value and the remedy.
     """
     try:
         return Config.model_validate(drop_ignored_keys(data))
     except ValidationError as error:
-        mistakes = [_sentence(each) for each in error.errors()]
-    raise UserError(*dict.fromkeys(mistakes))
+        problems = [_sentence(each) for each in error.errors()]
+    raise UserError(*dict.fromkeys(problems))
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """The JSON object in a file, or a UserError that says what is wrong with it."""
+    """Read a JSON object from a file.
+
+    Raises:
+        UserError: the file cannot be read, or holds no JSON object.
+    """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -113,7 +117,7 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def type_of(key: str) -> Any:
-    """The type of a dotted key's values; None if there is no such key."""
+    """Type of a dotted key's values; None if the key is unknown."""
     section, _, name = key.partition(".")
     field = Config.model_fields.get(section)
     leaf = getattr(field and field.annotation, "model_fields", {}).get(name)
@@ -121,28 +125,28 @@ def type_of(key: str) -> Any:
 
 
 def read_value(key: str, word: str) -> Any:
-    """A word of the command line as a value of a dotted key: JSON, or for keys of strings as it is."""
+    """Parse a command-line word as the value of a dotted key: as JSON, except for keys whose values are strings."""
     return word if type_of(key) in (str, str | None) and word != "null" else read_string(word)
 
 
 def override(data: dict[str, Any], key: str, value: Any) -> None:
-    """Write a value into the JSON of a config, in place."""
+    """Set the value of a dotted key in the JSON of a config, in place."""
     section, _, name = key.partition(".")
     body = data.setdefault(section, {})
     if not isinstance(body, dict):
-        raise UserError(f"--{key}: {section!r} is not a section of the file but a value")
+        raise UserError(f"--{key}: {section!r} is a value in the file; it should be a section, an object {{...}}")
     body[name] = value
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema that editors use to complete and check a config; the config may refer to it by "$schema"."""
+    """JSON schema with which editors complete and check a config that refers to it by "$schema"."""
     schema = Config.model_json_schema()
     schema["properties"]["$schema"] = {"type": "string"}
     return schema
 
 
 def _apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
-    """Write `--section.key value` and `--section.key=value` into `data`; values are JSON, else plain strings."""
+    """Apply overrides of the form `--section.key value` or `--section.key=value` to `data`, in place."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     while words:
         key = words.pop(0)
@@ -155,21 +159,21 @@ def _apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
 
 
 class Options(NamedTuple):
-    """The command line of train.py."""
+    """Parsed command line of train.py."""
 
     config: Config
-    explain: bool  # print what the layout holds and sends, instead of training
+    explain: bool  # print what each rank holds and sends, instead of training
 
 
 def load_config(arguments: list[str]) -> Config:
-    """The config that a command line of train.py asks for, see `parse_command_line`."""
+    """Return the config of a command line of train.py, see `parse_command_line`."""
     return parse_command_line(arguments).config
 
 
 def parse_command_line(arguments: list[str]) -> Options:
     """Parse the command line of train.py: `--config FILE`, any number of dotted overrides, and `--explain`.
 
-    `--help` and `--schema` (the JSON schema, for editors) print and exit.
+    `--help` and `--schema` (the JSON schema of the config) print their text and exit.
 
     Raises:
         UserError: see `parse_config`.
@@ -177,20 +181,20 @@ def parse_command_line(arguments: list[str]) -> Options:
     keys = "\n".join(f"  --{key}  {text}" for key, text in leaf_keys().items())
     parser = argparse.ArgumentParser(
         description="Train a Llama-like model.",
-        epilog=f"any key of the config can be overridden (values are JSON):\n{keys}",
+        epilog=f"each key of the config can be overridden (values are JSON, defaults are in brackets):\n{keys}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", help="the JSON file of the run")
+    parser.add_argument("--config", help="JSON file with the config of the run")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of the config and exit")
-    text = "print what each rank holds and sends in a step, and exit; on one process, whatever the layout"
+    text = "print what each rank holds and sends in a step, and exit; needs one process, whatever the layout"
     parser.add_argument("--explain", action="store_true", help=text)
     known, overrides = parser.parse_known_args(arguments)
     if known.schema:
         print(json.dumps(json_schema(), indent=2))
         raise SystemExit(0)
     if known.config is None:
-        raise UserError("no config; start with --config template/base_config.json")
+        raise UserError("no config given; use --config FILE, for example --config template/base_config.json")
     data = read_json(known.config)
     _apply_overrides(data, overrides)
     return Options(parse_config(data), known.explain)

@@ -1,7 +1,7 @@
-"""Tokens -> micro-batches.
+"""Micro-batches from a stream of tokens.
 
-Window i of the stream of tokens is one training sequence: seq_length inputs and, one token further, as many targets.
-Which window is global sample number s depends on the seed alone, so a position in the data is one integer, in every
+The stream is cut into sequences of seq_length inputs and, shifted by one token, as many targets. The order of the
+sequences depends only on the seed, so a position in the data is a single integer, the global sample number, in every
 layout.
 """
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("picotron")
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a run has come: steps, tokens it was trained on, and the position in the data (samples)."""
+    """Progress of a run: completed steps, tokens trained on, and the position in the data, in samples."""
 
     step: int = 0
     tokens: int = 0
@@ -44,7 +44,9 @@ class Progress:
 
 
 class SequenceDataset(Dataset[Tensor]):
-    """Window i: seq_length + 1 tokens from i * seq_length on, so that neighbours overlap by one token."""
+    """The sequences of a token stream. Sequence i has seq_length + 1 tokens and starts at token i * seq_length, so
+    consecutive sequences overlap by one token: the last target of one is the first input of the next.
+    """
 
     def __init__(self, tokens: np.ndarray, seq_length: int) -> None:
         self.tokens, self.seq_length = tokens, seq_length
@@ -57,13 +59,15 @@ class SequenceDataset(Dataset[Tensor]):
         return torch.from_numpy(self.tokens[start : start + self.seq_length + 1].astype(np.int64))
 
 
-def epoch_order(windows: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation that (seed, epoch) alone decides: it sorts raw PCG64 output, which numpy never changes."""
-    return np.argsort(np.random.PCG64([seed, epoch]).random_raw(windows), kind="stable")
+def epoch_order(sequences: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the permutation of the sequences in an epoch, which depends on (seed, epoch) only: it sorts raw PCG64
+    output, which no version of numpy changes.
+    """
+    return np.argsort(np.random.PCG64([seed, epoch]).random_raw(sequences), kind="stable")
 
 
 def data_fingerprint(tokens: np.ndarray, config: Config) -> str:
-    """A name for the sequence of all samples: where it is the same, so is sample number n."""
+    """Return a hash of the data and its order: runs with equal hashes have the same sample number n, for every n."""
     training = config.training
     rules = (len(tokens), training.seq_length, training.seed if config.dataset.shuffle else "in order")
     ends = np.concatenate((tokens[:1000], tokens[-1000:])).astype(np.int64)
@@ -71,40 +75,44 @@ def data_fingerprint(tokens: np.ndarray, config: Config) -> str:
 
 
 def split_train_eval(tokens: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Cut the stream into what is trained on and what is evaluated: the last `eval_steps` global batches.
+    """Split the stream into training tokens and evaluation tokens, which are the last `eval_steps` global batches.
 
     Raises:
-        UserError: there are too few tokens for that, and for one global batch to train on.
+        UserError: the stream is shorter than the evaluation tokens and one global batch of training tokens.
     """
     length, batch, held_out = config.training.seq_length, config.global_batch_size, config.held_out_sequences
-    windows = len(SequenceDataset(tokens, length))
-    if windows < batch + held_out:
+    sequences = len(SequenceDataset(tokens, length))
+    if sequences < batch + held_out:
         evaluation, fewer = (f" and evaluation {held_out}", ", or fewer eval_steps") if held_out else ("", "")
         raise UserError(
-            f"{config.dataset.name} has {len(tokens):,} tokens, that is {windows} sequences of {length}; one global batch "
-            f"needs {batch}{evaluation}: use more data, a shorter seq_length or a smaller batch{fewer}"
+            f"{config.dataset.name} has {len(tokens):,} tokens, enough for {sequences} sequences of {length} tokens, but one "
+            f"global batch needs {batch}{evaluation}; use more data, a shorter seq_length or a smaller batch{fewer}"
         )
     logger.info(
-        "%s tokens of %s, %s of them to evaluate", f"{len(tokens):,}", config.dataset.name, f"{held_out * length:,}"
+        "%s tokens in %s, %s of them for evaluation", f"{len(tokens):,}", config.dataset.name, f"{held_out * length:,}"
     )
     start = len(tokens) - 1 - held_out * length
-    return tokens[: start + 1], tokens[start:]  # the token they share is a target in the one, an input in the other
+    return tokens[: start + 1], tokens[
+        start:
+    ]  # the shared token is the last target of one, the first input of the other
 
 
 class MicroBatchDataLoader:
     """An endless iterator over this rank's micro-batches.
 
     Row b of micro-batch i at step s on dp_rank is global sample
-    start + s * G + (i * dp_size + dp_rank) * micro_batch_size + b, where G is global_batch_size; sample n is window
-    number n % windows of epoch n // windows. A batch is a dict of `input_ids`, `target_ids` and `position_ids`,
-    (B, T / cp_size) for the positions that this cp rank has, on the device, and `hidden_states` (None).
+    start + s * G + (i * dp_size + dp_rank) * micro_batch_size + b, where G is global_batch_size. If the stream has S
+    sequences, sample n is number n % S in the order of epoch n // S.
+
+    A micro-batch is a dict of `input_ids`, `target_ids` and `position_ids`, each (B, T/cp) for the positions that this
+    cp rank holds, on the device, and `hidden_states` (None).
 
     Args:
-        tokens: the stream, see `load_tokens`.
-        config: of the run.
-        device: where batches go.
-        start: the sample to begin with.
-        shuffle: a seeded order, another one in every epoch; by default as the config says.
+        tokens: the token stream, see `load_tokens`.
+        config: the run's config.
+        device: device of the micro-batches.
+        start: number of the first sample.
+        shuffle: whether to use a seeded order, different in every epoch; by default as in the config.
     """
 
     def __init__(
@@ -121,27 +129,27 @@ class MicroBatchDataLoader:
         self.global_batch_size = config.global_batch_size
         self.dp_rank, self.dp_size = grid.dp_rank, grid.dp_world_size
         self.seed, self.shuffle = training.seed, config.dataset.shuffle if shuffle is None else shuffle
-        self.windows = SequenceDataset(tokens, training.seq_length)
+        self.sequences = SequenceDataset(tokens, training.seq_length)
         self.device = device
         layout = config.distributed
         positions = local_positions(training.seq_length, layout.cp_size, grid.cp_rank, layout.cp_sharding)
         self.positions = positions.to(device)
         self.position_ids = self.positions.expand(self.micro_batch_size, -1)
         loader = DataLoader(
-            self.windows,
+            self.sequences,
             batch_sampler=self._rows(start),
             num_workers=config.dataset.num_workers,
             worker_init_fn=ignore_stop_signals,
-            pin_memory=device.type == "cuda",  # so that the copy to the GPU does not hold up the CPU
+            pin_memory=device.type == "cuda",  # so that the CPU does not wait for copies to the GPU
         )
-        # The only reference, so that clearing it ends the loader's processes. When Python exits it would send them a
-        # SIGTERM, which they ignore, and wait for ever.
+        # The only reference to the iterator, so that clearing the list ends the loader's processes. At exit, Python
+        # would send them SIGTERM, which they ignore, and wait forever.
         self.batches = [iter(loader)]
         weakref.finalize(self, self.batches.clear)
 
     def _rows(self, start: int) -> Iterator[list[int]]:
-        """The windows of this rank's micro-batches from sample `start` on, without end."""
-        epoch, order = -1, np.arange(len(self.windows))
+        """Yield the sequence numbers of each of this rank's micro-batches, from sample `start` on, endlessly."""
+        epoch, order = -1, np.arange(len(self.sequences))
         while True:
             for i in range(self.grad_acc_steps):
                 first = start + (i * self.dp_size + self.dp_rank) * self.micro_batch_size
@@ -158,10 +166,10 @@ class MicroBatchDataLoader:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        window = next(self.batches[0]).to(self.device, non_blocking=True)  # (B, T + 1)
+        tokens = next(self.batches[0]).to(self.device, non_blocking=True)  # (B, T + 1)
         return {
-            "input_ids": window[:, self.positions],
-            "target_ids": window[:, self.positions + 1],
+            "input_ids": tokens[:, self.positions],  # (B, T/cp)
+            "target_ids": tokens[:, self.positions + 1],
             "position_ids": self.position_ids,
             "hidden_states": None,
         }

@@ -1,4 +1,4 @@
-"""What a run tells: a console line, a line of metrics.jsonl and a wandb record per step, from one object."""
+"""Metrics of a run: one record per step, for metrics.jsonl, wandb and the console."""
 
 import json
 import logging
@@ -26,7 +26,8 @@ from picotron.schedules.costs import model_cost
 
 logger = logging.getLogger("picotron")
 
-# Peak dense bfloat16 FLOP/s by the vendors' data sheets, by a word of the device's name; the more special names first.
+# Peak dense bfloat16 FLOP/s from the vendors' data sheets. A device has the first of these names that its own contains,
+# so specific names precede general ones.
 PEAK_BF16_FLOPS = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -47,8 +48,8 @@ PEAK_BF16_FLOPS = {
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s in bfloat16; None (and so no MFU) for CPUs, other dtypes and devices not in the table."""
-    if dtype != torch.bfloat16 or re.search(r"MIG|Laptop|Max-Q| D$", device_name):  # a part, or a slower version
+    """Peak FLOP/s of a device in bfloat16; None, and so no MFU, for CPUs, other dtypes and devices not in the table."""
+    if dtype != torch.bfloat16 or re.search(r"MIG|Laptop|Max-Q| D$", device_name):  # a share, or a slower version
         return None
     return next((flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
@@ -57,19 +58,19 @@ def memory_gb(device: torch.device) -> float:
     """Peak memory of this process in GB (10^9 bytes): allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024  # what ru_maxrss counts in
+    unit = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss, in bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def peak_memory(device: torch.device) -> Tensor:
-    """`memory_gb` of the rank that needs most, a scalar."""
+    """Maximum of `memory_gb` over all ranks, a scalar."""
     memory = torch.tensor(memory_gb(device), dtype=torch.float64, device=device)
     all_reduce(memory, None, dist.ReduceOp.MAX)
     return memory
 
 
 def global_mean(loss: Tensor) -> Tensor:
-    """The mean over all ranks that have a loss, those of the last stage; the others have zeros. A scalar."""
+    """Mean loss over the ranks of the last stage, a scalar on every rank. Ranks of other stages pass 0."""
     grid, mean = pgm.process_group_manager, loss.double()
     all_reduce(mean, grid.cp_dp_group, dist.ReduceOp.AVG)
     all_reduce(mean, grid.pp_group)
@@ -77,7 +78,7 @@ def global_mean(loss: Tensor) -> Tensor:
 
 
 def _start_wandb(config: Config, run_id: str | None) -> Any:
-    """A wandb run, or the one with that id again; offline if there is no login, or no way to reach the server."""
+    """Start a wandb run, or resume the one with the id `run_id`. It is offline without a login or network."""
     import wandb
 
     arguments: dict[str, Any] = {
@@ -90,21 +91,22 @@ def _start_wandb(config: Config, run_id: str | None) -> Any:
     try:
         if wandb.login(prompt=False, verify=False):
             return wandb.init(**arguments, config=config.model_dump(), mode="online")
-        why = "there is no login"
+        reason = "there is no login"
     except wandb.errors.Error as error:
-        why = first_line(error)
-    logger.warning("wandb records offline in %s/wandb (%s); `wandb sync` uploads it", config.checkpoint.save_dir, why)
+        reason = first_line(error)
+    folder = f"{config.checkpoint.save_dir}/wandb"
+    logger.warning("wandb cannot go online (%s) and records in %s; `wandb sync` uploads the run", reason, folder)
     return wandb.init(**arguments, config=config.model_dump(), mode="offline")
 
 
 class Metrics:
-    """Reduces a step's numbers over all ranks and checks them; rank 0 writes them.
+    """Collects the metrics of each step over all ranks and checks them. Rank 0 writes them.
 
     Args:
-        config, model_config: of the run.
-        device, dtype: where and in what the model computes, for memory and MFU.
-        records: of the steps before, for a run that resumes, see `begin_run`.
-        wandb_run_id: the wandb run to resume.
+        config, model_config: config of the run and of its model.
+        device, dtype: device and dtype in which the model computes, for memory and MFU.
+        records: metrics of earlier steps if the run resumes, see `begin_run`.
+        wandb_run_id: id of the wandb run to resume.
     """
 
     def __init__(
@@ -139,22 +141,23 @@ class Metrics:
         self.start_step()
 
     def start_step(self) -> None:
-        """Start the step's clock. Whatever happens between steps, such as saving a checkpoint, is not timed."""
+        """Start the step's clock. The time between steps, in which checkpoints are saved, is not measured."""
         self.start = time.perf_counter()
 
     def end_step(self, progress: Progress, loss: Tensor, grad_norm: Tensor, learning_rate: float) -> dict[str, Any]:
-        """Stop the step's clock, and collect the step's record. Every rank must call this.
+        """Stop the step's clock, and return the step's record. Every rank must call this.
 
         Args:
-            progress: after the step.
-            loss: this rank's mean over its tokens of the step, 0 if its stage has no loss; a scalar on the device.
-            grad_norm: the global norm before clipping; a scalar on the device.
+            progress: progress after the step.
+            loss: mean loss of this rank's tokens in the step, 0 if its stage has no loss; a scalar on the device.
+            grad_norm: global gradient norm before clipping; a scalar on the device.
+            learning_rate: learning rate of the step.
 
         Returns:
-            The record, to be passed to `log`.
+            The record, for `log`.
 
         Raises:
-            UserError: the loss or the gradient norm is NaN or infinite, on every rank.
+            UserError: on every rank, if the loss or the gradient norm is NaN or infinite.
         """
         grid = pgm.process_group_manager
         memory = peak_memory(self.device)
@@ -167,7 +170,8 @@ class Metrics:
         for name in ("loss", "grad_norm"):
             if not math.isfinite(record[name]):
                 raise UserError(
-                    f"step {progress.step}: {name} is {record[name]}; try a lower learning_rate than {learning_rate:g}, or more warmup_steps"
+                    f"step {progress.step}: {name} is {record[name]}; try a lower learning_rate than {learning_rate:g} "
+                    f"or more warmup_steps"
                 )
 
         step_time = time.perf_counter() - self.start
@@ -183,16 +187,14 @@ class Metrics:
         return record
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record to metrics.jsonl, to wandb and to the console."""
+        """Write a record to metrics.jsonl, wandb and the console."""
         if math.isnan(self.first_loss):
             self.first_loss = record["loss"]
         self.last_loss = record["loss"]
         if not self.writes:
             return
-        with (
-            user_error_on_failure(self.path),
-            self.path.open("a") as file,
-        ):  # closed after every step: a killed run has all its lines
+        # The file is closed after every step, so that a killed run keeps all its lines.
+        with user_error_on_failure(self.path), self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if self.wandb:
             self.wandb.log(record, step=record["step"])
@@ -208,9 +210,9 @@ class Metrics:
             )
 
     def close(self) -> None:
-        """The last words of a run."""
+        """Finish the wandb run, and log the first and last loss and the folder of the outputs."""
         if self.wandb:
             self.wandb.finish()
-        guess = math.log(self.vocab_size)
-        logger.info("loss %.4f -> %.4f (a uniform guess has %.4f)", self.first_loss, self.last_loss, guess)
+        uniform = math.log(self.vocab_size)  # loss of a model that gives all tokens the same probability
+        logger.info("loss %.4f -> %.4f (a uniform guess has %.4f)", self.first_loss, self.last_loss, uniform)
         logger.info("config.json and metrics.jsonl are in %s", Path(self.config.checkpoint.save_dir).resolve())

@@ -1,10 +1,10 @@
-"""Llama (Touvron et al. 2023, arXiv:2302.13971), and nothing about parallelism.
+"""The Llama model (Touvron et al. 2023, arXiv:2302.13971), without parallelism.
 
 Parameters have the names and shapes of transformers' `LlamaForCausalLM`, so state dicts need no translation. Local
-sizes come from the weights' shapes: a rank that holds half of the heads runs the same code.
+sizes are read from the weights' shapes, so a rank that holds half of the heads runs the same code.
 
-Shapes: B sequences, T tokens, D hidden size, H query heads and K key/value heads of size d, F intermediate size,
-V vocabulary.
+In shapes, B is the number of sequences, T of tokens, H of query heads, K of key/value heads, and D is the hidden size,
+d the head size, F the intermediate size, V the vocabulary size. On a rank, T, H, K, F and V can be those of a shard.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,26 +24,26 @@ AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal softmax(q k' / sqrt(d)) v by PyTorch's best fused kernel.
+    """Compute causal attention, softmax(q k' / sqrt(d)) v, with PyTorch's best fused kernel.
 
     q (B, H, T, d); k, v (B, K, T, d), where H is a multiple of K -> (B, H, T, d)
     """
     if q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
-        # Only the flash kernels read shared k/v heads in place, and on GPUs they take half types alone.
+        # Only the flash kernels read shared k/v heads in place, and on GPUs they support half-precision dtypes only.
         k, v = (heads.repeat_interleave(q.size(1) // heads.size(1), dim=1) for heads in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
 
 
 def math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`fused_attention` as plain matmul and softmax, which keeps the (B, H, T, T) scores in memory."""
+    """Compute `fused_attention` with plain matmul and softmax, which keep the scores (B, H, T, T) in memory."""
     with sdpa_kernel(SDPBackend.MATH):
         return fused_attention(q, k, v)
 
 
 def rope(config: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary angles (Su et al. 2021, arXiv:2104.09864), in float32 as transformers has them.
+    """Compute cosine and sine of the rotary angles (Su et al. 2021, arXiv:2104.09864), in float32 like transformers.
 
-    position_ids (B, T) -> two of (B, T, 1, d/2)
+    position_ids (B, T) -> cos and sin, (B, T, 1, d/2) each
     """
     parameters = config.rope_parameters
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=position_ids.device)
@@ -51,8 +51,8 @@ def rope(config: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     if parameters["rope_type"] == "linear":  # position interpolation (Chen et al. 2023, arXiv:2306.15595)
         frequencies = frequencies / parameters["factor"]
     elif parameters["rope_type"] == "llama3":
-        # Llama 3.1 (arXiv:2407.21783) slows down only what turns less than `low` times in the original context,
-        # keeps what turns more than `high` times, and blends in between.
+        # Llama 3.1 (arXiv:2407.21783) divides the frequencies that make less than `low` turns in the original context,
+        # keeps those that make more than `high` turns, and interpolates in between.
         low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
         wavelength = 2 * torch.pi / frequencies
         keep = (parameters["original_max_position_embeddings"] / wavelength - low) / (high - low)
@@ -63,13 +63,13 @@ def rope(config: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + d/2]) by its angle. x (B, T, heads, d); cos, sin (B, T, 1, d/2)."""
+    """Rotate each pair (x[i], x[i + d/2]) by its angle. x (B, T, heads, d); cos, sin (B, T, 1, d/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """Several linear layers applied to the same input."""
+    """Apply several linear layers to the same input."""
     return [linear(x) for linear in linears]
 
 
@@ -85,7 +85,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """torch's, with the product y = x W' + b as an attribute, so that it can be another one's."""
+    """`torch.nn.Linear` whose function, y = x W' + b, is an attribute, so that it can be replaced."""
 
     linear_fn = staticmethod(F.linear)
 
@@ -108,6 +108,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B = x.size(0)
         projected = self.project_fn(x, self.q_proj, self.k_proj, self.v_proj)
+        # H and K depend on the weights: a tp rank computes H/tp and K/tp heads.
         q, k, v = (each.view(B, -1, each.size(-1) // self.head_dim, self.head_dim) for each in projected)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # (B, T, H, d), (B, T, K, d)
         y = self.attention_fn(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, T, d)
@@ -143,21 +144,21 @@ class DecoderLayer(nn.Module):
 
 
 class Head(nn.Linear):
-    """The logits of the next token: (B, T, D) -> (B, T, V)."""
+    """The linear layer that computes the logits of the next token: (B, T, D) -> (B, T, V)."""
 
     def cross_entropy(self, x: Tensor, target_ids: Tensor) -> Tensor:
-        """The mean loss of predicting target_ids (B, T) from x (B, T, D), a scalar in float32 or wider."""
+        """Compute the mean loss of predicting target_ids (B, T) from x (B, T, D), a scalar in float32 or wider."""
         logits = self(x).flatten(0, 1)
         return F.cross_entropy(logits.to(accumulation_dtype(logits)), target_ids.flatten())
 
 
 class Decoder(nn.Module):
-    """The part that transformers calls `model`; it exists for the names of the parameters."""
+    """The module that transformers calls `model`; it exists for the names of the parameters."""
 
     def __init__(self, config: LlamaConfig, attention_fn: AttentionFn) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        # By number, so that a layer keeps its name where some of the others are missing.
+        # A dict by layer number, so that a layer keeps its name on a rank that removes other layers.
         self.layers = nn.ModuleDict(
             {str(i): DecoderLayer(config, attention_fn) for i in range(config.num_hidden_layers)}
         )
@@ -168,10 +169,10 @@ class Llama(nn.Module):
     """The language model.
 
     Args:
-        config: see `load_model_config`, which also refuses what this model does not compute.
-        attention_fn: causal attention from (q, k, v), chosen once.
-        checkpoint_activations: keep each layer's input only and run its forward again in backward (Chen et al. 2016,
-            arXiv:1604.06174).
+        config: see `load_model_config`, which rejects configs that this model does not support.
+        attention_fn: causal attention of (q, k, v), see `fused_attention`.
+        checkpoint_activations: whether to keep only each layer's input and to run its forward again in backward (Chen
+            et al. 2016, arXiv:1604.06174).
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Llama(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let the head, where there is one, use the embedding's matrix, if the config says so."""
+        """Let the head, if this rank has it, use the embedding's matrix, if `tie_word_embeddings` is set."""
         if self.config.tie_word_embeddings and self.lm_head is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -195,11 +196,13 @@ class Llama(nn.Module):
         hidden_states: Tensor | None = None,
         target_ids: Tensor | None = None,
     ) -> Tensor:
-        """input_ids (B, T) -> logits (B, T, V), or the mean loss, a scalar, if there are target_ids.
+        """Compute the logits (B, T, V), or the mean loss, a scalar, if target_ids are given.
 
-        position_ids (B, T): where each token stands in its sequence; 0, 1, 2, ... by default.
-        hidden_states (B, T, D): start from these instead of the embedded input_ids.
-        target_ids (B, T): the tokens to predict.
+        Args:
+            input_ids: (B, T).
+            position_ids: position of each token in its sequence, (B, T); by default 0, 1, 2, ...
+            hidden_states: input of the layers, (B, T, D); by default the embedded input_ids.
+            target_ids: tokens to predict, (B, T).
         """
         x = self.embed(input_ids) if hidden_states is None else hidden_states
         if position_ids is None:
@@ -207,11 +210,11 @@ class Llama(nn.Module):
         return self.logits_or_loss(self.run_layers(x, position_ids), target_ids)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """(B, T) -> (B, T, D)"""
+        """Embed input_ids: (B, T) -> (B, T, D)."""
         return self.model.embed_tokens(input_ids)
 
     def run_layers(self, x: Tensor, position_ids: Tensor, layers: Iterable[int] | None = None) -> Tensor:
-        """Apply the decoder layers, by default all: x (B, T, D), position_ids (B, T) -> (B, T, D)."""
+        """Apply the given decoder layers, by default all: x (B, T, D), position_ids (B, T) -> (B, T, D)."""
         cos, sin = (table.to(x.dtype) for table in rope(self.config, position_ids))
         for name in self.model.layers if layers is None else map(str, layers):
             layer = self.model.layers[name]
@@ -222,21 +225,23 @@ class Llama(nn.Module):
         return x
 
     def logits_or_loss(self, x: Tensor, target_ids: Tensor | None) -> Tensor:
-        """x (B, T, D) -> logits (B, T, V), or the mean loss, a scalar, if there are target_ids (B, T)."""
+        """Apply the final norm and the head: x (B, T, D) -> logits (B, T, V), or the mean loss, a scalar, if target_ids
+        (B, T) are given.
+        """
         x = self.model.norm(x)
         return self.lm_head(x) if target_ids is None else self.lm_head.cross_entropy(x, target_ids)
 
 
 def load_model_config(section: ModelSection) -> LlamaConfig:
-    """The LlamaConfig of `model.name` (a folder or a hub id) with the section's overrides.
+    """Load the LlamaConfig of `model.name` (a folder or a hub id) and apply the section's overrides.
 
     Raises:
-        UserError: there is none, it contradicts itself, or it asks for what `Llama` does not compute.
+        UserError: the config cannot be read, is invalid, or needs features that `Llama` does not support.
     """
     try:
         data, _ = PretrainedConfig.get_config_dict(section.name)
         if not data:
-            raise FileNotFoundError("the folder has none")
+            raise FileNotFoundError("file not found")
     except Exception as error:  # no such folder, no network, no permission, not JSON, ...
         raise UserError(
             f"model.name={section.name!r} has no readable config.json ({first_line(error)}); give a hub id or a local folder"
@@ -259,17 +264,17 @@ def load_model_config(section: ModelSection) -> LlamaConfig:
 
 
 def check_supported(config: LlamaConfig) -> None:
-    """Raises UserError if `config` asks for anything that `Llama` would compute differently from transformers."""
+    """Raise UserError if `config` needs a feature that `Llama` would compute differently from transformers."""
     parameters = config.rope_parameters
     if config.num_attention_heads % config.num_key_value_heads:
-        fitting = [n for n in range(1, config.num_attention_heads + 1) if config.num_attention_heads % n == 0]
+        divisors = [n for n in range(1, config.num_attention_heads + 1) if config.num_attention_heads % n == 0]
         raise UserError(
             f"num_key_value_heads={config.num_key_value_heads} does not divide num_attention_heads="
-            f"{config.num_attention_heads}; use one of {fitting}"
+            f"{config.num_attention_heads}; use one of {divisors}"
         )
     if config.head_dim % 2:
-        raise UserError(f"head_dim={config.head_dim} is odd; rotary embeddings need an even one")
-    plain = {
+        raise UserError(f"head_dim={config.head_dim} is odd; rotary embeddings need an even head_dim")
+    features = {
         "hidden_act": (config.hidden_act, ("silu",)),
         "attention_dropout": (config.attention_dropout, (0, None)),
         "rope_type": (parameters["rope_type"], ("default", "linear", "llama3")),
@@ -277,9 +282,9 @@ def check_supported(config: LlamaConfig) -> None:
         "sliding_window": (getattr(config, "sliding_window", None), (None,)),
         "quantization_config": (getattr(config, "quantization_config", None), (None,)),
     }
-    for name, (value, supported) in plain.items():
+    for name, (value, supported) in features.items():
         if value not in supported:
             allowed = " or ".join(repr(v) for v in supported)
             raise UserError(
-                f"{name}={value!r} in the model's config.json is not supported; picotron computes {allowed}"
+                f"{name}={value!r} in the model's config.json is not supported; picotron supports {allowed}"
             )

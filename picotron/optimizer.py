@@ -1,4 +1,4 @@
-"""AdamW on float32 master weights, the learning-rate schedule, and the global gradient norm."""
+"""AdamW on float32 master weights, the learning-rate schedule, and clipping by the global gradient norm."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -17,9 +17,9 @@ from picotron.weights import is_tied_replica, main_grad, parameters_and_shards
 class AdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) that reads each parameter's `main_grad`.
 
-    A bfloat16 weight has 8 bits of precision: most updates would round to nothing. So what is optimised is a float32
-    copy, the master weight, of which the model's weight is the rounding (Micikevicius et al. 2017, arXiv:1710.03740).
-    Weights that are float32 or wider are their own master. Weight decay is on matrices only.
+    A bfloat16 weight has 8 bits of precision, so most of its updates would round to zero. The optimizer updates a
+    float32 copy instead, the master weight, and rounds it to the weight (Micikevicius et al. 2017, arXiv:1710.03740).
+    Weights in float32 or wider are their own master weights. Weight decay applies to matrices only.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], training: Training, fused: bool) -> None:
@@ -44,13 +44,13 @@ class AdamW(torch.optim.AdamW):
             master.grad = main_grad(parameter)
         super().step()
         for parameter, master in self.masters.items():
-            master.grad = None  # the gradients stay where they are: in main_grad
+            master.grad = None  # the gradients stay in main_grad
             if master is not parameter:
                 parameter.copy_(master)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The tensors beside a parameter that the next step depends on, each of its shape and in float32 or wider:
-        `exp_avg` and `exp_avg_sq`, and `master` if it is not the parameter itself.
+        """Return the tensors that the next step of a parameter depends on: `exp_avg`, `exp_avg_sq`, and `master` if it
+        is not the parameter itself. They have the parameter's shape and are in float32 or wider.
         """
         master = self.masters[parameter]
         state = {name: self.state[master][name] for name in ("exp_avg", "exp_avg_sq")}
@@ -58,14 +58,15 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def restore(self, step: int, read: Callable[[nn.Parameter, str, Tensor], None]) -> None:
-        """Go on after so many steps.
+        """Restore the state to resume from.
 
         Args:
-            read: `read(parameter, name, tensor)` fills in the tensor that `state_of` calls so.
+            step: number of completed steps.
+            read: function that fills a tensor of `state_of`, called as `read(parameter, name, tensor)`.
         """
         for group in self.param_groups:
             for master in group["params"]:
-                device = master.device if group["fused"] else "cpu"  # as in torch's own first step
+                device = master.device if group["fused"] else "cpu"  # where torch's AdamW keeps it
                 self.state[master] = {"step": torch.tensor(float(step), dtype=torch.float32, device=device)}
                 self.state[master] |= {name: torch.empty_like(master) for name in ("exp_avg", "exp_avg_sq")}
         for parameter in self.masters:
@@ -78,16 +79,17 @@ class AdamW(torch.optim.AdamW):
 
 
 def learning_rate_factor(training: Training) -> Callable[[int], float]:
-    """The fraction of `learning_rate` at step 0, 1, 2, ...: a linear warm-up, then down to `min_lr_ratio`.
+    """Return the function from the step (0, 1, 2, ...) to the fraction of `learning_rate`: a linear warm-up, then a
+    decay to `min_lr_ratio`.
 
-    The warm-up's first step is not 0 (it would be wasted), and the last step's factor is just above `min_lr_ratio`,
-    which is reached at `total_train_steps`. Cosine: Loshchilov and Hutter 2016, arXiv:1608.03983.
+    The first step's fraction is not 0, which would waste the step. The last step's fraction is slightly larger than
+    `min_lr_ratio`, which is reached at `total_train_steps`. Cosine: Loshchilov and Hutter 2016, arXiv:1608.03983.
     """
     warmup, total, low = training.warmup_steps, training.total_train_steps, training.min_lr_ratio
     shapes = {
-        "constant": lambda done: 1.0,
-        "linear": lambda done: low + (1 - low) * (1 - done),
-        "cosine": lambda done: low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)),
+        "constant": lambda progress: 1.0,
+        "linear": lambda progress: low + (1 - low) * (1 - progress),
+        "cosine": lambda progress: low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)),
     }
 
     def factor(step: int) -> float:
@@ -99,7 +101,7 @@ def learning_rate_factor(training: Training) -> Callable[[int], float]:
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, training: Training, step: int = 0) -> LambdaLR:
-    """The schedule after so many steps."""
+    """Return the learning-rate schedule after `step` completed steps."""
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return LambdaLR(optimizer, learning_rate_factor(training), last_epoch=step - 1)
@@ -107,10 +109,13 @@ def make_scheduler(optimizer: torch.optim.Optimizer, training: Training, step: i
 
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Scale all `main_grad`s by min(1, max_norm / norm) and return the norm before that, a scalar on the device.
+    """Scale all `main_grad`s by min(1, max_norm / norm) and return the norm before scaling, a scalar on the device.
 
-    It is the norm of the whole model's gradients as one vector, in float32 or wider: what several ranks hold alike
-    counts once. None never clips.
+    The norm is that of all gradients of the unsharded model as one vector, in float32 or wider: a gradient that several
+    ranks hold counts once.
+
+    Args:
+        max_norm: None computes the norm and never scales.
     """
     grid = pgm.process_group_manager
     gradients, replicas = [], []
@@ -119,7 +124,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
             gradients.append(main_grad(parameter))
             replicas.append(grid.tp_world_size if shard is None else shard.replicas)
     norms = torch._foreach_norm(gradients)
-    torch._foreach_div_(norms, [math.sqrt(count) for count in replicas])  # Python numbers: nothing waits for the GPU
+    # In the sum over tp ranks, the square of a replicated gradient appears once per replica.
+    torch._foreach_div_(norms, [math.sqrt(count) for count in replicas])  # Python numbers: no wait for the GPU
     square = torch.stack(norms).square().sum()
     all_reduce(square, grid.tp_group)
     all_reduce(square, grid.pp_group)

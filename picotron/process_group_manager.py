@@ -1,8 +1,9 @@
-"""The global grid of ranks: dp x pp x cp x tp.
+"""The grid of all ranks: dp x pp x cp x tp.
 
-Ranks are numbered like the elements of an array of that shape, so tp neighbours are adjacent ranks (the chattiest axis
-gets the fastest links) and dp neighbours are far apart (they talk once a step). A group is what you get by fixing the
-other coordinates: for 8 ranks as dp 2 x pp 2 x cp 1 x tp 2,
+Ranks are numbered like the elements of an array of this shape. So the ranks of a tp group are consecutive and can share
+a machine, because tensor parallelism communicates most, and the ranks of a dp group are far apart, because they
+communicate once per step. The ranks of a group differ in one coordinate and share all others. For 8 ranks as
+dp 2 x pp 2 x cp 1 x tp 2,
 
     dp 0: pp 0: tp [0 1]     pp 1: tp [2 3]         rank 5 = (dp 1, pp 0, cp 0, tp 1); its tp group is [4, 5],
     dp 1: pp 0: tp [4 5]     pp 1: tp [6 7]         its pp group [5, 7], its dp group [1, 5].
@@ -16,24 +17,25 @@ import torch.distributed as dist
 
 from picotron.errors import UserError
 
-# name: the grid's dimensions (dp, pp, cp, tp) = (0, 1, 2, 3) that vary inside a group
+# axis: dimensions of the grid, (dp, pp, cp, tp) = (0, 1, 2, 3), that vary within its groups
 AXES = {"dp": (0,), "pp": (1,), "cp": (2,), "tp": (3,), "cp_dp": (0, 2)}
 
 
 def new_groups(rows: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-    """Make a group of each row of global ranks, and return the one that this process is in, if any.
+    """Create a group for each row of global ranks, and return the one that contains this process, or None.
 
-    Every process has to make every group, in the same order, as torch.distributed demands.
+    Every process must create all groups, in the same order: torch.distributed requires it.
     """
     groups = {tuple(ids): dist.new_group(ids, backend=backend) for ids in rows}
     return next((group for ids, group in groups.items() if dist.get_rank() in ids), None)
 
 
 class ProcessGroupManager:
-    """This process's place in the grid. For each axis in AXES: `{axis}_group`, its members' global ranks in
-    `{axis}_group_ids`, how many they are (`{axis}_world_size`) and which one this process is (`{axis}_rank`).
+    """The grid, and this process's place in it. For each axis in AXES: the group of this process (`{axis}_group`), the
+    global ranks of its members (`{axis}_group_ids`), their number (`{axis}_world_size`) and this process's index among
+    them (`{axis}_rank`).
 
-    Gradients are averaged over `cp_dp`: both axes split the tokens of a batch over copies of the same weights.
+    Gradients are averaged over `cp_dp`: along both axes, ranks hold the same weights and process different tokens.
     """
 
     dp_group: dist.ProcessGroup
@@ -62,8 +64,8 @@ class ProcessGroupManager:
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.global_rank))
         if tp_size * cp_size * pp_size * dp_size != self.world_size:
             raise UserError(
-                f"dp {dp_size} x pp {pp_size} x cp {cp_size} x tp {tp_size} = {tp_size * cp_size * pp_size * dp_size} "
-                f"ranks, but the process group has {self.world_size}; the product must be {self.world_size}"
+                f"dp {dp_size} x pp {pp_size} x cp {cp_size} x tp {tp_size} needs {tp_size * cp_size * pp_size * dp_size} "
+                f"ranks, but the process group has {self.world_size}; choose sizes whose product is {self.world_size}"
             )
         self.grid = torch.arange(self.world_size).view(dp_size, pp_size, cp_size, tp_size)
         for axis, dims in AXES.items():
@@ -76,7 +78,7 @@ class ProcessGroupManager:
         self.cp_send_rank = self.cp_group_ids[(self.cp_rank + 1) % cp_size]  # the ring: send to the next,
         self.cp_recv_rank = self.cp_group_ids[(self.cp_rank - 1) % cp_size]  # receive from the previous
         if dist.get_backend() == "nccl":
-            # `batch_isend_irecv` between some ranks of a group demands that all of them have communicated before.
+            # All ranks of a group must have communicated before only some of them can call `batch_isend_irecv`.
             for group in (self.pp_group, self.cp_group):
                 if dist.get_world_size(group) > 1:
                     dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
@@ -100,11 +102,11 @@ process_group_manager: ProcessGroupManager = None  # type: ignore[assignment]  #
 
 
 def setup_process_group_manager(tp_size: int, cp_size: int, pp_size: int, dp_size: int) -> ProcessGroupManager:
-    """Lay the grid over the ranks of the default process group. Modules read it as
-    `from picotron import process_group_manager as pgm`, then `pgm.process_group_manager`.
+    """Create the grid from the ranks of the default process group. Modules import it by
+    `from picotron import process_group_manager as pgm`, and read `pgm.process_group_manager`.
 
     Raises:
-        UserError: the sizes do not multiply to the world size.
+        UserError: the product of the sizes is not the world size.
     """
     global process_group_manager
     process_group_manager = ProcessGroupManager(tp_size, cp_size, pp_size, dp_size)

@@ -1,9 +1,9 @@
-"""The folder of a run, `checkpoint.save_dir`: what is in it, and what a new run does with what an earlier one left.
+"""Folder of a run, `checkpoint.save_dir`: its files, and how a new run archives those of an earlier one.
 
     config.json  metrics.jsonl  step_00000050/  step_00000100/  ...    trace_step_00000005.jsonl  ...
     earlier.1/  earlier.2/  ...
 
-A checkpoint's folder with its final name is whole: it is written under another name, and renamed at the end.
+A checkpoint folder with its final name is complete: it is written under another name, and renamed at the end.
 """
 
 import contextlib
@@ -24,11 +24,15 @@ from picotron.schedules.trace import traces
 
 logger = logging.getLogger("picotron")
 
-UNFINISHED = ".unfinished"  # ends the name of a checkpoint that is being written, or deleted
+UNFINISHED = ".unfinished"  # suffix of a checkpoint folder that is being written or deleted
 
 
 def check_save_dir(config: Config) -> None:
-    """Make the folder for the outputs. Raises UserError if they cannot or should not be written there."""
+    """Create the folder for the outputs.
+
+    Raises:
+        UserError: the folder cannot be written, or holds a model.
+    """
     name = config.checkpoint.save_dir
     try:
         Path(name).mkdir(parents=True, exist_ok=True)
@@ -36,7 +40,7 @@ def check_save_dir(config: Config) -> None:
         existing = Path(name, "config.json")
         if existing.exists() and "model_type" in existing.read_text():
             raise UserError(
-                f"checkpoint.save_dir={name!r} is a model's folder, whose config.json must stay; choose another"
+                f"checkpoint.save_dir={name!r} is a model folder, and its config.json must be kept; choose another"
             )
     except OSError as error:
         raise UserError(
@@ -45,17 +49,21 @@ def check_save_dir(config: Config) -> None:
 
 
 def checkpoint_folder(save_dir: Path, step: int) -> Path:
+    """Folder of the checkpoint of a step."""
     return save_dir / f"step_{step:08d}"
 
 
 def checkpoint_folders(save_dir: Path) -> dict[int, Path]:
-    """The checkpoints in it by step, in ascending order."""
+    """Map the step of each complete checkpoint in `save_dir` to its folder, in ascending order."""
     steps = sorted(int(path.name[5:]) for path in save_dir.glob("step_" + 8 * "[0-9]"))
     return {step: checkpoint_folder(save_dir, step) for step in steps}
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Not at once, so first a whole one gets a name that nobody takes for one. What cannot be deleted is only told."""
+    """Rename a checkpoint, then delete it: deletion is not atomic, and a half-deleted folder must not look complete.
+
+    Failures are only logged.
+    """
     try:
         unfinished = folder.with_name(folder.name.removesuffix(UNFINISHED) + UNFINISHED)
         shutil.rmtree(folder.rename(unfinished))
@@ -65,17 +73,17 @@ def delete_checkpoint(folder: Path) -> None:
 
 @contextlib.contextmanager
 def user_error_on_failure(path: Path) -> Iterator[None]:
-    """Whoever cannot write there gets a UserError."""
+    """Context in which a failure to write to `path` raises a UserError."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"{path} cannot be written: {error.strerror}; make room there, or choose another checkpoint.save_dir"
+            f"{path} cannot be written: {error.strerror}; free some space, or choose another checkpoint.save_dir"
         ) from None
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the names in it reach the disk."""
+    """Flush the names of the files in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -84,7 +92,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_records(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl of steps up to `until`; a line that a killed run did not finish is none of them."""
+    """Read the records of a metrics.jsonl up to step `until`, without a last line that a killed run left unfinished."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -95,31 +103,31 @@ def read_records(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
 
 
 def new_archive_folder(folder: Path) -> Path:
-    """A new folder `earlier.N` in it, for what is not to be lost."""
-    earlier = next(path for n in itertools.count(1) if not (path := folder / f"earlier.{n}").exists())
-    earlier.mkdir()
-    return earlier
+    """Create a folder `earlier.N` in `folder`, for the files of earlier runs."""
+    archive = next(path for n in itertools.count(1) if not (path := folder / f"earlier.{n}").exists())
+    archive.mkdir()
+    return archive
 
 
 def begin_run(config: Config, resumed_step: int | None) -> list[dict[str, Any]]:
     """Write config.json, and archive the files of an earlier run in a folder `earlier.N`.
 
     Args:
-        resumed_step: the step of the checkpoint in save_dir that this run resumes from: files up to that step stay in
-            place. None if this run does not resume the earlier one.
+        resumed_step: step of the checkpoint in save_dir from which this run resumes; files up to that step stay in
+            place. None if this run does not resume an earlier one.
 
     Returns:
-        The records of metrics.jsonl up to that step. The file keeps these only; the archive has all of them.
+        The records of metrics.jsonl up to that step. The file keeps only these; the archived copy has all of them.
 
     Raises:
         UserError: the folder cannot be written.
     """
     save_dir = Path(config.checkpoint.save_dir)
-    metrics, described = save_dir / "metrics.jsonl", save_dir / "config.json"
-    of_steps = [*checkpoint_folders(save_dir).items(), *traces(save_dir).items()]
-    old = [path for step, path in of_steps if resumed_step is None or step > resumed_step]
+    metrics, config_file = save_dir / "metrics.jsonl", save_dir / "config.json"
+    by_step = [*checkpoint_folders(save_dir).items(), *traces(save_dir).items()]
+    old = [path for step, path in by_step if resumed_step is None or step > resumed_step]
     if resumed_step is None:
-        old += [path for path in (metrics, described) if path.exists()]
+        old += [path for path in (metrics, config_file) if path.exists()]
     with user_error_on_failure(save_dir):
         if old:
             archive = new_archive_folder(save_dir)
@@ -128,17 +136,17 @@ def begin_run(config: Config, resumed_step: int | None) -> list[dict[str, Any]]:
             for path in old:
                 path.rename(archive / path.name)
             logger.info(
-                "files of an earlier run in %s are now in %s: %s", save_dir, archive, [path.name for path in old]
+                "moved files of an earlier run from %s to %s: %s", save_dir, archive, [path.name for path in old]
             )
         records = [] if resumed_step is None else read_records(metrics, resumed_step)
         if resumed_step is not None and metrics.exists():
             write_atomically(metrics, "".join(json.dumps(record) + "\n" for record in records))
-        write_atomically(described, config.model_dump_json(indent=2) + "\n")
+        write_atomically(config_file, config.model_dump_json(indent=2) + "\n")
     return records
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file such that a reader, or a crash, finds either the old file or the new one, complete."""
+    """Write a text file so that readers, and a crash, see either the complete old file or the complete new one."""
     new = path.with_name(path.name + ".new")
     new.write_text(text)
     new.replace(path)

@@ -1,14 +1,15 @@
 """Split a backward into two halves: input gradients now, because other stages wait for them, weight gradients later.
 
-Most of a backward's time goes into two products per matrix, dx = dy W and dW = dy' x. Inside `defer_weight_grads` only
-the first is computed; the second is kept as a function to call later (Qi et al. 2023, arXiv:2401.10241):
+Most of a backward's time is spent in two products per matrix y = x W', with W (outputs, inputs): dx = dy W and
+dW = dy' x. Inside `defer_weight_grads`, only the first one is computed; the second one becomes a function to call later
+(Qi et al. 2023, arXiv:2401.10241):
 
     with defer_weight_grads() as deferred:
         loss.backward()
     ...
     run_deferred(deferred)
 
-What takes little time is computed at once: the gradients of norms, biases and embeddings, and that of the head, whose
+Gradients that take little time are never deferred: those of norms, biases and embeddings, and that of the head, whose
 product was part of forward (see `LinearCrossEntropy`).
 """
 
@@ -23,13 +24,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 DeferredGrads = list[Callable[[], None]]
 
-# The list of the innermost `defer_weight_grads`. No thread has its own: on a GPU, autograd works in another one.
+# The list of the innermost `defer_weight_grads`. Not thread-local, because on a GPU autograd runs in another thread.
 _deferred: DeferredGrads | None = None
 
 
 @contextlib.contextmanager
 def defer_weight_grads() -> Iterator[DeferredGrads]:
-    """Backwards in this context put off the weights' gradients. Yields the list that they end up in."""
+    """Let backwards in this context defer the weights' gradients. Yields the list to which they are added."""
     global _deferred
     before, _deferred = _deferred, []
     try:
@@ -40,14 +41,14 @@ def defer_weight_grads() -> Iterator[DeferredGrads]:
 
 @torch.no_grad()
 def run_deferred(deferred: DeferredGrads) -> None:
-    """Compute what was put off, and free what was kept for it."""
+    """Compute the deferred gradients, and free the tensors that were kept for them."""
     while deferred:
         deferred.pop(0)()
 
 
 def gradient_edges(weights: Sequence[Tensor]) -> list[GradientEdge]:
-    """Where the weights' gradients go: their places in the graph, since activation checkpointing gives a backward only
-    copies of the weights themselves. (In an evaluation there are none.)
+    """Return the weights' edges in the graph, to which their gradients go. (Activation checkpointing gives a backward
+    only copies of the weights.) In an evaluation, there are none.
     """
     return [get_gradient_edge(weight) for weight in weights if weight.requires_grad]
 
@@ -57,22 +58,23 @@ def is_deferring() -> bool:
 
 
 def compute_or_defer(edges: Sequence[GradientEdge], compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor | None]:
-    """For the backward of an autograd function: what it returns as the gradients of its weights.
+    """Compute the gradients of an autograd function's weights, or defer them. The function's backward returns the
+    result: the gradients, or None for each deferred one.
 
     Args:
-        edges: see `gradient_edges`.
-        compute: the gradients of all these weights.
+        edges: edges of these weights, see `gradient_edges`.
+        compute: function that returns the gradients of all these weights.
     """
     if _deferred is None:
         return compute()
-    # A leaf's backward accumulates its gradient and calls its hooks as usual, and one that was computed from a leaf
-    # passes it on.
+    # From an edge, backward continues as usual: a leaf accumulates its gradient and calls its hooks, and a tensor that
+    # was computed from a leaf passes its gradient on.
     _deferred.append(lambda: torch.autograd.backward(edges, compute()))
     return [None] * len(edges)
 
 
 class SplitLinear(torch.autograd.Function):
-    """forward: y = x W'. backward: dx = dy W, and dW = dy' x now or later."""
+    """forward: y = x W'. backward: dx = dy W now, and dW = dy' x now or deferred."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -86,16 +88,16 @@ class SplitLinear(torch.autograd.Function):
         return dy @ weight, *compute_or_defer(ctx.edges, lambda: [dy.flatten(0, -2).t() @ x.flatten(0, -2)])
 
 
-@torch.compiler.disable  # a compiler would join the halves again
+@torch.compiler.disable  # torch.compile would join the two halves again
 def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` with a backward that can be split."""
+    """Apply `torch.nn.functional.linear` with a backward that can be split."""
     y = SplitLinear.apply(x, weight)
     return y if bias is None else y + bias
 
 
 def split_backward(model: nn.Module) -> None:
-    """Let the backward of a model's linear layers be split, by exchanging their `linear_fn`. (Column-parallel ones can
-    always do it.)
+    """Replace the `linear_fn` of a model's linear layers by one whose backward can be split. (That of column-parallel
+    layers always can.)
     """
     for module in model.modules():
         if hasattr(module, "linear_fn"):

@@ -1,5 +1,6 @@
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,32 @@ from picotron.tokens import train_bpe
 from tests.support import checkpoints
 from tests.support.oracle import tiny_llama
 from tests.support.worker_pool import WorkerPool
+
+STARTS_PROCESSES = {"pool", "home", "halves", "slurm"}  # fixtures
+may_start_processes = True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that start processes, which `make test-fast` leaves out."""
+    for item in items:
+        if STARTS_PROCESSES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.processes)
+
+
+def refuse_processes(event: str, _: Any) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn") and not may_start_processes:
+        raise AssertionError("this test starts a process; mark it with @pytest.mark.processes")
+
+
+sys.addaudithook(refuse_processes)
+
+
+@pytest.fixture(autouse=True)
+def _only_marked_tests_start_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    global may_start_processes
+    may_start_processes = request.node.get_closest_marker("processes") is not None
+    yield
+    may_start_processes = True
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Schedules that cannot run are refused, with a sentence that says why."""
+"""The checker: a schedule that cannot run is rejected with a message that names the fault."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.test_schedules import assert_runs
 
 
 def schedule_of(*lines: str, **more: object) -> Schedule:
-    """From one line of actions per rank."""
+    """Build a schedule from one line of actions per rank."""
     programs = [[parse_action(cell) for cell in line.split(",")] for line in lines]
     parts = [part for program in programs for action in program for part in action.parts]
     chunks = (1 + max(part.stage for part in parts)) // len(programs)
@@ -23,25 +23,28 @@ def schedule_of(*lines: str, **more: object) -> Schedule:
 
 
 FAULTS = [
-    (["0F0", "1F0,1B0"], "rank 0 lacks 0B0 (or 0I0 and 0W0), the backward of micro-batch 0 in stage 0"),
-    (["0F0,0B0", "1B0"], "rank 1 lacks 1F0, the forward of micro-batch 0 through stage 1"),
-    (["0F0,0F0,0B0", "1F0,1B0"], "rank 0 has 0F0 twice"),
-    (["0F0,0B0,0B0", "1F0,1B0"], "rank 0 has 0B0 twice"),
-    (["0F0,0I0", "1F0,1B0"], "rank 0 has 0I0, but lacks 0W0, the other half of that backward"),
-    (["0F0,0W0", "1F0,1B0"], "rank 0 has 0W0, but lacks 0I0, the other half of that backward"),
-    (["0F0,0B0,0W0", "1F0,1B0"], "rank 0 has both 0B0, a whole backward, and 0W0"),
-    (["0F0,0W0,0I0", "1F0,1B0"], "rank 0 has 0W0 too early: it must come after 0I0"),
-    (["0F0,0B0", "1B0,1F0"], "rank 1 has 1B0 too early: it must come after 1F0"),
-    (["0F0,0B0", "(1F0;1B0)"], "rank 1 has 1B0 too early: it must come after 1F0"),
-    (["1F0,1B0", "0F0,0B0"], "rank 0 has 1F0, but stage 1 is on rank 1 (loop placement)"),
-    (["0F0,0SEND_F0,0B0", "1F0,1B0"], "rank 0 has 0SEND_F0; leave it out: messages and reductions are added by"),
-    (["0F0,0B0,0R", "1F0,1B0"], "rank 0 has 0R; leave it out"),
-    (["0F0,0F2,0B0,0B2", "1F0,1F2,1B0,1B2"], "rank 0 lacks 0F1, the forward of micro-batch 1 through stage 0"),
+    (["0F0", "1F0,1B0"], "pp rank 0 lacks 0B0 (or 0I0 and 0W0), the backward of micro-batch 0 in stage 0"),
+    (["0F0,0B0", "1B0"], "pp rank 1 lacks 1F0, the forward of micro-batch 0 through stage 1"),
+    (["0F0,0F0,0B0", "1F0,1B0"], "pp rank 0 has 0F0 twice"),
+    (["0F0,0B0,0B0", "1F0,1B0"], "pp rank 0 has 0B0 twice"),
+    (["0F0,0I0", "1F0,1B0"], "pp rank 0 has 0I0, but lacks 0W0, the other half of that backward"),
+    (["0F0,0W0", "1F0,1B0"], "pp rank 0 has 0W0, but lacks 0I0, the other half of that backward"),
+    (["0F0,0B0,0W0", "1F0,1B0"], "pp rank 0 has both 0B0, a full backward, and 0W0, half of one"),
+    (["0F0,0W0,0I0", "1F0,1B0"], "pp rank 0 has 0W0 too early: it must come after 0I0"),
+    (["0F0,0B0", "1B0,1F0"], "pp rank 1 has 1B0 too early: it must come after 1F0"),
+    (["0F0,0B0", "(1F0;1B0)"], "pp rank 1 has 1B0 too early: it must come after 1F0"),
+    (["1F0,1B0", "0F0,0B0"], "pp rank 0 has 1F0, but stage 1 is on pp rank 1 (loop placement)"),
+    (
+        ["0F0,0SEND_F0,0B0", "1F0,1B0"],
+        "pp rank 0 has 0SEND_F0; remove it: messages and reductions are added automatically",
+    ),
+    (["0F0,0B0,0R", "1F0,1B0"], "pp rank 0 has 0R; remove it"),
+    (["0F0,0F2,0B0,0B2", "1F0,1F2,1B0,1B2"], "pp rank 0 lacks 0F1, the forward of micro-batch 1 through stage 0"),
 ]
 
 
 @pytest.mark.parametrize(("lines", "message"), FAULTS)
-def test_each_fault_has_its_sentence(lines: list[str], message: str, tmp_path: Path) -> None:
+def test_check_and_read_csv_name_the_fault(lines: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         check(schedule_of(*lines))
     assert message in str(raised.value)
@@ -52,11 +55,11 @@ def test_each_fault_has_its_sentence(lines: list[str], message: str, tmp_path: P
     assert f"the schedule '{path}' cannot run: {message}" in str(raised.value)
 
 
-def test_faults_that_a_file_cannot_have() -> None:
+def test_check_rejects_faults_that_a_file_cannot_have() -> None:
     evaluation = forward_only(2, 1)
-    with pytest.raises(UserError, match="rank 1 has 1B0, but an evaluation has no backwards"):
+    with pytest.raises(UserError, match="pp rank 1 has 1B0, but an evaluation has no backwards"):
         check(Schedule([evaluation.programs[0], [*evaluation.programs[1], Action("B", 1)]], 1, forward_only=True))
-    with pytest.raises(UserError, match="rank 0 has 0F1, but there are 2 stages and 1 micro-batches"):
+    with pytest.raises(UserError, match="pp rank 0 has 0F1, but the schedule has 2 stages and 1 micro-batches"):
         check(Schedule([[Action("F", 0, 1)], []], 1))
 
 
@@ -65,32 +68,35 @@ def test_faults_that_a_file_cannot_have() -> None:
     [
         (
             ["0F0,0B0,0F1,0B1", "1F0,1F1,1B1,1B0"],
-            "deadlock: rank 0 waits at 0B0 for 1B0 of rank 1, which waits at 1F1 for 0F1 of rank 0; "
-            "put 1B0 before 1F1 in the program of rank 1",
+            "deadlock: pp rank 0 waits at 0B0 for 1B0 of pp rank 1, which waits at 1F1 for 0F1 of pp rank 0; "
+            "put 1B0 before 1F1 in the program of pp rank 1",
         ),
-        (  # the rank that comes first waits for the circle, but is not in it
+        (  # pp rank 0 waits for a rank of the cycle, but is not part of it
             ["0F0,0F1,0B0,0B1", "1F0,1I0,1W0,1F1,1B1", "2F1,2F0,2I0,2W0,2B1"],
-            "deadlock: rank 1 waits at 1I0 for 2I0 of rank 2, which waits at 2F1 for 1F1 of rank 1; "
-            "put 2I0 before 2F1 in the program of rank 2",
+            "deadlock: pp rank 1 waits at 1I0 for 2I0 of pp rank 2, which waits at 2F1 for 1F1 of pp rank 1; "
+            "put 2I0 before 2F1 in the program of pp rank 2",
         ),
         (
             ["0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1", "2F1,2F0,2B0,2B1"],
-            "deadlock: rank 0 waits at 0B0 for 1B0 of rank 1, which waits at 1F1 for 0F1 of rank 0; "
-            "put 1B0 before 1F1 in the program of rank 1",
+            "deadlock: pp rank 0 waits at 0B0 for 1B0 of pp rank 1, which waits at 1F1 for 0F1 of pp rank 0; "
+            "put 1B0 before 1F1 in the program of pp rank 1",
         ),
         (
             ["0F0,0F1,2F1,(2F0;2B1),2B0,0B0,0B1", "1F1,3F1,3B1,(1F0;1B1),3F0,3B0,1B0"],
-            "deadlock: rank 0 waits at (2F0;2B1) for (1F0;1B1) of rank 1, which waits at (1F0;1B1) for (2F0;2B1) of "
-            "rank 0; take the pair (2F0;2B1) apart",
+            "deadlock: pp rank 0 waits at (2F0;2B1) for (1F0;1B1) of pp rank 1, which waits at (1F0;1B1) for (2F0;2B1) "
+            "of pp rank 0; split the pair (2F0;2B1) into two actions",
         ),
         (
             ["2F0,0F0,0B0,2B0", "1F0,3F0,3B0,1B0"],
-            "rank 0 waits at 2F0 for 1F0 of rank 1, which waits at 1F0 for 0F0 of",
+            "pp rank 0 waits at 2F0 for 1F0 of pp rank 1, which waits at 1F0 for 0F0 of",
         ),
-        (["1F0,0F0,1B0,0B0"], "deadlock: rank 0 waits at 1F0 for 0F0 of rank 0; put 0F0 before 1F0 in the program of"),
+        (
+            ["1F0,0F0,1B0,0B0"],
+            "deadlock: pp rank 0 waits at 1F0 for 0F0 of pp rank 0; put 0F0 before 1F0 in the program of",
+        ),
     ],
 )
-def test_a_deadlock_is_refused_with_its_circle(lines: list[str], message: str) -> None:
+def test_check_names_the_cycle_of_a_deadlock(lines: list[str], message: str) -> None:
     with pytest.raises(UserError) as raised:
         check(schedule_of(*lines))
     assert message in str(raised.value)
@@ -98,10 +104,8 @@ def test_a_deadlock_is_refused_with_its_circle(lines: list[str], message: str) -
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), name=st.sampled_from(list(SCHEDULES)), pp=st.integers(1, 4), microbatches=st.integers(1, 6))
-def test_a_schedule_that_somebody_changed_runs_or_is_refused(
-    data: st.DataObject, name: str, pp: int, microbatches: int
-) -> None:
-    """Actions are exchanged, left out or repeated."""
+def test_mutated_schedule_runs_or_is_rejected(data: st.DataObject, name: str, pp: int, microbatches: int) -> None:
+    """Mutations swap, drop or repeat actions."""
     original = build(name, pp, microbatches)
     programs = [list(program) for program in original.programs]
     for _ in range(data.draw(st.integers(1, 3))):
@@ -122,4 +126,4 @@ def test_a_schedule_that_somebody_changed_runs_or_is_refused(
     else:
         why = ""
         assert_runs(schedule)
-    assert why == "" or why.startswith(("rank ", "deadlock: rank "))
+    assert why == "" or why.startswith(("pp rank ", "deadlock: pp rank "))

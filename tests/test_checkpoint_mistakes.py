@@ -52,15 +52,15 @@ def damage(folder: Path, how: str) -> None:
 
 
 DAMAGES = {
-    "flipped weight": r"model.*safetensors is damaged: the checksum of bytes \d+ to \d+ is [\da-f]{16}, but [\da-f]{16} was written",
+    "flipped weight": r"model.*safetensors is damaged: the checksum of bytes \d+ to \d+ is [\da-f]{16}, but should be [\da-f]{16}; use another",
     "flipped header": r"model.*safetensors is damaged: the checksum of bytes 0 to",
     "flipped moment": r"exp_avg_sq.*safetensors is damaged: the checksum",
     "truncated": r"model.*safetensors has [\d,]+ bytes, but [\d,]+ were written; use another checkpoint",
     "longer": r"model.*safetensors has [\d,]+ bytes, but [\d,]+ were written; use another checkpoint",
     "missing": r"model.*safetensors is missing; use another checkpoint",
     "config": r"config\.json is damaged: the checksum",
-    "no state": r"trainer_state\.json is missing, so training cannot go on from there; use another checkpoint",
-    "flipped state": r"trainer_state\.json is damaged \(its checksum is another one\); use another checkpoint",
+    "no state": r"trainer_state\.json is missing, so training cannot resume from this folder; use another checkpoint",
+    "flipped state": r"trainer_state\.json is damaged \(checksum mismatch\); use another checkpoint",
     "empty state": r"trainer_state\.json is damaged \(Expecting value",
     "foreign state": r"trainer_state\.json is damaged \(",
 }
@@ -94,7 +94,7 @@ def test_latest_is_the_newest_whole_one(pool: WorkerPool, tokenizer: Path, tmp_p
         assert len(lines) == 2
         assert lines[0].startswith(f"{tmp_path}/step_00000010/model.safetensors has ")
         assert lines[1].startswith(f"{tmp_path}/step_00000008/exp_avg_sq.safetensors is damaged")
-        assert all(line.endswith(": the checkpoint before it is tried") for line in lines)
+        assert all(line.endswith("; trying the checkpoint before it") for line in lines)
     for step in (2, 4, 6):
         damage(checkpoint_folders(tmp_path)[step], "missing")
     steps, lines = pool.run(
@@ -106,12 +106,24 @@ def test_latest_is_the_newest_whole_one(pool: WorkerPool, tokenizer: Path, tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 67}, "holds a model with vocab_size=61, but this run's has vocab_size=67; use the config"),
-        ({"num_hidden_layers": 2}, "holds a model with num_hidden_layers=3, but this run's has num_hidden_layers=2"),
+        (
+            {"vocab_size": 67},
+            "holds a model with vocab_size=61, but this run's model has vocab_size=67; use the config",
+        ),
+        (
+            {"num_hidden_layers": 2},
+            "holds a model with num_hidden_layers=3, but this run's model has num_hidden_layers=2",
+        ),
         ({"hidden_size": 64}, "holds a model with hidden_size=32, but"),
         ({"num_key_value_heads": 4}, "num_key_value_heads=2, but"),
-        ({"rope_theta": 5e5}, r"rope_parameters={'rope_theta': 10000.0, 'rope_type': 'default'}, but this run's has"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings=True, but this run's has tie_word_embeddings=False"),
+        (
+            {"rope_theta": 5e5},
+            r"rope_parameters={'rope_theta': 10000.0, 'rope_type': 'default'}, but this run's model has",
+        ),
+        (
+            {"tie_word_embeddings": False},
+            "tie_word_embeddings=True, but this run's model has tie_word_embeddings=False",
+        ),
     ],
 )
 def test_other_models(
@@ -129,8 +141,8 @@ def test_folders_that_are_no_checkpoints(pool: WorkerPool, tokenizer: Path, tmp_
     (tmp_path / "step_00000005.unfinished").mkdir()
     (tmp_path / "empty").mkdir()
     for name, message in {
-        "nowhere": "is no folder; give a checkpoint, a model's folder, or 'latest'",
-        "step_00000005.unfinished": "was never finished; use an earlier checkpoint, or 'latest'",
+        "nowhere": "is not a folder; use a checkpoint, a model folder, or 'latest'",
+        "step_00000005.unfinished": "is an incomplete checkpoint; use an earlier one, or 'latest'",
         "empty": "has no readable config.json",
     }.items():
         config = run_config(tmp_path / "run", {}, checkpoint__load_path=str(tmp_path / name))

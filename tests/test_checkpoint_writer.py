@@ -96,8 +96,8 @@ def test_a_full_disk_is_one_error_on_all_ranks(
     config = run_config(tmp_path, layout, **keys | {"checkpoint__save_frequency": 6})
     results = pool.run(train_on_a_full_disk, 4, config, model, tokenizer, 10_000)
     expected = (
-        f"the checkpoint {tmp_path}/step_00000006 cannot be written: No space left on device; make room there, or choose "
-        f"another save_dir that all processes can write. Earlier checkpoints are as they were"
+        f"the checkpoint {tmp_path}/step_00000006 cannot be written: No space left on device; free some space, or choose "
+        f"another save_dir that all processes can write. Earlier checkpoints are unchanged"
     )
     # In the background it surfaces in the next step, long before the next checkpoint is due.
     assert results == [(expected, 2 if in_background else 1)] * 4

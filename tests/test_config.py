@@ -1,4 +1,4 @@
-"""The config: which values are refused, and in which words."""
+"""Validation of configs: rejected values and their messages."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ MINIMAL: dict[str, Any] = {"model": {"name": "template/tiny-llama"}, "dataset": 
 
 
 def changed(**changes: Any) -> dict[str, Any]:
-    """MINIMAL with `section__key=value` set."""
+    """Return a copy of MINIMAL with `section__key=value` or `section=value` set."""
     data = json.loads(json.dumps(MINIMAL))
     for key, value in changes.items():
         section, _, name = key.partition("__")
@@ -34,7 +34,7 @@ BAD = [
     (changed(model__seed=1), r"unknown key model\.seed; did you mean training\.seed\?"),
     (changed(training__xyzzy=1), r"unknown key training\.xyzzy; train\.py --help lists the keys"),
     ({"model": {"name": "x"}}, r"dataset is missing; set it in the file"),
-    ({"model": {}, "dataset": {"name": "x"}}, r"model\.name is missing; set it in the file or by --model\.name"),
+    ({"model": {}, "dataset": {"name": "x"}}, r"model\.name is missing; set it in the file or with --model\.name"),
     # wrong types
     (changed(distributed__dp_size="2"), r'distributed\.dp_size="2": it should be a valid integer'),
     (changed(distributed__dp_size=2.5), r"distributed\.dp_size=2\.5: it should be a valid integer"),
@@ -75,15 +75,15 @@ BAD = [
     ),
     (
         changed(distributed__pp_size=2, distributed__use_cpu=False, distributed__backend="gloo"),
-        r"backend='gloo' does not send from GPU to GPU, as pp_size=2 and cp_size=1 need; set backend to null, or use_cpu",
+        r"backend='gloo' cannot send from GPU to GPU, which pp_size=2 with cp_size=1 requires; set backend to null, or",
     ),
     (
         changed(distributed__cp_size=2, distributed__use_cpu=False, distributed__backend="gloo"),
-        r"backend='gloo' does not send from GPU to GPU, as pp_size=1 and cp_size=2 need; set backend to null, or use_cpu",
+        r"backend='gloo' cannot send from GPU to GPU, which pp_size=1 with cp_size=2 requires; set backend to null, or",
     ),
     (
         changed(training__eval_frequency=500),
-        r"eval_frequency=500 is never reached in total_train_steps=200; use at most",
+        r"eval_frequency=500 exceeds total_train_steps=200, so no evaluation would run; use at most 200, or 0",
     ),
     (
         changed(training__eval_frequency=5, training__eval_steps=0),
@@ -91,25 +91,25 @@ BAD = [
     ),
     (
         changed(distributed__cp_size=4, training__seq_length=1028),
-        r"training\.seq_length=1028 does not divide by 8, as cp_size=4 with cp_sharding='zigzag' needs; use 1024 or 1032",
+        r"training\.seq_length=1028 is not divisible by 8, as cp_size=4 with cp_sharding='zigzag' requires; use 1024 or 1032",
     ),
     (
         changed(distributed__cp_size=4, distributed__cp_sharding="contiguous", training__seq_length=3),
-        r"does not divide by 4, as cp_size=4 with cp_sharding='contiguous' needs; use 4$",
+        r"is not divisible by 4, as cp_size=4 with cp_sharding='contiguous' requires; use 4$",
     ),
     (
         changed(
             distributed__cp_size=2, distributed__tp_size=6, distributed__sequence_parallel=True, training__seq_length=16
         ),
-        r"does not divide by 12, as cp_size=2 with cp_sharding='zigzag' and sequence_parallel with tp_size=6 need; use 12 or 24",
+        r"is not divisible by 12, as cp_size=2 with cp_sharding='zigzag' and sequence_parallel with tp_size=6 require; use",
     ),
     (
         changed(distributed__cp_size=2, model__use_flash_attention=False),
-        r"cp_engine='ring' needs fused attention kernels, but model\.use_flash_attention=false; set it to true, or cp_en",
+        r"cp_engine='ring' needs fused attention, but model\.use_flash_attention=false; set that to true, or cp_engine",
     ),
     (
         changed(distributed__cp_size=2, distributed__use_cpu=False, model__dtype="float64"),
-        r"cp_engine='ring' has no kernel for model\.dtype='float64' on GPUs; use float32, cp_engine 'ulysses', or use_cpu",
+        r"cp_engine='ring' has no kernel for model\.dtype='float64' on GPUs; use model\.dtype='float32', cp_engine=",
     ),
     (
         changed(distributed__pp_engine="gpipe"),
@@ -118,47 +118,48 @@ BAD = [
     (changed(distributed__pp_engine="csv:"), r"there is no schedule 'csv:'"),
     (changed(distributed__pp_chunks=0), r"distributed\.pp_chunks=0: it should be greater than 0"),
     (changed(logging__trace_steps=[1, "2"]), r'logging\.trace_steps\.1="2": it should be a valid integer'),
-    (changed(logging__trace_steps=[3]), r"logging\.trace_steps=\[3\] is about pipelines, but pp_size=1; leave it out"),
+    (changed(logging__trace_steps=[3]), r"logging\.trace_steps=\[3\] needs a pipeline, but pp_size=1; remove it"),
     (
         changed(distributed__pp_size=2, logging__trace_steps=[3, 300]),
-        r"logging\.trace_steps=\[3, 300\] goes beyond total_train_steps=200; use steps up to that",
+        r"logging\.trace_steps=\[3, 300\] exceeds total_train_steps=200; use steps up to 200",
     ),
 ]
 
 
 @pytest.mark.parametrize(("data", "message"), BAD, ids=[str(i) for i in range(len(BAD))])
-def test_mistakes_get_one_sentence(data: dict[str, Any], message: str) -> None:
+def test_config_rejects_bad_values_with_one_sentence(data: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         parse_config(data)
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_section_that_is_no_section_is_not_shown() -> None:
+def test_config_error_hides_the_contents_of_a_malformed_section() -> None:
     with pytest.raises(UserError) as error:
         parse_config(changed(environment=[{"HF_TOKEN": "hf_secret"}]))
     assert "environment: it should be a valid dictionary" in str(error.value)
     assert "hf_secret" not in str(error.value)
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_config_error_lists_all_problems() -> None:
     with pytest.raises(UserError) as error:
         parse_config(changed(distributed__pp_chunks=0, training__seed=-1, training__seq_length=0, dataset__nmae="x"))
     assert [line.split("=")[0].split(";")[0] for line in str(error.value).splitlines()] == [
-        "distributed.pp_chunks",
-        "training.seed",
-        "training.seq_length",
-        "unknown key dataset.nmae",
+        "4 problems:",
+        "  - distributed.pp_chunks",
+        "  - training.seed",
+        "  - training.seq_length",
+        "  - unknown key dataset.nmae",
     ]
 
 
-def test_config_is_frozen_and_round_trips() -> None:
+def test_config_is_frozen_and_survives_a_round_trip_through_json() -> None:
     config = parse_config(changed(training__learning_rate=0.1 + 0.2))
     with pytest.raises(ValueError, match="frozen"):
         config.training.seed = 1  # type: ignore[misc]
     assert parse_config(json.loads(config.model_dump_json())) == config
 
 
-def test_world_size() -> None:
+def test_check_world_size_rejects_a_wrong_number_of_processes() -> None:
     check_world_size(Distributed(dp_size=2, pp_size=3), 6)
     with pytest.raises(
         UserError, match=r"dp_size=4 x .* needs 4 processes, but 2 started; use torchrun --nproc_per_node 4"

@@ -1,4 +1,4 @@
-"""Where a config comes from: files, also those of other trainers, the command line; its schema and its help."""
+"""Reading a config from files (including those of other trainers) and the command line; its schema and its help."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from picotron.config_reader import json_schema, leaf_keys, load_config, parse_co
 from picotron.errors import UserError
 from tests.test_config import MINIMAL, changed
 
-# A config in the format that users of Hugging Face's picotron have, with every key of it.
+# A config for Hugging Face's picotron, with every key of its format.
 OTHER_TRAINERS = {
     "distributed": {
         "tp_size": 1,
@@ -59,12 +59,13 @@ OTHER_TRAINERS = {
 
 
 def write(folder: Path, data: object) -> str:
+    """Write a config file, and return its path."""
     path = folder / "config.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))
     return str(path)
 
 
-def test_the_template_keeps_to_the_schema() -> None:
+def test_template_has_only_keys_of_the_schema() -> None:
     schema = json_schema()
     for section, body in json.loads(Path("template/base_config.json").read_text()).items():
         assert section in schema["properties"]
@@ -76,7 +77,7 @@ def test_the_template_keeps_to_the_schema() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no config; start with --config template/base_config.json"),
+        ([], "no config given; use --config FILE, for example --config template/base_config.json"),
         (["--config", "no/such.json"], r"cannot read no/such\.json: No such file"),
         (["--config", "FILE", "--training.seed"], r"--training\.seed needs a value"),
         (["--config", "FILE", "--training.seed", "--training.seq_length", "8"], r"--training\.seed needs a value"),
@@ -89,7 +90,7 @@ def test_the_template_keeps_to_the_schema() -> None:
         (["--config", "FILE", "--training.seed", "one"], r'training\.seed="one": it should be a valid integer'),
     ],
 )
-def test_command_line_mistakes(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_command_line_rejects_bad_arguments(tmp_path: Path, arguments: list[str], message: str) -> None:
     path = write(tmp_path, MINIMAL)
     with pytest.raises(UserError, match=message):
         load_config([path if word == "FILE" else word for word in arguments])
@@ -103,12 +104,12 @@ def test_command_line_mistakes(tmp_path: Path, arguments: list[str], message: st
         ("", "is not valid JSON"),
     ],
 )
-def test_files_that_are_no_config(tmp_path: Path, content: str, message: str) -> None:
+def test_load_config_rejects_files_without_a_json_object(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_config(["--config", write(tmp_path, content)])
 
 
-def test_overrides_have_the_types_of_the_file(tmp_path: Path) -> None:
+def test_overrides_have_the_types_of_their_keys(tmp_path: Path) -> None:
     config = load_config([
         "--config", write(tmp_path, MINIMAL), "--training.learning_rate", "1e-3", "--distributed.use_cpu=true",
         "--model.name", "some/folder", "--training.max_grad_norm", "null", "--checkpoint.save_dir=a=b", "--logging.run_name", "42",
@@ -120,7 +121,7 @@ def test_overrides_have_the_types_of_the_file(tmp_path: Path) -> None:
     assert config.logging.run_name == "42"
 
 
-def test_other_trainers_config_loads_with_warnings_and_without_its_secret(caplog: pytest.LogCaptureFixture) -> None:
+def test_config_of_another_trainer_loads_with_warnings_and_without_its_secret(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         config = parse_config(json.loads(json.dumps(OTHER_TRAINERS)))
     assert [line.split(" ")[0].split("=")[0] for line in caplog.messages] == [
@@ -132,21 +133,21 @@ def test_other_trainers_config_loads_with_warnings_and_without_its_secret(caplog
     assert config.environment.TOKENIZERS_PARALLELISM is False
     assert config.global_batch_size == 64
     assert "hf_abc" not in caplog.text + config.model_dump_json()
-    with pytest.raises(UserError) as error:  # nor does an error show a misspelt secret
+    with pytest.raises(UserError) as error:  # an error does not print the value of a misspelt key either
         parse_config(changed(environment__HFTOKEN="hf_abcdefghijklmnop"))
     assert "hf_abc" not in str(error.value)
 
 
-def test_schema_file_is_what_the_code_says() -> None:
+def test_schema_file_is_up_to_date() -> None:
     written = json.loads(Path("template/config.schema.json").read_text())
     assert written == json.loads(json.dumps(json_schema())), "out of date; run `make schema`"
     assert (
         written["$defs"]["Training"]["properties"]["weight_decay"]["description"]
-        == "on matrices only; norms and biases have none"
+        == "weight decay of matrices; norms and biases have none"
     )
 
 
-def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_config(["--help"])
     text = capsys.readouterr().out
@@ -154,5 +155,5 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"--{key} " in text for key in leaf_keys())
 
 
-def test_a_schema_reference_in_the_file_is_for_editors() -> None:
+def test_config_may_refer_to_its_schema() -> None:
     assert parse_config(MINIMAL | {"$schema": "config.schema.json"}) == parse_config(MINIMAL)

@@ -278,7 +278,7 @@ def test_heads_that_an_engine_cannot_take() -> None:
     check_context_parallel(small, Distributed(cp_size=2, use_cpu=True))
     check_context_parallel(small, Distributed(cp_size=2, cp_engine="ulysses"))
     with pytest.raises(
-        UserError, match="'ring' has GPU kernels for a head_dim that is a multiple of 8, up to 256, not for 20"
+        UserError, match="'ring' on GPUs needs a head_dim that is a multiple of 8 and at most 256, not 20"
     ):
         check_context_parallel(small, Distributed(cp_size=2))
 

@@ -27,10 +27,7 @@ def rows(config: Config, steps: int, start: int = 0, tokens: int = 1001) -> list
         config.training.gradient_accumulation_steps,
         config.training.micro_batch_size,
     )
-    assert (loader.seq_length_per_gpu, loader.global_batch_size) == (
-        config.training.seq_length,
-        config.global_batch_size,
-    )
+    assert loader.global_batch_size == config.global_batch_size
     batches = [next(loader) for _ in range(steps * loader.grad_acc_steps)]
     for batch in batches:
         assert batch["hidden_states"] is None
@@ -84,11 +81,11 @@ def test_too_little_data() -> None:
     with pytest.raises(UserError) as error:
         split_train_eval(tokens, sample_config(training__micro_batch_size=101))
     assert str(error.value) == (
-        "python-stdlib has 1,001 tokens, that is 100 sequences of 10; one global batch needs 101: "
+        "python-stdlib has 1,001 tokens, enough for 100 sequences of 10 tokens, but one global batch needs 101; "
         "use more data, a shorter seq_length or a smaller batch"
     )
     with pytest.raises(
-        UserError, match=r"one global batch needs 51 and evaluation 51: use more .* batch, or fewer eval_steps"
+        UserError, match=r"one global batch needs 51 and evaluation 51; use more .* batch, or fewer eval_steps"
     ):
         split_train_eval(
             tokens, sample_config(training__micro_batch_size=51, training__eval_frequency=2, training__eval_steps=1)
@@ -128,7 +125,6 @@ def batches_of_a_rank(sharding: str) -> list[Tensor]:
         distributed__cp_size=cp, distributed__cp_sharding=sharding, training__seq_length=12, dataset__shuffle=False
     )
     loader = MicroBatchDataLoader(random_tokens(), config, CPU)
-    assert loader.seq_length_per_gpu == 12 // cp
     batch = next(loader)
     assert all(batch[name].shape == (2, 12 // cp) for name in ("input_ids", "target_ids", "position_ids"))
     return [batch[name] for name in ("input_ids", "target_ids", "position_ids")]

@@ -13,6 +13,7 @@ from picotron.config import Config
 from picotron.data_parallel import bucket as bucket_module
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.weights import main_grad
 from tests.support.oracle import (
     assert_close,
     assert_equals_training,
@@ -109,16 +110,13 @@ def branch_gradients(wrapper: str) -> list[torch.Tensor]:
     model = WRAPPERS[wrapper](Branches())
     for _ in range(2):  # the second step starts clean
         for p in model.parameters():
-            p.main_grad.zero_()
-        with model.no_sync():
-            assert not model.require_backward_grad_sync
-            for i in (0, 1):
-                model(inputs(rank, i), ROUTES[rank][i]).backward()
-        assert model.require_backward_grad_sync
-        model(inputs(rank, 2), ROUTES[rank][2]).backward()
+            main_grad(p).zero_()
+        for i in (0, 1, 2):
+            model.require_backward_grad_sync = i == 2
+            model(inputs(rank, i), ROUTES[rank][i]).backward()
         model.finish_grad_sync()
     assert all(p.grad is None for p in model.parameters())
-    return [p.main_grad.clone() for p in model.parameters()]
+    return [main_grad(p).clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -141,7 +139,7 @@ def bfloat16_gradients(wrapper: str) -> tuple[torch.dtype, torch.Tensor]:
         model.require_backward_grad_sync = i == 299
         model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
     model.finish_grad_sync()
-    return module.weight.main_grad.dtype, module.weight.main_grad
+    return main_grad(module.weight).dtype, main_grad(module.weight)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -1,16 +1,15 @@
-"""What is drawn is what was simulated or measured: as text, SVG, PNG, trace and page, and on the command line."""
+"""Drawings show the simulated or measured timeline: as text, SVG, page and trace, and on the command line."""
 
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from picotron.errors import UserError
-from picotron.pipeline_parallel import draw
+from picotron.schedules import draw
 from picotron.schedules.actions import Action
 from picotron.schedules.draw_svg import COLOURS, LEFT, as_page, as_svg, boxes, lighter
 from picotron.schedules.schedule_csv import read_csv
@@ -30,7 +29,7 @@ def parts_of(timeline: Timeline) -> int:
 
 
 def write_trace(run_dir: Path, step: int, timeline: Timeline) -> None:
-    """Lines of all ranks in no order, as ranks write them."""
+    """Write the lines of all ranks out of order, as concurrent ranks can."""
     lines = [trace_line(rank, span) for rank, spans in enumerate(timeline.spans) for span in spans]
     trace_path(run_dir, step).write_text("\n".join(reversed(lines)) + "\n")
 
@@ -38,29 +37,29 @@ def write_trace(run_dir: Path, step: int, timeline: Timeline) -> None:
 # ----------------------------------------------------------------------------------------------------------- text
 
 
-def test_text() -> None:
+def test_text_shows_names_if_they_fit() -> None:
     assert draw.as_text(timeline_of("1f1b", 3, 4)).splitlines() == [
-        "rank 0  0F0 0F1 0F2 ................0B0---- 0F3 0B1---- ....0B2---- ....0B3----",
-        "rank 1  ....1F0 1F1 ........1B0---- 1F2 1B1---- 1F3 1B2---- ....1B3---- ........",
-        "rank 2  ........2F0 2B0---- 2F1 2B1---- 2F2 2B2---- 2F3 2B3---- ................",
+        "pp 0  0F0 0F1 0F2 ................0B0---- 0F3 0B1---- ....0B2---- ....0B3----",
+        "pp 1  ....1F0 1F1 ........1B0---- 1F2 1B1---- 1F3 1B2---- ....1B3---- ........",
+        "pp 2  ........2F0 2B0---- 2F1 2B1---- 2F2 2B2---- 2F3 2B3---- ................",
     ]
 
 
-def test_text_in_a_narrow_terminal() -> None:
-    """One letter per action; small ones are the other chunk's, X is an overlapped pair."""
+def test_narrow_text_shows_letters() -> None:
+    """Lower case is the second chunk, and X an overlapped pair."""
     assert draw.as_text(timeline_of("dualpipev", 2, 4), width=60).splitlines() == [
-        "rank 0  FFFfiwfX--.x--b-.x--b-IWIW",
-        "rank 1  .FfFfFb-x--X--x--b-B-.iIwW",
+        "pp 0  FFFfiwfX--.x--b-.x--b-IWIW",
+        "pp 1  .FfFfFb-x--X--x--b-B-.iIwW",
     ]
-    # narrower than one column for each F: every line is still as wide as it is long
-    wide = draw.as_text(timeline_of("1f1b", 4, 32), width=50).splitlines()
-    assert all(len(line) <= 50 + len("rank 0  ") for line in wide)
+    # If there is less than one column for each F, lines still fit the width.
+    narrow = draw.as_text(timeline_of("1f1b", 4, 32), width=50).splitlines()
+    assert all(len(line) <= 50 + len("pp 0  ") for line in narrow)
 
 
-def test_text_of_what_takes_no_time() -> None:
-    """Messages are left out, and so is an action of a stage without layers."""
+def test_text_omits_messages_and_actions_that_take_no_time() -> None:
+    """An action of a stage without layers takes no time."""
     spans = [Span(Action("F", 0), 0.0, 1.0), Span(Action("SEND_F", 0), 1.0, 1.5), Span(Action("B", 0), 2.0, 2.0)]
-    assert draw.as_text(Timeline([spans, []])).splitlines() == ["rank 0  0F0 ....", "rank 1  ........"]
+    assert draw.as_text(Timeline([spans, []])).splitlines() == ["pp 0  0F0 ....", "pp 1  ........"]
 
 
 # -------------------------------------------------------------------------------------------------------- pictures
@@ -74,7 +73,7 @@ def test_svg_has_a_rectangle_for_every_action(name: str) -> None:
     assert len(rectangles) == parts_of(timeline) == 2 * 5 * 3 * SCHEDULES[name].chunks + splits(timeline)
     scale = (1000 - LEFT) / timeline.step_time
     expected = [
-        (f"{action}, rank {rank}, {start:.6g} to {end:.6g}", LEFT + start * scale, (end - start) * scale)
+        (f"{action}, pp rank {rank}, {start:.6g} to {end:.6g}", LEFT + start * scale, (end - start) * scale)
         for rank, spans in enumerate(timeline.spans)
         for action, start, end in spans
         for _ in action.parts
@@ -89,7 +88,7 @@ def splits(timeline: Timeline) -> int:
     return sum(part.kind == "W" for spans in timeline.spans for span in spans for part in span.action.parts)
 
 
-def test_boxes_of_a_rank_do_not_lie_on_each_other() -> None:
+def test_boxes_of_a_rank_do_not_overlap() -> None:
     timeline = timeline_of("dualpipev", 3, 8)
     for one, other in itertools.combinations(boxes(timeline), 2):
         same_time = min(one.end, other.end) - max(one.start, other.start) > 1e-9
@@ -97,8 +96,8 @@ def test_boxes_of_a_rank_do_not_lie_on_each_other() -> None:
         assert not (one.rank == other.rank and same_time and same_place)
 
 
-def test_colours() -> None:
-    """A kind has a colour, a later chunk a lighter one; messages are grey and low."""
+def test_colour_shows_kind_and_chunk() -> None:
+    """A later chunk is lighter. Messages are low and have no label."""
     timeline = simulate(forward_only(1, 1, chunks=2))
     assert [box.colour for box in boxes(timeline)] == [COLOURS["F"], lighter(COLOURS["F"], 0.5)]
     assert (lighter("#102030", 0), lighter("#102030", 1)) == ("#102030", "#ffffff")
@@ -106,29 +105,8 @@ def test_colours() -> None:
     assert (message.top, message.height, message.label) == (0.75, 0.25, "")
 
 
-def test_png(tmp_path: Path) -> None:
-    timeline = timeline_of("dualpipev", 2, 5)
-    figure = draw.as_figure(timeline, "a title")
-    (axes,) = figure.axes
-    assert len(axes.patches) == parts_of(timeline)
-    for patch, box in zip(axes.patches, boxes(timeline), strict=True):
-        assert (patch.get_x(), patch.get_y()) == (box.start, box.rank + box.top)
-        assert (patch.get_width(), patch.get_height()) == pytest.approx((box.end - box.start, box.height))
-    assert axes.get_title() == "a title"
-    draw.write({"a title": timeline}, tmp_path / "out.png")
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_missing_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(
-        UserError, match=r"a \.png needs matplotlib: pip install matplotlib; \.svg and \.html need nothing"
-    ):
-        draw.as_figure(timeline_of("1f1b"), "")
-
-
-def test_page() -> None:
-    """Valid XML, a picture per schedule, all on one scale, figures and a legend; nothing is loaded from outside."""
+def test_page_has_pictures_on_one_time_axis_and_a_summary() -> None:
+    """The page is valid XML with a legend, and loads nothing from elsewhere."""
     timelines = {f"{name} <&>": timeline_of(name) for name in SCHEDULES}
     page = as_page("All & everything", timelines)
     root = ElementTree.fromstring(page.removeprefix("<!doctype html>"))
@@ -141,7 +119,7 @@ def test_page() -> None:
         ends = [float(r.get("x", "")) + float(r.get("width", "")) for r in found]
         assert max(ends) == pytest.approx(LEFT + (960 - LEFT) * timeline.step_time / longest, abs=0.02)
     rows = [[cell.text for cell in row] for row in root.iter("tr")]
-    assert rows[0] == [None, "step time", "bubble", "peak activations by rank"]
+    assert rows[0] == [None, "step time", "bubble", "peak activations by pp rank"]
     assert rows[2] == ["1f1b <&>", "21", "28.6%", "3 2 1"]
     legend = [span.text for span in root.iter("span")]
     assert legend == ["F forward", "B backward", "I backward for the input", "W backward for the weights"]
@@ -154,25 +132,25 @@ def test_page() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipev"])
-def test_chrome_trace(name: str) -> None:
+def test_chrome_trace_has_an_event_for_every_action(name: str) -> None:
     timeline = timeline_of(name, 2, 5)
     events = json.loads(draw.as_trace(timeline))["traceEvents"]
     found = [(e["tid"] // 2, e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"]
     assert found == [(rank, str(a), s, e) for rank, spans in enumerate(timeline.spans) for a, s, e in spans]
     assert {e["cat"] for e in events if e["ph"] == "X"} <= {"F", "B", "I", "W", "overlapped"}
     assert {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"} == {
-        0: "rank 0", 1: "rank 0 messages", 2: "rank 1", 3: "rank 1 messages",
+        0: "pp 0", 1: "pp 0 messages", 2: "pp 1", 3: "pp 1 messages",
     }  # fmt: skip
 
 
-def test_messages_have_a_line_of_their_own() -> None:
-    """Events of one line of a trace must not overlap unless one contains the other."""
+def test_messages_and_reductions_have_a_separate_line_in_a_trace() -> None:
+    """Events on one line of a trace must not overlap unless one contains the other."""
     spans = [Span(Action("F", 0), 0.0, 1.0), Span(Action("RECV_B", 0), 0.5, 2.0), Span(Action("R", 0), 2.0, 3.0)]
     events = json.loads(draw.as_trace(Timeline([spans])))["traceEvents"]
     assert [e["tid"] for e in events if e["ph"] == "X"] == [0, 1, 1]
 
 
-def test_a_measured_step_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_trace_round_trip_keeps_the_timeline(tmp_path: Path) -> None:
     old, new = (simulate(build("dualpipev", 3, m), Costs(F=0.0123456789, p2p=0.001)) for m in (4, 7))
     write_trace(tmp_path, 99, old)
     write_trace(tmp_path, 100, new)
@@ -184,9 +162,9 @@ def test_a_measured_step_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", r"is not whole: it has ranks \[\]; expected 0, 1, \.\.\."),
-        ('{"rank": 1, "action": "0F0", "start": 0, "end": 1}', r"is not whole: it has ranks \[1\]"),
-        ("nonsense", "is no trace: line 1 is 'nonsense'; expected"),
+        ("", r"is incomplete: it has pp ranks \[\]; expected 0, 1, \.\.\."),
+        ('{"rank": 1, "action": "0F0", "start": 0, "end": 1}', r"is incomplete: it has pp ranks \[1\]"),
+        ("nonsense", "is not a valid trace: line 1 is 'nonsense'; expected"),
         ("[]", r"line 1 is '\[\]'; expected"),
         ('{"rank": 0, "action": "0X0", "start": 0, "end": 1}', "line 1 is .*0X0.*; expected"),
         ('{"rank": 0, "action": "0F0", "start": 0}', "line 1 is"),
@@ -195,14 +173,17 @@ def test_a_measured_step_is_read_as_it_was_written(tmp_path: Path) -> None:
         ('{"rank": 0, "action": "0F0", "start": NaN, "end": 1}', "line 1 is"),
     ],
 )
-def test_traces_that_are_refused(content: str, message: str, tmp_path: Path) -> None:
+def test_read_trace_rejects_malformed_trace(content: str, message: str, tmp_path: Path) -> None:
     trace_path(tmp_path, 5).write_text(content)
     with pytest.raises(UserError, match=message):
         read_trace(tmp_path)
 
 
-def test_traces_that_are_missing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no traces, which are named trace_step_00000005\.jsonl"):
+def test_read_trace_rejects_missing_trace(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"has no traces, files like trace_step_00000005\.jsonl; record a step with logging\.trace_steps",
+    ):
         read_trace(tmp_path)
     write_trace(tmp_path, 3, timeline_of("1f1b"))
     with pytest.raises(UserError, match=r"has no trace of step 4; choose one of \[3\]"):
@@ -216,19 +197,19 @@ def run(*arguments: object) -> None:
     draw.main([str(argument) for argument in arguments])
 
 
-def test_text_in_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draw_prints_text_and_summary(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     run("--schedule", "zb_h1", "--pp", 2, "--microbatches", 2)
     assert capsys.readouterr().out.splitlines() == [
         "zb_h1, pp=2, microbatches=2, chunks=1",
-        "rank 0  0F0 0F1 ....0I0 0W0 0I1 0W1",
-        "rank 1  ....1F0 1I0 1F1 1I1 1W0 1W1",
-        "step time 7, bubble 14.3%, peak activations by rank 2 2",
+        "pp 0  0F0 0F1 ....0I0 0W0 0I1 0W1",
+        "pp 1  ....1F0 1I0 1F1 1I1 1W0 1W1",
+        "step time 7, bubble 14.3%, peak activations by pp rank 2 2",
         "",
     ]
 
 
-def test_a_schedule_in_every_format(tmp_path: Path) -> None:
+def test_draw_writes_every_format(tmp_path: Path) -> None:
     timeline = simulate(build("zbv", 3, 4), Costs(weights=[0.5] * 6, p2p=0.25))
     for suffix, expected in (
         ("svg", as_svg(timeline)),
@@ -241,7 +222,7 @@ def test_a_schedule_in_every_format(tmp_path: Path) -> None:
     assert [list(program) for program in read_csv(tmp_path / "out.csv").programs] == timeline.programs
 
 
-def test_all_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draw_all_has_every_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("--all", "--pp", 2, "--microbatches", 3, "--chunks", 3, "--out", tmp_path / "out.html")
     root = ElementTree.fromstring((tmp_path / "out.html").read_text().removeprefix("<!doctype html>"))
     assert [(h.text or "").split(",")[0] for h in root.iter("h2")] == list(SCHEDULES)
@@ -250,27 +231,27 @@ def test_all_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.count("bubble") == len(SCHEDULES)
 
 
-def test_a_file_and_a_measured_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draw_reads_a_csv_file_and_a_measured_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.csv").write_text("0F0,0B0\n1F0,1B0\n")
     run("--csv", tmp_path / "own.csv")
-    assert "own.csv, pp=2, microbatches=1, chunks=1\nrank 0  0F0 ............0B0----\n" in capsys.readouterr().out
+    assert "own.csv, pp=2, microbatches=1, chunks=1\npp 0  0F0 ............0B0----\n" in capsys.readouterr().out
     write_trace(tmp_path, 7, timeline_of("1f1b", 2, 2))
     run("--measured", tmp_path)
-    assert f"{tmp_path}, step 7, in seconds\nrank 0  0F0 0F1 " in capsys.readouterr().out
+    assert f"{tmp_path}, step 7, in seconds\npp 0  0F0 0F1 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--schedule", "gpipe"], "error: there is no schedule 'gpipe'; choose one of afab, "),
-        (["--schedule", "zbv", "--chunks", "3"], r"error: zbv has 2 chunk\(s\) per rank, not 3"),
+        (["--schedule", "zbv", "--chunks", "3"], r"error: zbv has 2 chunk\(s\) per pp rank, not 3"),
         (["--csv", "nowhere.csv"], "error: cannot read the schedule 'nowhere.csv'"),
         (["--measured", "nowhere"], "error: 'nowhere' has no traces"),
-        (["--out", "a.gif"], r"error: --out a\.gif should end in \.png, \.svg, \.html, \.json .* or \.csv"),
-        (["--all", "--out", "a.svg"], r"error: --out a\.svg can hold one schedule; all of them go to an \.html file"),
+        (["--out", "a.gif"], r"error: --out a\.gif must end in \.svg, \.html, \.json .* or \.csv"),
+        (["--all", "--out", "a.svg"], r"error: --out a\.svg can hold only one schedule; use an \.html file"),
         (["--out", "nowhere/a.svg"], r"error: cannot write --out nowhere/a\.svg: No such file"),
     ],
 )
-def test_mistakes_are_one_sentence(arguments: list[str], message: str) -> None:
+def test_wrong_arguments_are_reported_in_one_line(arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         run(*arguments)

@@ -1,4 +1,4 @@
-"""The exercises of docs/*.md: solutions are right, and a classic mistake fails the test that its page names."""
+"""Exercises of docs/*.md: the solutions are correct, and each classic mistake fails the test that its page names."""
 
 import itertools
 import math
@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from docs import count
-from docs.fake_ranks import fake_rank
 from docs.mistakes import MISTAKES
 from docs.run_pictures import micro_batches
 from docs.solutions import checkpoints, sweeps, training_step
@@ -29,6 +28,7 @@ from picotron.config_reader import load_config
 from picotron.context_parallel.block_attention import block_forward
 from picotron.context_parallel.positions import local_positions
 from picotron.errors import UserError
+from picotron.explain.fake_group import fake_rank
 from picotron.optimizer import learning_rate_factor
 from picotron.schedules.actions import AnyAction, parse_action
 from picotron.schedules.schedule_csv import read_csv
@@ -39,8 +39,8 @@ from tests.support.training import pipeline_config, train
 from tests.support.worker_pool import WorkerPool
 
 SOLUTIONS = Path("docs/solutions")
-# What each test says when it notices.
-NOTICED = {
+# The message with which the test of each mistake fails.
+FAILURES = {
     "gradients_not_divided": r"grad norms: off by 1.000e\+00",  # twice as large; the losses are right
     "loss_averaged_twice": "losses: off by 5.000e-01",
     "reduced_every_time": "a second backward reduces before finish_grad_sync",
@@ -59,38 +59,38 @@ NOTICED = {
 }
 
 
-# `make test` has those that everybody makes once, `make parity` the others.
+# `make test` runs the most common mistakes, `make parity` the others.
 CLASSICS = ("gradients_not_divided", "loss_averaged_twice", "partial_gradients", "wrong_backward_first", "cp_not_averaged", "contiguous_shards")  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in CLASSICS else pytest.mark.parity) for name in MISTAKES]
 )
-def test_a_classic_mistake_is_noticed(pool: WorkerPool, name: str) -> None:
-    with pytest.raises(AssertionError, match=NOTICED[name]):
+def test_mistake_fails_its_test(pool: WorkerPool, name: str) -> None:
+    with pytest.raises(AssertionError, match=FAILURES[name]):
         MISTAKES[name].run_test(pool)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_the_page_shows_the_mistake(name: str) -> None:
+def test_mistake_is_shown_on_its_page(name: str) -> None:
     assert f"\n{name}: " in Path(f"docs/{MISTAKES[name].page}.md").read_text()
 
 
-# A table, and in which of its columns a count stands beside its formula.
+# Each table, and the pairs of its columns with a count and the formula for it.
 COUNTS = [
     (count.gradients_sent, [(3, 4)]),
     (count.hidden_states_sent, [(4, 3)]),
     (count.layer_kept, [(2, 3)]),
     (count.stages_sent, [(5, 6)]),
     (count.keys_and_values_sent, [(1, 2), (4, 5)]),
-    (count.parts_of_sequences, [(2, 3), (4, 5)]),
+    (count.work_and_memory, [(2, 3), (4, 5)]),
 ]
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize(("table", "columns"), COUNTS)
-def test_counts_are_what_the_formulas_say(table: Callable[[], Any], columns: list[tuple[int, int]]) -> None:
-    """But for a few numbers per token, or per weight of a norm, which the pages mention."""
+def test_counts_agree_with_formulas(table: Callable[[], Any], columns: list[tuple[int, int]]) -> None:
+    """The formulas omit a few numbers per token, or per weight of a norm, as the pages mention."""
     _, *rows = table()
     for row in rows:
         for counted, formula in columns:
@@ -100,8 +100,8 @@ def test_counts_are_what_the_formulas_say(table: Callable[[], Any], columns: lis
 # --------------------------------------------------------------------------------------------------------- solutions
 
 
-def reduced(size: int) -> tuple[Tensor, Tensor, int]:
-    """By the solution and by torch, and how many numbers the solution has sent."""
+def all_reduce_both_ways(size: int) -> tuple[Tensor, Tensor, int]:
+    """Return the results of the solution and of torch, and the number of elements that the solution has sent."""
     x = torch.randn(size, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
     expected = x.clone()
     dist.all_reduce(expected)
@@ -112,14 +112,14 @@ def reduced(size: int) -> tuple[Tensor, Tensor, int]:
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(3, 12), (4, 6)])
-def test_an_all_reduce_of_sends(pool: WorkerPool, ranks: int, size: int) -> None:
-    for result, expected, sent in pool.run(reduced, ranks, size):
+def test_ring_all_reduce_equals_torch(pool: WorkerPool, ranks: int, size: int) -> None:
+    for result, expected, sent in pool.run(all_reduce_both_ways, ranks, size):
         assert_close(result, expected, 1e-14)
         assert size % ranks or sent == 2 * (ranks - 1) * size // ranks
 
 
 def mlp(rank: int, ranks: int) -> dict[str, Tensor]:
-    """Output and gradients of this rank's part of an MLP."""
+    """Return the output and the gradients of a rank's shard of an MLP."""
     generator = torch.Generator().manual_seed(0)
     x, up, down = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 4), (12, 4), (4, 12)))
     x, up, down = (
@@ -134,23 +134,23 @@ def mlp_of_a_rank() -> dict[str, Tensor]:
     return mlp(dist.get_rank(), dist.get_world_size())
 
 
-def test_a_parallel_mlp(pool: WorkerPool) -> None:
+def test_parallel_mlp_equals_one_process(pool: WorkerPool) -> None:
     expected = mlp(0, 1)
-    parts = pool.run(mlp_of_a_rank, 3)
-    for part in parts:
-        assert_close(part["y"], expected["y"], 1e-14)
-        assert_close(part["dx"], expected["dx"], 1e-14)
-    assert_close(torch.cat([part["dup"] for part in parts]), expected["dup"], 1e-14)
-    assert_close(torch.cat([part["ddown"] for part in parts], 1), expected["ddown"], 1e-14)
+    shards = pool.run(mlp_of_a_rank, 3)
+    for shard in shards:
+        assert_close(shard["y"], expected["y"], 1e-14)
+        assert_close(shard["dx"], expected["dx"], 1e-14)
+    assert_close(torch.cat([shard["dup"] for shard in shards]), expected["dup"], 1e-14)
+    assert_close(torch.cat([shard["ddown"] for shard in shards], 1), expected["ddown"], 1e-14)
 
 
 @pytest.mark.parametrize(("name", "bubble", "activations"), [("all_split", 6 / 30, 8), ("few_split", 7 / 31, 4)])
-def test_schedules_that_beat_1f1b(pool: WorkerPool, name: str, bubble: float, activations: int) -> None:
-    path, usual = SOLUTIONS / f"{name}.csv", build("1f1b", 4, 8)
+def test_schedule_has_smaller_bubble_than_1f1b(pool: WorkerPool, name: str, bubble: float, activations: int) -> None:
+    path = SOLUTIONS / f"{name}.csv"
     schedule = read_csv(path)
     assert (schedule.pp, schedule.microbatches, schedule.chunks) == (4, 8, 1)
     assert simulate(schedule).bubble == pytest.approx(bubble)
-    assert bubble < simulate(usual).bubble
+    assert bubble < simulate(build("1f1b", 4, 8)).bubble
     assert max(map(peak_activations, schedule.programs)) == activations
     config = pipeline_config(f"csv:{path}", 4, 8, training__total_train_steps=2)
     expected = oracle_training(config, tiny_llama(num_hidden_layers=4), random_tokens())
@@ -158,24 +158,24 @@ def test_schedules_that_beat_1f1b(pool: WorkerPool, name: str, bubble: float, ac
         assert_equals_training(result, expected)
 
 
-def programs(name: str) -> list[Counter[AnyAction]]:
+def actions_by_rank(name: str) -> list[Counter[AnyAction]]:
     lines = (SOLUTIONS / f"{name}.csv").read_text().splitlines()
     return [Counter(map(parse_action, line.split(","))) for line in lines]
 
 
-def test_a_deadlock_is_mended() -> None:
-    with pytest.raises(UserError, match="deadlock: rank 0 waits at 0B0 for 1B0 of rank 1, which waits at 1F1 for 0F1"):
+def test_deadlock_is_fixed_with_the_same_actions() -> None:
+    with pytest.raises(UserError, match="deadlock: pp rank 0 waits at 0B0 for 1B0 of pp rank 1, which"):
         read_csv(SOLUTIONS / "deadlock.csv")
     read_csv(SOLUTIONS / "no_deadlock.csv")
-    assert programs("deadlock") == programs("no_deadlock")
+    assert actions_by_rank("deadlock") == actions_by_rank("no_deadlock")
 
 
-def test_joined_attention() -> None:
+def test_joined_attention_equals_attention_to_all_keys() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, 10, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     q = 100 * q  # log-sum-exps of hundreds
-    parts = [block_forward(q, k[:, :, keys], v[:, :, keys], False) for keys in (slice(7), slice(7, None))]
-    y, lse = join(*parts[0], *parts[1])
+    halves = [block_forward(q, k[:, :, keys], v[:, :, keys], False) for keys in (slice(7), slice(7, None))]
+    y, lse = join(*halves[0], *halves[1])
     expected_y, expected_lse = block_forward(q, k, v, False)
     assert_close(y, expected_y, 1e-12)
     assert_close(lse, expected_lse, 1e-12)
@@ -199,19 +199,18 @@ def small_config(*overrides: str) -> Config:
     return load_config(["--config", "docs/small.json", *overrides])
 
 
-def test_exercise_places_of_samples() -> None:
-    """The loader's ranks are asked, in the picture's way."""
+def test_place_of_sample_agrees_with_the_data_loader() -> None:
     overrides = ["--distributed.dp_size", "2", "--training.gradient_accumulation_steps", "3"]
     config = small_config(*overrides)
     for dp_rank in range(2):
-        with fake_rank(dp_rank, config):
+        with fake_rank(dp_rank, config.distributed):
             for i, rows in enumerate(micro_batches(config)):
                 for row, sample in enumerate(rows):
                     assert training_step.place_of_sample(sample, config) == (0, i, dp_rank, row)
     assert training_step.place_of_sample(12 * 5 + 7, config) == (5, 1, 1, 1)
 
 
-def test_exercise_warmup_stable_decay() -> None:
+def test_warmup_stable_decay_has_three_phases() -> None:
     training = Training(total_train_steps=100, warmup_steps=10, min_lr_ratio=0.1)
     factor, ours = training_step.warmup_stable_decay(training, 20), learning_rate_factor(training)
     assert [factor(step) for step in range(11)] == [ours(step) for step in range(11)]
@@ -220,30 +219,36 @@ def test_exercise_warmup_stable_decay() -> None:
     assert factor(100) == pytest.approx(0.1)
 
 
-def test_exercise_mean_loss() -> None:
+def test_mean_loss_is_the_mean_over_all_targets() -> None:
     logits, targets = torch.randn(12, 5), torch.randint(5, (12,))
     losses = [F.cross_entropy(logits[part], targets[part]).item() for part in (slice(0, 3), slice(3, 12))]
     assert training_step.mean_loss(losses, [3, 9]) == pytest.approx(F.cross_entropy(logits, targets).item())
 
 
-def test_exercise_safetensors(tmp_path: Path) -> None:
+def test_safetensors_rows_and_sizes_are_read(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(5, 2, dtype=torch.float64)}
     save_file(tensors, tmp_path / "model-00001-of-00002.safetensors", {"format": "pt"})
     save_file({"c": torch.ones(7)}, tmp_path / "model-00002-of-00002.safetensors", {"format": "pt"})
     save_file({"a": torch.ones(3, 4)}, tmp_path / "exp_avg.safetensors", {"format": "pt"})
     for name, tensor in tensors.items():
         for row in range(len(tensor)):
-            found = checkpoints.read_row(tmp_path / "model-00001-of-00002.safetensors", name, row)
-            assert found == tensor[row].numpy().tobytes()
+            data = checkpoints.read_row(tmp_path / "model-00001-of-00002.safetensors", name, row)
+            assert data == tensor[row].numpy().tobytes()
     assert checkpoints.sizes(tmp_path) == {"exp_avg": (12, 48), "model": (29, 156)}
 
 
-def test_exercise_sweeps(tmp_path: Path) -> None:
+def test_number_of_layouts_equals_an_enumeration() -> None:
     for n in (1, 2, 8, 12, 30):
         sizes = [size for size in range(1, n + 1) if n % size == 0]
-        listed = [layout for layout in itertools.product(sizes, repeat=4) if math.prod(layout) == n]
-        assert sweeps.number_of_layouts(n) == len(listed)
+        layouts = [layout for layout in itertools.product(sizes, repeat=4) if math.prod(layout) == n]
+        assert sweeps.number_of_layouts(n) == len(layouts)
+
+
+def test_best_run_is_the_completed_one_with_the_lowest_loss(tmp_path: Path) -> None:
     table = "name,status,final_loss\na,completed,3.5\nb,fail,1.5\nc,completed,2.5\nd,init,\n"
     (tmp_path / "metrics.csv").write_text(table)
     assert sweeps.best_run(tmp_path / "metrics.csv") == "c"
+
+
+def test_job_waits_for_the_previous_one_of_its_chain() -> None:
     assert [sweeps.waits_for(job, 2) for job in range(5)] == [None, None, 0, 1, 2]

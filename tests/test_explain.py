@@ -15,16 +15,14 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data import MicroBatchDataLoader
 from picotron.errors import UserError
-from picotron.explain.explain import Step, play, run_stages, run_step
+from picotron.explain.explain import Step, run_rank, run_stages, run_step
 from picotron.explain.fake_group import Message, message
-from picotron.parallelize import build_model
+from picotron.model import Llama
 from picotron.schedules.plan import plan_pipeline
-from picotron.train_step import make_train_step
 from tests.support.oracle import make_config, random_tokens, tiny_llama
-from tests.support.training import CPU, layout_name, stage_of
+from tests.support.training import CPU, layout_name, wrapped
 from tests.support.worker_pool import WorkerPool
 
-FUNCTIONS = (build_model, make_train_step)
 LAYERS, B, T, D = 3, 2, 16, 32  # of tiny_llama and make_config
 
 
@@ -39,7 +37,7 @@ def config_of(micro_batches: int = 4, **layout: Any) -> Config:
 
 
 def explained(config: Config, model_config: LlamaConfig) -> list[Step]:
-    return run_stages(config, model_config, plan_pipeline(config, model_config), *FUNCTIONS)
+    return run_stages(config, model_config, plan_pipeline(config, model_config))
 
 
 # --------------------------------------------------------------------------------------------------- as in a real run
@@ -68,10 +66,10 @@ class Watch(TorchDispatchMode):
 
 def really(config: Config, model_config: LlamaConfig) -> tuple[int, Step]:
     """This rank of the pipeline, and its step."""
-    stage = stage_of(config, model_config)
+    model = wrapped(config, model_config)
     loader = MicroBatchDataLoader(random_tokens(), config, CPU)
     with Watch() as watch:
-        step = run_step(stage, loader, config, model_config, plan_pipeline(config, model_config), make_train_step)
+        step = run_step(model, loader, config, model_config, plan_pipeline(config, model_config))
     return pgm.process_group_manager.pp_rank, step._replace(messages=watch.messages)
 
 
@@ -100,7 +98,7 @@ def test_all_ranks_of_a_stage_are_alike() -> None:
     config = config_of(1, dp_size=2, cp_size=2, pp_size=2, tp_size=2, sequence_parallel=True, cp_sharding="contiguous")
     model_config = tiny_llama(num_hidden_layers=2)  # of 61 tokens, of which the second tp rank has 30 and padding
     plan = plan_pipeline(config, model_config)
-    steps = [play(rank, config, model_config, plan, *FUNCTIONS) for rank in range(16)]
+    steps = [run_rank(rank, config, model_config, plan) for rank in range(16)]
     for rank, step in enumerate(steps):
         assert step == steps[rank // 4 % 2 * 4]
     assert steps[0] != steps[4]
@@ -127,7 +125,10 @@ def test_tensor_parallelism(tp: int) -> None:
     m, whole = 4, (B, T, D)
     (plain,) = explained(config_of(m, tp_size=tp), tiny_llama())
     assert total(plain, "tp", shape=whole, operation="all-reduce") == m * (4 * LAYERS + 2)
-    assert total(plain, "tp", lambda each: each.size, where=loss_line(plain)) == m * 3 * B * T * 8
+    assert (
+        total(plain, "tp", lambda each: each.size, call_site="cross_entropy.py LinearCrossEntropy.forward")
+        == m * 3 * B * T * 8
+    )
     (split,) = explained(config_of(m, tp_size=tp, sequence_parallel=True), tiny_llama())
     shards = (B * tp, T // tp, D)  # as they lie in memory
     assert total(split, "tp", shape=shards, operation="all-gather") == m * (6 * LAYERS + 2)
@@ -135,16 +136,6 @@ def test_tensor_parallelism(tp: int) -> None:
     for step, shape, of_a_layer in ((plain, whole, 8), (split, shards, 10)):
         sent = total(step, "tp", lambda each: each.sent, shape=shape)
         assert sent == m * (of_a_layer * LAYERS + 4) * B * T * D * 8 * (tp - 1) // tp
-
-
-def loss_line(step: Step) -> str:
-    """The two messages of the loss, which are in two lines, as one."""
-    lines = [each for each in step.messages if "LinearCrossEntropy" in each.where]
-    assert len(lines) == 2
-    merged = Counter({each._replace(where="loss") if each in lines else each: n for each, n in step.messages.items()})
-    step.messages.clear()
-    step.messages.update(merged)
-    return "loss"
 
 
 @pytest.mark.parametrize("layout", [{"dp_size": 4}, {"dp_size": 2, "cp_size": 2}, {"dp_size": 2, "pp_size": 3}])
@@ -203,7 +194,7 @@ def test_what_a_rank_holds(dtype: str, sizes: tuple[int, int, int]) -> None:
     for step in steps:
         assert (step.weights, step.gradients, step.optimizer) == tuple(n * step.parameters for n in sizes)
     with torch.device("meta"):
-        assert sum(step.parameters for step in steps) == sum(p.numel() for p in train.Llama(model_config).parameters())
+        assert sum(step.parameters for step in steps) == sum(p.numel() for p in Llama(model_config).parameters())
 
 
 # ------------------------------------------------------------------------------------------------------ the command
@@ -230,8 +221,8 @@ def test_thousands_of_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     output = capsys.readouterr().out
     assert "dp 64 x pp 4 x cp 2 x tp 8, 4096 ranks; 4 micro-batches per step" in output
     rows = {tuple(line.split()) for line in output.splitlines()}
-    assert ("rank", "0", "stage", "0:", "embedding,", "layer", "0") in rows
-    columns = "where axis ranks operation dtype shape size pp 0 pp 1-2 pp 3"
+    assert ("pp", "0", "stage", "0:", "embedding,", "layer", "0") in rows
+    columns = "call site axis ranks operation dtype shape size pp 0 pp 1-2 pp 3"
     assert tuple(columns.split()) in rows
     (found,) = (row for row in rows if row[1:] and row[1] == "RowParallelLinear.forward")
     assert found[2:] == ("tp", "8", "all-reduce", "float32", "2", "x", "128", "x", "256", "256", "KiB", "8", "8", "8")

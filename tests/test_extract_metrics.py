@@ -1,4 +1,4 @@
-"""The table and the pictures of a sweep, whatever state its runs are in."""
+"""extract_metrics.py: the table and the plots of sweeps, with runs in every state."""
 
 import csv
 import json
@@ -12,7 +12,7 @@ import pytest
 import extract_metrics
 from picotron.sweep.jobs import Job
 
-PICTURES = ("loss.png", "throughput.png", "memory.png")
+PLOTS = ("loss.png", "throughput.png", "memory.png")
 
 
 def record(step: int, rate: float, loss: float = 5.0, mfu: float | None = None, **more: Any) -> dict[str, Any]:
@@ -25,34 +25,36 @@ def record(step: int, rate: float, loss: float = 5.0, mfu: float | None = None, 
 def job(
     folder: Path, records: list[dict[str, Any]] | None, status: str | None = None, dp: int = 2, tail: str = ""
 ) -> Job:
-    """A job as create_config, train.py and whoever starts it leave it."""
-    made = Job(folder, folder.name)
+    """Write the files of a job: config.json, and if given, metrics.jsonl (the records and `tail`) and status.txt."""
+    new_job = Job(folder, folder.name)
     config = {
         "distributed": {"dp_size": dp, "tp_size": 2},
         "model": {"name": "template/tiny-llama"},
         "training": {"micro_batch_size": 3, "gradient_accumulation_steps": 4, "seq_length": 16, "total_train_steps": 9},
         "dataset": {"name": "python-stdlib"},
     }
-    made.run_folder.mkdir(parents=True)
-    made.config_file.write_text(json.dumps(config))
+    new_job.run_folder.mkdir(parents=True)
+    new_job.config_file.write_text(json.dumps(config))
     if records is not None:
-        lines = "".join(json.dumps(each) + "\n" for each in records)
-        (made.run_folder / "metrics.jsonl").write_text(lines + tail)
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (new_job.run_folder / "metrics.jsonl").write_text(lines + tail)
     if status:
-        made.set_status(status)  # type: ignore[arg-type]
-    return made
+        new_job.set_status(status)  # type: ignore[arg-type]
+    return new_job
 
 
 def extract(folder: Path, *words: str) -> dict[str, dict[str, str]]:
-    """The rows of metrics.csv by name."""
+    """Run extract_metrics.py. Returns the rows of metrics.csv by name."""
     extract_metrics.main(["--inp_dir", str(folder), *words])
-    for picture in PICTURES:
-        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+    for plot in PLOTS:
+        assert (folder / plot).read_bytes().startswith(b"\x89PNG")
     with (folder / "metrics.csv").open(newline="") as file:
         return {row["name"]: row for row in csv.DictReader(file)}
 
 
-def test_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_row_of_a_completed_run_summarises_its_steps_after_warm_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rates = [10.0, 90.0, 50.0, 101.0, 103.0, 99.0, 1000.0]
     records = [record(i + 1, rate, 9 - i, mfu=0.1 + i / 100) for i, rate in enumerate(rates)]
     records[3]["eval_loss"] = 6.5
@@ -72,7 +74,7 @@ def test_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert row["mean_tokens_per_second_per_gpu"] == row["median_tokens_per_second_per_gpu"] == "1000.0"
 
 
-def test_every_state_of_a_run(tmp_path: Path) -> None:
+def test_runs_in_every_state_have_rows(tmp_path: Path) -> None:
     records = [record(i, 100.0) for i in range(1, 6)]
     job(tmp_path / "in_progress", records, "running", tail=json.dumps(record(6, 100.0))[:50])
     job(tmp_path / "begun", records[:2], "running")
@@ -87,45 +89,44 @@ def test_every_state_of_a_run(tmp_path: Path) -> None:
     assert {name: row["step"] for name, row in rows.items() if row["step"]} == {"in_progress": "5", "begun": "2", "failed": "6"}  # fmt: skip
     assert rows["failed"]["final_loss"] == "nan"
     assert rows["failed"]["median_tokens_per_second_per_gpu"] == rows["in_progress"]["mean_tokens_per_second_per_gpu"]
-    assert rows["begun"]["final_loss"] == "5.0"  # but all of its steps are warm-up
+    assert rows["begun"]["final_loss"] == "5.0"  # the loss does not exclude warm-up steps, throughput does
     for name in ("begun", "no_metrics", "empty_metrics", "never", "no_config"):
         assert rows[name]["mean_tokens_per_second_per_gpu"] == rows[name]["mfu"] == ""
     assert rows["never"]["dp"] == "2"
     assert rows["no_config"]["dp"] == ""
 
 
-def test_only_the_newest_run_of_a_job_counts(tmp_path: Path) -> None:
-    made = job(tmp_path / "again", [record(i, 10.0, 1.0) for i in range(1, 9)], "running")
+def test_archived_runs_of_a_job_are_ignored(tmp_path: Path) -> None:
+    new_job = job(tmp_path / "again", [record(i, 10.0, 1.0) for i in range(1, 9)], "running")
     for number in (1, 2):
-        earlier = made.run_folder / f"earlier.{number}"
-        earlier.mkdir()
-        (earlier / "metrics.jsonl").write_text(json.dumps(record(99, 1.0, 0.0)) + "\n")
-        (earlier / "config.json").write_text("{}")
-    # As it was run, which is not always what config.json beside it asked for.
-    config = json.loads(made.config_file.read_text())
+        archive = new_job.run_folder / f"earlier.{number}"
+        archive.mkdir()
+        (archive / "metrics.jsonl").write_text(json.dumps(record(99, 1.0, 0.0)) + "\n")
+        (archive / "config.json").write_text("{}")
+    # The config in the run's folder is the one that train.py used. It takes precedence over the job's config.
+    config = json.loads(new_job.config_file.read_text())
     config["distributed"]["dp_size"] = 7
-    (made.run_folder / "config.json").write_text(json.dumps(config))
+    (new_job.run_folder / "config.json").write_text(json.dumps(config))
     rows = extract(tmp_path)
     assert [(row["step"], row["dp"]) for row in rows.values()] == [("8", "7")]
 
 
-def test_names_that_matplotlib_would_read_as_formulas(tmp_path: Path) -> None:
+def test_names_with_dollar_signs_can_be_plotted(tmp_path: Path) -> None:
     folder = tmp_path / "cost $x^{$ and $(rm)"
     for name in ("$a_{$", "b", 'c, "d"'):
         job(folder / name, [record(i, 10.0) for i in range(1, 9)], "completed")
     assert set(extract(folder)) == {"$a_{$", "b", 'c, "d"'}
 
 
-def test_a_run_that_was_started_by_hand(tmp_path: Path) -> None:
-    made = job(tmp_path / "quickstart", [record(i, 10.0) for i in range(1, 9)])
-    for path in (made.run_folder / "metrics.jsonl",):
-        path.rename(made.folder / path.name)
-    for folder in (tmp_path, made.folder):
+def test_run_started_by_hand_has_a_row_without_status(tmp_path: Path) -> None:
+    new_job = job(tmp_path / "quickstart", [record(i, 10.0) for i in range(1, 9)])
+    (new_job.run_folder / "metrics.jsonl").rename(new_job.folder / "metrics.jsonl")
+    for folder in (tmp_path, new_job.folder):
         row = extract(folder)["quickstart"]
         assert (row["status"], row["step"], row["dp"]) == ("", "8", "2")
 
 
-def test_many_runs(tmp_path: Path) -> None:
+def test_forty_runs_can_be_plotted(tmp_path: Path) -> None:
     for dp in range(1, 41):
         job(tmp_path / f"dp{dp}", [record(i, 10.0 * dp) for i in range(1, 6)], "completed", dp)
     assert len(extract(tmp_path)) == 40
@@ -133,9 +134,9 @@ def test_many_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [([], "no config.json in .* or below"), (["--warmup", "-1"], "--warmup -1 should be a number")],
+    [([], "no config.json in or below .*; write some"), (["--warmup", "-1"], "--warmup -1 should be a number")],
 )
-def test_mistakes(tmp_path: Path, words: list[str], message: str) -> None:
+def test_invalid_arguments_write_nothing(tmp_path: Path, words: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         extract_metrics.main(["--inp_dir", str(tmp_path), *words])
     assert not list(tmp_path.iterdir())

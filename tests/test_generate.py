@@ -1,4 +1,4 @@
-"""generate.py: with its cache of keys and values it says what transformers says without one."""
+"""generate.py: with its KV cache it generates the same tokens as transformers, and reports bad arguments."""
 
 import logging
 import sys
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with weights so large that every token depends on those before it, and a tokenizer."""
+    """Folder of a tokenizer and a model whose weights are so large that each token depends on the earlier ones."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     LlamaForCausalLM(tiny_llama(vocab_size=300, initializer_range=0.5, eos_token_id=0)).save_pretrained(folder)
@@ -31,30 +31,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_greedy_text_equals_transformers(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
+def test_greedy_tokens_equal_transformers(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
     torch.manual_seed(1)
     config = tiny_llama(vocab_size=300, initializer_range=0.5, tie_word_embeddings=tied, eos_token_id=None)
-    theirs = LlamaForCausalLM(config).to(dtype)
-    theirs.save_pretrained(tmp_path, max_shard_size="50KB")
-    ours = load_model(tmp_path, CPU)
-    assert next(ours.parameters()).dtype == dtype
+    reference = LlamaForCausalLM(config).to(dtype)
+    reference.save_pretrained(tmp_path, max_shard_size="50KB")
+    model = load_model(tmp_path, CPU)
+    assert next(model.parameters()).dtype == dtype
     for prompt in ([5], [1, 2, 3], list(range(20))):
         ids = torch.tensor([prompt])
-        expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
-        result = generate(ours, prompt, 40)
+        expected = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+        result = generate(model, prompt, 40)
         assert result == expected[0, len(prompt) :].tolist()
-        assert len(set(result)) > 5  # it says something
-        assert generate(ours, prompt, 40) == result  # the cache of the first time is gone
+        assert len(set(result)) > 5  # the text is not one repeated token
+        assert generate(model, prompt, 40) == result  # each call starts with an empty cache
 
 
-def test_it_ends_where_the_text_ends(folder: Path) -> None:
+def test_generate_stops_before_the_end_token(folder: Path) -> None:
     model = load_model(folder, CPU)
-    whole = generate(model, [7], 30)
-    assert generate(model, [7], 30, end=whole[4]) == whole[: whole.index(whole[4])]
+    text = generate(model, [7], 30)
+    assert generate(model, [7], 30, end=text[4]) == text[: text.index(text[4])]
     assert generate(model, [7], 0) == []
 
 
-def test_draws_follow_temperature_top_k_and_seed() -> None:
+def test_draw_follows_temperature_and_top_k() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, 0.0], dtype=torch.float64)
 
     def frequencies(temperature: float, top_k: int) -> list[float]:
@@ -72,12 +72,15 @@ def test_draws_follow_temperature_top_k_and_seed() -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Run generate.py, and return what it prints."""
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
     program.main()
     return capsys.readouterr().out
 
 
-def test_the_program(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_prints_the_text_of_transformers_and_obeys_the_seed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer("def f")["input_ids"]
     model = LlamaForCausalLM.from_pretrained(folder)
@@ -93,7 +96,7 @@ def test_the_program(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert sampled[0] == sampled[1] != sampled[2]
 
 
-def test_of_a_run_the_newest_checkpoint(
+def test_run_folder_selects_its_newest_checkpoint(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (9, 10):
@@ -102,12 +105,12 @@ def test_of_a_run_the_newest_checkpoint(
     assert run(monkeypatch, capsys, "--checkpoint", tmp_path).startswith(f"{tmp_path}/step_00000010:\n")
 
 
-def test_more_tokens_than_the_model_was_made_for(
+def test_program_warns_of_more_tokens_than_the_model_supports(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         run(monkeypatch, capsys, "--checkpoint", folder, "--prompt", "d", "--max_new_tokens", 64)
-    assert caplog.messages == ["more than 64 tokens: the model was made for sequences of that length"]
+    assert caplog.messages == ["the text may exceed 64 tokens, the longest sequences that the model supports"]
 
 
 @pytest.mark.parametrize(
@@ -115,16 +118,20 @@ def test_more_tokens_than_the_model_was_made_for(
     [
         (["--temperature", "-1"], "--temperature -1.0 is negative; use 0 or more"),
         (["--max_new_tokens", "-1"], "--max_new_tokens -1 is negative"),
-        (["--checkpoint", "no/such"], "is no local folder and cannot be downloaded"),
+        (["--checkpoint", "no/such"], "is not a local folder and cannot be downloaded"),
     ],
 )
-def test_mistakes(folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_rejects_negative_options_and_unknown_models(
+    folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(folder), *words])
     with pytest.raises(UserError, match=message):
         program.main()
 
 
-def test_folders_without_a_tokenizer_or_with_damaged_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_rejects_folders_without_tokenizer_or_with_damaged_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path)
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path)])
     with pytest.raises(UserError, match=f"no tokenizer in {tmp_path} "):

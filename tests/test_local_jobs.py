@@ -1,4 +1,4 @@
-"""Sweeps on this machine, without Slurm, of a model that trains in seconds."""
+"""Sweeps on this machine, without Slurm, with a model that trains within seconds."""
 
 import json
 import os
@@ -15,28 +15,28 @@ import pytest
 
 from picotron.run_folder import checkpoint_folders
 from picotron.sweep.jobs import Job
-from tests.support.jobs import NASTY, log_of, processes_of, program, wait_for
+from tests.support.jobs import RESUMED, SHELL_SYNTAX, log_of, processes_of, run_program, wait_for
 from tests.support.program import metrics
 
 
-def test_a_sweep_on_this_machine(make_job: Callable[..., Job], home: Path, tmp_path: Path) -> None:
+def test_local_sweep_runs_each_new_job_once(make_job: Callable[..., Job], home: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(home)}
-    fails, works = make_job("1_fails", dataset__name=str(tmp_path / "later.txt")), make_job(f"2 {NASTY}")
+    fails, works = make_job("1_fails", dataset__name=str(tmp_path / "later.txt")), make_job(f"2 {SHELL_SYNTAX}")
     sweep = works.folder.parent
-    commands = program(sweep, "--local", "--dry_run", environment=environment).splitlines()
+    commands = run_program(sweep, "--local", "--dry_run", environment=environment).splitlines()
     assert shlex.split(commands[1])[-6:] == ["--config", str(works.config_file), *works.overrides]
-    output = program(sweep, "--local", environment=environment, code=1)
+    output = run_program(sweep, "--local", environment=environment, code=1)
     assert re.search(r"^1_fails: fail, \d+ s$", output, re.MULTILINE)
     assert re.search(r"^2 .+: completed, \d+ s$", output, re.MULTILINE)
     assert "later.txt" in log_of(fails)
     assert len(metrics(works.run_folder)) == 20
-    assert program(sweep, "--local", environment=environment).startswith("init           0\n")
+    assert run_program(sweep, "--local", environment=environment).startswith("init           0\n")
     assert not list(tmp_path.rglob("executed"))
 
 
 @pytest.mark.parity
-def test_how_jobs_on_this_machine_end(make_job: Callable[..., Job], home: Path) -> None:
-    """By a timeout or Ctrl-C, with a checkpoint, from which they go on."""
+def test_local_jobs_resume_after_a_timeout_and_after_ctrl_c(make_job: Callable[..., Job], home: Path) -> None:
+    """Both end with a checkpoint."""
     environment = {**os.environ, "HOME": str(home)}
     slow = {"training__total_train_steps": 1_000_000}
     over_time, interrupted = make_job("1_over_time", **slow), make_job("2_interrupted", **slow)
@@ -45,9 +45,10 @@ def test_how_jobs_on_this_machine_end(make_job: Callable[..., Job], home: Path) 
     command = [sys.executable, "submit_slurm_jobs.py", "--inp_dir", str(sweep), "--local", "--timeout", "60"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         wait_for(lambda: (interrupted.run_folder / "metrics.jsonl").exists(), interrupted)
-        program(sweep, "--local", "--only", "running", environment=environment)  # leaves it alone, as does
-        assert "2_interrupted runs without Slurm" in program(sweep, "--cancel", environment=environment)
-        assert re.search("running +1\n", program(sweep, "--check_status", environment=environment))
+        # Neither of these commands stops the running job.
+        run_program(sweep, "--local", "--only", "running", environment=environment)
+        assert "2_interrupted runs without Slurm" in run_program(sweep, "--cancel", environment=environment)
+        assert re.search("running +1\n", run_program(sweep, "--check_status", environment=environment))
         process.send_signal(signal.SIGINT)
         output = process.communicate()[0]
     assert process.returncode == 130
@@ -57,32 +58,34 @@ def test_how_jobs_on_this_machine_end(make_job: Callable[..., Job], home: Path) 
     for job in (over_time, interrupted):
         reached = max(checkpoint_folders(job.run_folder))
         make_job(job.name, **slow, training__max_tokens=(reached + 3) * 64)
-    program(sweep, "--local", "--only", "timeout", "cancelled", environment=environment)
+    run_program(sweep, "--local", "--only", "timeout", "cancelled", environment=environment)
     for job in (over_time, interrupted):
         assert job.status == "completed"
-        assert "training goes on from" in log_of(job)
+        assert RESUMED in log_of(job)
 
 
 @pytest.mark.parity
-def test_a_killed_runner(make_job: Callable[..., Job], home: Path) -> None:
-    """As long as its torchrun goes on the job is running; then whoever looks next sees that nobody runs it."""
+def test_job_fails_when_its_runner_and_then_its_processes_are_killed(make_job: Callable[..., Job], home: Path) -> None:
+    """After its runner was killed, a job is still running as long as its torchrun runs. --check_status sees both."""
     job, environment = make_job("job", training__total_train_steps=1_000_000), {**os.environ, "HOME": str(home)}
     command = [sys.executable, "submit_slurm_jobs.py", "--inp_dir", str(job.folder), "--local"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
         wait_for(lambda: processes_of(job), job)
         process.kill()
-    program(job.folder, "--check_status", environment=environment)
+    run_program(job.folder, "--check_status", environment=environment)
     assert job.status == "running"
-    for each in processes_of(job):
-        os.kill(each, signal.SIGKILL)
-    wait_for(lambda: "fail           1" in program(job.folder, "--check_status", environment=environment), job)
+    for process_id in processes_of(job):
+        os.kill(process_id, signal.SIGKILL)
+    wait_for(lambda: "fail           1" in run_program(job.folder, "--check_status", environment=environment), job)
 
 
 @pytest.mark.parity
-def test_out_of_memory(make_job: Callable[..., Job], model_folder: Path, home: Path, tmp_path: Path) -> None:
+def test_local_job_without_memory_has_status_oom(
+    make_job: Callable[..., Job], model_folder: Path, home: Path, tmp_path: Path
+) -> None:
     shutil.copytree(model_folder, tmp_path / "large")
     sizes = json.loads((model_folder / "config.json").read_text()) | {"intermediate_size": 2**40}
     (tmp_path / "large" / "config.json").write_text(json.dumps(sizes))
     job = make_job("job", model__name=str(tmp_path / "large"))
-    program(job.folder, "--local", environment={**os.environ, "HOME": str(home)}, code=1)
+    run_program(job.folder, "--local", environment={**os.environ, "HOME": str(home)}, code=1)
     assert job.status == "oom", log_of(job)

@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.data import Progress
 from picotron.errors import UserError
-from picotron.metrics import Metrics, flops_per_token, peak_flops
+from picotron.metrics import Metrics, peak_flops
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run_folder import check_save_dir
+from picotron.run_folder import begin_run, check_save_dir
+from picotron.schedules.costs import model_cost
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.worker_pool import WorkerPool
 
@@ -32,8 +34,8 @@ def test_flops_of_a_token_by_the_palm_formula() -> None:
     V, D, F, L, H, K, d, T = 61, 32, 52, 3, 4, 2, 8, 16
     layer = D * H * d + 2 * D * K * d + H * d * D + 3 * D * F + 2 * D
     expected = 6 * (L * layer + D + V * D) + L * 12 * H * d * T
-    assert flops_per_token(tiny_llama(), T) == expected
-    assert flops_per_token(tiny_llama(tie_word_embeddings=True), T) == expected
+    assert model_cost(tiny_llama(), T).flops == expected
+    assert model_cost(tiny_llama(tie_word_embeddings=True), T).flops == expected
 
 
 def test_flops_agree_with_what_torch_counts() -> None:
@@ -47,7 +49,7 @@ def test_flops_agree_with_what_torch_counts() -> None:
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(2, 16, dtype=torch.long)).sum().backward()
     norms = 6 * sum(p.numel() for p in model.parameters() if p.ndim == 1)
-    assert counter.get_total_flops() / (2 * 16) == flops_per_token(config, 16) - norms
+    assert counter.get_total_flops() / (2 * 16) == model_cost(config, 16).flops - norms
 
 
 @pytest.mark.parametrize(
@@ -75,10 +77,6 @@ def test_peak_is_known_or_absent_but_never_another_devices(name: str, expected: 
     assert peak_flops(name, torch.float32) is None
 
 
-def no_evaluation() -> torch.Tensor:
-    raise AssertionError("an evaluation that was not asked for")
-
-
 def log_steps(folder: str, losses: list[float], wandb: bool = False, checkpoint: Any = None) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     setup_process_group_manager(1, 1, 1, dist.get_world_size())
@@ -88,13 +86,16 @@ def log_steps(folder: str, losses: list[float], wandb: bool = False, checkpoint:
         logging__use_wandb=wandb,
         training__seq_length=8,
     )
-    metrics = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64, checkpoint)
-    progress = Progress() if checkpoint is None else Progress(checkpoint.state.step)
+    resumed = Checkpoint.state_in(checkpoint, folder) if checkpoint else None
+    records = begin_run(config, resumed.step if resumed else None) if dist.get_rank() == 0 else []
+    wandb_run_id = resumed.wandb_run_id if resumed else None
+    metrics = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64, records, wandb_run_id)
+    progress = Progress(resumed.step if resumed else 0)
     for loss in losses:
         metrics.start_step()
         progress = progress.after_step(config)
         mine = torch.tensor(loss + dist.get_rank(), dtype=torch.float64)  # rank 1 of 2: one more, the mean 0.5 more
-        metrics.log(progress, mine, torch.tensor(2.0, dtype=torch.float64), 0.1, no_evaluation)
+        metrics.log(metrics.end_step(progress, mine, torch.tensor(2.0, dtype=torch.float64), 0.1))
     metrics.close()
 
 
@@ -164,7 +165,7 @@ def test_folders_that_outputs_do_not_belong_in(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written: Not a directory; choose another folder"):
         check_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/file/run"))
     tiny_llama().save_pretrained(tmp_path / "model")
-    with pytest.raises(UserError, match=r"is a model's folder, whose config\.json must stay; choose another"):
+    with pytest.raises(UserError, match=r"is a model folder, and its config\.json must be kept; choose another"):
         check_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/model"))
     check_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/deep/new/folder"))
     assert list((tmp_path / "deep/new/folder").iterdir()) == []

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 from picotron.config import Training
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.weights import main_grad, set_main_grad
 from tests.support.oracle import assert_close, make_config
 from tests.support.worker_pool import WorkerPool
 
@@ -50,7 +51,7 @@ def test_schedule_equals_torchs(shape: str, ratio: float, warmup: int) -> None:
     for _ in range(config.total_train_steps):
         rates.append(scheduler.get_last_lr()[0])
         for p in model.parameters():
-            p.main_grad = torch.zeros_like(p)
+            set_main_grad(p, torch.zeros_like(p))
         optimizer.step()
         scheduler.step()
     assert_close(rates, torch_schedule(config), 1e-12)
@@ -61,7 +62,7 @@ def test_weight_decay_is_on_matrices_only() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = AdamW(model.parameters(), training(weight_decay=0.5, learning_rate=0.1), fused=False)
     for p in model.parameters():
-        p.main_grad = torch.zeros_like(p)
+        set_main_grad(p, torch.zeros_like(p))
     optimizer.step()
     for p, old in zip(model.parameters(), before, strict=True):
         assert_close(p, old * (0.95 if p.ndim == 2 else 1.0), 1e-7)
@@ -75,13 +76,13 @@ def test_bfloat16_has_float32_masters(fused: bool) -> None:
     models = [nn.Linear(4, 4, bias=False, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
     for model in models:
         model.weight.data.copy_(start)
-        model.weight.main_grad = gradients.clone()
+        set_main_grad(model.weight, gradients.clone())
         optimizer = AdamW(model.parameters(), config, fused)
         for _ in range(50):
             optimizer.step()
-        assert torch.equal(model.weight.main_grad, gradients)
+        assert torch.equal(main_grad(model.weight), gradients)
         optimizer.zero_grad()
-        assert model.weight.main_grad.count_nonzero() == 0
+        assert main_grad(model.weight).count_nonzero() == 0
         assert model.weight.grad is None
     half, full = (model.weight for model in models)
     assert half.dtype == torch.bfloat16
@@ -99,8 +100,8 @@ def clip_like_torch(limit: float | None) -> None:
     ours, theirs = nn.Linear(5, 4, dtype=torch.float64), nn.Linear(5, 4, dtype=torch.float64)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         b.grad = torch.randn_like(b)
-        a.main_grad = b.grad.clone()
+        set_main_grad(a, b.grad.clone())
     norm = clip_grad_norm(ours, limit)
     assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), math.inf if limit is None else limit), 1e-12)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert_close(a.main_grad, b.grad, 1e-12)
+        assert_close(main_grad(a), b.grad, 1e-12)

@@ -184,7 +184,8 @@ def live_micro_batches(
     And how many of the tensors that autograd kept are still there in the end.
     """
     stage = stage_of(make_config(distributed__pp_size=4), tiny_llama(num_hidden_layers=4))
-    stage.deallocate_outputs = deallocate
+    if not deallocate:
+        stage.deallocate_output_tensor = lambda output_tensor: None  # type: ignore[method-assign]
     model = DataParallelBucket(stage)
     kept: list[weakref.WeakSet[Kept]] = []
     outputs: list[Any] = []  # weak references to storages

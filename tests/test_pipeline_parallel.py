@@ -16,12 +16,12 @@ from picotron.config import Config
 from picotron.data import MicroBatchDataLoader, split_train_eval
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.pipeline_parallel.pipeline_parallel import (
-    hidden_states_shape,
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
 from picotron.schedules.plan import plan_pipeline
 from picotron.train_step import make_evaluation, train_step
+from picotron.weights import main_grad
 from tests.support.oracle import (
     assert_close,
     assert_equals_training,
@@ -93,11 +93,12 @@ def gradients(
 ) -> dict[str, Any]:
     """Loss and gradients of one step of three micro-batches."""
     stage = stage_of(make_config(**layout), config, dtype)
-    stage.deallocate_outputs = deallocate
+    if not deallocate:
+        stage.deallocate_output_tensor = lambda output_tensor: None  # type: ignore[method-assign]
     if compiled:
         for layer in stage.module.model.layers.values():
             layer.compile(backend="aot_eager")
-    model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
+    model = DataParallelBucket(stage, parameters_by_stage=stage.parameters_by_stage())
     if pgm.process_group_manager.pp_world_size == 1:
         loss = train_step(model, Loader(batches(3)), CPU)
     else:
@@ -200,21 +201,17 @@ def test_a_tied_matrix_is_reduced_once(pool: WorkerPool) -> None:
 def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
     """The global loss of two evaluations in a row."""
     stage, grid = stage_of(config, model_config), pgm.process_group_manager
-    model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
+    model = DataParallelBucket(stage, parameters_by_stage=stage.parameters_by_stage())
     loader = MicroBatchDataLoader(split_train_eval(random_tokens(), config)[1], config, CPU, shuffle=False)
-    evaluation, losses = (
-        make_evaluation(
-            config, plan_pipeline(config, model_config), hidden_states_shape(config, model_config), CPU, torch.float64
-        ),
-        [],
-    )
+    plan, losses = plan_pipeline(config, model_config), []
+    evaluation = make_evaluation(config, model_config, plan, CPU, torch.float64)
     for _ in range(2):
         loss = evaluation(model, loader).double()
         assert not loss.requires_grad
         all_reduce(loss, grid.cp_dp_group, dist.ReduceOp.AVG)
         all_reduce(loss, grid.pp_group)
         losses.append(loss.item())
-    assert all(parameter.main_grad.count_nonzero() == 0 for parameter in model.parameters())
+    assert all(main_grad(parameter).count_nonzero() == 0 for parameter in model.parameters())
     return losses
 
 

@@ -1,4 +1,4 @@
-"""The schedule and the layout that a config asks for, and which ones do not fit each other."""
+"""The pipeline of a config: its schedule and stages, and mismatches between config, schedule and model."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from picotron import config as config_module
 from picotron.errors import UserError
 from picotron.schedules.plan import plan_pipeline
 from picotron.schedules.schedule_csv import write_csv
@@ -17,28 +16,31 @@ from tests.support.oracle import make_config, tiny_llama
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pp_chunks": 2}, "zb_h1 has 1 chunk(s) per rank, not 2; for 2 use looped_bfs or interleaved_1f1b"),
-        ({"pp_chunks": 3, "pp_engine": "zbv"}, "zbv has 2 chunk(s) per rank, not 3"),
-        ({"pp_engine": "looped_bfs", "pp_chunks": 4}, "8 stages, which need a layer each, but num_hidden_layers=6"),
-        ({"pp_layout": "Ettt|tttx"}, "the layout 'Ettt|tttx' makes no sense at character 9"),
-        ({"pp_layout": "Ettt|tttt|L"}, "has 3 stages, but ranks times chunks are 2"),
+        ({"pp_chunks": 2}, "zb_h1 has 1 chunk(s) per pp rank, not 2; for 2, use looped_bfs or interleaved_1f1b"),
+        ({"pp_chunks": 3, "pp_engine": "zbv"}, "zbv has 2 chunk(s) per pp rank, not 3"),
+        (
+            {"pp_engine": "looped_bfs", "pp_chunks": 4},
+            "needs at least 8 layers, one per stage, but num_hidden_layers=6",
+        ),
+        ({"pp_layout": "Ettt|tttx"}, "cannot parse pp_layout='Ettt|tttx' at character 9"),
+        ({"pp_layout": "Ettt|tttt|L"}, "has 3 stages, but the schedule has 2 (pp ranks times chunks)"),
         ({"pp_layout": "Ettt|ttL"}, "has 5 layers (t), but the model has 6"),
         (
             {"pp_engine": "zbv", "pp_layout": "Et|||tttttL"},
-            "pp_layout='Et|||tttttL' leaves rank 1 of the pipeline without anything to do",
+            "pp_layout='Et|||tttttL' gives pp rank 1 nothing; give it a layer, the embedding or the head",
         ),
         ({"pp_engine": "csv:nowhere.csv"}, "cannot read the schedule 'nowhere.csv'"),
-        ({"pp_engine": "csv:FILE", "pp_size": 3}, "is for distributed.pp_size=2, but the config says 3"),
+        ({"pp_engine": "csv:FILE", "pp_size": 3}, "is for distributed.pp_size=2, but the config has 3"),
         (
             {"pp_engine": "csv:FILE", "training__gradient_accumulation_steps": 8},
-            "is for training.gradient_accumulation_steps=4, but the config says 8",
+            "is for training.gradient_accumulation_steps=4, but the config has 8",
         ),
-        ({"pp_engine": "csv:FILE", "pp_chunks": 2}, "is for distributed.pp_chunks=1, but the config says 2"),
-        ({"pp_size": 1, "pp_chunks": 2}, "pp_chunks=2 is about pipelines, but pp_size=1; leave it out"),
-        ({"pp_size": 1, "pp_layout": "Ettt|tttL"}, "has 2 stages, but ranks times chunks are 1"),
+        ({"pp_engine": "csv:FILE", "pp_chunks": 2}, "is for distributed.pp_chunks=1, but the config has 2"),
+        ({"pp_size": 1, "pp_chunks": 2}, "pp_chunks=2 needs a pipeline, but pp_size=1; remove it"),
+        ({"pp_size": 1, "pp_layout": "Ettt|tttL"}, "has 2 stages, but the schedule has 1"),
     ],
 )
-def test_mistakes_are_one_sentence(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_mismatch_is_rejected_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     write_csv(build("1f1b", 2, 4).programs, tmp_path / "1f1b.csv")
     keys: dict[str, Any] = {"pp_engine": "zb_h1", "pp_size": 2, "training__gradient_accumulation_steps": 4, **changes}
     keys["pp_engine"] = keys["pp_engine"].replace("FILE", f"{tmp_path}/1f1b.csv")
@@ -48,18 +50,14 @@ def test_mistakes_are_one_sentence(changes: dict[str, Any], message: str, tmp_pa
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_the_config_knows_every_schedule() -> None:
-    assert tuple(SCHEDULES) == config_module.SCHEDULES
-
-
-def test_one_process_needs_no_schedule() -> None:
+def test_single_rank_ignores_pp_engine() -> None:
     for engine in (*SCHEDULES, "csv:nowhere.csv"):
         plan = plan_pipeline(make_config(distributed__pp_engine=engine), tiny_llama())
         assert list(map(str, plan.stages)) == ["EtttL"]
         assert not plan.splits_backward
 
 
-def test_too_few_layers() -> None:
+def test_every_stage_needs_a_layer() -> None:
     plan_pipeline(make_config(distributed__pp_size=3), tiny_llama())
-    with pytest.raises(UserError, match="make 4 stages, which need a layer each, but num_hidden_layers=3; use fewer"):
+    with pytest.raises(UserError, match="needs at least 4 layers, one per stage, but num_hidden_layers=3; use fewer"):
         plan_pipeline(make_config(distributed__pp_size=4), tiny_llama())

@@ -89,9 +89,9 @@ def wrong_message(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("dtype", r"stage 0 wants to send torch.float64 \[2, 3\] on cpu, but torch.float32 \[2, 3\] on cpu was announced"),
-        ("shape", r"torch.float32 \[2, 3\] on cpu, but torch.float32 \[3, 2\] on cpu was announced"),
-        ("both ways", r"but torch.float32 \[2, 4\] on cpu was announced"),
+        ("dtype", r"pp rank 0 cannot send torch.float64 \[2, 3\] on cpu: the receiver expects torch.float32 \[2, 3\] on cpu"),
+        ("shape", r"torch.float32 \[2, 3\] on cpu: the receiver expects torch.float32 \[3, 2\] on cpu"),
+        ("both ways", r"the receiver expects torch.float32 \[2, 4\] on cpu"),
     ],
 )  # fmt: skip
 def test_what_was_not_announced_is_not_sent(pool: WorkerPool, kind: str, message: str) -> None:

@@ -11,7 +11,7 @@ from picotron.errors import UserError
 from picotron.process_group_manager import AXES, setup_process_group_manager
 from tests.support.worker_pool import WorkerPool
 
-COORDINATES = {"dp": "dp", "pp": "pp", "cp": "cp", "tp": "tp", "cp_dp": "dp cp", "pp_dp": "dp pp"}
+COORDINATES = {"dp": "dp", "pp": "pp", "cp": "cp", "tp": "tp", "cp_dp": "dp cp"}
 
 
 def expected_groups(dp: int, pp: int, cp: int, tp: int) -> list[dict[str, Any]]:
@@ -81,5 +81,5 @@ def wrong_product() -> str:
 
 def test_wrong_product(pool: WorkerPool) -> None:
     assert pool.run(wrong_product, 2)[0] == (
-        "dp 2 x pp 1 x cp 1 x tp 2 = 4 ranks, but the process group has 2; the product must be 2"
+        "dp 2 x pp 1 x cp 1 x tp 2 needs 4 ranks, but the process group has 2; choose sizes whose product is 2"
     )

@@ -197,7 +197,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(home: Path, tmp_path: Pat
     result = start(home, command, words(tmp_path / "run"), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "marker").exists()
-    assert f"training goes on from {tmp_path}/run/step_00000002" in result.stdout
+    assert f"training resumes from {tmp_path}/run/step_00000002" in result.stdout
     assert same_records(tmp_path / "run", undisturbed)
     for kind in ("model", "exp_avg", "exp_avg_sq"):
         ours, theirs = (tensors_of(folder / "step_00000004", kind) for folder in (tmp_path / "run", undisturbed))

@@ -67,10 +67,10 @@ def break_folder(folder: Path, how: str) -> None:
     ("how", "message"),
     [
         ("only pickle", "has no model.safetensors and no model.safetensors.index.json; only safetensors are read"),
-        ("truncated", "are damaged .*; fetch or save them again"),
+        ("truncated", "are damaged .*; download or save them again"),
         ("not safetensors", "are damaged"),
         ("bad index", "are damaged"),
-        ("missing shard", "model-00001-of-00002.safetensors, named by the index of .*, is missing"),
+        ("missing shard", "model-00001-of-00002.safetensors is missing, but the index of .* lists it"),
     ],
 )
 def test_damaged_folders(tmp_path: Path, how: str, message: str) -> None:
@@ -84,12 +84,12 @@ def test_a_model_of_other_sizes(tmp_path: Path) -> None:
     LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path)
     with pytest.raises(
         UserError,
-        match=r"embed_tokens.weight of .*model.safetensors has shape \[61, 32\]; the model expects \[64, 32\]",
+        match=r"embed_tokens.weight of .*model.safetensors has shape \[61, 32\], but the model expects \[64, 32\]",
     ):
         load(tmp_path, vocab_size=64)
     with pytest.raises(
-        UserError, match=r"has no tensor model\.layers\.3.input_layernorm.weight; is it a model of the same"
+        UserError, match=r"has no tensor model\.layers\.3.input_layernorm.weight; check that the architecture"
     ):
         load(tmp_path, num_hidden_layers=4)
-    with pytest.raises(UserError, match="is no local folder and cannot be downloaded"):
+    with pytest.raises(UserError, match="is not a local folder and cannot be downloaded"):
         load(Path("nobody/no-such-model"))

@@ -1,4 +1,4 @@
-"""Schedules as CSV files: read, written, and malformed."""
+"""Schedules as CSV files: what is written can be read, and malformed files are rejected."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.test_schedules import names
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_csv_round_trip(name: str, tmp_path: Path) -> None:
+def test_csv_round_trip_keeps_the_schedule(name: str, tmp_path: Path) -> None:
     for pp, microbatches, chunks in ((1, 1, None), (2, 5, None), (4, 8, None), (3, 7, 3)):
         if chunks is None or SCHEDULES[name].any_chunks:
             schedule = build(name, pp, microbatches, chunks)
@@ -24,8 +24,8 @@ def test_csv_round_trip(name: str, tmp_path: Path) -> None:
             ]
 
 
-def test_a_file_as_a_spreadsheet_or_torch_writes_it(tmp_path: Path) -> None:
-    """A byte-order mark, quotes, spaces, empty cells and lines at the end; torch's name of overlapped pairs."""
+def test_read_csv_accepts_files_of_spreadsheets_and_torch(tmp_path: Path) -> None:
+    """A byte-order mark, quotes, spaces, empty cells, trailing empty lines, and torch's suffix of overlapped pairs."""
     path = tmp_path / "own.csv"
     path.write_text('\ufeff0F0,"0F1", 0B0,,0B1\r\n,1F0,(1F1;1B0)OVERLAP_F_B,1B1\r\n\r\n')
     assert [names(list(program)) for program in read_csv(path).programs] == [
@@ -43,16 +43,19 @@ def test_a_file_as_a_spreadsheet_or_torch_writes_it(tmp_path: Path) -> None:
         ),
         ("0F0,,(0B0;1F0)", "has '(0B0;1F0)' in line 1, column 3; expected stage, kind"),
         ("0F0;0B0", "has '0F0;0B0' in line 1, column 1; expected"),
-        ("", "is empty; expected a line of actions like 0F0,0B0 for each rank"),
+        ("", "is empty; expected a line of actions like 0F0,0B0 for each pp rank"),
         (",,\n,", "is empty; expected"),
-        ("0F0,0B0,2F0,2B0\n1F0,1B0", "has 3 stages on 2 ranks (lines); every rank needs as many as the others"),
-        ("0F0,0B0\n\n1F0,1B0", "has 2 stages on 3 ranks (lines)"),
+        (
+            "0F0,0B0,2F0,2B0\n1F0,1B0",
+            "has 3 stages on 2 pp ranks (lines); every pp rank must have the same number of stages",
+        ),
+        ("0F0,0B0\n\n1F0,1B0", "has 2 stages on 3 pp ranks (lines)"),
         ('0F0,"0B0', "cannot read the schedule"),
         (b"\xff\xfe", "cannot read the schedule"),
-        ("999999F0\n0F999999", "cannot run: rank 0 has 999999F0, but stage 999999 is on rank 1 (loop placement)"),
+        ("999999F0\n0F999999", "cannot run: pp rank 0 has 999999F0, but stage 999999 is on pp rank 1 (loop placement)"),
     ],
 )
-def test_a_malformed_file_is_refused(content: str | bytes, message: str, tmp_path: Path) -> None:
+def test_read_csv_rejects_malformed_file(content: str | bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError) as raised:
@@ -61,6 +64,6 @@ def test_a_malformed_file_is_refused(content: str | bytes, message: str, tmp_pat
     assert str(path) in str(raised.value)
 
 
-def test_a_file_that_is_missing(tmp_path: Path) -> None:
+def test_read_csv_rejects_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read the schedule .*own.csv.*No such file"):
         read_csv(tmp_path / "own.csv")

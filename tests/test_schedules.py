@@ -1,4 +1,4 @@
-"""Schedules as data: their orders beside torch's, and that every one of them can be run."""
+"""Schedules: their order of actions matches torch's, and every schedule can run."""
 
 from collections import deque
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ def names(program: list[AnyAction]) -> list[str]:
     return [str(action) for action in program]
 
 
-# ------------------------------------------------------------------------------------------------- beside others
+# ------------------------------------------------------------------------------------------- the order of actions
 
 
 def order_of_torch(schedule: type, rank: int, pp: int, microbatches: int, chunks: int, group_size: int) -> list[str]:
@@ -31,31 +31,33 @@ def order_of_torch(schedule: type, rank: int, pp: int, microbatches: int, chunks
 
 
 @pytest.mark.parametrize(
-    ("name", "theirs", "all_chunks", "fewest"),
+    ("name", "torch_schedule", "all_chunks", "min_microbatches"),
     [
         ("interleaved_1f1b", torch_schedules.ScheduleInterleaved1F1B, (1, 2, 3, 4), lambda pp: 1),
         ("zb_h1", torch_schedules.ScheduleInterleavedZeroBubble, (1,), lambda pp: 1),
         ("dualpipev", torch_schedules.ScheduleDualPipeV, (2,), lambda pp: 2 * pp),
     ],
 )
-def test_orders_equal_those_of_torch(name: str, theirs: type, all_chunks: tuple[int, ...], fewest: object) -> None:
+def test_order_matches_torch(
+    name: str, torch_schedule: type, all_chunks: tuple[int, ...], min_microbatches: object
+) -> None:
     compared = 0
     for pp in (2, 3, 4, 8):
         for microbatches in (1, 2, 3, 4, 6, 8, 10, 12, 16, 24):
             rounds = max(1, microbatches // pp)
-            if microbatches % rounds or microbatches < fewest(pp):  # type: ignore[operator]
-                continue  # torch refuses
+            if microbatches % rounds or microbatches < min_microbatches(pp):  # type: ignore[operator]
+                continue  # torch rejects these numbers
             group_size = microbatches // rounds if name == "interleaved_1f1b" else None
             for chunks in all_chunks:
                 schedule = build(name, pp, microbatches, chunks, group_size)
                 for rank, program in enumerate(schedule.programs):
-                    expected = order_of_torch(theirs, rank, pp, microbatches, chunks, microbatches // rounds)
+                    expected = order_of_torch(torch_schedule, rank, pp, microbatches, chunks, microbatches // rounds)
                     assert names(program) == expected, (name, pp, microbatches, chunks, rank)
                 compared += 1
     assert compared >= 12
 
 
-def test_schedule_table() -> None:
+def test_interleaved_order_with_an_incomplete_group() -> None:
     """Two chunks, groups of three; the second group has two micro-batches."""
     table = schedule_table(microbatches=5, chunks=2, group_size=3)
     assert table == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (4, 0), (3, 1), (4, 1)]
@@ -67,7 +69,7 @@ def test_schedule_table() -> None:
     assert signed_order(schedule_table(1, 1, 1), chunks=1, warmup=5) == [1, -1]
 
 
-def test_how_actions_print() -> None:
+def test_actions_print_and_parse() -> None:
     forward, backward = Action("F", 2, 3), Action("B", 1, 0)
     for action in (forward, backward, Action("R", 4), Action("SEND_F", 10, 12), Overlapped(forward, backward)):
         assert parse_action(str(action)) == action
@@ -92,21 +94,22 @@ def test_how_actions_print() -> None:
             parse_action(text)
 
 
-# -------------------------------------------------------------------------------------- every schedule can be run
+# --------------------------------------------------------------------------------------------- every schedule runs
 
 
 def run_blocking(schedule: Schedule, programs: list[list[AnyAction]]) -> list[AnyAction]:
-    """Run programs in the strictest network there is, where a send and its receive wait for each other; so each rank
-    must receive what it is sent in the same order. An action must find its input on its rank. Returns what is left.
+    """Run programs in the strictest possible network, where a send and its receive wait for each other, so that a rank
+    must receive messages in the order in which they are sent. Assert that each action finds its input on its rank.
+    Return the actions that could not run.
     """
     todo = [deque(program) for program in programs]
-    results: list[set[Action]] = [set() for _ in todo]  # of each rank: computed there or received
+    results: list[set[Action]] = [set() for _ in todo]  # computed or received by each rank
 
     def run(rank: int, action: AnyAction) -> bool:
         for kind, stage, microbatch in action.parts:
             half = kind[-1].replace("I", "B")
             if kind.startswith("RECV"):
-                return False  # its sender does both ends
+                return False  # the sender completes both ends
             if kind.startswith("SEND"):
                 target = stage + (1 if half == "F" else -1)
                 receiver = schedule.rank_of(target)
@@ -144,13 +147,13 @@ small = {"pp": st.integers(1, 8), "microbatches": st.integers(1, 32)}
 
 @settings(deadline=None, max_examples=150)
 @given(name=st.sampled_from(list(SCHEDULES)), chunks=st.none() | st.integers(1, 4), **small)
-def test_what_is_built_runs_and_what_is_refused_says_why(
+def test_built_schedule_runs_or_its_chunks_are_rejected(
     name: str, pp: int, microbatches: int, chunks: int | None
 ) -> None:
     fixed = chunks is not None and chunks != SCHEDULES[name].chunks and not SCHEDULES[name].any_chunks
     if fixed:
         with pytest.raises(
-            UserError, match=rf"{name} has . chunk\(s\) per rank, not {chunks}; for {chunks} use looped_bfs"
+            UserError, match=rf"{name} has . chunk\(s\) per pp rank, not {chunks}; for {chunks}, use looped_bfs"
         ):
             build(name, pp, microbatches, chunks)
     else:
@@ -159,7 +162,9 @@ def test_what_is_built_runs_and_what_is_refused_says_why(
 
 @settings(deadline=None, max_examples=60)
 @given(chunks=st.integers(1, 4), group_size=st.integers(0, 40), **small)
-def test_groups_of_any_size_that_fills_the_pipeline(pp: int, microbatches: int, chunks: int, group_size: int) -> None:
+def test_interleaved_1f1b_needs_a_group_of_at_least_pp(
+    pp: int, microbatches: int, chunks: int, group_size: int
+) -> None:
     if group_size < min(pp, microbatches):
         with pytest.raises(UserError, match=f"use a group_size of at least {min(pp, microbatches)}"):
             build("interleaved_1f1b", pp, microbatches, chunks, group_size)
@@ -169,7 +174,9 @@ def test_groups_of_any_size_that_fills_the_pipeline(pp: int, microbatches: int, 
 
 @settings(deadline=None, max_examples=60)
 @given(chunks=st.integers(1, 4), placement=st.sampled_from(["loop", "V"]), **small)
-def test_forward_only(pp: int, microbatches: int, chunks: int, placement: str) -> None:
+def test_forward_only_schedule_runs_with_little_idle_time(
+    pp: int, microbatches: int, chunks: int, placement: str
+) -> None:
     schedule = forward_only(pp, microbatches, chunks, placement)  # type: ignore[arg-type]
     assert_runs(schedule)
     idle = max(simulate(schedule).idle)
@@ -177,12 +184,12 @@ def test_forward_only(pp: int, microbatches: int, chunks: int, placement: str) -
     assert idle <= (pp - 1) * (1 if ideal else chunks)
 
 
-def test_wrong_numbers() -> None:
+def test_build_rejects_wrong_numbers() -> None:
     for arguments, message in (
-        (("1f1b", 4, 0), "pp=4, microbatches=0 and chunks=1 must be at least 1 each"),
-        (("looped_bfs", 2, 4, 0), "chunks=0 must be at least 1"),
+        (("1f1b", 4, 0), "pp=4, microbatches=0 and chunks=1 must each be at least 1"),
+        (("looped_bfs", 2, 4, 0), "chunks=0 must each be at least 1"),
         (("gpipe", 2, 4), "there is no schedule 'gpipe'; choose one of afab, 1f1b, "),
-        (("zb_h1", 2, 4, None, 2), "group_size=2 is for interleaved_1f1b, not for zb_h1; leave it out"),
+        (("zb_h1", 2, 4, None, 2), "group_size=2 cannot be used with zb_h1, only with interleaved_1f1b; remove it"),
     ):
         with pytest.raises(UserError, match=message):
             build(*arguments)

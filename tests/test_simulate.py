@@ -1,4 +1,4 @@
-"""The simulator: the papers' formulas for idle time and memory, and by hand what costs and messages do."""
+"""The simulator: idle time and activations match the papers' formulas; costs and messages match results by hand."""
 
 import itertools
 
@@ -6,14 +6,14 @@ import pytest
 
 from picotron.schedules.actions import Action, Schedule, parse_action
 from picotron.schedules.schedules import SCHEDULES, build, forward_only
-from picotron.schedules.simulate import Costs, Span, Timeline, figures, measured_costs, peak_activations, simulate
+from picotron.schedules.simulate import Costs, Span, Timeline, measured_costs, peak_activations, simulate, summary
 
 GRID = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16, 24)))  # pp, micro-batches
-TIMES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (2.0, 2.0, 0.5)]  # F, I, W of a rank's whole part of a micro-batch
+TIMES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (2.0, 2.0, 0.5)]  # F, I, W of a micro-batch in all stages of a rank
 
 
 def timeline_of(name: str, pp: int, microbatches: int, chunks: int | None = None, **costs: float) -> Timeline:
-    """A rank needs 1 for a forward of all its stages together, unless told otherwise."""
+    """Simulate a schedule. By default, a forward through all stages of a rank takes 1."""
     schedule = build(name, pp, microbatches, chunks)
     return simulate(schedule, Costs(**costs, weights=[1 / schedule.chunks] * schedule.num_stages))  # type: ignore
 
@@ -24,7 +24,7 @@ def peaks(name: str, pp: int, microbatches: int, chunks: int | None = None) -> l
 
 @pytest.mark.parametrize(("F", "I", "W"), TIMES)
 @pytest.mark.parametrize("name", ["afab", "1f1b"])
-def test_afab_and_1f1b(name: str, F: float, I: float, W: float) -> None:  # noqa: E741
+def test_afab_and_1f1b_match_the_formulas(name: str, F: float, I: float, W: float) -> None:  # noqa: E741
     for pp, m in GRID:
         timeline = timeline_of(name, pp, m, F=F, B=I + W)
         assert timeline.idle == pytest.approx([(pp - 1) * (F + I + W)] * pp)
@@ -34,10 +34,10 @@ def test_afab_and_1f1b(name: str, F: float, I: float, W: float) -> None:  # noqa
 
 @pytest.mark.parametrize(("F", "I", "W"), TIMES)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-def test_several_chunks_divide_the_idle_time(chunks: int, F: float, I: float, W: float) -> None:  # noqa: E741
+def test_chunks_divide_the_idle_time(chunks: int, F: float, I: float, W: float) -> None:  # noqa: E741
     for pp, m in GRID:
         idle = (pp - 1) * (F + I + W) / chunks
-        assert idle / (m * (F + I + W)) == pytest.approx((pp - 1) / (chunks * m))  # of the ideal time
+        assert idle / (m * (F + I + W)) == pytest.approx((pp - 1) / (chunks * m))  # as a fraction of the computing time
         if m % pp == 0:
             assert timeline_of("interleaved_1f1b", pp, m, chunks, F=F, B=I + W).idle == pytest.approx([idle] * pp)
             assert max(simulate(forward_only(pp, m, chunks)).idle) == pp - 1
@@ -51,38 +51,37 @@ def test_several_chunks_divide_the_idle_time(chunks: int, F: float, I: float, W:
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("group_size", [4, 5, 8, 12])
-def test_groups_of_more_than_the_ranks(groups: int, group_size: int) -> None:
-    """They cost memory, but no time."""
+def test_larger_groups_of_interleaved_1f1b_cost_memory_but_no_time(groups: int, group_size: int) -> None:
     pp, m = 4, groups * group_size
     for chunks in (1, 2, 3):
         schedule = build("interleaved_1f1b", pp, m, chunks, group_size)
-        assert simulate(schedule).idle == pytest.approx([(pp - 1) * 3] * pp)  # of one stage
+        assert simulate(schedule).idle == pytest.approx([(pp - 1) * 3] * pp)  # in units of F of one stage
         expected = [min((chunks - 1) * group_size + 2 * (pp - rank) - 1, chunks * m) for rank in range(pp)]
         assert [peak_activations(program) for program in schedule.programs] == expected
 
 
 @pytest.mark.parametrize(("F", "I", "W"), TIMES)
-def test_zb_h1(F: float, I: float, W: float) -> None:  # noqa: E741
+def test_zb_h1_matches_the_formulas(F: float, I: float, W: float) -> None:  # noqa: E741
     for pp, m in GRID:
         if m >= pp:
             assert timeline_of("zb_h1", pp, m, F=F, I=I, W=W).idle == pytest.approx([(pp - 1) * (F + I - W)] * pp)
         assert peaks("zb_h1", pp, m) == [min(pp, m)] * pp
 
 
-def test_zb_h1_has_a_third_of_the_idle_time() -> None:
+def test_zb_h1_has_a_third_of_the_idle_time_of_1f1b() -> None:
     for pp, m in GRID:
         if m >= pp:
             idle = timeline_of("zb_h1", pp, m).idle
             assert [3 * each for each in idle] == pytest.approx(timeline_of("1f1b", pp, m).idle)
 
 
-def test_zbv_has_no_bubble() -> None:
+def test_zbv_ranks_never_idle_between_their_first_and_last_action() -> None:
     for pp, m in GRID:
         if m >= 2 * pp - 1:
             timeline = timeline_of("zbv", pp, m)
             for rank, spans in enumerate(timeline.spans):
                 assert spans[0].start == pytest.approx(rank / 2)
-                assert spans[-1].end - spans[0].start == pytest.approx(3 * m)  # its own work: nothing in between
+                assert spans[-1].end - spans[0].start == pytest.approx(3 * m)  # the computing time of a rank
             assert timeline.idle == pytest.approx([(pp - 1) / 2] * pp)
             assert peaks("zbv", pp, m) == [2 * pp if m > 1 or pp > 1 else 2] * pp
         assert max(peaks("zbv", pp, m)) <= min(2 * pp, 2 * m)
@@ -90,8 +89,8 @@ def test_zbv_has_no_bubble() -> None:
 
 @pytest.mark.parametrize("overlapped", [1.0, 0.8, 0.7])
 @pytest.mark.parametrize("W", [1.0, 0.8, 0.5])
-def test_dualpipev(W: float, overlapped: float) -> None:
-    """The table in the README of DeepSeek's DualPipe, where times are those of one of the rank's two stages."""
+def test_dualpipev_matches_the_formulas(W: float, overlapped: float) -> None:
+    """The formulas are in the README of DeepSeek's DualPipe, with times of one of a rank's two stages."""
     F = I = 1.0  # noqa: E741
     B, X = I + W, overlapped * (F + I + W)
     for pp, m in GRID:
@@ -103,11 +102,11 @@ def test_dualpipev(W: float, overlapped: float) -> None:
         assert max(peaks("dualpipev", pp, m)) <= min(2 * pp + 1, 2 * m)
 
 
-def test_forward_only_keeps_no_activations() -> None:
+def test_forward_only_schedule_keeps_no_activations() -> None:
     assert [peak_activations(program) for program in forward_only(3, 5).programs] == [0, 0, 0]
 
 
-def test_activations_of_a_split_backward_are_freed_by_w() -> None:
+def test_w_frees_the_activations_of_a_split_backward() -> None:
     def peak(text: str) -> int:
         return peak_activations([parse_action(action) for action in text.split()])
 
@@ -121,8 +120,8 @@ def test_activations_of_a_split_backward_are_freed_by_w() -> None:
 # --------------------------------------------------------------------------------------------------------- costs
 
 
-def test_messages_take_time_between_ranks_only() -> None:
-    """By hand: two ranks, one micro-batch; V's stages 1 and 2 are on one rank, so there the result is there at once."""
+def test_only_messages_between_ranks_take_time() -> None:
+    """Two ranks, one micro-batch. In the V, stages 1 and 2 are on one rank, so nothing is sent between them."""
     timeline = simulate(build("1f1b", 2, 1), Costs(p2p=0.5))
     assert timeline.spans == [
         [Span(Action("F", 0), 0.0, 1.0), Span(Action("B", 0), 5.0, 7.0)],
@@ -133,13 +132,13 @@ def test_messages_take_time_between_ranks_only() -> None:
     assert [span.start for span in in_a_v.spans[0]] == [0.0, 4.0]
 
 
-def test_a_message_travels_while_its_receiver_computes() -> None:
-    """Rank 1 of AFAB gets each input while it works on the one before, so it waits only for the first."""
+def test_message_travels_while_its_receiver_computes() -> None:
+    """pp rank 1 of AFAB receives each input while it computes the one before, so it waits only for the first."""
     timeline = simulate(build("afab", 2, 4), Costs(p2p=0.9))
     assert [span.start for span in timeline.spans[1][:4]] == pytest.approx([1.9, 2.9, 3.9, 4.9])
 
 
-def test_costs() -> None:
+def test_costs_depend_on_kind_stage_overlap_and_measurement() -> None:
     costs = Costs(F=1, B=3, I=1.5, W=1.25, weights=[1, 10], overlapped=0.5, measured={(("W", 1),): 7.0})
     for text, expected in (
         ("0F0", 1), ("1F0", 10), ("0B3", 3), ("1I0", 15), ("0W0", 1.25), ("1W9", 7), ("(1F1;0B0)", 6.5),
@@ -148,7 +147,7 @@ def test_costs() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_simulation_with_measured_costs_repeats_what_was_measured(name: str) -> None:
+def test_simulation_with_measured_costs_reproduces_the_measurement(name: str) -> None:
     schedule = build(name, 3, 7)
     weights = [1 + 0.1 * stage for stage in range(schedule.num_stages)]
     measured = simulate(schedule, Costs(F=1.1, B=2.3, I=1.2, W=0.9, overlapped=0.8, weights=weights))
@@ -158,25 +157,25 @@ def test_a_simulation_with_measured_costs_repeats_what_was_measured(name: str) -
         assert [span.end for span in spans] == pytest.approx([span.end for span in expected])
 
 
-def test_only_computation_is_busy_time() -> None:
-    """A message and a reduction beside the computations, as a run may measure them."""
+def test_messages_and_reductions_count_as_idle_time() -> None:
+    """A recorded step can have a message and a reduction between the computations."""
     spans = [Span(Action("F", 0), 0.0, 1.0), Span(Action("SEND_F", 0), 1.0, 3.0), Span(Action("B", 0), 2.0, 4.0)]
     timeline = Timeline([[*spans, Span(Action("R", 0), 4.0, 8.0)]])
     assert (timeline.step_time, timeline.idle, timeline.bubble) == (8.0, [5.0], 0.625)
     assert timeline.programs == [[Action("F", 0), Action("B", 0)]]
 
 
-def test_figures() -> None:
-    """Activations in micro-batches of a rank: DualPipeV's 9 of one stage are 4.5 of a rank's two."""
-    assert figures(timeline_of("dualpipev", 4, 8)) == {
+def test_summary_counts_activations_of_a_micro_batch_in_all_stages_of_a_rank() -> None:
+    """DualPipeV keeps 9 units of a micro-batch in one stage: 4.5 of a micro-batch in both stages of a rank."""
+    assert summary(timeline_of("dualpipev", 4, 8)) == {
         "step time": "27",
         "bubble": "11.1%",
-        "peak activations by rank": "4.5 4.5 4.5 4.5",
+        "peak activations by pp rank": "4.5 4.5 4.5 4.5",
     }
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_no_action_starts_before_its_input_is_there(name: str) -> None:
+def test_no_action_starts_before_its_input_arrives(name: str) -> None:
     schedule = build(name, 4, 10)
     costs = Costs(F=1.0, B=2.2, I=1.3, W=0.7, p2p=0.4)
     timeline = simulate(schedule, costs)
@@ -194,5 +193,5 @@ def test_no_action_starts_before_its_input_is_there(name: str) -> None:
                 assert span.start >= ends[source] + travel - 1e-9
 
 
-def test_one_rank_alone_is_never_idle() -> None:
+def test_single_rank_is_never_idle() -> None:
     assert simulate(Schedule([[Action("F", 0), Action("B", 0)]], 1)).bubble == 0

@@ -1,4 +1,4 @@
-"""Sweeps on a real Slurm, of a model that trains in seconds; its job scripts, and what it says of jobs."""
+"""Sweeps on a real Slurm, with a model that trains within seconds; batch scripts, sbatch commands, and statuses."""
 
 import csv
 import json
@@ -21,8 +21,8 @@ from picotron.run_folder import checkpoint_folders
 from picotron.sweep import slurm
 from picotron.sweep.jobs import Job
 from picotron.sweep.slurm import SlurmResources, reconcile_status, render, sbatch_command
-from submit_slurm_jobs import parse
-from tests.support.jobs import NASTY, log_of, processes_of, program, wait_for
+from submit_slurm_jobs import parse_arguments
+from tests.support.jobs import RESUMED, SHELL_SYNTAX, log_of, processes_of, run_program, wait_for
 from tests.support.oracle import assert_close
 from tests.support.program import metrics, same_records
 from tests.support.slurm_cluster import NoSlurmError, slurm_cluster
@@ -32,7 +32,7 @@ JOB_ID = re.compile(r"^(.+): job (\d+)", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def cluster(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a real Slurm."""
+    """The environment variables with which programs use a real Slurm."""
     try:
         with slurm_cluster(tmp_path_factory.mktemp("slurm")) as environment:
             yield environment | {"HOME": str(home)}
@@ -40,42 +40,44 @@ def cluster(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         pytest.skip(str(error))
 
 
-def slurm_facts(job_id: str, environment: dict[str, str]) -> dict[str, str]:
-    """What Slurm says of a job that it still remembers."""
+def show_job(job_id: str, environment: dict[str, str]) -> dict[str, str]:
+    """Return the fields that `scontrol show job` prints for a job that Slurm still remembers."""
     command = ["scontrol", "show", "job", "--oneliner", job_id]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     return dict(word.split("=", 1) for word in output.split() if "=" in word)
 
 
 @pytest.mark.timeout(600)
-def test_a_sweep_on_slurm(cluster: dict[str, str], make_job: Callable[..., Job], tmp_path: Path) -> None:
-    """Six jobs: on two nodes, with a nasty name, without data, nobody wants it, killed, slow."""
+def test_sweep_on_slurm_ends_with_the_right_statuses(
+    cluster: dict[str, str], make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Six jobs: on two nodes, with shell syntax in its name, without data, cancelled, killed, and slow."""
     two_nodes = make_job("1_two_nodes", distributed__dp_size=2, training__micro_batch_size=2)
-    nasty = make_job(f"2 {NASTY}")
+    quoted = make_job(f"2 {SHELL_SYNTAX}")
     fails = make_job("3_fails", dataset__name=str(tmp_path / "later.txt"))
-    unwanted = make_job("4_unwanted")
+    cancelled = make_job("4_cancelled")
     killed = make_job("5_killed", checkpoint__save_frequency=1)
-    sweep, setup = two_nodes.folder.parent, tmp_path / NASTY
+    sweep, setup = two_nodes.folder.parent, tmp_path / SHELL_SYNTAX
     setup.write_text("echo the environment is set up\n")
 
     def submit(*options: str, folder: Path = sweep) -> dict[str, str]:
-        """The ids of the jobs that the program submits, by name."""
-        return dict(JOB_ID.findall(program(folder, *options, environment=cluster)))
+        """Run submit_slurm_jobs.py. Returns the Slurm ids of the jobs that it submits, by name."""
+        return dict(JOB_ID.findall(run_program(folder, *options, environment=cluster)))
 
-    # Two chains, 1, 3, 5 and 2, 4, and beside them a job that would take an hour.
+    # Two chains, 1, 3, 5 and 2, 4, and later a job outside the chains that would take an hour.
     options = ["--gpus_per_node", "1", "--nb_slurm_array", "2", "--env_setup", str(setup)]
     ids = submit(*options)
-    assert list(ids) == [job.name for job in (two_nodes, nasty, fails, unwanted, killed)]
+    assert list(ids) == [job.name for job in (two_nodes, quoted, fails, cancelled, killed)]
     slow = make_job("6_slow", training__total_train_steps=1_000_000)
     ids |= submit("--time", "30", "--grace", "60")
     assert list(ids)[5:] == [slow.name]
     assert submit() == submit("--only", "pending", "running") == {}
 
-    assert unwanted.status == "pending"
-    assert "cancelled      1" in program(unwanted.folder, "--cancel", environment=cluster)
+    assert cancelled.status == "pending"
+    assert "cancelled      1" in run_program(cancelled.folder, "--cancel", environment=cluster)
 
     wait_for(lambda: (slow.run_folder / "metrics.jsonl").exists(), slow)
-    minutes, seconds = map(int, slurm_facts(ids[slow.name], cluster)["RunTime"].split(":")[1:])
+    minutes, seconds = map(int, show_job(ids[slow.name], cluster)["RunTime"].split(":")[1:])
     limit = math.ceil(minutes + (seconds + 30) / 60)  # 30 to 90 seconds from now, however busy this machine is
     command = ["scontrol", "update", f"jobid={ids[slow.name]}", f"timelimit={limit}"]
     subprocess.run(command, env=cluster, check=True)
@@ -87,52 +89,53 @@ def test_a_sweep_on_slurm(cluster: dict[str, str], make_job: Callable[..., Job],
     wait_for(lambda: checkpoint_folders(killed.run_folder), killed)
     os.kill(processes_of(killed)[0], signal.SIGKILL)
     wait_for(lambda: killed.status == "fail", killed)
-    done = max(checkpoint_folders(killed.run_folder))
-    assert done < 20
+    killed_step = max(checkpoint_folders(killed.run_folder))
+    assert killed_step < 20
     assert list(submit("--only", "fail")) == [killed.name]
 
     wait_for(lambda: slow.status == "timeout", slow)
-    facts = slurm_facts(ids[slow.name], cluster)
-    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "1:0")
-    goes_on = f"training goes on from {slow.run_folder}/step_{max(checkpoint_folders(slow.run_folder)):08d}"
+    fields = show_job(ids[slow.name], cluster)
+    assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "1:0")
+    resumed = f"{RESUMED} {slow.run_folder}/step_{max(checkpoint_folders(slow.run_folder)):08d}"
     assert list(submit("--only", "timeout")) == [slow.name]
-    wait_for(lambda: slurm.log_file(slow).exists() and goes_on in log_of(slow), slow)
+    wait_for(lambda: slurm.log_file(slow).exists() and resumed in log_of(slow), slow)
     assert slow.status == "running"
-    program(slow.folder, "--only", "running", "--cancel", environment=cluster)
+    run_program(slow.folder, "--only", "running", "--cancel", environment=cluster)
 
-    for job in (two_nodes, nasty, fails, killed):
+    for job in (two_nodes, quoted, fails, killed):
         wait_for(lambda job=job: job.status == "completed", job)
 
     def counts() -> list[tuple[str, str]]:
-        return re.findall(r"(\w+) +([1-9]\d*)", program(sweep, "--check_status", environment=cluster))
+        return re.findall(r"(\w+) +([1-9]\d*)", run_program(sweep, "--check_status", environment=cluster))
 
-    # What is cancelled runs until it has written its checkpoint.
+    # A cancelled job runs until it has written its checkpoint.
     wait_for(lambda: counts() == [("completed", "4"), ("cancelled", "2"), ("total", "6")], slow)
     extract_metrics(["--inp_dir", str(sweep)])
     with (sweep / "metrics.csv").open() as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
     assert {name: row["status"] for name, row in rows.items()} == {
-        job.name: job.status for job in (two_nodes, nasty, fails, unwanted, killed, slow)
+        job.name: job.status for job in (two_nodes, quoted, fails, cancelled, killed, slow)
     }
-    assert [rows[job.name]["step"] for job in (two_nodes, nasty, fails, unwanted, killed)] == ["20"] * 3 + ["", "20"]
-    assert all((sweep / f"{picture}.png").exists() for picture in ("loss", "throughput", "memory"))
+    assert [rows[job.name]["step"] for job in (two_nodes, quoted, fails, cancelled, killed)] == ["20"] * 3 + ["", "20"]
+    assert all((sweep / f"{plot}.png").exists() for plot in ("loss", "throughput", "memory"))
 
-    assert slurm_facts(ids[two_nodes.name], cluster)["NumNodes"] == "2"
-    assert_close(*([line["loss"] for line in metrics(job.run_folder)] for job in (two_nodes, nasty)))
-    assert f"training goes on from {killed.run_folder}/step_{done:08d}" in log_of(killed)
-    assert same_records(killed.run_folder, nasty.run_folder)
-    assert "the environment is set up" in log_of(nasty)
+    assert show_job(ids[two_nodes.name], cluster)["NumNodes"] == "2"
+    assert_close(*([line["loss"] for line in metrics(job.run_folder)] for job in (two_nodes, quoted)))
+    assert f"{RESUMED} {killed.run_folder}/step_{killed_step:08d}" in log_of(killed)
+    assert same_records(killed.run_folder, quoted.run_folder)
+    assert "the environment is set up" in log_of(quoted)
     assert not list(tmp_path.rglob("executed"))
     assert not Path("executed").exists()
-    first, second, third = (slurm_facts(ids[job.name], cluster) for job in (two_nodes, fails, killed))
+    first, second, third = (show_job(ids[job.name], cluster) for job in (two_nodes, fails, killed))
     assert first["EndTime"] <= second["StartTime"]
     assert second["EndTime"] <= third["StartTime"]
 
 
-def test_what_bash_makes_of_a_job_script(make_job: Callable[..., Job], tmp_path: Path) -> None:
-    """With names that are anything but harmless, srun gets every word as it was; nothing else is run."""
-    job = make_job(NASTY + "\nnext line")
-    setup = tmp_path / f"{NASTY}.sh"
+@pytest.mark.processes
+def test_batch_script_quotes_names_with_shell_syntax(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    """srun gets every word unchanged, and no part of a name is executed."""
+    job = make_job(SHELL_SYNTAX + "\nnext line")
+    setup = tmp_path / f"{SHELL_SYNTAX}.sh"
     setup.write_text("srun() { printf '%s\\0' \"$@\" > words; }\n")
     (tmp_path / "job.slurm").write_text(render(job, SlurmResources(2, 4, 8, 0), setup, 77))
     environment = {**os.environ, "SLURM_JOB_ID": "15003"}
@@ -149,6 +152,7 @@ def test_what_bash_makes_of_a_job_script(make_job: Callable[..., Job], tmp_path:
     assert not list(tmp_path.rglob("executed"))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("srun", "code", "status"),
     [
@@ -157,12 +161,12 @@ def test_what_bash_makes_of_a_job_script(make_job: Callable[..., Job], tmp_path:
         ("echo torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB; return 1", 1, "oom"),
         ("echo slurmstepd: error: Detected 1 oom-kill event in StepId=7.0; return 137", 137, "oom"),
         ("kill -USR1 $$; sleep 0.2; return 1", 1, "timeout"),
-        ("kill -USR1 $$; sleep 0.2", 0, "completed"),  # it was about to end anyway
+        ("kill -USR1 $$; sleep 0.2", 0, "completed"),  # the run has ended in time
         ("kill -TERM $$; sleep 0.2; return 1", 1, "cancelled"),
         ("kill -USR1 $$; sleep 0.2; kill -TERM $$; sleep 0.2; return 1", 1, "timeout"),
     ],
 )
-def test_what_a_job_script_says_in_the_end(
+def test_batch_script_records_how_the_run_ended(
     make_job: Callable[..., Job], tmp_path: Path, srun: str, code: int, status: str
 ) -> None:
     job, setup = make_job("job"), tmp_path / "setup.sh"
@@ -172,7 +176,7 @@ def test_what_a_job_script_says_in_the_end(
     assert (result.returncode, job.status) == (code, status)
 
 
-def test_what_sbatch_is_told(make_job: Callable[..., Job]) -> None:
+def test_sbatch_command_requests_nodes_cores_and_gpus(make_job: Callable[..., Job]) -> None:
     job = make_job("job")
     gpus = parse_config(
         {"distributed": {"dp_size": 4, "tp_size": 4}, "environment": {"OMP_NUM_THREADS": 3}}
@@ -188,27 +192,29 @@ def test_what_sbatch_is_told(make_job: Callable[..., Job]) -> None:
     )
     cpu = parse_config(json.loads(job.config_file.read_text()))
     assert not [word for word in sbatch_command(job, SlurmResources.of(job, cpu, 8), {}, 60, None) if "gpu" in word]
-    with pytest.raises(UserError, match=r"16 processes do not fill nodes of 6; use --gpus_per_node 4, or"):
+    with pytest.raises(
+        UserError, match=r"16 processes do not divide evenly into nodes of 6; use --gpus_per_node 4, or"
+    ):
         SlurmResources.of(job, gpus, 6)
 
 
 @pytest.mark.parametrize(
-    ("says", "state", "truth"),
+    ("recorded", "state", "status"),
     [
         ("pending", "PENDING", "pending"),
         ("pending", "RUNNING", "running"),
         ("running", "RUNNING", "running"),
-        ("running", "PENDING", "pending"),  # its host was lost
-        ("cancelled", "PENDING", "pending"),  # it had to make room
+        ("running", "PENDING", "pending"),  # its node was lost
+        ("cancelled", "PENDING", "pending"),  # it was preempted
         ("running", "COMPLETED", "completed"),
         ("running", "FAILED", "fail"),
-        ("timeout", "FAILED", "timeout"),  # it was told to end, and did
+        ("timeout", "FAILED", "timeout"),  # it ended before its time limit, after a signal
         ("oom", "FAILED", "oom"),
         ("fail", "OUT_OF_MEMORY", "oom"),
-        ("oom", "RUNNING", "oom"),  # Slurm does not know yet
+        ("oom", "RUNNING", "oom"),  # it has just ended
         ("completed", "COMPLETING", "completed"),
         ("running", "COMPLETING", "running"),
-        ("cancelled", "COMPLETING", "running"),  # it may only have to make room
+        ("cancelled", "COMPLETING", "running"),  # it may have been preempted
         ("running", "TIMEOUT", "timeout"),
         ("cancelled", "TIMEOUT", "timeout"),
         ("fail", "CANCELLED", "cancelled"),
@@ -216,62 +222,66 @@ def test_what_sbatch_is_told(make_job: Callable[..., Job]) -> None:
         ("running", None, "fail"),
         ("completed", None, "completed"),
         ("pending", "SOMETHING_NEW", "running"),
-        ("init", "RUNNING", "running"),  # somebody has deleted status.txt
+        ("init", "RUNNING", "running"),  # status.txt was deleted
     ],
 )
-def test_slurm_and_the_job_together_know_its_status(says: Any, state: str | None, truth: str) -> None:
-    assert reconcile_status(says, state) == truth
+def test_reconcile_status_combines_status_txt_and_slurm(recorded: Any, state: str | None, status: str) -> None:
+    assert reconcile_status(recorded, state) == status
 
 
-def test_sacct_knows_what_squeue_has_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sacct_is_queried_for_jobs_that_squeue_does_not_list(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"squeue": "12|RUNNING\n", "sacct": "7|CANCELLED by 1000\n8|OUT_OF_MEMORY\n"}
-    asked: list[list[str]] = []
-    monkeypatch.setattr(slurm, "ask", lambda command: asked.append(command) or answers[command[0]])
+    commands: list[list[str]] = []
+    monkeypatch.setattr(slurm, "run_slurm", lambda command: commands.append(command) or answers[command[0]])
     assert slurm.query_states(["7", "8", "9", "12"]) == {"12": "RUNNING", "7": "CANCELLED", "8": "OUT_OF_MEMORY"}
-    assert asked[1][-1] == "--jobs=7,8,9"
-    asked.clear()
+    assert commands[1][-1] == "--jobs=7,8,9"
+    commands.clear()
     assert slurm.query_states(["12"]) == {"12": "RUNNING"}
-    assert len(asked) == 1
+    assert len(commands) == 1
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--local --qos debug", "--qos means nothing to local, only to submit; leave it out"),
-        ("--timeout 5", "--timeout means nothing to submit, only to local; leave it out"),
-        ("--check_status --dry_run", "--dry_run means nothing to check_status, only to submit and local and cancel"),
-        ("--gpus_per_node 0", "--gpus_per_node 0 should be more than 0"),
-        ("--env_setup nothing", "--env_setup nothing is no file"),
+        ("--local --qos debug", "--qos cannot be used with local, only with submit; remove it"),
+        ("--timeout 5", "--timeout cannot be used with submit, only with local; remove it"),
+        (
+            "--check_status --dry_run",
+            "--dry_run cannot be used with check_status, only with submit or local or cancel",
+        ),
+        ("--gpus_per_node 0", "--gpus_per_node 0 should be greater than 0"),
+        ("--env_setup nothing", "--env_setup nothing is not a file; give the path of a shell script"),
     ],
 )
-def test_mistakes_in_the_options(options: str, sentence: str) -> None:
+def test_invalid_options_are_rejected(options: str, sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
-        parse(["--inp_dir", "sweep", *options.split()])
+        parse_arguments(["--inp_dir", "sweep", *options.split()])
 
 
-def test_mistakes_in_the_sweep(make_job: Callable[..., Job]) -> None:
-    """All are told, and nothing is submitted."""
+@pytest.mark.processes
+def test_invalid_configs_are_all_reported_and_nothing_is_submitted(make_job: Callable[..., Job]) -> None:
     jobs = [make_job("good"), make_job("no_sequence", training__seq_length=0), make_job("x", training__lr=1)]
-    output = program(jobs[0].folder.parent, environment=dict(os.environ), code=1)
-    assert f"error: {jobs[1].config_file}: training.seq_length=0: it should be greater than 0\n" in output
-    assert f"{jobs[2].config_file}: unknown key training.lr" in output
+    output = run_program(jobs[0].folder.parent, environment=dict(os.environ), code=1)
+    assert "error: 2 problems:\n" in output
+    assert f"  - {jobs[1].config_file}: training.seq_length=0: it should be greater than 0\n" in output
+    assert f"  - {jobs[2].config_file}: unknown key training.lr" in output
     assert [job.status for job in jobs] == ["init"] * 3
     environment = {**os.environ, "PATH": "/nowhere"}
-    output = program(jobs[0].folder, environment=environment, code=1)
-    assert "there is no sbatch on this machine; go where Slurm is, or use --local" in output
+    output = run_program(jobs[0].folder, environment=environment, code=1)
+    assert "sbatch is not installed; use a machine with Slurm, or --local" in output
     assert jobs[0].status == "init"
 
 
 @pytest.mark.parity
-def test_a_job_that_slurm_starts_again(cluster: dict[str, str], make_job: Callable[..., Job]) -> None:
-    """As it does if a host is lost, or has to make room: pending, then from the checkpoint under the same id."""
+def test_requeued_job_resumes_from_its_checkpoint(cluster: dict[str, str], make_job: Callable[..., Job]) -> None:
+    """Slurm requeues a job if its node is lost or it is preempted: it is pending again, and keeps its id."""
     job = make_job("job", training__total_train_steps=40, checkpoint__save_frequency=1)
-    program(job.folder, environment=cluster)
+    run_program(job.folder, environment=cluster)
     wait_for(lambda: checkpoint_folders(job.run_folder), job)
     job_id = (job.folder / "slurm_job_id.txt").read_text().strip()
     subprocess.run(["scontrol", "requeue", job_id], env=cluster, check=True)
-    wait_for(lambda: "pending        1" in program(job.folder, "--check_status", environment=cluster), job)
+    wait_for(lambda: "pending        1" in run_program(job.folder, "--check_status", environment=cluster), job)
     wait_for(lambda: job.status == "completed", job)
-    assert slurm_facts(job_id, cluster)["Restarts"] == "1"
-    assert "training goes on from" in log_of(job)
+    assert show_job(job_id, cluster)["Restarts"] == "1"
+    assert RESUMED in log_of(job)
     assert len(metrics(job.run_folder)) == 40

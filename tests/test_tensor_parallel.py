@@ -235,6 +235,6 @@ def test_layouts_that_do_not_work(changes: dict[str, Any], tp: int, sizes: str) 
 def test_a_sequence_that_does_not_divide() -> None:
     with pytest.raises(
         UserError,
-        match=r"training.seq_length=50 does not divide by 4, as sequence_parallel with tp_size=4 needs; use 48 or 52",
+        match=r"training.seq_length=50 is not divisible by 4, as sequence_parallel with tp_size=4 requires; use 48 or 52",
     ):
         make_config(training__seq_length=50, distributed__tp_size=4, distributed__sequence_parallel=True)

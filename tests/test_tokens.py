@@ -1,4 +1,4 @@
-"""Documents of every kind become one stream of tokens."""
+"""Tokenising data sets: files of all types, the cache, tokenizers, and rejected data sets."""
 
 import json
 from pathlib import Path
@@ -23,6 +23,7 @@ TEXTS = [
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty caches of picotron and `datasets`; the folder of the former."""
     monkeypatch.setattr(tokens_module, "CACHE", tmp_path / "cache")
     import datasets
 
@@ -32,17 +33,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> str:
-    """A folder with a byte-level BPE of 300 tokens."""
+    """Folder with a byte-level BPE of 300 tokens."""
     folder = str(tmp_path / "tokenizer")
     train_bpe(iter(TEXTS), 300).save_pretrained(folder)
     return folder
 
 
 def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
+    """Tokenise the data set of a config, without a process group."""
     return np.load(write_tokens(config, model_config)[0], mmap_mode="r")
 
 
 def write_files(folder: Path, kind: str) -> str:
+    """Write TEXTS as a data set of the given kind, and return its name."""
     import pandas
 
     folder.mkdir()
@@ -63,7 +66,7 @@ def write_files(folder: Path, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder of parquet", "folder of txt", "txt"])
-def test_every_kind_of_file_gives_the_same_tokens(tmp_path: Path, tokenizer: str, kind: str) -> None:
+def test_all_file_types_give_the_same_tokens(tmp_path: Path, tokenizer: str, kind: str) -> None:
     config = make_config(dataset__name=write_files(tmp_path / "files", kind), model__tokenizer=tokenizer)
     tokens = load_tokens(config, tiny_llama(vocab_size=300))
     plain = AutoTokenizer.from_pretrained(tokenizer)
@@ -77,9 +80,7 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path: Path, tokenizer: str
     )
 
 
-def test_tokens_are_written_once_and_again_when_the_content_changes(
-    tmp_path: Path, tokenizer: str, cache: Path
-) -> None:
+def test_tokens_are_cached_until_the_content_changes(tmp_path: Path, tokenizer: str, cache: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(
         json.dumps({"body": "abc " * 50}) + "\n" + json.dumps({"body": None}) + "\n" + json.dumps({"body": ""})
@@ -94,7 +95,7 @@ def test_tokens_are_written_once_and_again_when_the_content_changes(
     assert len(list(cache.glob("*.npy"))) == 2
 
 
-def test_tokenizers_that_differ_only_in_their_end_token_do_not_share_tokens(tmp_path: Path) -> None:
+def test_tokenizers_with_different_end_tokens_do_not_share_a_cache(tmp_path: Path) -> None:
     streams = []
     for end in ("e", "t"):
         tokenizer = train_bpe(iter(TEXTS), 300)
@@ -105,7 +106,7 @@ def test_tokenizers_that_differ_only_in_their_end_token_do_not_share_tokens(tmp_
     assert streams[0] != streams[1]
 
 
-def test_a_folder_of_jsonl_may_have_a_license(tmp_path: Path, tokenizer: str) -> None:
+def test_folder_of_jsonl_ignores_a_license_file(tmp_path: Path, tokenizer: str) -> None:
     write_files(tmp_path / "files", "jsonl")
     (tmp_path / "files" / "LICENSE.txt").write_text("do what you want")
     config = make_config(dataset__name=str(tmp_path / "files"), model__tokenizer=tokenizer)
@@ -113,21 +114,22 @@ def test_a_folder_of_jsonl_may_have_a_license(tmp_path: Path, tokenizer: str) ->
     assert tokens.count(AutoTokenizer.from_pretrained(tokenizer).eos_token_id) == len(TEXTS)
 
 
-def test_split_takes_a_part_of_a_file(tmp_path: Path, tokenizer: str) -> None:
+def test_split_selects_a_slice_of_a_file(tmp_path: Path, tokenizer: str) -> None:
     name = write_files(tmp_path / "files", "jsonl")
     config = make_config(dataset__name=name, model__tokenizer=tokenizer, dataset__split="train[:1]")
     tokens = load_tokens(config, tiny_llama(vocab_size=300)).tolist()
     assert tokens.count(AutoTokenizer.from_pretrained(tokenizer).eos_token_id) == 1
 
 
-def test_num_samples_takes_the_first_documents(tmp_path: Path, tokenizer: str) -> None:
+def test_num_samples_selects_the_first_documents(tmp_path: Path, tokenizer: str) -> None:
     name = write_files(tmp_path / "files", "jsonl")
     config = make_config(dataset__name=name, model__tokenizer=tokenizer, training__num_samples=2)
     tokens = load_tokens(config, tiny_llama(vocab_size=300)).tolist()
     assert tokens.count(AutoTokenizer.from_pretrained(tokenizer).eos_token_id) == 2
 
 
-def test_several_tokenising_processes_give_the_same_stream(tmp_path: Path, tokenizer: str, cache: Path) -> None:
+@pytest.mark.processes
+def test_number_of_tokenising_processes_does_not_change_the_tokens(tmp_path: Path, tokenizer: str, cache: Path) -> None:
     streams = []
     for processes in (1, 2):
         name = write_files(tmp_path / f"files{processes}", "jsonl")
@@ -136,7 +138,7 @@ def test_several_tokenising_processes_give_the_same_stream(tmp_path: Path, token
     assert streams[0] == streams[1]
 
 
-def test_python_stdlib_is_real_text_in_a_fixed_order() -> None:
+def test_python_stdlib_has_source_files_in_a_fixed_order() -> None:
     texts = python_stdlib()
     assert texts == python_stdlib()
     assert 2e6 < sum(map(len, texts)) < 2e7
@@ -144,7 +146,7 @@ def test_python_stdlib_is_real_text_in_a_fixed_order() -> None:
     assert not any("import unittest\nimport test.support" in text for text in texts)
 
 
-def test_bpe_has_the_size_asked_for_and_loses_nothing(cache: Path) -> None:
+def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
     config = make_config(model__tokenizer="bpe", training__num_samples=30)
     tokens = load_tokens(config, tiny_llama(vocab_size=600))
     assert 500 < tokens.max() < 600
@@ -160,20 +162,20 @@ def test_bpe_has_the_size_asked_for_and_loses_nothing(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dataset__name": "./no/such/file.txt"}, "no such file or folder; check the path"),
+        ({"dataset__name": "./no/such/file.txt"}, "there is no such file or folder; check the path"),
         (
             {"dataset__name": "nobody/no-such-data"},
-            "cannot be loaded .*; give a hub id, a folder, a file or 'python-stdlib'",
+            "cannot be loaded .*; use a hub id, a folder, a file or 'python-stdlib'",
         ),
-        ({"dataset__name": "FOLDER/a.csvx"}, r"ends in '\.csvx'; use one of \.txt, \.jsonl, \.json, \.parquet"),
+        ({"dataset__name": "FOLDER/a.csvx"}, r"has file type '\.csvx'; use one of \.txt, \.jsonl, \.json, \.parquet"),
         ({"dataset__name": "FOLDER/broken.jsonl"}, "cannot be loaded"),
         (
             {"dataset__name": "FOLDER/good.jsonl", "dataset__text_column": "body"},
-            r"text_column='body' of .* holds no text; use one of \['text'\]",
+            r"text_column='body' of .* has no text; use one of \['text'\]",
         ),
         (
             {"dataset__name": "FOLDER/good.jsonl", "dataset__text_column": "n"},
-            r"text_column='n' of .* holds no text; use one of",
+            r"text_column='n' of .* has no text; use one of",
         ),
         ({"dataset__name": "FOLDER/good.jsonl", "dataset__split": "nonsense"}, "cannot be loaded"),
         (
@@ -181,14 +183,19 @@ def test_bpe_has_the_size_asked_for_and_loses_nothing(cache: Path) -> None:
             "subset_name='en', but .* has no subsets",
         ),
         ({"dataset__subset_name": "en"}, "subset_name='en', but python-stdlib has no subsets"),
-        ({"dataset__split": "test"}, "split='test', but python-stdlib is one split"),
+        ({"dataset__split": "test"}, "split='test', but python-stdlib has only the split 'train'"),
         ({"dataset__name": "FOLDER", "dataset__split": "validation"}, "cannot be loaded"),
-        ({"model__tokenizer": "FOLDER"}, 'no tokenizer in .*; set model.tokenizer to a hub id, a folder, or "bpe"'),
+        (
+            {"model__tokenizer": "FOLDER"},
+            'cannot load a tokenizer from .*; set model.tokenizer to a hub id, a folder, or "bpe"',
+        ),
         ({"model__tokenizer": "TOKENIZER"}, "has 300 tokens, but the model's vocab_size is 61; choose another"),
         ({"model__tokenizer": "bpe"}, "vocab_size=61 is too small for a byte-level BPE; it needs at least 257"),
     ],
 )
-def test_data_mistakes(tmp_path: Path, tokenizer: str, changes: dict[str, str], message: str) -> None:
+def test_tokenising_rejects_bad_data_sets_and_tokenizers(
+    tmp_path: Path, tokenizer: str, changes: dict[str, str], message: str
+) -> None:
     folder = tmp_path / "files"
     write_files(folder, "jsonl")
     (folder / "a.jsonl").rename(folder / "good.jsonl")
@@ -201,5 +208,5 @@ def test_data_mistakes(tmp_path: Path, tokenizer: str, changes: dict[str, str], 
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_text_column_of_the_standard_library() -> None:
+def test_python_stdlib_uses_the_configured_text_column() -> None:
     assert load_documents(make_config(dataset__text_column="source").dataset).column_names == ["source"]

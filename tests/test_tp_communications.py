@@ -21,9 +21,9 @@ def pair(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Forward and backward of a pair, beside the same from torch's differentiable all-gather and arithmetic."""
     grid = setup_process_group_manager(dist.get_world_size(), 1, 1, 1)
     group, size, rank = grid.tp_group, grid.tp_world_size, grid.tp_rank
-    rows = 6 if name in ("ReduceScatter", "CopyToRanks", "ReduceFromRanks", "ScatterToRanks") else 2
+    rows = 6 if name in ("ReduceScatter", "CopyToRanks", "ReduceFromRanks") else 2
     x = torch.randn(2, rows, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-    whole_input = name in ("CopyToRanks", "ScatterToRanks")
+    whole_input = name == "CopyToRanks"
     if whole_input:
         dist.broadcast(x, 0)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -34,7 +34,6 @@ def pair(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         "CopyToRanks": lambda: sum(everyone) / size,
         "ReduceFromRanks": lambda: sum(everyone),
         "GatherFromRanks": lambda: torch.cat(everyone, 1),
-        "ScatterToRanks": lambda: (sum(everyone) / size).chunk(size, 1)[rank],
         "AllGather": lambda: torch.cat(everyone, 1),
         "ReduceScatter": lambda: sum(everyone).chunk(size, 1)[rank],
     }[name]()
@@ -52,9 +51,7 @@ def pair(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize(
-    "name", ["CopyToRanks", "ReduceFromRanks", "GatherFromRanks", "ScatterToRanks", "AllGather", "ReduceScatter"]
-)
+@pytest.mark.parametrize("name", ["CopyToRanks", "ReduceFromRanks", "GatherFromRanks", "AllGather", "ReduceScatter"])
 def test_communication_pairs(pool: WorkerPool, name: str, size: int) -> None:
     for y, expected, dx, expected_dx in pool.run(pair, size, name):
         assert_close(y, expected, 1e-14, "forward")

@@ -121,7 +121,7 @@ def test_pretrained_folder_is_where_training_starts(home: Path, tmp_path: Path) 
         pytest.param(2, ["--distributed.dp_size", "3"], "needs 3 processes, but 2 started; use torchrun --nproc_per_node 3", marks=pytest.mark.parity),
         pytest.param(0, ["--distributed.use_cpu", "false", "--distributed.backend", "null"], "no CUDA device; run on the CPU with", marks=pytest.mark.parity),
         pytest.param(0, ["--model.name", "no/such/folder/at/all"], "has no readable config.json", marks=pytest.mark.parity),
-        pytest.param(0, ["--training.seq_length", "2000000"], "one global batch needs 8 and evaluation 32: use more data", marks=pytest.mark.parity),
+        pytest.param(0, ["--training.seq_length", "2000000"], "one global batch needs 8 and evaluation 32; use more data", marks=pytest.mark.parity),
         (0, ["--training.learning_rate", "1e30", "--training.warmup_steps", "0", "--training.gradient_accumulation_steps", "1"], "step 2: grad_norm is nan; try a lower"),
     ],
 )  # fmt: skip

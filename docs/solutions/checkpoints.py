@@ -1,9 +1,11 @@
-"""Solutions of the exercises of docs/checkpoints.md; tests/test_exercises.py checks them.
+"""Solutions to the exercises of docs/checkpoints.md, which tests/test_exercises.py checks. To print the sizes of a
+checkpoint:
 
-python -m docs.solutions.checkpoints runs/trial/step_00000003      the sizes in a checkpoint
+    python -m docs.solutions.checkpoints runs/trial/step_00000003
 """
 
 import json
+import math
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """Dtype, shape and place of each tensor of a safetensors file, and the byte at which the tensors begin."""
+    """Read the dtype, shape and offsets of each tensor in a safetensors file, and the byte at which the data begins."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
@@ -20,7 +22,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def read_row(file: Path, name: str, row: int) -> bytes:
-    """One row of a matrix, and no byte more than that of the file's tensors."""
+    """Read one row of a matrix, and no other byte of the file's data."""
     header, begin = read_header(file)
     (start, end), rows = header[name]["data_offsets"], header[name]["shape"][0]
     size = (end - start) // rows
@@ -30,21 +32,19 @@ def read_row(file: Path, name: str, row: int) -> bytes:
 
 
 def sizes(checkpoint: Path) -> dict[str, tuple[int, int]]:
-    """Of each kind of tensors (model, exp_avg, ...) how many numbers there are, and in how many bytes."""
-    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    """Return the number of elements and the bytes of each kind of tensors (model, exp_avg, ...) in a checkpoint."""
+    totals: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for file in sorted(checkpoint.glob("*.safetensors")):
         kind = file.name.removesuffix(".safetensors").partition("-")[0]
         for tensor in read_header(file)[0].values():
-            numbers = 1
-            for length in tensor["shape"]:
-                numbers *= length
             start, end = tensor["data_offsets"]
-            found[kind] = found[kind][0] + numbers, found[kind][1] + end - start
-    return dict(found)
+            elements, size = totals[kind]
+            totals[kind] = elements + math.prod(tensor["shape"]), size + end - start
+    return dict(totals)
 
 
 if __name__ == "__main__":
-    found = sizes(Path(sys.argv[1]))
-    numbers = found["model"][0]
-    for kind, (_, size) in found.items():
-        print(f"{kind:12}{size:12,} bytes, {size / numbers:g} for each of {numbers:,} parameters")
+    by_kind = sizes(Path(sys.argv[1]))
+    parameters = by_kind["model"][0]
+    for kind, (_, size) in by_kind.items():
+        print(f"{kind:12}{size:12,} bytes, {size / parameters:g} for each of {parameters:,} parameters")

@@ -1,4 +1,4 @@
-"""docs/tensor_parallel.md, exercise 2: an MLP over tp ranks, from two communication pairs."""
+"""Solution to exercise 2 of docs/tensor_parallel.md: an MLP split over tp ranks."""
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -8,13 +8,13 @@ from picotron.tensor_parallel.tp_communications import CopyToRanks, ReduceFromRa
 
 
 def parallel_mlp(x: Tensor, up: Tensor, down: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """y = silu(x up') down'.
+    """Compute y = silu(x up') down'.
 
     Args:
-        x: (T, D), the same on all ranks.
+        x: (T, D), replicated.
         up: (F/tp, D), this rank's rows of the first matrix.
-        down: (D, F/tp), this rank's columns of the second one.
+        down: (D, F/tp), this rank's columns of the second matrix.
     """
-    x = CopyToRanks.apply(x, group)  # backward: each rank has the gradient of its hidden units, so they are summed
-    h = F.silu(x @ up.t())  # (T, F/tp): no other rank has these hidden units, or needs them
+    x = CopyToRanks.apply(x, group)  # backward sums the gradients that x gets from each rank's hidden units
+    h = F.silu(x @ up.t())  # (T, F/tp): hidden units that no other rank has or needs
     return ReduceFromRanks.apply(h @ down.t(), group)

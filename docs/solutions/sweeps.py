@@ -1,4 +1,4 @@
-"""Solutions of the exercises of docs/sweeps.md; tests/test_exercises.py checks them."""
+"""Solutions to the exercises of docs/sweeps.md, which tests/test_exercises.py checks."""
 
 import csv
 import math
@@ -6,7 +6,9 @@ from pathlib import Path
 
 
 def number_of_layouts(processes: int) -> int:
-    """How many (dp, pp, cp, tp) multiply to that. Each prime factor p^k hands its k out to the four axes."""
+    """Return the number of layouts (dp, pp, cp, tp) with this product. For each prime factor with exponent k, k
+    identical factors are distributed over four axes.
+    """
     count, prime = 1, 2
     while processes > 1:
         k = 0
@@ -18,12 +20,14 @@ def number_of_layouts(processes: int) -> int:
 
 
 def best_run(table: Path) -> str:
-    """The name of the completed run with the lowest final loss, in a metrics.csv."""
+    """Return the name of the completed run with the lowest final loss in a metrics.csv."""
     with table.open(newline="", encoding="utf-8") as file:
         runs = [run for run in csv.DictReader(file) if run["status"] == "completed"]
     return min(runs, key=lambda run: float(run["final_loss"]))["name"]
 
 
 def waits_for(job: int, chains: int) -> int | None:
-    """The job that job number 0, 1, 2, ... waits for, if at most so many should run at once; None: for none."""
+    """Return the job that a job (0, 1, 2, ...) waits for, if at most `chains` jobs run at a time. None: it waits for
+    no job.
+    """
     return job - chains if job >= chains else None

@@ -1,9 +1,9 @@
-"""Folders of safetensors files: read slice by slice, written piece by piece, checked byte by byte.
+"""Safetensors files: read by tensor slices, written and checked by byte ranges.
 
-A file is 8 bytes with the length of a header, the header (JSON: each tensor's dtype, shape and place), and the tensors,
-one after the other. So whoever knows dtypes and shapes knows the place of every byte before the first is written:
-several processes can write one file, and none needs to have more than one tensor in memory. (The safetensors library
-only writes what is in memory as a whole; it reads all that is written here.)
+A file consists of 8 bytes with the length of a header, the header (JSON: dtype, shape and offset of each tensor), and
+the tensors, one after the other. Dtypes and shapes therefore determine the offset of every byte before anything is
+written, so several processes can write one file, and none needs more than one tensor in memory. (The safetensors
+library can read these files, but it can only write a file whose tensors are all in memory.)
 """
 
 import dataclasses
@@ -21,26 +21,31 @@ from picotron.errors import UserError, first_line
 from picotron.weights import Index
 
 DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
-CHUNK = 2**20  # bytes to read at once
+CHUNK = 2**20  # bytes per read
 
 
 def find_folder(name: str) -> Path:
-    """`name` itself if it is a local folder, else the local copy of that hub model (downloaded at the first use)."""
+    """Return the folder of a model: `name` if that is a local folder, else the local copy of a hub model.
+
+    Raises:
+        UserError: there is neither a folder nor a hub model of this name.
+    """
     if Path(name).is_dir():
         return Path(name)
     try:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:  # whatever the hub's client throws: no such model, no network, no permission
+    except Exception as error:  # the hub client raises many types: no such model, no network, no permission
         raise UserError(
-            f"model.name={name!r} is no local folder and cannot be downloaded ({first_line(error)}); check the name, or give a folder"
+            f"model.name={name!r} is not a local folder and cannot be downloaded ({first_line(error)}); check the "
+            f"name, or use a folder"
         ) from None
 
 
 class SafetensorsFolder:
-    """The tensors of `{kind}.safetensors`, or of the files that `{kind}.safetensors.index.json` lists.
+    """Reader of the tensors in `{kind}.safetensors`, or in the files that `{kind}.safetensors.index.json` lists.
 
     Raises:
-        UserError: there is no such file, or it is damaged.
+        UserError: there is neither file, or it is damaged.
     """
 
     def __init__(self, folder: Path, kind: str = "model") -> None:
@@ -56,51 +61,60 @@ class SafetensorsFolder:
                     self.file_of = dict.fromkeys(file.keys(), single)
         except FileNotFoundError:
             raise UserError(
-                f"{folder} has no {kind}.safetensors and no {kind}.safetensors.index.json; only safetensors are read, so save "
-                f"the model with transformers' save_pretrained first"
+                f"{folder} has no {kind}.safetensors and no {kind}.safetensors.index.json; only safetensors are read, "
+                f"so save the model with transformers' save_pretrained first"
             ) from None
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"the safetensors of {folder} are damaged ({error}); fetch or save them again") from None
+            raise UserError(f"the safetensors of {folder} are damaged ({error}); download or save them again") from None
 
     def read(self, name: str, shape: torch.Size, index: Index = ()) -> Tensor:
-        """The part `[index]` of one tensor, which should have `shape` as a whole; only that part is read.
+        """Read the slice `[index]` of a tensor, and nothing else.
+
+        Args:
+            shape: full shape that the tensor should have.
 
         Raises:
-            UserError: the folder does not have it, it has another shape, or its file is missing or damaged.
+            UserError: the tensor is missing or has a different shape, or its file is missing or damaged.
         """
         if name not in self.file_of:
             raise UserError(
-                f"{self.folder} has no tensor {name}; is it a model of the same architecture and number of layers?"
+                f"{self.folder} has no tensor {name}; check that the architecture and the number of layers match"
             )
         path = self.file_of[name]
         try:
             with safe_open(path, framework="pt") as file:
                 tensor = file.get_slice(name)
                 if tensor.get_shape() != list(shape):
-                    raise UserError(f"{name} of {path} has shape {tensor.get_shape()}; the model expects {list(shape)}")
+                    raise UserError(
+                        f"{name} of {path} has shape {tensor.get_shape()}, but the model expects {list(shape)}"
+                    )
                 return tensor[index or ...]
         except FileNotFoundError:
-            raise UserError(f"{path}, named by the index of {self.folder}, is missing; fetch it again") from None
+            raise UserError(f"{path} is missing, but the index of {self.folder} lists it; download it again") from None
         except SafetensorError as error:
-            raise UserError(f"{path} is damaged ({error}); fetch or save it again") from None
+            raise UserError(f"{path} is damaged ({error}); download or save it again") from None
 
 
 def plan_file(tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a file that holds tensors of these dtypes and shapes, and the byte at which each begins."""
+    """Lay out a file with tensors of these dtypes and shapes.
+
+    Returns:
+        The first bytes of the file, up to the first tensor, and the offset of each tensor in bytes.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         starts[name], end = end, end + shape.numel() * dtype.itemsize
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    text += b" " * (-len(text) % 8)  # to align the tensors
     first = len(text).to_bytes(8, "little") + text
     return first, {name: len(first) + start for name, start in starts.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class ByteRange:
-    """A part of a file: where it begins, its length in bytes, and their checksum (XXH3, 64 bits, hexadecimal)."""
+    """Range of `size` bytes of a file from offset `start`, with their checksum (XXH3, 64 bits, hexadecimal)."""
 
     start: int
     size: int
@@ -108,21 +122,23 @@ class ByteRange:
 
 
 class FileWriter:
-    """Writes parts of a file, of which other processes may write others at the same time.
+    """Writes byte ranges of a file, while other processes may write other ranges of it.
 
-    What goes wrong is kept for `close` to raise: a process with a full disk still has to answer the messages of others.
+    `close` raises the first error of a write: a process with a full disk must still take part in the collectives that
+    come between writes.
     """
 
     def __init__(self, path: Path) -> None:
         self.ranges: list[ByteRange] = []
         self.error: OSError | None = None
         try:
-            # Not emptied: what others have written stays.
+            # No O_TRUNC: other processes may have written their ranges already.
             self.file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0)
         except OSError as error:
             self.error = error
 
     def write(self, start: int, data: bytes | memoryview) -> None:
+        """Write `data` at offset `start`."""
         if self.error is None:
             try:
                 self.file.seek(start)
@@ -135,7 +151,14 @@ class FileWriter:
                 self.file.close()
 
     def close(self) -> list[ByteRange]:
-        """Returns when the bytes are on the disk. Raises OSError if any are not."""
+        """Wait until all bytes are on the disk.
+
+        Returns:
+            The byte ranges that were written.
+
+        Raises:
+            OSError: some bytes could not be written.
+        """
         if self.error is not None:
             raise self.error
         with self.file:
@@ -144,14 +167,14 @@ class FileWriter:
 
 
 def write_file(path: Path, content: bytes) -> list[ByteRange]:
-    """A whole file at once. Raises OSError."""
+    """Write a complete file. Raises OSError."""
     writer = FileWriter(path)
     writer.write(0, content)
     return writer.close()
 
 
 def check_range(path: Path, expected: ByteRange) -> None:
-    """Raises UserError unless the bytes of this part of a file are what was written."""
+    """Raise a UserError unless a byte range of a file has the checksum with which it was written."""
     checksum, rest, buffer = xxhash.xxh3_64(), expected.size, memoryview(bytearray(min(expected.size, CHUNK)))
     try:
         with path.open("rb", buffering=0) as file:
@@ -163,6 +186,6 @@ def check_range(path: Path, expected: ByteRange) -> None:
         raise UserError(f"{path} cannot be read: {error.strerror}; use another checkpoint") from None
     if checksum.hexdigest() != expected.xxh3:
         raise UserError(
-            f"{path} is damaged: the checksum of bytes {expected.start} to {expected.start + expected.size} is {checksum.hexdigest()}, "
-            f"but {expected.xxh3} was written"
+            f"{path} is damaged: the checksum of bytes {expected.start} to {expected.start + expected.size} is "
+            f"{checksum.hexdigest()}, but should be {expected.xxh3}; use another checkpoint"
         )

@@ -1,11 +1,11 @@
-"""The tensors of a checkpoint: a file per pipeline stage and kind of tensor, written by the stage's tp ranks together.
+"""Tensor files of a checkpoint: one file per pp rank and kind of tensor, written by the tp ranks together.
 
-Of each stage the tp group of dp rank 0 and cp rank 0 writes; the others hold the same. Each of its ranks writes some
-rows of every tensor. These are what a rank has, if the rows are what is split; if the columns are, an all-to-all turns
-its columns of all rows into all columns of its rows. So no rank ever has a whole tensor in memory that is split:
+Only the tp groups of dp rank 0 and cp rank 0 write, because the others hold replicas. Each rank writes some rows of
+every tensor. If a tensor is sharded by rows, these are the rank's shard. If it is sharded by columns, an all-to-all
+turns the rank's columns of all rows into all columns of some rows. So no rank assembles the full tensor in memory:
 
     rank 0 | rank 1        rank 0   0 0 0 0
-     0 0   |  1 1     ->            0 0 0 0         each row of a tensor is one run of bytes in its file
+     0 0   |  1 1     ->            0 0 0 0         a block of rows is one byte range of the file
      0 0   |  1 1          rank 1   1 1 1 1
      0 0   |  1 1                   1 1 1 1
      0 0   |  1 1
@@ -29,8 +29,13 @@ from picotron.weights import Shard, is_tied_replica, parameters_and_shards
 
 @dataclasses.dataclass(frozen=True)
 class TensorSlice:
-    """A tensor of a file: this rank's part of it, and where the whole begins in the file. The first one of a file also
-    brings what stands before it, the header.
+    """This rank's shard of a tensor, or its replica, and the place of the full tensor in a file.
+
+    Attributes:
+        kind: model, exp_avg, exp_avg_sq or master.
+        start: offset of the full tensor in the file, in bytes.
+        header: first bytes of the file for its first tensor, else empty.
+        shard: description of the shard, None for a replicated tensor.
     """
 
     kind: str
@@ -43,13 +48,14 @@ class TensorSlice:
 
     @property
     def size(self) -> int:
+        """Size of the full tensor in bytes."""
         shape = self.tensor.shape if self.shard is None else self.shard.full_shape(self.tensor.shape)
         return shape.numel() * self.tensor.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class WrittenFile:
-    """What a rank has written of a file, and the size in bytes of each of its tensors."""
+    """Byte ranges of a file that a rank has written, and the full size in bytes of each tensor in the file."""
 
     kind: str
     file: str
@@ -58,21 +64,21 @@ class WrittenFile:
 
 
 class StageFiles:
-    """The files of this pipeline stage.
+    """Writer of the files of this pp rank.
 
     Args:
         llama: this rank's part of the model.
-        optimizer: of its parameters.
+        optimizer: optimizer of its parameters.
     """
 
     def __init__(self, llama: Llama, optimizer: AdamW) -> None:
         grid = pgm.process_group_manager
         self.llama, self.optimizer = llama, optimizer
-        # On the CPU, whatever the device, and its own: messages may come from a thread beside training.
+        # A separate group, because a background thread may call collectives during training; on the CPU for any device.
         self.group = new_groups(grid.grid.view(-1, grid.tp_world_size).tolist(), "gloo")
 
     def slices(self) -> list[TensorSlice]:
-        """What the files hold, in their order."""
+        """List the tensor slices of all files, in the order of the files."""
         grid = pgm.process_group_manager
         tensors: dict[str, dict[str, tuple[Tensor, Shard | None]]] = defaultdict(dict)
         for name, parameter, shard in parameters_and_shards(self.llama):
@@ -83,48 +89,48 @@ class StageFiles:
         number, count = grid.pp_rank + 1, grid.pp_world_size
         suffix = f"-{number:05d}-of-{count:05d}.safetensors" if count > 1 else ".safetensors"
         slices = []
-        for kind, held in tensors.items():
-            shapes = {name: shard.full_shape(t.shape) if shard else t.shape for name, (t, shard) in held.items()}
-            header, starts = plan_file({name: (held[name][0].dtype, shape) for name, shape in shapes.items()})
-            for name, (tensor, shard) in held.items():
+        for kind, group in tensors.items():
+            shapes = {name: shard.full_shape(t.shape) if shard else t.shape for name, (t, shard) in group.items()}
+            header, starts = plan_file({name: (group[name][0].dtype, shape) for name, shape in shapes.items()})
+            for name, (tensor, shard) in group.items():
                 slices.append(TensorSlice(kind, kind + suffix, name, starts[name], header, tensor, shard))
                 header = b""
         return slices
 
     def write(self, folder: Path, slices: list[TensorSlice]) -> list[WrittenFile]:
-        """Write this rank's rows of all slices. The ranks of its tp group have to call this together.
+        """Write this rank's rows of all tensors. All ranks of its tp group must call this.
 
         Raises:
-            OSError: not everything is on the disk.
+            OSError: some bytes could not be written.
         """
         writers: dict[str, FileWriter] = {}
         sizes: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
-        for part in slices:
-            if part.file not in writers:
-                writers[part.file] = FileWriter(folder / part.file)
-            writer, (first, rows) = writers[part.file], self.rows_to_write(part)
-            if part.header and pgm.process_group_manager.tp_rank == 0:
-                writer.write(0, part.header)
+        for each in slices:
+            if each.file not in writers:
+                writers[each.file] = FileWriter(folder / each.file)
+            writer, (first, rows) = writers[each.file], self.rows_to_write(each)
+            if each.header and pgm.process_group_manager.tp_rank == 0:
+                writer.write(0, each.header)
             if len(rows):
                 data = rows.reshape(len(rows), -1).contiguous().view(torch.uint8)  # (rows, bytes of a row)
-                writer.write(part.start + first * data.size(1), data.flatten().numpy().data)
-            sizes[part.kind, part.file][part.name] = part.size
-        return [WrittenFile(kind, file, writers[file].close(), held) for (kind, file), held in sizes.items()]
+                writer.write(each.start + first * data.size(1), data.flatten().numpy().data)
+            sizes[each.kind, each.file][each.name] = each.size
+        return [WrittenFile(kind, file, writers[file].close(), of_file) for (kind, file), of_file in sizes.items()]
 
-    def rows_to_write(self, part: TensorSlice) -> tuple[int, Tensor]:
-        """The rows of a tensor that this rank writes, and the number of the first."""
-        grid, shard, mine = pgm.process_group_manager, part.shard, part.tensor.cpu()
+    def rows_to_write(self, tensor_slice: TensorSlice) -> tuple[int, Tensor]:
+        """Return the number of the first row that this rank writes of a tensor, and the rows."""
+        grid, shard, local = pgm.process_group_manager, tensor_slice.shard, tensor_slice.tensor.cpu()
         if shard is None:
-            return 0, mine[: len(mine) if grid.tp_rank == 0 else 0]
+            return 0, local[: len(local) if grid.tp_rank == 0 else 0]
         if shard.dim == 0:
-            is_first = grid.tp_rank % shard.replicas == 0  # of several ranks that hold the same rows
-            return shard.start, mine[: shard.stop - shard.start if is_first else 0]
-        blocks = mine.tensor_split(grid.tp_world_size)
-        received = mine.new_empty(grid.tp_world_size, *blocks[grid.tp_rank].shape)  # (tp, rows, columns/tp)
+            is_first = grid.tp_rank % shard.replicas == 0  # of the ranks that hold this shard
+            return shard.start, local[: shard.stop - shard.start if is_first else 0]
+        blocks = local.tensor_split(grid.tp_world_size)
+        received = local.new_empty(grid.tp_world_size, *blocks[grid.tp_rank].shape)  # (tp, rows, columns/tp)
         lengths = [len(block) for block in blocks]
         dist.all_to_all_single(
             received.flatten(0, 1).view(torch.uint8),
-            mine.contiguous().view(torch.uint8),
+            local.contiguous().view(torch.uint8),
             [lengths[grid.tp_rank]] * grid.tp_world_size,
             lengths,
             group=self.group,

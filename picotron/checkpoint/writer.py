@@ -1,6 +1,7 @@
-"""Checkpoints, written: all ranks or none, now or in the background, in a folder that gets its name when it is whole.
+"""Writer of checkpoints, in the foreground or in the background. Either all ranks write a checkpoint, or none does.
 
-A kill at any moment leaves a folder named *.unfinished, and all checkpoints before it as they are.
+A folder gets its final name when it is complete. A run that is killed leaves at most a folder named *.unfinished, and
+its earlier checkpoints stay intact.
 """
 
 import copy
@@ -37,16 +38,16 @@ logger = logging.getLogger("picotron")
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run. As a context it waits in the end for the one in flight, also after a mistake of
-    the user's (as a learning rate that leads to NaN): what is being written is from before.
+    """Writes the checkpoints of a run. As a context manager, it waits on exit for a checkpoint in progress. It does so
+    even after a UserError (such as a loss of NaN), because the checkpoint is from before the error.
 
     Args:
-        config, model_config: of the run.
-        llama: this stage's part of the model.
-        optimizer: of its parameters.
-        tokenizer: the folder with the tokenizer's files, needed on rank 0.
-        fingerprint: of the training data, see `data_fingerprint`.
-        wandb_run_id: of this run on rank 0, if it has one.
+        config, model_config: config of the run and of its model.
+        llama: this rank's part of the model.
+        optimizer: optimizer of its parameters.
+        tokenizer: folder with the tokenizer's files, used on rank 0.
+        fingerprint: fingerprint of the training data, see `data_fingerprint`.
+        wandb_run_id: id of the wandb run, used on rank 0.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class CheckpointWriter:
         self.config, self.fingerprint, self.wandb_run_id = config, fingerprint, wandb_run_id
         self.model_files = model_files(model_config, config.model.dtype, tokenizer) if grid.global_rank == 0 else {}
         self.save_dir = Path(config.checkpoint.save_dir)
-        # Groups of their own, on the CPU: messages may come from a thread beside training, whatever the device.
+        # Separate groups, because a background thread may call collectives during training; on the CPU for any device.
         self.group, self.step_group = (dist.new_group(backend="gloo") for _ in range(2))
         self.files = StageFiles(llama, optimizer)
         self.thread: threading.Thread | None = None
@@ -77,17 +78,17 @@ class CheckpointWriter:
             self.wait()
 
     def is_due(self, progress: Progress) -> bool:
-        """Whether the config asks for a checkpoint now: every `save_frequency` steps, and at the end."""
+        """Whether to write a checkpoint after this step: every `save_frequency` steps, and at the end of the run."""
         frequency = self.config.checkpoint.save_frequency
         return frequency > 0 and (progress.step % frequency == 0 or progress.is_end(self.config.training))
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint; with `async_save` only copy it to host memory and let a thread write it.
+        """Write a checkpoint. With `async_save`, copy it to host memory and start a thread that writes it.
 
         Raises:
-            UserError: it cannot be written, on every rank. Earlier checkpoints stay.
+            UserError: on every rank, if the checkpoint cannot be written. Earlier checkpoints stay.
         """
-        self.wait()  # at most one in flight
+        self.wait()  # at most one checkpoint is in progress
         slices = self.files.slices() if pgm.process_group_manager.cp_dp_rank == 0 else []
         if self.config.checkpoint.async_save:
             slices = [dataclasses.replace(each, tensor=each.tensor.to("cpu", copy=True)) for each in slices]
@@ -103,7 +104,7 @@ class CheckpointWriter:
             self.error = error
 
     def check(self) -> None:
-        """Raise the error of a save in the background, on all ranks in the same step. Every rank must call this."""
+        """Raise the error of a background save, on all ranks in the same step. Every rank must call this."""
         if self.thread is not None:
             failed = torch.tensor(int(self.error is not None))
             all_reduce(failed, self.step_group, dist.ReduceOp.MAX)
@@ -111,7 +112,7 @@ class CheckpointWriter:
                 self.wait()
 
     def wait(self) -> None:
-        """Until nothing is in flight. Raises what went wrong in the background."""
+        """Wait until no checkpoint is in progress. Raises the error of a background save."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -119,43 +120,46 @@ class CheckpointWriter:
             raise self.error
 
     def _write(self, progress: Progress, slices: list[TensorSlice]) -> None:
+        """Write a checkpoint together with all other ranks, and remove its folder if any of them fails."""
         began = time.perf_counter()
-        first = pgm.process_group_manager.global_rank == 0
+        is_rank_0 = pgm.process_group_manager.global_rank == 0
         final = checkpoint_folder(self.save_dir, progress.step)
         folder = final.with_name(final.name + UNFINISHED)
 
         def begin() -> None:
-            if first:
-                for left in self.save_dir.glob(f"step_*{UNFINISHED}"):  # by runs that were killed
-                    delete_checkpoint(left)
+            if is_rank_0:
+                for leftover in self.save_dir.glob(f"step_*{UNFINISHED}"):  # of runs that were killed
+                    delete_checkpoint(leftover)
                 folder.mkdir(parents=True)
 
         try:
             self._on_all_ranks(final, begin)
-            everyone = self._on_all_ranks(final, lambda: self.files.write(folder, slices))
-            written = [each for rank in everyone for each in rank]
-            self._on_all_ranks(final, lambda: self._publish(folder, final, progress, written) if first else None)
+            files_by_rank = self._on_all_ranks(final, lambda: self.files.write(folder, slices))
+            written = [file for files in files_by_rank for file in files]
+            self._on_all_ranks(final, lambda: self._publish(folder, final, progress, written) if is_rank_0 else None)
         except UserError:
-            if first:
-                shutil.rmtree(folder, ignore_errors=True)  # a full disk has room again
+            if is_rank_0:
+                shutil.rmtree(folder, ignore_errors=True)  # frees a full disk
             raise
-        size = sum(written_range.size for each in written for written_range in each.ranges)
+        size = sum(byte_range.size for file in written for byte_range in file.ranges)
         logger.info("checkpoint %s: %.3g GB in %.1f s", final, size / 1e9, time.perf_counter() - began)
 
-    def _on_all_ranks(self, final: Path, work: Callable[[], Any]) -> list[Any]:
+    def _on_all_ranks(self, final: Path, function: Callable[[], Any]) -> list[Any]:
+        """Call `run_on_all_ranks`, with an OSError as a UserError about the checkpoint."""
+
         def guarded() -> Any:
             try:
-                return work()
+                return function()
             except OSError as error:
                 raise UserError(
-                    f"the checkpoint {final} cannot be written: {error.strerror}; make room there, or choose another "
-                    f"save_dir that all processes can write. Earlier checkpoints are as they were"
+                    f"the checkpoint {final} cannot be written: {error.strerror}; free some space, or choose another "
+                    f"save_dir that all processes can write. Earlier checkpoints are unchanged"
                 ) from None
 
         return run_on_all_ranks(guarded, self.group)
 
     def _publish(self, folder: Path, final: Path, progress: Progress, written: list[WrittenFile]) -> None:
-        """Write everything that is not tensors; then the folder is whole, and gets its name."""
+        """Write the files without tensors, rename the now complete folder, and delete old checkpoints."""
         files: dict[str, list[ByteRange]] = defaultdict(list)
         for each in written:
             files[each.file] = sorted([*files[each.file], *each.ranges], key=lambda each: each.start)
@@ -181,8 +185,8 @@ class CheckpointWriter:
             delete_checkpoint(old)
 
     def _indices(self, written: list[WrittenFile]) -> dict[str, bytes]:
-        """For each kind, which file has which tensor. (Also of a single file: then no program that reads models takes
-        the optimizer's files for parts of it.)
+        """Return the index of each kind, which maps tensors to files. (A single file has one, too, so that no program
+        loads the optimizer's files as a part of the model.)
         """
         files: dict[str, dict[str, str]] = defaultdict(dict)
         sizes: dict[str, dict[str, int]] = defaultdict(dict)
@@ -198,11 +202,11 @@ class CheckpointWriter:
 
 
 def model_files(model_config: LlamaConfig, dtype: str, tokenizer_folder: Path) -> dict[str, bytes]:
-    """The tokenizer's files, and a config.json with the true dimensions, the dtype and the tokenizer's end of text."""
+    """Return the tokenizer's files, and a config.json with the run's dimensions and dtype and the special tokens."""
     tokenizer, config = AutoTokenizer.from_pretrained(tokenizer_folder), copy.deepcopy(model_config)
     config.architectures, config.dtype = ["LlamaForCausalLM"], dtype
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    paths = [path for path in tokenizer_folder.rglob("*") if path.is_file()]  # chat templates may have a folder
+    paths = [path for path in tokenizer_folder.rglob("*") if path.is_file()]  # chat templates may be in a subfolder
     files = {path.relative_to(tokenizer_folder).as_posix(): path.read_bytes() for path in paths}
     files["config.json"] = config.to_json_string().encode()
     files["generation_config.json"] = GenerationConfig.from_model_config(config).to_json_string().encode()

@@ -1,7 +1,8 @@
-"""Attention of some queries to some keys, with what it takes to put blocks together: the log-sum-exp of the scores.
+"""Attention to one block of keys, and the log-sum-exp of its scores, with which the results of blocks are merged.
 
-PyTorch's fused kernels compute it, and their backwards take any output and log-sum-exp: given those of the attention
-to all keys, they compute the gradients of one block of it. The full scores are never in memory.
+PyTorch's fused kernels return the log-sum-exp, and their backwards accept any output and log-sum-exp: given those of
+the attention to all keys, they compute one block's contribution to the gradients. So the full matrix of scores is never
+in memory.
 """
 
 import torch
@@ -11,51 +12,51 @@ aten = torch.ops.aten
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention of q to k and v alone.
+    """Compute attention of the queries q to one block of keys k and values v.
 
     Args:
-        q: (B, H, T, d); k, v: (B, K, S, d), where H is a multiple of K.
-        causal: query i sees keys 0 to i (T = S); else all.
+        q: (B, H, T, d).
+        k, v: (B, K, S, d), where H is a multiple of K.
+        causal: whether query i attends to keys 0 to i (where T = S) instead of all keys.
 
     Returns:
-        The output (B, H, T, d) in q's dtype, and the log-sum-exp of the scaled scores (B, H, T), natural, in float32,
-        or float64 for float64.
+        The output (B, H, T, d) in q's dtype, and the natural log-sum-exp of the scaled scores (B, H, T) in float32,
+        or in float64 for float64 inputs.
     """
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     if q.dtype in (torch.float16, torch.bfloat16):
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    times = q.size(1) // k.size(1)  # this kernel does not share key/value heads
-    k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+    queries_per_kv = q.size(1) // k.size(1)  # this kernel needs a key/value head for each query head
+    k, v = (x.repeat_interleave(queries_per_kv, dim=1) for x in (k, v))
     out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
-    return out, lse[..., : q.size(2)]  # its length is rounded up
+    return out, lse[..., : q.size(2)]  # the kernel pads lse
 
 
 def block_backward(
     dy: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one block adds to the gradients of q, k and v.
+    """Compute one block's contribution to the gradients of q, k and v.
 
     Args:
-        dy: the gradient of the attention to all keys (B, H, T, d).
-        q, k, v, causal: of the block, as in `block_forward`.
-        out, lse: of the attention to all keys.
+        dy: gradient of the attention to all keys, (B, H, T, d).
+        q, k, v, causal: those of the block, as in `block_forward`.
+        out, lse: output and log-sum-exp of the attention to all keys.
     """
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, out, lse, 0.0, causal)
-    lse = lse.contiguous()  # the kernels do not look at its strides
-    # The state of a random generator: there is no dropout.
-    nothing = torch.zeros((), dtype=torch.int64, device=q.device)
+    lse = lse.contiguous()  # the kernels ignore its strides
+    random_state = torch.zeros((), dtype=torch.int64, device=q.device)  # unused: there is no dropout
     if q.dtype in (torch.float16, torch.bfloat16):
         return aten._scaled_dot_product_flash_attention_backward(
-            dy, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, nothing, nothing
+            dy, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, random_state, random_state
         )
-    times = q.size(1) // k.size(1)
-    k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+    queries_per_kv = q.size(1) // k.size(1)
+    k, v = (x.repeat_interleave(queries_per_kv, dim=1) for x in (k, v))
     padded = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32))
     needed = (True, True, True, False)
     dq, *repeated, _ = aten._scaled_dot_product_efficient_attention_backward(
-        dy, q, k, v, None, out, padded, nothing, nothing, 0.0, needed, causal
+        dy, q, k, v, None, out, padded, random_state, random_state, 0.0, needed, causal
     )
-    dk, dv = (x.unflatten(1, (-1, times)).sum(2) for x in repeated)
+    dk, dv = (x.unflatten(1, (-1, queries_per_kv)).sum(2) for x in repeated)
     return dq, dk, dv

@@ -1,6 +1,8 @@
-"""The ring: what travels from each context-parallel rank to the next one, while the ranks compute.
+"""The ring of context-parallel ranks: tensors travel from each rank to the next one while the ranks compute.
 
-rank 0 -> rank 1 -> rank 2 -> rank 3 -> rank 0        After i steps a rank has what was i ranks before it.
+    cp rank 0 -> cp rank 1 -> cp rank 2 -> cp rank 3 -> cp rank 0
+
+After i steps, a rank has the tensor of the rank i places before it.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,10 +15,10 @@ from picotron import process_group_manager as pgm
 
 
 def start_ring_step(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begin to send `tensor` to the next rank, and to receive as much from the previous one.
+    """Start to send `tensor` to the next cp rank, and to receive a tensor of its shape from the previous one.
 
     Returns:
-        A function that waits for both, and returns what was received. Until then `tensor` must not change.
+        A function that waits for both messages and returns the received tensor. Until then, `tensor` must not change.
     """
     grid = pgm.process_group_manager
     received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -29,7 +31,7 @@ def start_ring_step(tensor: Tensor) -> Callable[[], Tensor]:
     del messages, received
 
     def finish() -> Tensor:
-        while handles:  # each keeps its tensor in memory
+        while handles:  # each handle keeps its tensor in memory
             handles.pop().wait()
         return results.pop()
 
@@ -37,10 +39,10 @@ def start_ring_step(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def ring(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Each rank's `tensor`, beginning with this rank's own, and which rank it is from.
+    """Yield (cp rank, its `tensor`) for all cp ranks, this rank's own first.
 
-    The next one arrives while the caller works with this one. A caller that deletes what it is done with never has more
-    than two in memory.
+    The next tensor arrives while the caller uses the current one. A caller that deletes each tensor after use never has
+    more than two of them in memory.
     """
     grid = pgm.process_group_manager
     for step in range(grid.cp_world_size - 1):

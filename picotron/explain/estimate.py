@@ -1,46 +1,50 @@
-"""Estimate a rank's memory and idle time by formulas, before anything runs. No torch here.
+"""Estimate a rank's memory and idle time by formulas, without running anything. No torch here.
 
-Bytes per parameter (`data_parallel.bucket` and `optimizer` say why; nothing is sharded over dp ranks):
+Bytes per parameter (`data_parallel.bucket` and `optimizer` give the reasons; nothing is sharded over dp ranks):
 
                 weight   gradient   master weight   Adam's two moments   total
     bfloat16       2         4            4                  8              18
     float32        4         4            -                  8              16
     float64        8         8            -                 16              32
 
-Activations are what autograd keeps of a micro-batch's forward for its backward. In a layer of hidden size D, H query
-and K key/value heads of size d, and intermediate size F, a tp rank (of t) keeps for each of its tokens:
+Activations are the tensors that autograd saves in the forward of a micro-batch for its backward. In a layer of hidden
+size D, with H query heads and K key/value heads of size d, and intermediate size F, each of t tp ranks saves these
+numbers for each of its tokens:
 
-    a = input_layernorm(x)              x, and a, which the projections read           2 D
-    q, k, v = project(a), rotated       what attention reads                           (H d + 2 K d) / t
-    y = attention(q, k, v)              y, which o_proj reads, too                     H d / t
-    b = post_attention_layernorm(x)     x, and b                                       2 D
-    gate, up = project(b)               gate, which silu reads                         F / t
-    h = silu(gate) * up                 silu(gate) and up; h, which down_proj reads    3 F / t
+    operation                           saved tensors                                  numbers per token
+    a = input_layernorm(x)              x, and a for the projections                   2 D
+    q, k, v = project(a), rotated       q, k and v for attention                       (H d + 2 K d) / t
+    y = attention(q, k, v)              y for attention and o_proj                     H d / t
+    b = post_attention_layernorm(x)     x, and b for the projections                   2 D
+    gate, up = project(b)               gate for silu                                  F / t
+    h = silu(gate) * up                 silu(gate) and up; h for down_proj             3 F / t
 
-Together 4 D + (2 H d + 2 K d + 4 F) / t; with sequence parallelism (4 D + 2 H d + 2 K d + 4 F) / t. A rank has
-micro_batch_size x seq_length / cp_size tokens. If there are more tp ranks than key/value heads, K / t is 1. In float32
-or wider come 1 / rms of both norms, and the log-sum-exp of a row of scores of each head: 2 + H / t. Scores are not
-there, as fused attention computes them again. Residuals keep nothing: the gradient of a sum does not depend on it.
+The sum is 4 D + (2 H d + 2 K d + 4 F) / t, or with sequence parallelism (4 D + 2 H d + 2 K d + 4 F) / t. A rank has
+micro_batch_size x seq_length / cp_size tokens. With more tp ranks than key/value heads, K / t is 1. In addition, a rank
+saves 2 + H / t numbers per token in float32 or wider: 1 / rms of both norms, and for each head the log-sum-exp of a row
+of scores. Scores are not saved, because fused attention recomputes them. Residual additions save nothing, because the
+gradient of a sum does not depend on its terms.
 
-It is the table of Korthikanti et al. 2022 (arXiv:2205.05198, section 4) for another model: SwiGLU instead of GELU, and
-neither dropout nor scores. Where a kernel is missing, more is kept:
+This is the table of Korthikanti et al. 2022 (arXiv:2205.05198, section 4) for another model: SwiGLU instead of GELU,
+without dropout and scores. Without a fused kernel, or with Ulysses, autograd saves more:
 
-    on a CPU norms are not fused        x and x / rms in float32 or wider, instead of x
+    condition                           saved tensors
+    norms on the CPU                    x and x / rms in float32 or wider, instead of x
     use_flash_attention is false        q, k and v, of H heads each, and H T scores in float32 or wider, for T keys
-    on a GPU, not in bfloat16           k and v of H heads, unless they travel a ring
-    cp_engine is "ulysses"              y twice, before and after it travels
+    on a GPU, not in bfloat16           k and v of H heads each, except with cp_engine "ring" or "all_gather"
+    cp_engine is "ulysses"              y twice, before and after its all-to-all
 
-With activation_checkpointing "full" a layer keeps x alone: D, or D / t with sequence parallelism. Backward computes the
-rest again, so that one layer of a rank is there as a whole.
+With activation_checkpointing "full", a layer saves only x: D numbers, or D / t with sequence parallelism. Backward
+recomputes the other tensors, for one layer of a rank at a time.
 
-All layers of a stage share the rotary angles, d for a token. The last stage also keeps, for each micro-batch, the input
-of the last norm and the gradient of its output, which the loss computes at once (`LinearCrossEntropy`), 2 D for a
-token; and the gradient of the head's matrix, D V / t in float32 or wider.
+All layers of a stage share the rotary angles, d numbers per token. The last stage also saves, for each micro-batch, the
+input of the last norm and the gradient of its output, which the loss computes in its forward (`LinearCrossEntropy`):
+2 D per token; and the gradient of the head's matrix, D V / t in float32 or wider.
 
-That times the micro-batches that a schedule has in flight, see `simulate.peak_activations`. (In the two halves of a
-backward, an I leaves to its W the inputs of all projections and the gradients of their outputs, about as much.) What
-comes and goes is not counted: gradients of activations, logits of a chunk, messages, what the allocator rounds up. Nor
-is what torch.compile saves.
+A rank's activations are this sum times the number of micro-batches that the schedule has in flight, see
+`simulate.peak_activations`. (Where a schedule splits backward into I and W, I keeps the inputs of all projections and
+the gradients of their outputs for W, about as much.) Temporary tensors are not counted: gradients of activations,
+logits of a chunk, buffers for messages, and the allocator's rounding. Nor are tensors that torch.compile saves.
 """
 
 import dataclasses
@@ -58,7 +62,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The memory of one rank: its number of parameters, and bytes."""
+    """The memory of a rank in bytes, and its number of parameters."""
 
     parameters: int
     weights: int
@@ -68,7 +72,7 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """Bytes that are held all the time."""
+        """Bytes held during the full step: weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -77,7 +81,7 @@ class Memory:
 
 
 class Sizes(NamedTuple):
-    """The numbers in the formulas above, for a tp rank."""
+    """Values of the symbols in the formulas above, for one tp rank."""
 
     number: int  # bytes of a weight or an activation
     wide: int  # bytes of a number in float32 or wider
@@ -92,6 +96,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: Config, model: "LlamaConfig") -> Sizes:
+    """Compute the symbols for a config and a model."""
     layout, training = config.distributed, config.training
     number = {"bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
     heads = model.num_attention_heads // layout.tp_size
@@ -110,12 +115,12 @@ def sizes(config: Config, model: "LlamaConfig") -> Sizes:
 
 
 def norm_bytes(config: Config, s: Sizes) -> int:
-    """Bytes that a norm keeps per token, without its output."""
+    """Bytes that a norm saves per token, without its output."""
     return (2 * s.shard * s.wide if config.distributed.use_cpu else s.shard * s.number) + s.wide
 
 
 def attention_bytes(config: Config, s: Sizes) -> int:
-    """Bytes that attention keeps per token, with its output."""
+    """Bytes that attention saves per token, with its output."""
     layout, output = config.distributed, s.queries * s.number
     ulysses = layout.cp_size > 1 and layout.cp_engine == "ulysses"
     if not config.model.use_flash_attention:
@@ -127,13 +132,13 @@ def attention_bytes(config: Config, s: Sizes) -> int:
 
 
 def layer_bytes(config: Config, s: Sizes) -> int:
-    """Bytes that a layer keeps per micro-batch without checkpointing."""
+    """Bytes that a layer saves per micro-batch without activation checkpointing."""
     norms = 2 * (norm_bytes(config, s) + s.shard * s.number)
     return s.tokens * (norms + attention_bytes(config, s) + 4 * s.F * s.number)
 
 
 def stage_bytes(config: Config, model: "LlamaConfig", s: Sizes, stage: Stage) -> int:
-    """Bytes that a stage keeps per micro-batch."""
+    """Bytes that a stage saves per micro-batch."""
     full = config.training.activation_checkpointing == "full"
     layer = s.tokens * s.shard * s.number if full else layer_bytes(config, s)
     angles = s.tokens * model.head_dim * s.number
@@ -145,13 +150,13 @@ def rank_parameters(config: Config, model: "LlamaConfig", stages: list[Stage]) -
     """Number of parameters on a rank that holds these stages."""
     layer, embedding, head = part_parameters(model, config.distributed.tp_size)
     has_embedding, has_head = any(s.has_embedding for s in stages), any(s.has_head for s in stages)
-    shared = model.tie_word_embeddings and has_embedding and has_head  # a rank with the head alone has a replica
+    shared = model.tie_word_embeddings and has_embedding and has_head  # a rank with only the head holds a replica
     parameters = sum(len(stage.layers) for stage in stages) * layer
     return parameters + has_embedding * embedding + has_head * head - shared * embedding
 
 
 def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> list[Memory]:
-    """The memory of each pp rank. Its tp, cp and dp ranks need the same."""
+    """Return the memory of each pp rank. All tp, cp and dp ranks of a pp rank need the same amount."""
     s, memories = sizes(config, model), []
     optimizer = 2 * s.wide + (s.wide if s.number < s.wide else 0)
     for rank, program in enumerate(plan.schedule.programs):
@@ -167,6 +172,6 @@ def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> lis
 
 
 def bubble(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> float:
-    """The idle share of all ranks' time, 0 to 1, if the time of a stage is proportional to its FLOPs."""
+    """Return the idle fraction of all ranks' time, 0 to 1, if the time of a stage is proportional to its FLOPs."""
     weights = stage_weights(model, plan.stages, config.training.seq_length, plan.schedule.pp)
     return simulate(plan.schedule, Costs(weights=weights)).bubble

@@ -1,8 +1,8 @@
 """Pipeline parallelism: each stage holds some of the layers, and micro-batches flow through the stages.
 
-A stage can only start when the one before it has finished a micro-batch, so at the beginning and at the end of a step
-stages are idle: the bubble, (p - 1) / (m + p - 1) of the time for p stages and m micro-batches. Two orders, here for
-3 stages and 4 micro-batches, where a backward (B) takes as long as two forwards (F):
+Hidden states (B, T, D) travel to the next stage, and their gradients back to the previous one. At the beginning and at
+the end of a step, stages wait for them: this bubble takes (p - 1) / (m + p - 1) of the time for p stages and m
+micro-batches. Two schedules, for 3 stages and 4 micro-batches, where a backward (B) takes as long as two forwards (F):
 
     AFAB, all forward, all backward
         F0 F1 F2 F3 .. .. .. .. .. .. B0 B0 B1 B1 B2 B2 B3 B3
@@ -14,8 +14,8 @@ stages are idle: the bubble, (p - 1) / (m + p - 1) of the time for p stages and 
         .. F0 F1 .. .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3 .. ..
         .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .. .. .. ..
 
-Both have the same bubble. But between a micro-batch's forward and its backward its activations wait in memory: in AFAB
-those of all m micro-batches, in 1F1B of at most p - rank.
+Both have the same bubble. But a micro-batch's activations stay in memory from its forward to its backward: in AFAB
+those of all m micro-batches, in 1F1B those of at most p - (pp rank).
 """
 
 from collections import deque
@@ -40,49 +40,48 @@ from picotron.weights import main_grad, mark_tied_replica
 
 
 def hidden_states_shape(config: Config, model_config: LlamaConfig) -> tuple[int, int, int]:
-    """What stages send each other: (B, T/cp, D); with sequence parallelism (B, T/cp/tp, D)."""
+    """Shape of the hidden states between stages: (B, T/cp, D), or (B, T/cp/tp, D) with sequence parallelism."""
     layout, training = config.distributed, config.training
     split = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
     return (training.micro_batch_size, training.seq_length // split, model_config.hidden_size)
 
 
 class PipelineParallel(nn.Module):
-    """The stages of this rank: their layers, the embedding with the first stage of all, norm and head with the last.
+    """The stages of this rank: their layers, and the embedding on the first stage, the final norm and head on the last.
 
-    If the embedding's matrix is also the head's (tied) and these are on two ranks, both have it. Each copy gets the
-    gradient of its own use, and `sum_tied_gradients` adds them. As both start and go on alike, they stay equal to the
-    last bit.
+    If the embedding's matrix is also the head's (tied) and these are on two ranks, each of them holds a replica. Each
+    replica gets the gradient of its own use, and `sum_tied_gradients` adds them. The replicas start equal and get equal
+    updates, so they stay identical to the last bit.
 
     Args:
-        model: a Llama on the meta device. It loses, in place, what other ranks hold.
-        plan: which stages are there, and on which ranks.
-        deallocate_outputs: free outputs that have been sent, see `deallocate_output_tensor`.
+        model: a Llama on the meta device, from which the modules of other ranks are removed.
+        plan: the stages of the pipeline, and their ranks.
 
     Attributes:
-        stages: what they hold, by number. With one stage per rank its number is the rank's.
+        stages: contents of this rank's stages, by number. With one stage per rank, its number is the pp rank.
     """
 
-    def __init__(self, model: Llama, plan: PipelinePlan, deallocate_outputs: bool = True) -> None:
+    def __init__(self, model: Llama, plan: PipelinePlan) -> None:
         super().__init__()
         grid = pgm.process_group_manager
-        self.module, self.deallocate_outputs = model, deallocate_outputs
+        self.module = model
         self.stages = plan.stages_of(grid.pp_rank)
         has_embedding = any(stage.has_embedding for stage in self.stages.values())
         has_head = any(stage.has_head for stage in self.stages.values())
-        copied = model.config.tie_word_embeddings and plan.last_rank != 0  # the first stage is always on rank 0
+        has_replica = model.config.tie_word_embeddings and plan.last_rank != 0  # the first stage is always on pp rank 0
 
-        held: Any = model  # of which parts may be missing now
+        untyped: Any = model  # its class declares modules that may be None from here on
         layers = {i for stage in self.stages.values() for i in stage.layers}
         for i in set(range(model.config.num_hidden_layers)) - layers:
-            del held.model.layers[str(i)]
+            del untyped.model.layers[str(i)]
         if not has_head:
-            held.model.norm = held.lm_head = None
-        if not has_embedding and has_head and copied:
-            mark_tied_replica(held.model.embed_tokens)
+            untyped.model.norm = untyped.lm_head = None
+        if not has_embedding and has_head and has_replica:
+            mark_tied_replica(untyped.model.embed_tokens)
         elif not has_embedding:
-            held.model.embed_tokens = None
-        ends = grid.grid.movedim(1, -1)[..., [0, plan.last_rank]]  # of each pipeline
-        self.embedding_group = new_groups(ends.reshape(-1, 2).tolist()) if copied else None
+            untyped.model.embed_tokens = None
+        ends = grid.grid.movedim(1, -1)[..., [0, plan.last_rank]]  # (dp, cp, tp, 2), the ends of each pipeline
+        self.embedding_group = new_groups(ends.reshape(-1, 2).tolist()) if has_replica else None
         if plan.splits_backward:
             split_backward(model)
 
@@ -94,46 +93,46 @@ class PipelineParallel(nn.Module):
         target_ids: Tensor | None = None,
         stage: int | None = None,
     ) -> Tensor:
-        """The first stage reads input_ids (B, T), the others hidden_states (B, T, D), see `hidden_states_shape`.
+        """Run a stage. The first one reads input_ids (B, T/cp), the others hidden_states, see `hidden_states_shape`.
 
         Args:
-            stage: which one of this rank's; by default its first.
+            stage: number of the stage; by default this rank's first one.
 
         Returns:
-            hidden states for the next stage; of the last stage what `Llama.forward` returns: the mean loss, if there
-            are target_ids (B, T), else logits.
+            Hidden states for the next stage. On the last stage, the mean loss if target_ids (B, T/cp) are given, else
+            logits, see `Llama.logits_or_loss`.
         """
-        held = self.stages[min(self.stages) if stage is None else stage]
-        x = self.module.embed(input_ids) if held.has_embedding else hidden_states
+        contents = self.stages[min(self.stages) if stage is None else stage]
+        x = self.module.embed(input_ids) if contents.has_embedding else hidden_states
         assert x is not None
-        y = self.module.run_layers(x, position_ids, held.layers)
-        if held.has_head:
+        y = self.module.run_layers(x, position_ids, contents.layers)
+        if contents.has_head:
             return self.module.logits_or_loss(y, target_ids)
-        return y.view_as(y) if y is hidden_states else y  # of an empty stage: an output of its own, that can be freed
+        return y.view_as(y) if y is hidden_states else y  # an empty stage needs a new tensor that it can deallocate
 
     def parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
-        """The parameters of each stage. A tied matrix that both ends share on this rank belongs to the first stage,
-        which is the last one to have its gradients.
+        """Return the parameters of each stage. A tied matrix on a rank with the first and the last stage belongs to the
+        first one, whose gradients are complete later.
         """
-        known: set[nn.Parameter] = set()
-        found = {}
+        seen: set[nn.Parameter] = set()
+        by_stage = {}
         for number, stage in sorted(self.stages.items()):
-            parts: list[nn.Module] = [self.module.model.embed_tokens] if stage.has_embedding else []
-            parts += [self.module.model.layers[str(i)] for i in stage.layers]
-            parts += [self.module.model.norm, self.module.lm_head] if stage.has_head else []
-            once = dict.fromkeys(p for part in parts for p in part.parameters())
-            found[number] = [p for p in once if p not in known]
-            known.update(found[number])
-        return found
+            modules: list[nn.Module] = [self.module.model.embed_tokens] if stage.has_embedding else []
+            modules += [self.module.model.layers[str(i)] for i in stage.layers]
+            modules += [self.module.model.norm, self.module.lm_head] if stage.has_head else []
+            unique = dict.fromkeys(p for module in modules for p in module.parameters())
+            by_stage[number] = [p for p in unique if p not in seen]
+            seen.update(by_stage[number])
+        return by_stage
 
     def backward(
         self, input_tensor: Tensor | None, output_tensor: Tensor, output_tensor_grad: Tensor | None
     ) -> Tensor | None:
-        """Add one micro-batch's gradients to the parameters', and return that of the stage's input.
+        """Add one micro-batch's gradients to those of the parameters, and return the gradient of the stage's input.
 
         Args:
-            input_tensor: the hidden states that came in; None on the first stage.
-            output_tensor: what `forward` made of them.
+            input_tensor: the hidden states from the previous stage; None on the first stage.
+            output_tensor: the result of `forward`.
             output_tensor_grad: its gradient from the next stage; None on the last stage, whose output is the loss.
         """
         if output_tensor_grad is None:
@@ -143,33 +142,33 @@ class PipelineParallel(nn.Module):
         return None if input_tensor is None else input_tensor.grad
 
     def deallocate_output_tensor(self, output_tensor: Tensor) -> None:
-        """Free the data of an output that has been sent: backward only needs the graph that made it.
+        """Free the data of an output that has been sent, because backward only needs its graph. The loss is kept.
 
-        (Megatron-LM's `deallocate_pipeline_outputs`.) It saves B T D numbers per micro-batch in flight. The loss stays.
+        This saves B T D numbers per micro-batch in flight. (It is Megatron-LM's `deallocate_pipeline_outputs`.)
         """
-        if self.deallocate_outputs and output_tensor.ndim > 0:
+        if output_tensor.ndim > 0:
             output_tensor.data = output_tensor.new_empty(0)
 
     def sum_tied_gradients(self) -> None:
-        """The gradient of the tied matrix is that of its use as embedding plus that of its use as head."""
+        """Add the gradients of the tied matrix: that of its use as embedding and that of its use as head."""
         if self.embedding_group is not None:
             all_reduce(main_grad(self.module.model.embed_tokens.weight), self.embedding_group)
 
 
 def custom_backward(output_tensor: Tensor, output_tensor_grad: Tensor) -> None:
-    """`output_tensor.backward(output_tensor_grad)` for an output whose data may have been freed.
+    """Run `output_tensor.backward(output_tensor_grad)` for an output whose data may have been freed.
 
-    Autograd compares the shapes of the two, so it gets the place in the graph instead of the tensor.
+    Autograd would compare the shapes of the two, so it is given the output's edge in the graph instead of the tensor.
     """
     torch.autograd.backward(get_gradient_edge(output_tensor), output_tensor_grad)
 
 
 def forward_step(model: Any, data_loader: Any, input_tensor: Tensor | None, i: int, losses: list[Tensor]) -> Tensor:
-    """Forward of micro-batch i, named Fi, or Ei in an evaluation. Every stage loads it, for its position_ids.
+    """Run forward of micro-batch i, named Fi, or Ei in an evaluation. Every stage loads it, for its position_ids.
 
     Returns:
-        This stage's output. On the last one it is the mean loss divided by the number of micro-batches, so that
-        gradients add up to those of the mean; it is also appended to `losses`.
+        The stage's output. On the last stage, it is the mean loss divided by the number of micro-batches, so that the
+        gradients add up to those of the mean over all micro-batches; it is also appended to `losses`.
     """
     batch = next(data_loader) | {"hidden_states": input_tensor}
     with record_action(f"F{i}" if torch.is_grad_enabled() else f"E{i}"):
@@ -183,43 +182,43 @@ def forward_step(model: Any, data_loader: Any, input_tensor: Tensor | None, i: i
 def backward_step(
     model: Any, input_tensor: Tensor | None, output_tensor: Tensor, output_tensor_grad: Tensor | None, i: int
 ) -> Tensor | None:
-    """Backward of micro-batch i; see `PipelineParallel.backward`."""
+    """Run backward of micro-batch i, named Bi, see `PipelineParallel.backward`."""
     with record_action(f"B{i}"):
         return model.module.backward(input_tensor, output_tensor, output_tensor_grad)
 
 
 def finish_step(model: Any, losses: list[Tensor], device: torch.device) -> Tensor:
-    """Complete the gradients of a step: averaged over data-parallel ranks, tied ones summed. Returns its loss."""
+    """Complete the gradients of a step: average them over dp ranks, and add the tied ones. Returns the step's loss."""
     model.finish_grad_sync()
     model.module.sum_tied_gradients()
     return sum_losses(losses, device)
 
 
 def sum_losses(losses: list[Tensor], device: torch.device) -> Tensor:
-    """Their sum, on the device: nothing waits for it here. 0 if there are none, before the last stage."""
+    """Sum the losses on the device, without waiting for it. Returns 0 if there are none, as before the last stage."""
     return torch.stack(losses).sum() if losses else torch.zeros((), device=device)
 
 
 def train_step_pipeline_afab(
     model: Any, data_loader: Any, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """All forward, all backward: GPipe (Huang et al. 2018, arXiv:1811.06965).
+    """Run all forwards, then all backwards: GPipe (Huang et al. 2018, arXiv:1811.06965).
 
-    The last stage's loss computes the gradient of the head in forward, so here it keeps one for each micro-batch.
+    The loss computes the gradient of the head in forward, so the last stage keeps one such gradient per micro-batch.
 
     x and y are a micro-batch's input and output of this stage, dx and dy their gradients.
 
     Args:
         model: a `PipelineParallel` in a `DataParallel`.
         data_loader: the micro-batches of this rank's pipeline.
-        tensor_shapes, device, dtype: of the hidden states between stages.
+        tensor_shapes, device, dtype: those of the hidden states between stages.
 
     Returns:
-        On the last stage the mean loss over this pipeline's tokens, elsewhere 0; a scalar on the device.
+        On the last stage, the mean loss over this pipeline's tokens, on the others 0; a scalar on the device.
     """
     micro_batches = data_loader.grad_acc_steps
     losses: list[Tensor] = []
-    activations: deque[tuple[Tensor | None, Tensor]] = deque()  # (x, y) that wait for their backward
+    activations: deque[tuple[Tensor | None, Tensor]] = deque()  # (x, y) of micro-batches before their backward
 
     for i in range(micro_batches):
         x = pipeline_communicate("recv_forward", device, dtype, shapes=tensor_shapes)
@@ -229,8 +228,8 @@ def train_step_pipeline_afab(
         activations.append((x, y))
 
     for i in range(micro_batches):
-        # Gradients add up. The last backward averages the sum over the data-parallel ranks, while the stages before
-        # this one, which get its gradient later, are still at theirs.
+        # Gradients accumulate, and only the last backward averages them over the data-parallel ranks. Meanwhile, the
+        # previous stages, which receive dx later, are still computing.
         model.require_backward_grad_sync = i == micro_batches - 1
         dy = pipeline_communicate("recv_backward", device, dtype, shapes=tensor_shapes)
         dx = backward_step(model, *activations.popleft(), dy, i)
@@ -242,10 +241,10 @@ def train_step_pipeline_afab(
 def train_step_pipeline_1f1b(
     model: Any, data_loader: Any, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """One forward, one backward: PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473). Otherwise as AFAB."""
+    """Alternate forward and backward, else as in AFAB: PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473)."""
     grid, micro_batches = pgm.process_group_manager, data_loader.grad_acc_steps
     losses: list[Tensor] = []
-    activations: deque[tuple[Tensor | None, Tensor]] = deque()  # (x, y) that wait for their backward
+    activations: deque[tuple[Tensor | None, Tensor]] = deque()  # (x, y) of micro-batches before their backward
     warmup = min(grid.pp_world_size - grid.pp_rank - 1, micro_batches)
 
     for i in range(warmup):  # forwards only, until the first gradient can arrive
@@ -262,16 +261,16 @@ def train_step_pipeline_1f1b(
         dy = bidirectional_pipeline_communicate("send_fwd_recv_bwd", y, tensor_shapes, device, dtype)
         model.module.deallocate_output_tensor(y)
         activations.append((x, y))
-        model.require_backward_grad_sync = i == micro_batches - 1  # only where there is no cool-down
+        model.require_backward_grad_sync = i == micro_batches - 1  # only on the last stage, which has no cool-down
         dx = backward_step(model, *activations.popleft(), dy, i)
         if warmup + i < micro_batches - 1:
             x = bidirectional_pipeline_communicate("send_bwd_recv_fwd", dx, tensor_shapes, device, dtype)
         else:
             pipeline_communicate("send_backward", device, dtype, dx, tensor_shapes)
-        del y, dy, dx  # not to be in memory during the next forward
+        del y, dy, dx  # frees their memory before the next forward
 
-    for i in range(micro_batches - warmup, micro_batches):  # cool-down: the backwards that are left
-        model.require_backward_grad_sync = i == micro_batches - 1  # this stage's last; see AFAB
+    for i in range(micro_batches - warmup, micro_batches):  # cool-down: the remaining backwards
+        model.require_backward_grad_sync = i == micro_batches - 1  # the stage's last backward, as in AFAB
         dy = pipeline_communicate("recv_backward", device, dtype, shapes=tensor_shapes)
         dx = backward_step(model, *activations.popleft(), dy, i)
         pipeline_communicate("send_backward", device, dtype, dx, tensor_shapes)
@@ -288,10 +287,10 @@ def evaluate(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The mean loss over the next `eval_steps` global batches: forward only, in any layout, also without a pipeline.
+    """Compute the mean loss over the next `eval_steps` global batches, forward only, with or without a pipeline.
 
     Returns:
-        As the training steps do.
+        On the last stage, the mean loss over this pipeline's tokens, on the others 0; a scalar on the device.
     """
     losses: list[Tensor] = []
     for i in range(eval_steps * data_loader.grad_acc_steps):

@@ -1,14 +1,14 @@
-"""Messages between neighbouring pipeline stages: activations go forward, their gradients come back.
+"""Messages between neighbouring pipeline stages: activations travel forward, their gradients backward.
 
             recv_forward                  send_forward
     previous ----------->   this stage   -----------> next
              <-----------                <-----------
             send_backward                 recv_backward
 
-Where there is no neighbour, nothing happens: the first stage receives no activations, the last one no gradients.
+At the ends of the pipeline, where a neighbour is missing, these operations do nothing.
 
-All messages go through `batch_isend_irecv`, on the pp group. (NCCL has a communicator for single messages and another
-one for batches; a receiver on one would wait for ever for a sender on the other.)
+All messages go through `batch_isend_irecv`, on the pp group. (NCCL uses separate communicators for single messages and
+for batches, so a receiver on one would wait forever for a sender on the other.)
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from picotron import process_group_manager as pgm
 
 
 def _peer(operation: str) -> int | None:
-    """The global rank of the stage at the other end, or None."""
+    """Return the global rank of the neighbour at the other end, or None if there is no such neighbour."""
     grid = pgm.process_group_manager
     return {
         "recv_forward": grid.pp_prev_rank,
@@ -32,26 +32,27 @@ def _peer(operation: str) -> int | None:
 
 
 def check_message(tensor: Tensor, shapes: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
-    """The other stage cannot see what is coming. It waits for what was announced, and that is what it must get."""
+    """Raise ValueError if `tensor` does not fit into the buffer that the receiver has allocated for it."""
     if (tuple(tensor.shape), tensor.device.type, tensor.dtype) != (tuple(shapes), device.type, dtype):
         raise ValueError(
-            f"stage {pgm.process_group_manager.pp_rank} wants to send {tensor.dtype} {list(tensor.shape)} on {tensor.device}, "
-            f"but {dtype} {list(shapes)} on {device} was announced"
+            f"pp rank {pgm.process_group_manager.pp_rank} cannot send {tensor.dtype} {list(tensor.shape)} on {tensor.device}: "
+            f"the receiver expects {dtype} {list(shapes)} on {device}"
         )
 
 
 def start_message(operation: str, tensor: Tensor, rank: int) -> list[dist.Work]:
-    """Begin to send or to receive (`send`, `recv`); what is returned can wait for the end.
+    """Start to send `tensor`, or to receive into it. Returns the handles to wait for.
 
     Args:
-        rank: of the pipeline, at the other end.
+        operation: "send" or "recv".
+        rank: pp rank at the other end.
     """
     grid, kinds = pgm.process_group_manager, {"send": dist.isend, "recv": dist.irecv}
     return dist.batch_isend_irecv([dist.P2POp(kinds[operation], tensor, grid.pp_group_ids[rank], grid.pp_group)])
 
 
 def _exchange(messages: list[tuple[str, Tensor]]) -> None:
-    """Run (operation, tensor) pairs at the same time and wait for all."""
+    """Start all messages, given as (operation, tensor), in one batch, and wait for them."""
     group = pgm.process_group_manager.pp_group
     kinds = {"send": dist.isend, "recv": dist.irecv}
     batch = [
@@ -68,19 +69,19 @@ def pipeline_communicate(
     tensor: Tensor | None = None,
     shapes: Sequence[int] | None = None,
 ) -> Tensor | None:
-    """One message: `recv_forward`, `send_forward`, `recv_backward` or `send_backward`.
+    """Send or receive one message, and wait for it.
 
     Args:
-        operation: what this stage does.
-        device, dtype: of the message.
-        tensor: what to send.
-        shapes: the shape to receive; if given for a send, what `tensor` must have.
+        operation: `recv_forward`, `send_forward`, `recv_backward` or `send_backward`.
+        device, dtype: those of the message.
+        tensor: tensor to send.
+        shapes: shape of the message: required to receive; to send, by default that of `tensor`.
 
     Returns:
-        What was received. Activations require a gradient, if gradients are enabled: it is what goes back.
+        The received tensor, else None. If gradients are enabled, received activations require one, to be sent back.
 
     Raises:
-        ValueError: `tensor` is not what was announced.
+        ValueError: `tensor` does not have this device, dtype and shape.
     """
     if _peer(operation) is None:
         return None
@@ -98,19 +99,20 @@ def pipeline_communicate(
 def bidirectional_pipeline_communicate(
     operation: str, send_tensor: Tensor | None, recv_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Tensor | None:
-    """Send to a neighbour and receive from the same one: `send_fwd_recv_bwd` or `send_bwd_recv_fwd`.
+    """Send to a neighbour and receive from the same neighbour: `send_fwd_recv_bwd` or `send_bwd_recv_fwd`.
 
-    It has to be one batch: if both neighbours first sent and then received, each would wait for the other to receive.
+    Both messages are in one batch: if each neighbour first sent and then received, both would wait forever for the
+    other to receive.
 
     Args:
-        send_tensor: it has the shape `recv_shapes` too, since a gradient has the shape of its activation.
-        recv_shapes, device, dtype: of the message to receive.
+        send_tensor: tensor to send, of shape `recv_shapes`, because a gradient has the shape of its activation.
+        recv_shapes, device, dtype: those of both messages.
 
     Returns:
-        What was received, as `pipeline_communicate` does.
+        The received tensor, as from `pipeline_communicate`.
 
     Raises:
-        ValueError: `send_tensor` is not what was announced.
+        ValueError: `send_tensor` does not have this device, dtype and shape.
     """
     send, receive = {
         "send_fwd_recv_bwd": ("send_forward", "recv_backward"),

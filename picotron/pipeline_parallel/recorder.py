@@ -1,4 +1,4 @@
-"""What a rank does, by name: in the log, in profiler traces, and with its times in the trace of a step."""
+"""Recording of a rank's actions: by name in the log and in profiler traces, and with times in the trace of a step."""
 
 import contextlib
 import itertools
@@ -23,28 +23,29 @@ logger = logging.getLogger("picotron.pipeline")
 
 
 class Recorder:
-    """Writes down when the actions of this rank run. A GPU works behind the CPU's back, so here the CPU waits for it:
-    the times are true, but a step that is recorded is a little slower. (It waits for the computations alone. Messages
-    have streams of their own, and go on meanwhile.)
+    """Start and end times of this rank's actions, in seconds since the recorder was created.
+
+    A GPU computes asynchronously, so the recorder waits for it before it reads the clock: times are those of the
+    computations, but a recorded step is slightly slower. (Messages run on separate streams and are not waited for.)
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.spans = device, list[Span]()
-        dist.barrier(pgm.process_group_manager.pp_group)  # so that all ranks begin to count at the same time
-        self.began = time.perf_counter()
+        dist.barrier(pgm.process_group_manager.pp_group)  # so that all pp ranks start their clocks at the same time
+        self.start_time = time.perf_counter()
 
     def now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return time.perf_counter() - self.began
+        return time.perf_counter() - self.start_time
 
 
-recorder: Recorder | None = None  # in steps that are recorded
+recorder: Recorder | None = None  # None in steps that are not recorded
 
 
 @contextlib.contextmanager
 def record_action(name: str) -> Iterator[None]:
-    """Something that is called 2F3, the forward of micro-batch 3 in stage 2, or just F3 where a rank has one stage."""
+    """Log and record an action: 2F3 is the forward of micro-batch 3 on stage 2, or F3 if the rank has one stage."""
     grid = pgm.process_group_manager
     has_stage = not name[0].isalpha()
     logger.debug("[rank %d%s] %s", grid.global_rank, "" if has_stage else f", stage {grid.pp_rank}", name)
@@ -54,17 +55,18 @@ def record_action(name: str) -> Iterator[None]:
             return
         start = recorder.now()
         yield
-        done = parse_action(name if has_stage else f"{grid.pp_rank}{name}")
-        recorder.spans.append(Span(done, start, recorder.now()))
+        action = parse_action(name if has_stage else f"{grid.pp_rank}{name}")
+        recorder.spans.append(Span(action, start, recorder.now()))
 
 
 def record_steps(
     take_step: Callable[..., Tensor], config: Config, device: torch.device, done: int
 ) -> Callable[..., Tensor]:
-    """`take_step`, with a file for each step of `logging.trace_steps`, see `trace`: when the first pipeline did what.
+    """Return `take_step` with recording: each step of `logging.trace_steps` writes the first pipeline's actions and
+    their times to a file, see `trace`.
 
     Args:
-        done: how many steps came before.
+        done: number of steps completed before.
     """
     numbers = itertools.count(done + 1)
 
@@ -85,16 +87,18 @@ def record_steps(
 
 
 def write_trace(save_dir: str, step: int, spans: list[Span]) -> None:
-    """Collect what the ranks of a pipeline have recorded. The first pipeline writes its file."""
+    """Gather the recorded spans of a pipeline's ranks, and write those of the first pipeline to a file."""
     grid = pgm.process_group_manager
-    everyone: list[Any] = [None] * grid.pp_world_size
-    dist.all_gather_object(everyone, spans, group=grid.pp_group)
+    spans_by_rank: list[Any] = [None] * grid.pp_world_size
+    dist.all_gather_object(spans_by_rank, spans, group=grid.pp_group)
     if grid.global_rank > 0:
         return
-    lines = [trace_line(rank, span) + "\n" for rank, theirs in enumerate(everyone) for span in theirs]
+    lines = [trace_line(rank, span) + "\n" for rank, rank_spans in enumerate(spans_by_rank) for span in rank_spans]
     path = trace_path(save_dir, step)
     try:
         path.write_text("".join(lines))
     except OSError as error:
-        raise UserError(f"the trace {path} cannot be written: {error.strerror}") from None
-    logger.info("the trace of step %d is in %s", step, path)
+        raise UserError(
+            f"the trace {path} cannot be written: {error.strerror}; make room there, or choose another checkpoint.save_dir"
+        ) from None
+    logger.info("trace of step %d written to %s", step, path)

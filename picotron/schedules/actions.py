@@ -1,15 +1,15 @@
-"""The vocabulary of pipeline schedules: actions, programs, and on which rank a stage is. No torch, no clock.
+"""The vocabulary of pipeline schedules: actions, programs and the placement of stages. No torch, no clock.
 
-A model is cut into stages and the batch of a step into micro-batches. An action is one piece of work on one of each:
-`2F0` is the forward of micro-batch 0 through stage 2. There are
+A model is cut into stages and the batch of a step into micro-batches. An action is one computation on one micro-batch
+in one stage: `2F0` is the forward of micro-batch 0 through stage 2. The kinds of actions are
 
     F   forward
-    B   backward, all of it
-    I   the half of a backward that other stages wait for: the gradient of the stage's input
-    W   the other half: the gradients of the stage's weights, any time after the I
+    B   full backward
+    I   first half of a split backward: the gradient of the stage's input, which the previous stage waits for
+    W   second half: the gradients of the stage's weights, at any time after the I
 
-A program is the list of one rank's actions; a schedule is the programs of all ranks. The same as text, one line per
-rank, here 1F1B for 3 ranks and 4 micro-batches:
+A program is the list of one rank's actions; a schedule consists of the programs of all ranks. ("rank" means pp rank in
+this package.) As text, with one line per rank, 1F1B for 3 ranks and 4 micro-batches is
 
     0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3
     1F0,1F1,1B0,1F2,1B1,1F3,1B2,1B3
@@ -26,8 +26,8 @@ Placement = Literal["loop", "V"]
 
 
 class Action(NamedTuple):
-    """One piece of work. Programs that are ready to run, see `checker`, have more kinds: SEND_F, RECV_F, SEND_B and
-    RECV_B, the messages, and R, which reduces a stage's gradients over data-parallel ranks and has no micro-batch.
+    """An action of one rank. Programs that are ready to run, see `checker`, have further kinds: the messages SEND_F,
+    RECV_F, SEND_B and RECV_B, and R, which reduces a stage's gradients over dp and cp ranks and has no micro-batch.
     """
 
     kind: str
@@ -43,12 +43,12 @@ class Action(NamedTuple):
 
     @property
     def result(self) -> "Action":
-        """What others ask for: the stage before this one takes what an I gives it as it takes what a B does."""
+        """The action that names this one's result: I and B both compute the gradient of the input, which is named B."""
         return self._replace(kind="B") if self.kind == "I" else self
 
 
 class Overlapped(NamedTuple):
-    """A forward and a backward of two micro-batches at the same time: while one computes, the other communicates."""
+    """A forward and a backward of two micro-batches that overlap: while one computes, the other communicates."""
 
     forward: Action
     backward: Action
@@ -64,36 +64,40 @@ class Overlapped(NamedTuple):
 AnyAction = Action | Overlapped
 
 _ACTION = re.compile(r"([0-9]{1,6})(?:R|((?:SEND_|RECV_)?[FB]|I|W)([0-9]{1,6}))")
-_OVERLAPPED = re.compile(r"\(([0-9]+F[0-9]+);([0-9]+B[0-9]+)\)(?:OVERLAP_F_B)?")  # what torch puts behind it
+_OVERLAPPED = re.compile(r"\(([0-9]+F[0-9]+);([0-9]+B[0-9]+)\)(?:OVERLAP_F_B)?")  # torch appends OVERLAP_F_B
 
 
 def parse_action(text: str) -> AnyAction:
-    """The action that prints as `text`, here or in torch.distributed.pipelining. ValueError if there is none."""
+    """Parse an action as it is printed here or by torch.distributed.pipelining.
+
+    Raises:
+        ValueError: the text is not an action.
+    """
     if pair := _OVERLAPPED.fullmatch(text):
         return Overlapped(*(part for half in pair.groups() for part in parse_action(half).parts))
-    found = _ACTION.fullmatch(text)
-    if found is None:
+    match = _ACTION.fullmatch(text)
+    if match is None:
         raise ValueError(f"{text!r} is not an action")
-    stage, kind, microbatch = found.groups()
+    stage, kind, microbatch = match.groups()
     return Action(kind or "R", int(stage), int(microbatch or 0))
 
 
 class Program(list[AnyAction]):
-    """One rank's actions. Each method appends an action of the stage's next micro-batch, so that schedules never count.
+    """The actions of one rank. Each method appends an action of the stage's next micro-batch: schedules never count.
 
-    Once a stage has had all its micro-batches, nothing is appended. So a schedule that is made for many micro-batches
-    also works for a few: an action waits only for others of its own micro-batch, so leaving out all actions of one
-    does not hold up the rest.
+    After a stage's last micro-batch, its methods append nothing. So a schedule that is written for many micro-batches
+    also works for a few: an action waits only for actions of its own micro-batch, so dropping all actions of one
+    micro-batch cannot block the others.
     """
 
     def __init__(self, microbatches: int) -> None:
         super().__init__()
         self.microbatches = microbatches
         self._count: Counter[tuple[str, int]] = Counter()
-        self._split: deque[Action] = deque()  # the I whose W is still to come
+        self._split: deque[Action] = deque()  # the I whose W has not been appended yet
 
     def _next(self, kind: str, stage: int) -> list[Action]:
-        half = "F" if kind == "F" else "B"  # B and I are numbered together
+        half = "F" if kind == "F" else "B"  # B and I share one count
         action = Action(kind, stage, self._count[half, stage])
         self._count[half, stage] += 1
         return [action] if action.microbatch < self.microbatches else []
@@ -105,7 +109,7 @@ class Program(list[AnyAction]):
         self.extend(self._next("B", stage))
 
     def overlapped(self, forward: int, backward: int) -> None:
-        """Forward of one stage and backward of another, in one action."""
+        """Append the forward of one stage and the backward of another as one action."""
         actions = self._next("F", forward) + self._next("B", backward)
         if len(actions) == 2:
             self.append(Overlapped(*actions))
@@ -118,7 +122,7 @@ class Program(list[AnyAction]):
         self._split.extend(actions)
 
     def backward_weight(self, keep: int = 0) -> None:
-        """The W of the oldest I, if there are more than `keep` of them whose W is still to come."""
+        """Append the W of the oldest I, if more than `keep` I have no W yet."""
         if len(self._split) > keep:
             self.append(self._split.popleft()._replace(kind="W"))
 
@@ -128,8 +132,8 @@ class Program(list[AnyAction]):
 
 
 def rank_of(stage: int, pp: int, placement: Placement) -> int:
-    """The rank that holds a stage. A loop goes from the last rank to the first: with 4 ranks, 0 1 2 3 0 1 2 3. A V
-    turns round at the ends: 0 1 2 3 3 2 1 0.
+    """Return the rank that holds a stage. With 4 ranks, stages 0 to 7 are on ranks 0 1 2 3 0 1 2 3 in a loop, and on
+    ranks 0 1 2 3 3 2 1 0 in a V.
     """
     chunk, place = divmod(stage, pp)
     return pp - 1 - place if placement == "V" and chunk % 2 else place
@@ -137,13 +141,14 @@ def rank_of(stage: int, pp: int, placement: Placement) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What all ranks of a pipeline do in one step.
+    """The actions of all ranks of a pipeline in one step.
 
     Args:
-        programs: by rank. They have neither messages nor reductions.
-        chunks: how many stages each rank has.
-        placement: which stages.
-        forward_only: for an evaluation.
+        programs: the program of each rank, without messages and reductions.
+        microbatches: number of micro-batches.
+        chunks: number of stages per rank.
+        placement: order of the stages on the ranks, see `rank_of`.
+        forward_only: whether the step is an evaluation.
     """
 
     programs: Sequence[Sequence[AnyAction]]
@@ -164,11 +169,11 @@ class Schedule:
         return rank_of(stage, self.pp, self.placement)
 
     def stages_of(self, rank: int) -> list[int]:
-        """From chunk 0 on."""
+        """Return the stages of a rank, chunk 0 first."""
         return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
 
     def source(self, action: Action) -> Action | None:
-        """Of another stage, the `Action.result` that an F, B or I needs; None if it needs none, as W."""
+        """Return the result of another stage that an action needs, see `Action.result`, or None if it needs none."""
         if action.kind == "F" and action.stage > 0:
             return Action("F", action.stage - 1, action.microbatch)
         if action.kind in ("B", "I") and action.stage < self.num_stages - 1:

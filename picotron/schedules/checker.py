@@ -1,9 +1,9 @@
-"""Proves that a schedule is whole and finishes, and adds what ranks have to send each other.
+"""Check that a schedule is complete and cannot deadlock, and add the messages between ranks.
 
-The computations and messages of all ranks are put in one total order, that of a simulated step, in which a message is
-one event for its sender and its receiver. A rank's program is its part of that order. So of all the events that are
-still to come the first one can always happen, even in a network where a send waits for its receive; and what one rank
-sends to another one, that one receives in the same order.
+The computations and messages of all ranks are put in one total order, that of a simulated step, in which a message is a
+single event for its sender and its receiver. A rank's program consists of its own events in that order. So the first of
+the remaining events can always happen, even in a network where each send waits for its receive; and a rank receives
+the messages of another rank in the order in which they were sent.
 """
 
 import itertools
@@ -16,14 +16,13 @@ from picotron.schedules.simulate import Timeline, simulate
 
 
 def check(schedule: Schedule) -> Timeline:
-    """Find the first fault of a schedule.
+    """Check that a schedule is complete and cannot deadlock.
 
     Returns:
-        A simulated step, which proves that there is none.
+        The timeline of a simulated step.
 
     Raises:
-        UserError: an action is missing, is there twice, on the wrong rank or in the wrong order, or ranks would wait
-            for each other for ever.
+        UserError: an action is missing, duplicated, on the wrong rank or in the wrong order, or the schedule deadlocks.
     """
     for fault in _faults(schedule):
         raise UserError(fault)
@@ -31,7 +30,7 @@ def check(schedule: Schedule) -> Timeline:
 
 
 def _faults(schedule: Schedule) -> Iterator[str]:
-    order: dict[Action, int] = {}  # where an action stands in the program of its rank
+    order: dict[Action, int] = {}  # position of each action in the program of its rank
     for rank, program in enumerate(schedule.programs):
         for number, action in enumerate(program):
             for part in action.parts:
@@ -51,13 +50,15 @@ def _faults(schedule: Schedule) -> Iterator[str]:
             continue
         if b in order:
             yield from (
-                f"pp rank {rank} has both {b}, a whole backward, and {half}" for half in (i, w) if half in order
+                f"pp rank {rank} has both {b}, a full backward, and {half}, half of one"
+                for half in (i, w)
+                if half in order
             )
         elif i not in order and w not in order:
             yield f"pp rank {rank} lacks {b} (or {i} and {w}), the backward of micro-batch {microbatch} in stage {stage}"
         elif i not in order or w not in order:
-            there, missing = (i, w) if i in order else (w, i)
-            yield f"pp rank {rank} has {there}, but lacks {missing}, the other half of that backward"
+            present, missing = (i, w) if i in order else (w, i)
+            yield f"pp rank {rank} has {present}, but lacks {missing}, the other half of that backward"
         for earlier, later in ((f, b), (f, i), (i, w)):
             if earlier in order and later in order and order[earlier] >= order[later]:
                 yield f"pp rank {rank} has {later} too early: it must come after {earlier}"
@@ -65,24 +66,24 @@ def _faults(schedule: Schedule) -> Iterator[str]:
 
 def _misplaced(schedule: Schedule, rank: int, action: Action) -> str | None:
     if action.kind not in ("F", "B", "I", "W"):
-        return f"pp rank {rank} has {action}; leave it out: messages and reductions are added by themselves"
+        return f"pp rank {rank} has {action}; remove it: messages and reductions are added automatically"
     if action.stage >= schedule.num_stages or action.microbatch >= schedule.microbatches:
         return (
-            f"pp rank {rank} has {action}, but there are {schedule.num_stages} stages "
+            f"pp rank {rank} has {action}, but the schedule has {schedule.num_stages} stages "
             f"and {schedule.microbatches} micro-batches, both numbered from 0"
         )
-    right = schedule.rank_of(action.stage)
-    if rank != right:
-        return f"pp rank {rank} has {action}, but stage {action.stage} is on pp rank {right} ({schedule.placement} placement)"
+    owner = schedule.rank_of(action.stage)
+    if rank != owner:
+        return f"pp rank {rank} has {action}, but stage {action.stage} is on pp rank {owner} ({schedule.placement} placement)"
     return None
 
 
 def add_communication(schedule: Schedule) -> list[list[AnyAction]]:
-    """The programs that ranks run: the schedule's, with a SEND and a RECV for each result that another rank needs, and
-    an R for each stage once its gradients are complete.
+    """Return the programs that ranks run: those of the schedule, with a SEND and a RECV for each result that another
+    rank needs, and an R for each stage once its gradients are complete.
 
-    The two ends of a message stand where it leaves in a simulated step; so the receiver can ask for it before the
-    computation that runs while it arrives.
+    SEND and RECV are placed where the message leaves in a simulated step. So the receiver posts its receive before the
+    computation that runs while the message travels.
 
     Raises:
         UserError: see `check`.

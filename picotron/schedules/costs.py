@@ -46,7 +46,7 @@ def part_costs(config: "LlamaConfig", seq_length: int) -> tuple[Cost, Cost, Cost
 
 
 def model_cost(config: "LlamaConfig", seq_length: int) -> Cost:
-    """The cost of a whole model. A tied matrix counts once among the parameters; as the head, it takes FLOPs, too."""
+    """The cost of the full model. A tied matrix counts once among the parameters; as the head, it takes FLOPs, too."""
     layer, embedding, head = part_costs(config, seq_length)
     flops = config.num_hidden_layers * layer.flops + head.flops
     parameters = config.num_hidden_layers * layer.parameters + embedding.parameters + head.parameters

@@ -1,11 +1,11 @@
-"""Draw a pipeline schedule, or what a run measured of one, as text, picture, trace or page:
+"""Draw a pipeline schedule, or a step that a run recorded, as text, picture, trace or page:
 
     python -m picotron.schedules.draw --schedule zbv --pp 4 --microbatches 8 --out zbv.svg
     python -m picotron.schedules.draw --measured out/run --step 5
     python -m picotron.schedules.draw --all --pp 4 --microbatches 8 --out schedules.html
 
-Simulated times are in units of a micro-batch's forward through all stages of one rank. A backward takes twice as long,
-each half of a split one as long.
+The unit of simulated times is the forward of one micro-batch through all stages of one rank. A backward takes 2 units,
+and each half of a split backward takes 1 unit.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from picotron.schedules.trace import read_trace
 
 
 def as_text(timeline: Timeline, width: int = 160) -> str:
-    """A line per rank. Dots are idle time. If names like 2F0 do not fit, there is a letter for each kind of action: a
-    small one for every other chunk, X (or x) for an overlapped pair.
+    """Draw a timeline as text, with one line per rank. Dots are idle time. If names like 2F0 do not fit, an action is
+    shown as a letter: its kind, or X for an overlapped pair, in lower case for every other chunk.
 
     Args:
-        width: in characters; the text may be shorter.
+        width: largest width of the timeline, in characters.
     """
     spans = [[span for span in rank if computes(span.action) and span.end > span.start] for rank in timeline.spans]
     longest_name = max(len(str(action)) for rank in spans for action, _, _ in rank)
@@ -55,8 +55,8 @@ def as_text(timeline: Timeline, width: int = 160) -> str:
 
 
 def as_trace(timeline: Timeline) -> str:
-    """JSON for Perfetto (ui.perfetto.dev) and chrome://tracing; a unit of time becomes a second. Messages and
-    reductions have lines of their own, as they overlap computations.
+    """Return JSON for Perfetto (ui.perfetto.dev) and chrome://tracing. A unit of time becomes a second. Messages and
+    reductions have separate lines, because they overlap computations.
     """
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(timeline.spans):
@@ -71,16 +71,16 @@ def as_trace(timeline: Timeline) -> str:
 
 
 def write(timelines: Mapping[str, Timeline], path: Path) -> None:
-    """Write named timelines in the format of the path's suffix; more than one only as .html.
+    """Write named timelines in the format of the path's suffix. Only .html can hold more than one.
 
     Raises:
-        UserError: there is no such format, or the file cannot be written.
+        UserError: the suffix is unknown, or the file cannot be written.
     """
     timeline = next(iter(timelines.values()))
     if path.suffix not in (".svg", ".json", ".csv", ".html"):
-        raise UserError(f"--out {path} should end in .svg, .html, .json (a trace) or .csv (the schedule)")
+        raise UserError(f"--out {path} must end in .svg, .html, .json (a trace) or .csv (the schedule)")
     if len(timelines) > 1 and path.suffix != ".html":
-        raise UserError(f"--out {path} can hold one schedule; all of them go to an .html file")
+        raise UserError(f"--out {path} can hold only one schedule; use an .html file")
     try:
         match path.suffix:
             case ".svg":
@@ -96,7 +96,7 @@ def write(timelines: Mapping[str, Timeline], path: Path) -> None:
 
 
 def timelines_of(arguments: argparse.Namespace) -> dict[str, Timeline]:
-    """By title, what the command line asks for."""
+    """Return the timelines to draw, by title."""
     pp, microbatches, chunks = arguments.pp, arguments.microbatches, arguments.chunks
     if arguments.measured:
         step, timeline = read_trace(arguments.measured, arguments.step)
@@ -110,13 +110,13 @@ def timelines_of(arguments: argparse.Namespace) -> dict[str, Timeline]:
         }
     else:
         schedules = {arguments.schedule: build(arguments.schedule, pp, microbatches, chunks)}
-    found = {}
+    timelines = {}
     for name, schedule in schedules.items():
-        # Each rank needs as long for a micro-batch, however many stages it has.
+        # The weights make a rank take the same time for a micro-batch, whatever the number of its stages.
         costs = Costs(weights=[1 / schedule.chunks] * schedule.num_stages, p2p=arguments.p2p)
         title = f"{name}, pp={schedule.pp}, microbatches={schedule.microbatches}, chunks={schedule.chunks}"
-        found[title] = simulate(schedule, costs)
-    return found
+        timelines[title] = simulate(schedule, costs)
+    return timelines
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -126,16 +126,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}")
-    what.add_argument("--all", action="store_true", help="all of these")
-    what.add_argument("--csv", metavar="FILE", help="a schedule of your own, a line of actions for each rank")
-    what.add_argument("--measured", metavar="RUN_DIR", help="what a run measured of a step")
-    parser.add_argument("--step", type=int, help="which step was measured; by default the newest")
-    parser.add_argument("--pp", type=int, default=4, help="ranks")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--chunks", type=int, help="stages per rank, for schedules that work with any number")
-    parser.add_argument("--p2p", type=float, default=0.0, help="time of a message between ranks")
-    parser.add_argument("--out", type=Path, help=".svg, .html, .json or .csv; by default text in the terminal")
+    what.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}; by default 1f1b")
+    what.add_argument("--all", action="store_true", help="draw all of these schedules")
+    what.add_argument(
+        "--csv", metavar="FILE", help="draw a schedule from a CSV file with one line of actions per pp rank"
+    )
+    what.add_argument("--measured", metavar="RUN_DIR", help="draw a step that a run recorded (logging.trace_steps)")
+    parser.add_argument("--step", type=int, help="number of the recorded step; by default the newest")
+    parser.add_argument("--pp", type=int, default=4, help="number of pp ranks; by default 4")
+    parser.add_argument("--microbatches", type=int, default=8, help="number of micro-batches per step; by default 8")
+    parser.add_argument("--chunks", type=int, help="stages per pp rank, for schedules that work with any number")
+    parser.add_argument("--p2p", type=float, default=0.0, help="time of a message between pp ranks; by default 0")
+    parser.add_argument("--out", type=Path, help=".svg, .html, .json or .csv file; by default, text is printed")
     options = parser.parse_args(arguments)
     try:
         timelines = timelines_of(options)

@@ -1,4 +1,4 @@
-"""Timelines as pictures: the boxes to draw, as SVG, and as a page that compares several. Nothing to install."""
+"""Timelines as pictures: an SVG of one timeline, and an HTML page that compares several. Nothing to install."""
 
 from collections.abc import Mapping
 from html import escape
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from picotron.schedules.simulate import Timeline, computes, summary
 
-# Okabe and Ito's colours, which colour-blind people can tell apart; W's and R's are lighter, to write on them in black.
+# Okabe and Ito's colours, which colour-blind people can distinguish; those of W and R are lighter, for black text.
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#f0e442", "W": "#1fb58a", "R": "#d9a0c0"}
 MEANING = {
     "F": "forward",
@@ -16,8 +16,8 @@ MEANING = {
     "R": "reduction of gradients",
 }
 MESSAGE = "#999999"
-ROW, GAP, LEFT = 24, 4, 52  # pixels: height of a rank, space below it, width of its name
-# Idle time is grey on any background; text follows the reader's light or dark mode.
+ROW, GAP, LEFT = 24, 4, 52  # pixels: height of a rank's row, space below it, width of its label
+# Idle time is grey on any background; the colour of text follows the reader's light or dark mode.
 STYLE = """
 text, body { font-family: system-ui, sans-serif; fill: #222; color: #222 }
 @media (prefers-color-scheme: dark) { text, body { fill: #ddd; color: #ddd; background: #1c1c1c } }
@@ -29,7 +29,7 @@ text { font-size: 11px }
 
 
 class Box(NamedTuple):
-    """A rectangle: an action, or half of an overlapped pair. Times as in the timeline; top and height in rows."""
+    """A rectangle: an action, or one part of an overlapped pair. `top` and `height` are fractions of a row."""
 
     rank: int
     start: float
@@ -42,10 +42,10 @@ class Box(NamedTuple):
 
 
 def boxes(timeline: Timeline) -> list[Box]:
-    """What to draw: a colour for each kind, lighter in later chunks. Messages and reductions are low, as they may run
-    beside computations.
+    """Return the boxes of a timeline. Each kind of action has a colour, lighter in later chunks. Boxes of messages and
+    reductions are low, because these can overlap computations.
     """
-    found = []
+    drawn = []
     for rank, spans in enumerate(timeline.spans):
         stages = sorted({part.stage for span in spans for part in span.action.parts})
         for action, start, end in spans:
@@ -54,29 +54,29 @@ def boxes(timeline: Timeline) -> list[Box]:
                 share = 1 / len(action.parts)
                 top, height, label = (i * share, share, str(part.microbatch)) if computes(action) else (0.75, 0.25, "")
                 colour = lighter(COLOURS.get(part.kind, MESSAGE), stages.index(part.stage) / len(stages))
-                found.append(Box(rank, start, end, top, height, colour, label, title))
-    return found
+                drawn.append(Box(rank, start, end, top, height, colour, label, title))
+    return drawn
 
 
 def kinds(*timelines: Timeline) -> list[str]:
-    """The kinds of actions that have a colour and occur, for a legend."""
+    """Return the kinds of actions that occur and have a colour, for a legend."""
     spans = (span for timeline in timelines for rank in timeline.spans for span in rank)
     occur = {part.kind for span in spans for part in span.action.parts}
     return [kind for kind in COLOURS if kind in occur]
 
 
-def lighter(colour: str, how_much: float) -> str:
-    """A colour like #1fb58a, by up to 1 on the way to white."""
+def lighter(colour: str, amount: float) -> str:
+    """Lighten a colour like #1fb58a by an amount from 0 (unchanged) to 1 (white)."""
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(channel + (255 - channel) * how_much):02x}" for channel in channels)
+    return "#" + "".join(f"{round(channel + (255 - channel) * amount):02x}" for channel in channels)
 
 
 def as_svg(timeline: Timeline, duration: float | None = None, width: int = 960) -> str:
-    """A row per rank; hovering over an action shows its name and times.
+    """Draw a timeline as SVG, with one row per rank. Hovering over an action shows its name and times.
 
     Args:
-        duration: what the width stands for, to compare timelines; by default the step's time.
-        width: in pixels.
+        duration: time that the width stands for, to compare timelines; by default the step's time.
+        width: width in pixels.
     """
     scale = (width - LEFT) / (duration or timeline.step_time)
     height = len(timeline.spans) * (ROW + GAP)
@@ -118,10 +118,11 @@ th, td {{ text-align: left; padding: 0.1em 1.5em 0.1em 0; border-bottom: 1px sol
 <body>
 <h1>{title}</h1>
 <p>{legend}</p>
-<p>Boxes have the numbers of their micro-batches; a lighter colour is a later chunk, grey is idle time. Two half boxes
-are a forward and a backward that overlap; low boxes are messages and reductions. Activations are those of one
-micro-batch in all stages of a rank; times too are in units of its forward, unless they are measured. Hover over a box
-to see its action, stage first: 2F0 is the forward of micro-batch 0 through stage 2.</p>
+<p>The number in a box is its micro-batch. A lighter colour is a later chunk, and grey is idle time. Two half boxes are
+a forward and a backward that overlap; low boxes are messages and reductions. The unit of activations is one micro-batch
+in all stages of a pp rank. The unit of simulated times is the forward of one micro-batch through all of these stages;
+measured times are in seconds. Hover over a box to see its action, stage first: 2F0 is the forward of micro-batch 0
+through stage 2.</p>
 <table>
 {table}
 </table>
@@ -132,7 +133,7 @@ to see its action, stage first: 2F0 is the forward of micro-batch 0 through stag
 
 
 def as_page(title: str, timelines: Mapping[str, Timeline]) -> str:
-    """An HTML page in one file with named timelines, all on the same scale of time."""
+    """Draw named timelines on one time axis, as a self-contained HTML page."""
     keys = kinds(*timelines.values())
     legend = [f'<span class="key" style="background: {COLOURS[key]}">{key} {MEANING[key]}</span>' for key in keys]
     rows = [["", *summary(next(iter(timelines.values())))]]

@@ -1,4 +1,4 @@
-"""What a config asks of the pipeline: the schedule of a training step, and what each stage holds. No torch here."""
+"""The pipeline of a config: the schedule of a training step, and the layers of each stage. No torch."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -18,19 +18,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """
-    Args:
-        schedule: of a training step.
-        stages: of the whole pipeline, by number.
+    """The schedule and the stages of a pipeline. Prints as a table of the layers of each rank.
 
-    Prints as a table of what each rank holds.
+    Args:
+        schedule: the schedule of a training step.
+        stages: all stages of the pipeline, by number.
     """
 
     schedule: Schedule
     stages: list[Stage]
 
     def stages_of(self, rank: int) -> dict[int, Stage]:
-        """What a rank holds, by the numbers of its stages."""
+        """Return the stages of a rank, by number."""
         return {number: self.stages[number] for number in self.schedule.stages_of(rank)}
 
     def __str__(self) -> str:
@@ -38,7 +37,7 @@ class PipelinePlan:
 
     @property
     def last_rank(self) -> int:
-        """The rank with the last stage. In a V it also has the first one."""
+        """The rank with the last stage. In a V, it also has the first one."""
         return self.schedule.rank_of(len(self.stages) - 1)
 
     @property
@@ -47,15 +46,15 @@ class PipelinePlan:
 
 
 def training_schedule(config: "Config") -> Schedule:
-    """The schedule of a training step, which is known to finish. (One rank has one stage, whatever pp_engine says.)
+    """Return the schedule of a training step, checked. A pipeline of one rank has one stage, whatever pp_engine is.
 
     Raises:
-        UserError: there is none for these numbers, or its CSV file has other numbers or a fault.
+        UserError: the schedule does not work with these numbers, or its CSV file has a fault or does not match them.
     """
     layout, microbatches = config.distributed, config.training.gradient_accumulation_steps
     if layout.pp_size == 1:
         if layout.pp_chunks not in (1, None):
-            raise UserError(f"pp_chunks={layout.pp_chunks} is about pipelines, but pp_size=1; leave it out")
+            raise UserError(f"pp_chunks={layout.pp_chunks} needs a pipeline, but pp_size=1; remove it")
         return build("1f1b", 1, microbatches)
     if layout.pp_engine.startswith("csv:"):
         return _from_file(layout.pp_engine.removeprefix("csv:"), layout.pp_size, microbatches, layout.pp_chunks)
@@ -66,20 +65,21 @@ def training_schedule(config: "Config") -> Schedule:
 
 def _from_file(path: str, pp: int, microbatches: int, chunks: int | None) -> Schedule:
     schedule = read_csv(path)
-    for key, there, here in (
+    for key, in_file, in_config in (
         ("distributed.pp_size", schedule.pp, pp),
         ("training.gradient_accumulation_steps", schedule.microbatches, microbatches),
         ("distributed.pp_chunks", schedule.chunks, chunks),
     ):
-        if here not in (there, None):
-            raise UserError(f"the schedule {path!r} is for {key}={there}, but the config says {here}")
+        if in_config not in (in_file, None):
+            raise UserError(f"the schedule {path!r} is for {key}={in_file}, but the config has {in_config}")
     return schedule
 
 
 def plan_pipeline(config: "Config", model_config: "LlamaConfig") -> PipelinePlan:
-    """
+    """Choose the schedule and the stages of a config's pipeline.
+
     Raises:
-        UserError: as `training_schedule`, or the model does not fit the stages.
+        UserError: `training_schedule` fails, or the stages do not fit the model.
     """
     schedule, layout = training_schedule(config), config.distributed.pp_layout
     if layout is None:
@@ -90,5 +90,7 @@ def plan_pipeline(config: "Config", model_config: "LlamaConfig") -> PipelinePlan
     plan = PipelinePlan(schedule, stages)
     for rank in range(schedule.pp):
         if not any(str(stage) for stage in plan.stages_of(rank).values()):
-            raise UserError(f"pp_layout={layout!r} leaves rank {rank} of the pipeline without anything to do")
+            raise UserError(
+                f"pp_layout={layout!r} gives pp rank {rank} nothing; give it a layer, the embedding or the head"
+            )
     return plan

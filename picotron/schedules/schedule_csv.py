@@ -1,4 +1,4 @@
-"""Schedules as CSV files, one line per rank and one cell per action, so that anyone can try a schedule of their own:
+"""Schedules as CSV files, with one line per rank and one cell per action, so that you can write your own:
 
 0F0,0F1,0B0,0B1
 1F0,1B0,1F1,1B1
@@ -18,12 +18,12 @@ def write_csv(programs: Sequence[Sequence[AnyAction]], path: str | Path) -> None
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """A schedule for training, checked. Empty cells are idle time, which the actions after them do not wait for.
+    """Read and check a schedule for training. Empty cells are ignored.
 
     Stages are placed in a V if the last rank has the first stage of the second chunk, else in a loop, see `rank_of`.
 
     Raises:
-        UserError: the file cannot be read, a cell is no action, or the schedule has a fault, see `check`.
+        UserError: the file cannot be read, a cell is not an action, or `check` finds a fault in the schedule.
     """
     try:
         lines = list(csv.reader(Path(path).read_text(encoding="utf-8-sig").rstrip().splitlines(), strict=True))
@@ -32,11 +32,13 @@ def read_csv(path: str | Path) -> Schedule:
     programs = [_program(path, number, cells) for number, cells in enumerate(lines, start=1)]
     parts = [part for program in programs for action in program for part in action.parts]
     if not parts:
-        raise UserError(f"the schedule {str(path)!r} is empty; expected a line of actions like 0F0,0B0 for each rank")
+        raise UserError(
+            f"the schedule {str(path)!r} is empty; expected a line of actions like 0F0,0B0 for each pp rank"
+        )
     pp, num_stages = len(programs), 1 + max(part.stage for part in parts)
     if num_stages % pp:
         raise UserError(
-            f"the schedule {str(path)!r} has {num_stages} stages on {pp} ranks (lines); every rank needs as many as the others"
+            f"the schedule {str(path)!r} has {num_stages} stages on {pp} pp ranks (lines); every pp rank must have the same number of stages"
         )
     in_a_v = pp > 1 and any(part.stage == pp for action in programs[-1] for part in action.parts)
     placement: Placement = "V" if in_a_v else "loop"
@@ -56,6 +58,6 @@ def _program(path: str | Path, line: int, cells: Sequence[str]) -> list[AnyActio
         except ValueError:
             raise UserError(
                 f"the schedule {str(path)!r} has {cell.strip()!r} in line {line}, column {column}; expected stage, kind "
-                f"(F, B, I or W) and micro-batch like 2F0, a pair of them that overlap like (2F3;1B0), or nothing"
+                f"(F, B, I or W) and micro-batch like 2F0, an overlapped pair like (2F3;1B0), or an empty cell"
             ) from None
     return program

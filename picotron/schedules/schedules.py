@@ -1,13 +1,13 @@
-"""The pipeline schedules that papers propose, each as the program of one rank. No torch, no messages, no clock.
+"""The pipeline schedules of the literature, each as the program of one rank. No torch, no messages, no clock.
 
-From the programs of all ranks follows everything else: `checker` proves that they finish and adds the messages,
-`simulate` says how long they take, `draw` shows them.
+Everything else follows from the programs of all ranks: `checker` proves that they finish and adds the messages,
+`simulate` computes when each action runs, and `draw` draws them.
 
-In the docstrings, p is the number of ranks, m that of micro-batches, and v that of chunks, the stages that each rank
-holds. F, B, I and W are how long a rank needs for these actions of one micro-batch, in all its stages together.
+In the docstrings, p is the number of ranks, m the number of micro-batches and v the number of chunks, the stages of one
+rank. F, B, I and W are the times that a rank takes for these actions of one micro-batch, in all its stages together.
 
-Idle: how much longer than the work of one rank a step takes, if all ranks have as much work and messages take no time.
-Activations: the most that a rank holds, counted in those of one micro-batch in one stage, see `simulate`.
+Idle: time of a step minus computing time of one rank, if all ranks have the same work and messages take no time.
+Activations: the most that a rank holds at a time, in units of one micro-batch in one stage, see `simulate`.
 """
 
 import itertools
@@ -36,7 +36,7 @@ def afab(rank: int, pp: int, microbatches: int) -> Program:
 def one_f_one_b(rank: int, pp: int, microbatches: int) -> Program:
     """1F1B, one forward, one backward: PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473).
 
-    Idle: as AFAB. Activations: p - rank, at most m.
+    Idle: that of AFAB. Activations: p - rank, at most m.
     """
     program = Program(microbatches)
     for _ in range(pp - rank - 1): program.forward(rank)
@@ -45,8 +45,9 @@ def one_f_one_b(rank: int, pp: int, microbatches: int) -> Program:
 
 
 def looped_bfs(rank: int, pp: int, microbatches: int, chunks: int) -> Program:
-    """Breadth first: all micro-batches through a rank's first stage, then all through its next (Lamy-Poirier 2022,
-    arXiv:2211.05953). The gradients of later chunks are complete early, so that there is time to reduce them.
+    """Looped breadth-first: all micro-batches run through a rank's first stage, then all through its next one
+    (Lamy-Poirier 2022, arXiv:2211.05953). The gradients of later chunks are complete early, which leaves time to reduce
+    them.
 
     Idle: (p - 1) (F + B) / v, which is (p - 1) / (v m) of the rank's work, if m >= p. Activations: v m.
     """
@@ -61,21 +62,21 @@ def looped_bfs(rank: int, pp: int, microbatches: int, chunks: int) -> Program:
 
 
 def schedule_table(microbatches: int, chunks: int, group_size: int) -> list[tuple[int, int]]:
-    """The order of (micro-batch, chunk) in which a rank of an interleaved schedule does its forwards: a group of
+    """Return the order of (micro-batch, chunk) in which a rank of an interleaved schedule runs its forwards: a group of
     micro-batches through the first chunk, the same group through the next one, ..., then the next group.
 
-    Backwards have the same order, but with the chunks counted from the last one.
+    Backwards run in the same order, with the chunks counted from the last one.
     """
     groups = [range(i, min(i + group_size, microbatches)) for i in range(0, microbatches, group_size)]
     return [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
 
 
 def signed_order(table: list[tuple[int, int]], chunks: int, warmup: int) -> list[int]:
-    """A rank's actions by the numbers of their chunks, from 1: 2 is a forward of the second chunk, -2 a backward.
+    """Return a rank's actions as signed chunk numbers from 1: 2 is a forward of the second chunk, -2 a backward.
 
     Args:
-        table: of `schedule_table`.
-        warmup: how many forwards come before the first pair of a forward and a backward.
+        table: the result of `schedule_table`.
+        warmup: number of forwards before the first pair of a forward and a backward.
     """
     forwards = [chunk + 1 for _, chunk in table]
     backwards = [chunk - chunks for _, chunk in table]
@@ -84,21 +85,25 @@ def signed_order(table: list[tuple[int, int]], chunks: int, warmup: int) -> list
 
 
 def interleaved_1f1b(rank: int, pp: int, microbatches: int, chunks: int, group_size: int | None = None) -> Program:
-    """1F1B with several stages per rank: smaller ones fill and drain sooner (Narayanan et al. 2021, arXiv:2104.04473).
+    """Interleaved 1F1B: with several smaller stages per rank, the pipeline fills and drains sooner (Narayanan et al.
+    2021, arXiv:2104.04473).
 
     Idle: (p - 1) (F + B) / v, which is (p - 1) / (v m) of the rank's work, if m is a multiple of g.
     Activations: (v - 1) g + 2 (p - rank) - 1, at most v m.
 
     Args:
-        group_size: g, how many micro-batches go through a chunk before it is the next one's turn; by default p.
+        group_size: g, the number of micro-batches that run through a chunk before the next chunk's turn; by default p.
+
+    Raises:
+        UserError: the group size is too small.
     """
     program, group_size = Program(microbatches), pp if group_size is None else group_size
     if group_size < min(pp, microbatches):
         raise UserError(
-            f"a group of {group_size} micro-batches is over before the first one has passed pp_size={pp} stages; "
-            f"use a group_size of at least {min(pp, microbatches)}"
+            f"group_size={group_size} is smaller than pp_size={pp}: the group would end before its first micro-batch "
+            f"leaves the pipeline; use a group_size of at least {min(pp, microbatches)}"
         )
-    full_groups = -(-microbatches // group_size) * group_size  # the program leaves out what there is not
+    full_groups = -(-microbatches // group_size) * group_size  # `Program` drops those beyond the last micro-batch
     warmup = (chunks - 1) * group_size + 2 * (pp - rank - 1)
     for number in signed_order(schedule_table(full_groups, chunks, group_size), chunks, warmup):
         append = program.forward if number > 0 else program.backward
@@ -107,8 +112,8 @@ def interleaved_1f1b(rank: int, pp: int, microbatches: int, chunks: int, group_s
 
 
 def zb_h1(rank: int, pp: int, microbatches: int) -> Program:
-    """1F1B with split backwards: W, for which nobody waits, comes late and fills the time at the end that 1F1B wastes
-    (Qi et al. 2023, arXiv:2401.10241).
+    """ZB-H1: 1F1B with split backwards. No other stage waits for W, so W is delayed and fills time at the end of the
+    step in which 1F1B is idle (Qi et al. 2023, arXiv:2401.10241).
 
     Idle: (p - 1) (F + I - W), a third of 1F1B's if F = I = W, for m >= p. Activations: p, at most m.
     """
@@ -121,11 +126,11 @@ def zb_h1(rank: int, pp: int, microbatches: int) -> Program:
 
 
 def zbv(rank: int, pp: int, microbatches: int) -> Program:
-    """Zero bubble in a V: stages go down through the ranks and up again, so that the first rank also has the last stage
-    and starts its backwards early (ZB-V in Qi et al. 2023, arXiv:2401.10241; Qi et al. 2024, arXiv:2405.15362).
+    """Zero bubble in a V: stages go down through the ranks and up again, so the first rank also has the last stage and
+    starts its backwards early (ZB-V in Qi et al. 2023, arXiv:2401.10241; Qi et al. 2024, arXiv:2405.15362).
 
-    Idle: nothing between the first and the last action of any rank, if F = I = W and m >= 2 p - 1. The step takes
-    (p - 1) F / 2 longer than a rank's work, as the last rank starts so much later. Activations: 2 p, at most 2 m.
+    Idle: (p - 1) F / 2, if F = I = W and m >= 2 p - 1. No rank idles between its first and its last action, but the
+    last rank starts this much later than the first. Activations: 2 p, at most 2 m.
     """
     program, down, up = Program(microbatches), rank, 2 * pp - 1 - rank
     for _ in range(2 * (pp - rank) - 1): program.forward(down)
@@ -140,23 +145,23 @@ def zbv(rank: int, pp: int, microbatches: int) -> Program:
 
 
 def dualpipev(rank: int, pp: int, microbatches: int) -> Program:
-    """A V in which forwards and backwards overlap, so that communication inside of stages, like that of experts, hides
-    behind computation (DeepSeek-AI 2024, arXiv:2412.19437; as a V in their DualPipe repository, 2025).
+    """DualPipeV: a V in which forwards and backwards overlap, so that communication inside stages, such as that of
+    experts, hides behind computation (DeepSeek-AI 2024, arXiv:2412.19437; as a V in their DualPipe repository, 2025).
 
-    Idle: (p - 1) (X + B - 3 W) / 2, where X is the time of overlapped pairs (F + B if nothing is gained), if
-    F = I >= W and m >= 2 p; ranks before the last one have less if X < F + B. Activations: 2 p + 1, at most 2 m.
+    Idle: (p - 1) (X + B - 3 W) / 2, where X is the time of overlapped pairs (F + B if overlapping saves no time), if
+    F = I >= W and m >= 2 p; ranks before the last one idle less if X < F + B. Activations: 2 p + 1, at most 2 m.
     """
     program, down, up = Program(microbatches), rank, 2 * pp - 1 - rank
     for _ in range(2 * (pp - rank - 1)): program.forward(down)
     for _ in range(rank + 1): program.forward(down); program.forward(up)
     for _ in range(pp - rank - 1): program.backward_input(up); program.backward_weight(); program.forward(up)
     pairs = max(microbatches, 2 * pp) - 2 * pp + rank + 1
-    if rank == pp - 1:  # its first gradient is still on its way, and this forward need not wait
+    if rank == pp - 1:  # this forward runs alone, while the first gradient is still on its way
         program.forward(down); program.backward(up); program.overlapped(up, down)
         pairs -= 1
     for _ in range(pairs): program.overlapped(down, up); program.overlapped(up, down)
     for _ in range(pp - rank - 1): program.backward(up); program.overlapped(up, down)
-    for i in range(2 * (rank + 1)):  # no forwards are left; from the middle on W waits, to fill the gaps at the end
+    for i in range(2 * (rank + 1)):  # no forwards are left; in the second half W is delayed, to fill the gaps at the end
         (program.backward if i <= rank else program.backward_input)(down if i % 2 else up)
     for _ in range(pp - rank - 1): program.backward_weight(); program.backward_input(down)
     program.all_backward_weights()
@@ -167,11 +172,11 @@ def dualpipev(rank: int, pp: int, microbatches: int) -> Program:
 
 
 class Recipe(NamedTuple):
-    """How to build a schedule."""
+    """A schedule: the function that builds one rank's program, and the stages that it needs."""
 
     program: Callable[..., Program]
-    chunks: int = 1  # per rank
-    any_chunks: bool = False  # other numbers work as well
+    chunks: int = 1  # per rank, by default
+    any_chunks: bool = False  # whether other numbers of chunks work, too
     placement: Placement = "loop"
 
 
@@ -190,7 +195,7 @@ def check_name(name: str) -> str:
     """Return `name` if it names a schedule: a key of SCHEDULES, or csv:FILE.
 
     Raises:
-        UserError: it does not.
+        UserError: there is no such schedule.
     """
     if name in SCHEDULES or re.match("csv:.", name):
         return name
@@ -198,16 +203,16 @@ def check_name(name: str) -> str:
 
 
 def build(name: str, pp: int, microbatches: int, chunks: int | None = None, group_size: int | None = None) -> Schedule:
-    """A schedule of SCHEDULES.
+    """Build a schedule of SCHEDULES.
 
     Args:
-        pp: ranks of the pipeline.
-        microbatches: of one step.
-        chunks: stages of each rank; by default that of SCHEDULES.
-        group_size: only for interleaved_1f1b, see there.
+        pp: number of ranks.
+        microbatches: number of micro-batches per step.
+        chunks: number of stages per rank; by default that of SCHEDULES.
+        group_size: only for interleaved_1f1b, see `interleaved_1f1b`.
 
     Raises:
-        UserError: there is no such schedule, or not for these numbers.
+        UserError: there is no such schedule, or it does not work with these numbers.
     """
     if check_name(name) not in SCHEDULES:
         raise UserError(f"the schedule {name!r} is a file; read it with `read_csv`")
@@ -216,9 +221,9 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, grou
     _check_numbers(pp, microbatches, chunks)
     if chunks != recipe.chunks and not recipe.any_chunks:
         flexible = " or ".join(other for other in SCHEDULES if SCHEDULES[other].any_chunks)
-        raise UserError(f"{name} has {recipe.chunks} chunk(s) per rank, not {chunks}; for {chunks} use {flexible}")
+        raise UserError(f"{name} has {recipe.chunks} chunk(s) per pp rank, not {chunks}; for {chunks}, use {flexible}")
     if group_size is not None and name != "interleaved_1f1b":
-        raise UserError(f"group_size={group_size} is for interleaved_1f1b, not for {name}; leave it out")
+        raise UserError(f"group_size={group_size} cannot be used with {name}, only with interleaved_1f1b; remove it")
     options = {"chunks": chunks} if recipe.any_chunks else {}
     options |= {} if group_size is None else {"group_size": group_size}
     programs = [recipe.program(rank, pp, microbatches, **options) for rank in range(pp)]
@@ -226,8 +231,8 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, grou
 
 
 def forward_only(pp: int, microbatches: int, chunks: int = 1, placement: Placement = "loop") -> Schedule:
-    """The schedule of an evaluation, for stages that are placed as in training. Forwards have the order in which they
-    could run if every stage had a rank of its own.
+    """Build the schedule of an evaluation, for stages that are placed as in training. Forwards run in the order in
+    which they could run if every stage had a separate rank.
 
     Idle: (p - 1) F / v in a loop, if m is a multiple of p.
     """
@@ -242,4 +247,4 @@ def forward_only(pp: int, microbatches: int, chunks: int = 1, placement: Placeme
 
 def _check_numbers(pp: int, microbatches: int, chunks: int) -> None:
     if min(pp, microbatches, chunks) < 1:
-        raise UserError(f"pp={pp}, microbatches={microbatches} and chunks={chunks} must be at least 1 each")
+        raise UserError(f"pp={pp}, microbatches={microbatches} and chunks={chunks} must each be at least 1")

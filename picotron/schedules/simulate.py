@@ -1,7 +1,7 @@
-"""How long a schedule takes, how long each rank is idle, and how many activations it holds. No torch, no processes.
+"""Simulation of a schedule: step time, and the idle time and activations of each rank. No torch, no processes.
 
-A rank does its actions in order, each as soon as the rank is free and the action's input is there. A message leaves
-when the action that makes it ends; while it travels, both ranks go on computing.
+A rank runs its actions in order, each as soon as the rank is free and the action's input has arrived. A message leaves
+when the action that produces it ends; while it travels, both ranks continue to compute.
 """
 
 import dataclasses
@@ -13,23 +13,23 @@ from typing import NamedTuple
 from picotron.errors import UserError
 from picotron.schedules.actions import Action, AnyAction, Overlapped, Schedule
 
-Work = tuple[tuple[str, int], ...]  # kind and stage of an action's parts: what all its micro-batches have in common
+CostKey = tuple[tuple[str, int], ...]  # kind and stage of an action's parts: the time depends on no micro-batch
 
 
-def work_of(action: AnyAction) -> Work:
+def cost_key(action: AnyAction) -> CostKey:
     return tuple((part.kind, part.stage) for part in action.parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """The time that actions take, in any unit: seconds, or forwards of a stage.
+    """The times of actions and messages, in any unit: seconds, or forwards of a stage.
 
     Args:
-        F, B, I, W: of an action in a stage of weight 1. One that splits a backward may pay for it: I + W > B.
-        overlapped: what part of the sum F + B an overlapped pair takes. 1: nothing is gained.
-        p2p: of a message from one rank to another.
-        weights: of each stage; by default 1. `stages.stage_weights` has those of a model's stages.
-        measured: the time of actions that have been measured, by `work_of`; the others' follow from the rest.
+        F, B, I, W: time of an action in a stage of weight 1. A split backward can be slower than a full one: I + W > B.
+        overlapped: time of an overlapped pair, as a fraction of the sum F + B; 1 if overlapping saves no time.
+        p2p: time of a message from one rank to another.
+        weights: relative time of each stage, see `stages.stage_weights`; by default 1.
+        measured: measured times of actions, by `cost_key`; they replace the times that follow from the fields above.
     """
 
     F: float = 1.0
@@ -39,11 +39,11 @@ class Costs:
     overlapped: float = 1.0
     p2p: float = 0.0
     weights: Sequence[float] | None = None
-    measured: Mapping[Work, float] = dataclasses.field(default_factory=dict)
+    measured: Mapping[CostKey, float] = dataclasses.field(default_factory=dict)
 
     def of(self, action: AnyAction) -> float:
-        if (work := work_of(action)) in self.measured:
-            return self.measured[work]
+        if (key := cost_key(action)) in self.measured:
+            return self.measured[key]
         if isinstance(action, Overlapped):
             return self.overlapped * (self.of(action.forward) + self.of(action.backward))
         weight = 1.0 if self.weights is None else self.weights[action.stage]
@@ -51,7 +51,7 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """When an action ran."""
+    """An action with the times of its start and its end."""
 
     action: AnyAction
     start: float
@@ -63,14 +63,14 @@ class Timeline:
     """One step of all ranks, simulated or measured.
 
     Args:
-        spans: by rank, in order; times since the step began.
+        spans: the spans of each rank, in order; times are relative to the beginning of the step.
     """
 
     spans: Sequence[Sequence[Span]]
 
     @property
     def programs(self) -> list[list[AnyAction]]:
-        """What each rank computes. (Messages and reductions are no computation.)"""
+        """The computations of each rank. (Messages and reductions are not computations.)"""
         return [[span.action for span in rank if computes(span.action)] for rank in self.spans]
 
     @property
@@ -79,13 +79,13 @@ class Timeline:
 
     @property
     def idle(self) -> list[float]:
-        """How much of the step's time each rank computes nothing."""
+        """The time of the step in which each rank computes nothing."""
         step_time = self.step_time
         return [step_time - sum(end - start for a, start, end in rank if computes(a)) for rank in self.spans]
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time that is idle, 0 to 1."""
+        """The fraction of all ranks' time that is idle, 0 to 1."""
         return sum(self.idle) / (len(self.spans) * self.step_time)
 
 
@@ -94,18 +94,18 @@ def computes(action: AnyAction) -> bool:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Run a schedule on the clock. By default F, I and W take 1, B takes 2 and messages nothing.
+    """Compute when each action of a schedule runs. By default, F, I and W take 1, B takes 2 and messages take no time.
 
     Args:
-        schedule: a whole one: `checker.check` finds what is missing.
+        schedule: a complete schedule; `checker.check` finds missing actions.
 
     Raises:
-        UserError: the schedule deadlocks. The sentence says who waits for whom.
+        UserError: the schedule deadlocks. The message names the ranks and actions that wait for each other.
     """
     costs = costs or Costs()
     todo = [deque(program) for program in schedule.programs]
     spans: list[list[Span]] = [[] for _ in todo]
-    finished: dict[Action, float] = {}  # when each result was there
+    finished: dict[Action, float] = {}  # end of the action that produced each result
     while any(todo):
         stuck = True
         for rank, queue in enumerate(todo):
@@ -125,37 +125,38 @@ def _sources(schedule: Schedule, action: AnyAction) -> set[Action]:
 
 
 def _deadlock(schedule: Schedule, todo: Sequence[deque[AnyAction]], finished: Mapping[Action, float]) -> str:
-    """Each rank that is not done waits for another such rank, so whoever follows them goes round in a circle."""
-    waits: dict[int, tuple[AnyAction, AnyAction, int]] = {}  # rank: at which action, for which one, of which rank
+    """Describe a deadlock. Each rank with actions left waits for another such rank, so these waits contain a cycle."""
+    waits: dict[int, tuple[AnyAction, AnyAction, int]] = {}  # rank: its next action, the awaited one, that one's rank
     for rank, queue in enumerate(todo):
         if queue:
             source = min(_sources(schedule, queue[0]) - finished.keys())
             other = schedule.rank_of(source.stage)
-            asked = next(action for action in todo[other] for part in action.parts if part.result == source)
-            waits[rank] = queue[0], asked, other
+            awaited = next(action for action in todo[other] for part in action.parts if part.result == source)
+            waits[rank] = queue[0], awaited, other
     path = [min(waits)]
     while (rank := waits[path[-1]][2]) not in path:
         path.append(rank)
-    circle = [waits[rank] for rank in path[path.index(rank) :]]
-    told = ", which waits ".join(f"at {at} for {asked} of pp rank {other}" for at, asked, other in circle)
+    cycle = [waits[rank] for rank in path[path.index(rank) :]]
+    chain = ", which waits ".join(f"at {at} for {awaited} of pp rank {other}" for at, awaited, other in cycle)
     remedies = [
-        f"put {asked} before {waits[other][0]} in the program of pp rank {other}"
-        for _, asked, other in circle
-        if asked != waits[other][0]
+        f"put {awaited} before {waits[other][0]} in the program of pp rank {other}"
+        for _, awaited, other in cycle
+        if awaited != waits[other][0]
     ]
-    remedies.append(f"take the pair {circle[0][0]} apart")  # only pairs can wait for each other as a whole
-    return f"deadlock: pp rank {rank} waits {told}; {remedies[0]}"
+    # If every awaited action is the next one of its rank, overlapped pairs wait for each other.
+    remedies.append(f"split the pair {cycle[0][0]} into two actions")
+    return f"deadlock: pp rank {rank} waits {chain}; {remedies[0]}"
 
 
 def peak_activations(program: Sequence[AnyAction], sizes: Mapping[int, int] | None = None) -> int:
-    """How many activations a rank holds at most, in units of those of one micro-batch in one stage.
+    """Return the most activations that a rank holds at a time, in units of one micro-batch in one stage.
 
-    A forward takes a unit when it starts. A B gives it back when it ends. An I gives nothing back, as it keeps what its
-    W needs; that W gives the unit back when it ends. In an overlapped pair both units are there. A forward without a
-    backward, in an evaluation, keeps nothing.
+    A forward allocates a unit when it starts, and its B frees the unit when it ends. An I frees nothing, because its W
+    needs the activations; the W frees them when it ends. An overlapped pair needs the units of both its parts. A
+    forward without a backward, in an evaluation, keeps no activations.
 
     Args:
-        sizes: of a unit in each stage; by default 1.
+        sizes: size of a unit in each stage; by default 1.
     """
     parts = [part for action in program for part in action.parts]
     kept = {(part.stage, part.microbatch) for part in parts if part.kind in ("B", "W")}
@@ -169,20 +170,20 @@ def peak_activations(program: Sequence[AnyAction], sizes: Mapping[int, int] | No
 
 
 def summary(timeline: Timeline) -> dict[str, str]:
-    """What a timeline amounts to, for people. Activations are those of one micro-batch in all stages of a rank."""
+    """Return key figures of a timeline as text. Activations are in units of one micro-batch in all stages of a rank."""
     stages = [len({part.stage for action in program for part in action.parts}) for program in timeline.programs]
     peaks = [peak_activations(program) / max(n, 1) for program, n in zip(timeline.programs, stages, strict=True)]
     return {
         "step time": f"{timeline.step_time:.4g}",
         "bubble": f"{timeline.bubble:.1%}",
-        "peak activations by rank": " ".join(f"{peak:.3g}" for peak in peaks),
+        "peak activations by pp rank": " ".join(f"{peak:.3g}" for peak in peaks),
     }
 
 
 def measured_costs(timeline: Timeline) -> Costs:
-    """What actions took on average, to simulate with. (The time of messages is not in it: computations hide it.)"""
-    times: dict[Work, list[float]] = defaultdict(list)
+    """Return the mean time of each action, to simulate with. (Messages cost nothing here: computations hide them.)"""
+    times: dict[CostKey, list[float]] = defaultdict(list)
     for rank in timeline.spans:
         for action, start, end in rank:
-            times[work_of(action)].append(end - start)
-    return Costs(measured={work: mean(each) for work, each in times.items()})
+            times[cost_key(action)].append(end - start)
+    return Costs(measured={key: mean(each) for key, each in times.items()})

@@ -1,12 +1,12 @@
-"""Which layers a pipeline stage holds. No torch here: anyone can ask.
+"""Pipeline stages: the layers that each stage of a pipeline holds. No torch.
 
-A layout can be written as text, in the notation of Megatron-LM's `--pipeline-model-parallel-layout`: E is the
-embedding, t a (transformer) layer, L the head with its loss, and | stands between two stages. x*n is n times x, where x
-is one of these or a group in parentheses. Commas and spaces mean nothing. An empty stage passes on what it gets.
+Stages can be written as text, in the notation of Megatron-LM's `--pipeline-model-parallel-layout`: E is the embedding,
+t a (transformer) layer, L the head with its loss, and | a boundary between two stages. x*n repeats x n times, where x
+is one of these or a group in parentheses. Commas and spaces are ignored. An empty stage passes its input on.
 
     Et*3|(tt|)*5L       seven stages: the embedding and three layers, five times two layers, the head alone
 
-With several chunks per rank, the stages are those of chunk 0 on all ranks, then those of chunk 1, ..., see
+With several chunks per rank, the stages of chunk 0 on all ranks come first, then those of chunk 1, ..., see
 `actions.rank_of`.
 """
 
@@ -24,12 +24,12 @@ from picotron.text_table import text_table
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-MAX_PARTS = 10_000  # of a layout that is written as text
+MAX_SYMBOLS = 10_000  # in a pp_layout, written out
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What a stage holds. Prints in the notation above."""
+    """The contents of a stage. Prints in the notation above."""
 
     layers: range
     has_embedding: bool = False
@@ -42,13 +42,13 @@ class Stage:
 def balanced_layers(
     config: "LlamaConfig", num_stages: int, seq_length: int, ranks: Sequence[int] | None = None
 ) -> list[range]:
-    """The layers of each stage, at least one, such that the slowest rank is as fast as can be: a pipeline runs at its
-    pace. The first stage also has the embedding, the last one the head, so they may get fewer layers.
+    """Assign at least one layer to each stage, such that the slowest rank, which sets the pace of the pipeline, is as
+    fast as possible. The first stage also has the embedding, and the last one the head, so they may get fewer layers.
 
     Args:
-        num_stages: at most the number of layers.
-        seq_length: see `part_costs`.
-        ranks: of each stage; by default every stage has a rank of its own.
+        num_stages: number of stages, at most the number of layers.
+        seq_length: tokens per sequence, see `part_costs`.
+        ranks: the rank of each stage; by default every stage has a separate rank.
     """
     return _assign_layers(config.num_hidden_layers, num_stages, *part_costs(config, seq_length), ranks)
 
@@ -56,8 +56,8 @@ def balanced_layers(
 def _assign_layers(
     num_layers: int, num_stages: int, layer: Cost, embedding: Cost, head: Cost, ranks: Sequence[int] | None = None
 ) -> list[range]:
-    """Layers are alike, so it is best to hand out one after the other, each to the rank that is lightest with it, and
-    there to its lightest stage.
+    """Assign one layer after the other, each to the rank that has the lowest cost with it, and there to the lightest
+    stage. This is optimal because all layers cost the same.
     """
     ranks = range(num_stages) if ranks is None else ranks
     costs = [layer] * num_stages
@@ -66,11 +66,11 @@ def _assign_layers(
     counts = [1] * num_stages
 
     def with_one_more(stage: int) -> tuple[Cost, Cost]:
-        whole_rank = [costs[other] for other in range(num_stages) if ranks[other] == ranks[stage]]
-        return sum(whole_rank, layer), costs[stage] + layer
+        costs_of_rank = [costs[other] for other in range(num_stages) if ranks[other] == ranks[stage]]
+        return sum(costs_of_rank, layer), costs[stage] + layer
 
     for _ in range(num_layers - num_stages):
-        # From the last stage on: between equals the later one, which has fewer micro-batches in flight (1F1B).
+        # Reversed, so that ties go to the later stage, which has fewer micro-batches in flight (1F1B).
         lightest = min(reversed(range(num_stages)), key=with_one_more)
         costs[lightest] += layer
         counts[lightest] += 1
@@ -81,7 +81,7 @@ def _assign_layers(
 def balanced_stages(
     config: "LlamaConfig", seq_length: int, pp: int, chunks: int = 1, placement: Placement = "loop"
 ) -> list[Stage]:
-    """The layout of a model for which none is given, see `balanced_layers`.
+    """Return the default stages of a model, see `balanced_layers`.
 
     Raises:
         UserError: there are fewer layers than stages.
@@ -89,8 +89,8 @@ def balanced_stages(
     num_stages = pp * chunks
     if config.num_hidden_layers < num_stages:
         raise UserError(
-            f"pp_size={pp} ranks with {chunks} chunks each make {num_stages} stages, which need a layer each, but "
-            f"num_hidden_layers={config.num_hidden_layers}; use fewer, or a layout with empty stages"
+            f"pp_size={pp} with {chunks} chunk(s) per pp rank needs at least {num_stages} layers, one per stage, but "
+            f"num_hidden_layers={config.num_hidden_layers}; use fewer stages, or a pp_layout with empty ones"
         )
     ranks = [rank_of(stage, pp, placement) for stage in range(num_stages)]
     layers = balanced_layers(config, num_stages, seq_length, ranks)
@@ -98,23 +98,23 @@ def balanced_stages(
 
 
 def parse_stages(text: str, num_layers: int, num_stages: int) -> list[Stage]:
-    """The stages of a layout that is written as above.
+    """Parse stages that are written in the notation above.
 
     Raises:
         UserError: the text is not in that notation, or does not fit the model or the number of stages.
     """
-    parts = _expand(text)
-    stages = parts.split("|")
-    if "m" in parts:
-        why = "has m, multi-token prediction, which these models do not have; leave it out"
+    symbols = _expand(text)
+    stages = symbols.split("|")
+    if "m" in symbols:
+        why = "has m (multi-token prediction), which these models do not support; remove it"
     elif len(stages) != num_stages:
-        why = f"has {len(stages)} stages, but ranks times chunks are {num_stages}"
-    elif parts.count("t") != num_layers:
-        why = f"has {parts.count('t')} layers (t), but the model has {num_layers}"
-    elif parts.count("E") != 1 or parts[0] != "E":
-        why = f"has {parts.count('E')} E; it must have one, at its very beginning, as the first stage reads the tokens"
-    elif parts.count("L") != 1 or parts[-1] != "L":
-        why = f"has {parts.count('L')} L; it must have one, at its very end, as the last stage computes the loss"
+        why = f"has {len(stages)} stages, but the schedule has {num_stages} (pp ranks times chunks)"
+    elif symbols.count("t") != num_layers:
+        why = f"has {symbols.count('t')} layers (t), but the model has {num_layers}"
+    elif symbols.count("E") != 1 or symbols[0] != "E":
+        why = f"has {symbols.count('E')} E; it must begin with its only E, because the first stage reads the tokens"
+    elif symbols.count("L") != 1 or symbols[-1] != "L":
+        why = f"has {symbols.count('L')} L; it must end with its only L, because the last stage computes the loss"
     else:
         ends = list(itertools.accumulate(stage.count("t") for stage in stages))
         layers = [range(end - stage.count("t"), end) for stage, end in zip(stages, ends, strict=True)]
@@ -123,11 +123,11 @@ def parse_stages(text: str, num_layers: int, num_stages: int) -> list[Stage]:
 
 
 def _expand(text: str) -> str:
-    """A layout without repetitions, groups and what means nothing: `E,(t|)*2L` is `Et|t|L`."""
-    groups = [""]  # what has been read of the text, and of each group that is still open in it
-    last = ""  # what a * would repeat
-    for found in re.finditer(r"\*([0-9]{0,9})|.", text, re.DOTALL):
-        token, times = found[0], int(found[1] or 0)
+    """Write out repetitions and groups, and drop commas and spaces: `E,(t|)*2L` is `Et|t|L`."""
+    groups = [""]  # the expanded text so far, then that of each open group
+    last = ""  # the text that a * would repeat
+    for match in re.finditer(r"\*([0-9]{0,9})|.", text, re.DOTALL):
+        token, times = match[0], int(match[1] or 0)
         if token in "EtmL|":
             last = token
             groups[-1] += last
@@ -137,13 +137,13 @@ def _expand(text: str) -> str:
         elif token == ")" and len(groups) > 1:
             last = groups.pop()
             groups[-1] += last
-        elif times > 0 and last and times * len(last) <= MAX_PARTS:
+        elif times > 0 and last and times * len(last) <= MAX_SYMBOLS:
             groups[-1] += last * (times - 1)
             last = ""
         elif token not in ", ":
             raise UserError(
-                f"cannot parse pp_layout={text!r} at character {found.start() + 1}, {token!r}; expected E, t, L, |, "
-                f"( and ), and *n behind what is to be repeated, with n from 1 and at most {MAX_PARTS} parts in all"
+                f"cannot parse pp_layout={text!r} at character {match.start() + 1}, {token!r}; expected E, t, L, |, "
+                f"( or ), or *n after what it repeats, with n at least 1 and at most {MAX_SYMBOLS} symbols in all"
             )
     if len(groups) > 1:
         raise UserError(f"pp_layout={text!r} lacks {len(groups) - 1} closing parentheses at its end")
@@ -151,11 +151,11 @@ def _expand(text: str) -> str:
 
 
 def format_stages(stages: Sequence[Stage], pp: int, placement: Placement = "loop") -> str:
-    """A table of what each rank holds in each chunk."""
+    """Return a table of the layers of each rank in each chunk."""
     rows = [["", *(f"chunk {chunk}" for chunk in range(len(stages) // pp))]]
     for rank in range(pp):
-        mine = [stage for stage in range(len(stages)) if rank_of(stage, pp, placement) == rank]
-        rows.append([f"pp {rank}", *(f"stage {stage}: {_contents(stages[stage])}" for stage in mine)])
+        held = [stage for stage in range(len(stages)) if rank_of(stage, pp, placement) == rank]
+        rows.append([f"pp {rank}", *(f"stage {stage}: {_contents(stages[stage])}" for stage in held)])
     return text_table(rows)
 
 
@@ -167,8 +167,9 @@ def _contents(stage: Stage) -> str:
 
 
 def stage_weights(config: "LlamaConfig", stages: Sequence[Stage], seq_length: int, pp: int) -> list[float]:
-    """How long the stages take by their FLOPs, for `simulate.Costs`, in units of the average rank's time. (That a
-    weight's gradient takes as long as an activation's is true of matrices, but not of attention, which has no weights.)
+    """Return the relative times of the stages by their FLOPs, for `simulate.Costs`; the ranks' average is 1.
+
+    `Costs` assumes that W takes as long as I. This is true of matrices, but not of attention, which has no weights.
     """
     layer, embedding, head = (cost.flops for cost in part_costs(config, seq_length))
     flops = [len(stage.layers) * layer + stage.has_embedding * embedding + stage.has_head * head for stage in stages]

@@ -1,8 +1,8 @@
-"""What a run measured of a step: RUN_DIR/trace_step_00000005.jsonl has a line for each action of each rank in step 5,
+"""Traces of recorded steps: RUN_DIR/trace_step_00000005.jsonl has a line for each action of each pp rank in step 5,
 
     {"rank": 0, "action": "0F0", "start": 0.0012, "end": 0.0150}
 
-with times in seconds since the step began. Messages and R may be there too, see `actions.Action`.
+with times in seconds since the beginning of the step. A trace can also have messages and R, see `actions.Action`.
 """
 
 import json
@@ -20,9 +20,9 @@ def trace_path(run_dir: str | Path, step: int) -> Path:
 
 
 def traces(run_dir: Path) -> dict[int, Path]:
-    """The traces in a run's folder by step, in ascending order."""
-    found = (re.fullmatch(r"trace_step_([0-9]{8})\.jsonl", path.name) for path in run_dir.glob("trace_step_*"))
-    return dict(sorted((int(name[1]), run_dir / name[0]) for name in found if name))
+    """Return the traces in a run's folder by step, in ascending order."""
+    matches = (re.fullmatch(r"trace_step_([0-9]{8})\.jsonl", path.name) for path in run_dir.glob("trace_step_*"))
+    return dict(sorted((int(match[1]), run_dir / match[0]) for match in matches if match))
 
 
 def trace_line(rank: int, span: Span) -> str:
@@ -30,14 +30,16 @@ def trace_line(rank: int, span: Span) -> str:
 
 
 def read_trace(run_dir: str | Path, step: int | None = None) -> tuple[int, Timeline]:
-    """A measured step, by default the newest one, and its number.
+    """Read the trace of a step, by default the newest one. Returns the step's number and its timeline.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: there is no such trace, or it cannot be read.
     """
     steps = list(traces(Path(run_dir)))
     if not steps:
-        raise UserError(f"{str(run_dir)!r} has no traces, which are named trace_step_00000005.jsonl")
+        raise UserError(
+            f"{str(run_dir)!r} has no traces, files like trace_step_00000005.jsonl; record a step with logging.trace_steps"
+        )
     step = steps[-1] if step is None else step
     if step not in steps:
         raise UserError(f"{str(run_dir)!r} has no trace of step {step}; choose one of {steps}")
@@ -47,13 +49,15 @@ def read_trace(run_dir: str | Path, step: int | None = None) -> tuple[int, Timel
             event = json.loads(line)
             span = Span(parse_action(event["action"]), float(event["start"]), float(event["end"]))
             if not 0 <= span.start <= span.end < math.inf:
-                raise ValueError("times are in disorder")
+                raise ValueError("times are out of order")
             spans.setdefault(int(event["rank"]), []).append(span)
         except (ValueError, TypeError, KeyError):
             raise UserError(
-                f"{trace_path(run_dir, step)} is no trace: line {number} is {line[:80]!r}; expected "
-                f'{{"rank": 0, "action": "0F0", "start": 0.0, "end": 1.0}}, with seconds'
+                f"{trace_path(run_dir, step)} is not a valid trace: line {number} is {line[:80]!r}; expected "
+                f'{{"rank": 0, "action": "0F0", "start": 0.0, "end": 1.0}}, with times in seconds'
             ) from None
     if not spans or sorted(spans) != list(range(len(spans))):
-        raise UserError(f"{trace_path(run_dir, step)} is not whole: it has ranks {sorted(spans)}; expected 0, 1, ...")
+        raise UserError(
+            f"{trace_path(run_dir, step)} is incomplete: it has pp ranks {sorted(spans)}; expected 0, 1, ..."
+        )
     return step, Timeline([sorted(spans[rank], key=lambda span: span.start) for rank in range(len(spans))])

@@ -1,4 +1,4 @@
-"""The combinations of several values for several keys, and a folder's name for each of them. No torch here."""
+"""Combinations of the values of config keys, and a folder name for each combination. No torch here."""
 
 import hashlib
 import itertools
@@ -12,8 +12,8 @@ from picotron.config_reader import leaf_keys
 from picotron.errors import UserError
 
 AXES = {axis: f"distributed.{axis}_size" for axis in ("dp", "pp", "cp", "tp")}
-GLOBAL_BATCH = "global_batch_size"  # no key of the config: gradient_accumulation_steps follows from it
-# The names that people know, from which those of folders are made, in this order; other keys come behind them.
+GLOBAL_BATCH = "global_batch_size"  # not a key of the config: it determines gradient_accumulation_steps
+# Short flags of some keys. Folder names use them, in this order; all other keys follow.
 FLAGS = AXES | {
     "pp_engine": "distributed.pp_engine",
     "mbs": "training.micro_batch_size",
@@ -31,34 +31,35 @@ FLAGS = AXES | {
 }
 
 Choices = dict[str, list[Any]]  # the values of each dotted key
-Combination = dict[str, Any]  # one of these each
+Combination = dict[str, Any]  # one value for each dotted key
 
 
 def short_name(key: str) -> str:
-    """Of a dotted key: tp, learning_rate, dataset_name (as a model has a name, too)."""
+    """Shorten a dotted key: tp, learning_rate, or dataset_name, because model.name ends in the same word."""
     for flag, known in FLAGS.items():
         if key == known:
             return flag
     last = key.split(".")[-1]
-    alike = [other for other in leaf_keys() if other.split(".")[-1] == last]
-    return last if len(alike) == 1 else key.replace(".", "_")
+    same_ending = [other for other in leaf_keys() if other.split(".")[-1] == last]
+    return last if len(same_ending) == 1 else key.replace(".", "_")
 
 
 def canonical_json(value: Any) -> str:
-    """Values are the same if this is. (To Python, 1 is True.)"""
+    """Return a string that is equal for equal JSON values only. (In Python, 1 == True.)"""
     return json.dumps(value, sort_keys=True)
 
 
 def combinations(choices: Choices, world_sizes: Sequence[int] | None, base: dict[str, Any]) -> list[Combination]:
-    """The cartesian product of the choices.
+    """Return the Cartesian product of the choices.
 
     Args:
-        world_sizes: keep layouts of so many processes. Axes that are not among the choices then get some, see
-            `create_config.py --help`.
-        base: what the config is without the choices, as JSON.
+        choices: the values of each key.
+        world_sizes: accepted numbers of processes; combinations with another number are dropped. Axes that are not
+            among the choices then get sizes as described in `create_config.py --help`. None accepts any number.
+        base: the config without the choices, as JSON.
 
     Raises:
-        UserError: there are none.
+        UserError: there is no combination.
     """
     if world_sizes is None:
         return _product(choices)
@@ -75,44 +76,47 @@ def _layouts(choices: Choices, world_sizes: Sequence[int], base: dict[str, Any])
     if min(world_sizes) < 1:
         raise UserError(f"--world_size {min(world_sizes)} should be a positive number of processes")
     divisors = [n for n in range(1, max(world_sizes) + 1) if any(size % n == 0 for size in world_sizes)]
-    section, given = base.get("distributed"), choices.keys() & set(AXES.values())
-    of_base = section if isinstance(section, dict) else {}
+    section, given_axes = base.get("distributed"), choices.keys() & set(AXES.values())
+    base_sizes = section if isinstance(section, dict) else {}
     sizes: Choices = {}
     for axis, key in AXES.items():
-        if key in given:
+        if key in given_axes:
             sizes[key] = choices[key]
-        elif axis == "dp" or not given:
+        elif axis == "dp" or not given_axes:
             sizes[key] = divisors
         else:
-            sizes[key] = [of_base.get(f"{axis}_size", 1)]
+            sizes[key] = [base_sizes.get(f"{axis}_size", 1)]
         for size in sizes[key]:
             if type(size) is not int or size < 1:
                 raise UserError(f"{key}={canonical_json(size)} should be a positive integer")
     layouts = [layout for layout in _product(sizes) if math.prod(layout.values()) in world_sizes]
     if not layouts:
         tried = " x ".join(f"{axis} {'|'.join(map(str, sizes[key]))}" for axis, key in AXES.items())
-        raise UserError(f"{tried} never makes --world_size {' or '.join(map(str, world_sizes))}; use other sizes")
+        wanted = " or ".join(map(str, world_sizes))
+        raise UserError(f"--world_size {wanted}: no combination of {tried} has this product; use other sizes")
     return layouts
 
 
-def folder_names(found: Sequence[Combination]) -> list[str]:
-    """Of each combination what varies, like dp2_tp4_mbs8; "" if nothing does, in a single one.
+def folder_names(chosen: Sequence[Combination]) -> list[str]:
+    """Name each combination after the keys that vary and their values, like dp2_tp4_mbs8. The name of a single
+    combination is "".
 
-    What a shell or a file system might read in its own way becomes a dash. Values that then look alike, also to file
-    systems that ignore case, get some digits of a hash. So names differ if combinations do: a `_` is never in a value.
+    Characters that are special to a shell or a file system become dashes. Values that can then no longer be
+    distinguished, ignoring case, get some digits of a hash. As no value contains a `_`, different combinations have
+    different names.
     """
-    words: dict[str, dict[str, str]] = {}  # key: the word for each of its values
-    for key in found[0]:
-        values = {canonical_json(combination[key]): combination[key] for combination in found}
+    labels: dict[str, dict[str, str]] = {}  # key: {value as JSON: its part of the name}
+    for key in chosen[0]:
+        values = {canonical_json(combination[key]): combination[key] for combination in chosen}
         safe = {s: _safe(value if isinstance(value, str) else s) for s, value in values.items()}
-        seen = [word.lower() for word in safe.values()]
+        lower_case = [word.lower() for word in safe.values()]
         for s, word in safe.items():
-            if seen.count(word.lower()) > 1:
+            if lower_case.count(word.lower()) > 1:
                 safe[s] = f"{word}-{hashlib.sha256(s.encode()).hexdigest()[:8]}"
         if len(values) > 1:
-            words[key] = {s: short_name(key) + word for s, word in safe.items()}
-    names = ["_".join(words[key][canonical_json(combination[key])] for key in words) for combination in found]
-    assert len({name.lower() for name in names}) == len(found)
+            labels[key] = {s: short_name(key) + word for s, word in safe.items()}
+    names = ["_".join(labels[key][canonical_json(combination[key])] for key in labels) for combination in chosen]
+    assert len({name.lower() for name in names}) == len(chosen)
     return names
 
 

@@ -1,11 +1,12 @@
 """A sweep on disk: one folder per job.
 
-    SWEEP/dp2_tp4/config.json   what to run, written by create_config.py or by hand
+    SWEEP/dp2_tp4/config.json   the config of the run, written by create_config.py or by hand
                   status.txt    one word of STATUSES
                   run/          checkpoint.save_dir of the run: metrics.jsonl, checkpoints, ...
-                  log_*         what the run printed: log_local.out, or log_123.out of Slurm's job 123
+                  log_*         output of the run: log_local.out, or log_123.out for Slurm job 123
 
-Whoever starts a job passes `Job.overrides`, so that a sweep can be moved, and no two jobs write to one folder.
+Programs that start a job pass `Job.overrides` to train.py. So a sweep can be moved, and no two jobs write to the same
+folder.
 """
 
 import contextlib
@@ -20,17 +21,23 @@ from picotron.errors import UserError
 
 Status = Literal["init", "pending", "running", "completed", "fail", "oom", "timeout", "cancelled"]
 STATUSES: tuple[Status, ...] = get_args(Status)
-ALIVE = ("pending", "running")
+ACTIVE = ("pending", "running")
 ENDED = STATUSES[3:]
 OUT_OF_MEMORY = "MemoryError|out of memory|can't allocate memory|oom.kill event"
-"""a regular expression for the log of a job that is `oom`: what CUDA, Python, the CPU's allocator and Slurm say"""
+"""regular expression that matches the log of an `oom` job: the messages of CUDA, Python, the CPU allocator and Slurm"""
 
 
 @dataclass(frozen=True)
 class Job:
+    """A run of a sweep.
+
+    Args:
+        folder: path of the job's folder.
+        name: path of the folder relative to the sweep.
+    """
+
     folder: Path
     name: str
-    """the folder's path within the sweep"""
 
     @property
     def config_file(self) -> Path:
@@ -42,29 +49,30 @@ class Job:
 
     @property
     def overrides(self) -> list[str]:
-        """Arguments of train.py: outputs belong to the job, and whoever runs it again goes on where it stopped."""
+        """Arguments of train.py: outputs go to the job's folder, and a run resumes from the job's newest checkpoint."""
         return ["--checkpoint.save_dir", str(self.run_folder), "--checkpoint.load_path", "latest"]
 
     @property
     def status(self) -> Status:
-        """What status.txt says; "init" where there is none."""
+        """The word in status.txt, or "init" if there is no such file."""
         file = self.folder / "status.txt"
         word = file.read_text().strip() if file.exists() else "init"
         if word not in STATUSES:
-            raise UserError(f"{file} says {word!r}; it should say one of {', '.join(STATUSES)}")
+            raise UserError(f"{file} contains {word!r}; it should contain one of {', '.join(STATUSES)}")
         return cast(Status, word)
 
     def set_status(self, status: Status) -> None:
-        """Write status.txt, as a whole or not at all."""
+        """Write status.txt atomically."""
         temporary = self.folder / f".status.{os.getpid()}"
         temporary.write_text(status + "\n")
         temporary.replace(self.folder / "status.txt")
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[int | None]:
-        """Be the only process that submits or runs the job: the descriptor of a locked file, None if another one is.
+        """Claim the job, so that no other process submits or runs it. Yields the descriptor of a locked file, or None
+        if another process holds the claim.
 
-        A claim ends with the last process that has the descriptor, even if that is killed.
+        The claim lasts until every process that has the descriptor has closed it or ended, also by being killed.
         """
         with (self.folder / ".lock").open("w") as lock:
             try:
@@ -76,16 +84,16 @@ class Job:
 
 
 def find_jobs(folder: Path) -> list[Job]:
-    """The jobs below a folder, or the one it is, by name. What is inside a job (runs, checkpoints) is none.
+    """Find the jobs in or below a folder, sorted by name. Folders inside a job (runs, checkpoints) are not searched.
 
     Raises:
-        UserError: there are none.
+        UserError: there is no job.
     """
     jobs = []
-    for path, below, files in os.walk(folder):
+    for path, subfolders, files in os.walk(folder):
         if "config.json" in files:
-            below.clear()
+            subfolders.clear()
             jobs.append(Job(Path(path), os.path.relpath(path, folder)))
     if not jobs:
-        raise UserError(f"no config.json in {folder} or below; make some with create_config.py --out_dir {folder}")
+        raise UserError(f"no config.json in or below {folder}; write some with create_config.py --out_dir {folder}")
     return sorted(jobs, key=lambda job: job.name)

@@ -1,4 +1,4 @@
-"""A sweep without Slurm: its jobs on this machine, one after the other, with the same status files."""
+"""Sweeps without Slurm: run jobs on this machine, one after the other, with the same status files."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 def torchrun_command(job: Job, config: Config, grace: int) -> list[str]:
-    """What runs a job on this machine; --standalone finds a port that is free."""
+    """Return the command that runs a job on this machine. (--standalone makes torchrun find a free port.)"""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc_per_node", str(config.distributed.world_size)]
     torchrun += ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--shutdown-timeout", str(grace)]
@@ -25,29 +25,36 @@ def torchrun_command(job: Job, config: Config, grace: int) -> list[str]:
 
 
 def stop(process: subprocess.Popen[bytes], grace: int) -> None:
-    """If it still runs, ask torchrun to let the run write a checkpoint and end, or kill it after `grace` seconds."""
+    """Stop a torchrun process if it is still running. It forwards the signal, on which the run writes a checkpoint and
+    ends; after `grace` seconds, torchrun kills the run.
+    """
     for number in INTERRUPTS:
-        signal.signal(number, signal.SIG_IGN)  # impatience would leave processes behind
+        signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would end this process and leave the run behind
     process.send_signal(signal.SIGUSR1)
     try:
         process.wait(grace + 30)
-    except subprocess.TimeoutExpired:  # so torchrun itself is stuck
+    except subprocess.TimeoutExpired:  # torchrun itself is stuck
         process.kill()
         process.wait()
 
 
 def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: int) -> None:
-    """Run a job to its end. Whatever that is, also Ctrl-C, its status says so.
+    """Run a job and record in its status how it ended, also after Ctrl-C.
 
-    Should this process be killed, torchrun goes on, and so does the claim.
+    If this process is killed, torchrun keeps running, and the claim lasts as long as torchrun.
+
+    Args:
+        timeout: time limit in seconds, or None.
+        grace: see `run_local_jobs`.
+        claim: the descriptor that `Job.claim` yields, which torchrun inherits.
     """
     for number in INTERRUPTS:
         signal.signal(number, signal.default_int_handler)
-    (job.folder / "slurm_job_id.txt").unlink(missing_ok=True)  # Slurm has nothing to say about it any more
+    (job.folder / "slurm_job_id.txt").unlink(missing_ok=True)  # Slurm no longer knows the state of this job
     job.set_status("running")
     with (job.folder / "log_local.out").open("a+b") as log:
         start, ended = log.tell(), None
-        # In a session of its own, so that Ctrl-C comes to this process alone, which passes it on.
+        # A separate session, so that the terminal sends Ctrl-C to this process only, which then stops torchrun.
         process = subprocess.Popen(
             torchrun_command(job, config, grace),
             stdout=log,
@@ -70,15 +77,16 @@ def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: 
 
 
 def run_local_jobs(jobs: dict[Job, Config], timeout: float | None, grace: int, dry_run: bool) -> int:
-    """Run jobs one after the other, with a line for each.
+    """Run jobs one after the other, and print a line for each.
 
     Args:
-        timeout: seconds for each of them.
-        grace: seconds that a run gets after that, or after Ctrl-C, to write a checkpoint.
-        dry_run: only print the commands.
+        jobs: the jobs and their configs.
+        timeout: time limit of each job in seconds, or None.
+        grace: time in seconds that a run has to write a checkpoint, after its time limit or Ctrl-C.
+        dry_run: whether to print the commands only.
 
     Returns:
-        An exit code: 0 if all have completed, 130 after Ctrl-C.
+        The exit code: 0 if all jobs have completed, 130 after Ctrl-C, 1 otherwise.
     """
     before = {job: job.status for job in jobs}
     for job, config in jobs.items():
@@ -87,7 +95,7 @@ def run_local_jobs(jobs: dict[Job, Config], timeout: float | None, grace: int, d
             continue
         with job.claim() as claim:
             if claim is None or job.status != before[job]:
-                print(f"{job.name}: someone else runs it")
+                print(f"{job.name}: skipped, another process has started or submitted it")
                 continue
             start = time.monotonic()
             print(f"{job.name}: ", end="", flush=True)

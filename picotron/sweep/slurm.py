@@ -1,8 +1,9 @@
-"""Jobs in the hands of Slurm: submit them, cancel them, and ask what has become of them.
+"""Sweeps on Slurm: submit jobs, cancel them, and query their states.
 
-A job's folder gets `job.slurm`, `slurm_job_id.txt` of its latest submission, and `log_ID.out`. Its status has two
-authors. The job itself (template/base_job.slurm) says what only it can know, out of memory or just failed; Slurm says
-what the job cannot: that it waits, was killed, cancelled, or lost its host.
+Submission writes `job.slurm` and `slurm_job_id.txt` (of the latest submission) to a job's folder, and the job writes
+`log_ID.out`. The status of a job combines two sources. Only the batch script (template/base_job.slurm) can distinguish
+a run that is out of memory from another failure. Only Slurm knows that a job is pending, was killed or cancelled, or
+lost its node.
 """
 
 import shlex
@@ -16,11 +17,11 @@ import jinja2
 
 from picotron.config import Config
 from picotron.errors import UserError
-from picotron.sweep.jobs import ALIVE, ENDED, OUT_OF_MEMORY, Job, Status
+from picotron.sweep.jobs import ACTIVE, ENDED, OUT_OF_MEMORY, Job, Status
 
 ROOT = Path(__file__).resolve().parents[2]
 
-STATES: dict[Status, str] = {  # of Slurm, as squeue and sacct name them
+STATES: dict[Status, str] = {  # the job states of Slurm, as squeue and sacct print them
     "pending": "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT",
     "running": "RUNNING COMPLETING RESIZING SIGNALING STAGE_OUT STOPPED SUSPENDED",
     "completed": "COMPLETED",
@@ -34,7 +35,7 @@ STATUS_OF_STATE = {state: status for status, states in STATES.items() for state 
 
 @dataclass(frozen=True)
 class SlurmResources:
-    """What a job asks of Slurm."""
+    """The resources that a job requests from Slurm."""
 
     nodes: int
     processes_per_node: int
@@ -43,10 +44,13 @@ class SlurmResources:
 
     @classmethod
     def of(cls, job: Job, config: Config, gpus_per_node: int) -> "SlurmResources":
-        """As few nodes as possible, with a process per GPU, or as many processes on the CPU.
+        """Compute the smallest number of nodes for a job, with one process per GPU.
+
+        Args:
+            gpus_per_node: maximum number of processes per node, also for runs on the CPU.
 
         Raises:
-            UserError: they do not divide.
+            UserError: the processes do not divide evenly into nodes.
         """
         world_size = config.distributed.world_size
         processes = min(world_size, gpus_per_node)
@@ -54,7 +58,7 @@ class SlurmResources:
         if rest:
             fits = max(n for n in range(1, processes) if world_size % n == 0)
             raise UserError(
-                f"{job.config_file}: {world_size} processes do not fill nodes of {gpus_per_node}; "
+                f"{job.config_file}: {world_size} processes do not divide evenly into nodes of {gpus_per_node}; "
                 f"use --gpus_per_node {fits}, or other sizes in the config"
             )
         cores = processes * (config.environment.OMP_NUM_THREADS + config.dataset.num_workers)
@@ -62,12 +66,17 @@ class SlurmResources:
 
 
 def quote(value: Any) -> str:
-    """A value as one word for the shell, or a list as several."""
+    """Quote a value as one word of a shell command, or a list as several words."""
     return shlex.join(value) if isinstance(value, list) else shlex.quote(str(value))
 
 
 def render(job: Job, resources: SlurmResources, env_setup: Path | None, grace: int) -> str:
-    """The batch script of a job. A name that the template has and this has not is an error."""
+    """Render the batch script of a job. An undefined name in the template is an error.
+
+    Args:
+        env_setup: shell script that the job sources first.
+        grace: time in seconds that torchrun gives the run to end after a signal.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ROOT / "template"),
         undefined=jinja2.StrictUndefined,
@@ -92,16 +101,16 @@ def render(job: Job, resources: SlurmResources, env_setup: Path | None, grace: i
 def sbatch_command(
     job: Job, resources: SlurmResources, options: dict[str, str], grace: int, after: str | None
 ) -> list[str]:
-    """How to submit a job.
+    """Return the command that submits a job.
 
     Args:
-        options: more of them for sbatch, by name.
-        grace: seconds before the time limit at which the run is told to write a checkpoint.
-        after: the id of a job to wait for, however it ends: jobs of a sweep do not build on each other's results, so
-            that one fails (afterok would let the rest of its chain wait for ever) is no reason not to run the next.
+        options: further options of sbatch by name.
+        grace: time in seconds before the time limit at which Slurm signals the run to write a checkpoint.
+        after: id of a job to wait for, or None. The dependency is afterany, because jobs of a sweep do not need each
+            other's results: with afterok, a failed job would leave the rest of its chain pending forever.
     """
     command = ["sbatch", "--parsable", f"--job-name={job.folder.name}"]
-    # The job opens its log by itself: for sbatch that would be a pattern, in which a folder's % or \ meant something.
+    # The batch script opens its log file: sbatch would interpret a % or \ in the folder's name as part of a pattern.
     command += ["--output=/dev/null", "--requeue"]
     command += [f"--nodes={resources.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={resources.cores_per_node}"]
     command += [f"--signal=B:USR1@{grace}"]
@@ -114,25 +123,25 @@ def sbatch_command(
 
 
 def run_slurm(command: list[str]) -> str:
-    """What one of Slurm's programs prints.
+    """Run one of Slurm's programs. Returns its output.
 
     Raises:
-        UserError: there is none, or it complains.
+        UserError: the program is not installed, or it fails.
     """
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except FileNotFoundError:
-        raise UserError(f"there is no {command[0]} on this machine; go where Slurm is, or use --local") from None
+        raise UserError(f"{command[0]} is not installed; use a machine with Slurm, or --local") from None
     except subprocess.CalledProcessError as error:
-        raise UserError(f"{command[0]} says: {error.stderr.strip()}") from None
+        raise UserError(f"{command[0]} failed: {error.stderr.strip()}") from None
 
 
 def submit(job: Job, command: list[str]) -> str:
-    """Give a job to Slurm, which is then pending. Returns its id there."""
+    """Submit a job to Slurm and set its status to pending. Returns its Slurm job id."""
     before = job.status
-    job.set_status("pending")  # first, since the job may start, and write "running", before sbatch returns
+    job.set_status("pending")  # before sbatch, because the job may start, and write "running", before sbatch returns
     try:
-        job_id = run_slurm(command).strip().partition(";")[0]  # of ID;CLUSTER
+        job_id = run_slurm(command).strip().partition(";")[0]  # the output is ID or ID;CLUSTER
     except UserError as error:
         job.set_status(before)
         raise UserError(f"{job.folder} was not submitted: {error}") from None
@@ -141,66 +150,72 @@ def submit(job: Job, command: list[str]) -> str:
 
 
 def cancel(job: Job, job_id: str) -> None:
+    """Cancel a job that was submitted to Slurm."""
     run_slurm(["scancel", job_id])
     job.set_status("cancelled")
 
 
 def slurm_job_id(job: Job) -> str | None:
-    """Of its latest submission; None if the job was not given to Slurm."""
+    """Id of the job's latest submission to Slurm; None if it was not submitted."""
     file = job.folder / "slurm_job_id.txt"
     return file.read_text().strip() if file.exists() else None
 
 
 def log_file(job: Job) -> Path:
-    """What the job's latest run printed."""
+    """The file with the output of the job's latest run."""
     return job.folder / f"log_{slurm_job_id(job) or 'local'}.out"
 
 
 def query_states(ids: list[str]) -> dict[str, str]:
-    """The states of jobs by id. squeue knows the present ones and those of the last minutes, sacct, where Slurm keeps
-    accounts, all; of what neither knows there is nothing.
+    """Return Slurm's states of jobs by id. squeue lists current jobs and those that ended in the last minutes; sacct
+    lists all jobs if Slurm has accounting enabled. Jobs that neither lists are omitted.
     """
     lines = run_slurm(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T"]).splitlines()
     states = dict(line.split("|") for line in lines)
-    if forgotten := sorted(set(ids) - set(states)):
+    if not_listed := sorted(set(ids) - set(states)):
         try:
-            output = run_slurm(["sacct", "-XPn", "--format=JobIDRaw,State", f"--jobs={','.join(forgotten)}"])
+            output = run_slurm(["sacct", "-XPn", "--format=JobIDRaw,State", f"--jobs={','.join(not_listed)}"])
         except UserError:
-            output = ""  # no sacct, or no accounts
+            output = ""  # no sacct, or no accounting
         states |= {job_id: state.split()[0] for job_id, state in (line.split("|") for line in output.splitlines())}
     return states
 
 
-def reconcile_status(says: Status, state: str | None) -> Status:
-    """The status of a job whose status.txt says one thing and Slurm another (None: that it knows of no such job)."""
+def reconcile_status(recorded: Status, state: str | None) -> Status:
+    """Decide the status of a job from two sources.
+
+    Args:
+        recorded: the status in status.txt.
+        state: Slurm's state of the job, or None if Slurm does not know the job.
+    """
     if state is None:
-        slurm_says: Status = "fail"  # it did not live to say how it ended
+        reported: Status = "fail"  # the job ended before it could record how
     else:
-        slurm_says = STATUS_OF_STATE.get(state, "running")  # a later Slurm's word for who knows what: leave it alone
-    if slurm_says == "fail" and says in ENDED:
-        return says  # the job itself knows better why it failed
-    if slurm_says == "running" and says in ENDED and says != "cancelled":
-        return says  # it has just ended; but a signal to end may also mean that Slurm puts it into the queue again
-    return slurm_says
+        reported = STATUS_OF_STATE.get(state, "running")  # an unknown state, of a later Slurm: leave the job alone
+    if reported == "fail" and recorded in ENDED:
+        return recorded  # the batch script knows more precisely why the run failed
+    if reported == "running" and recorded in ENDED and recorded != "cancelled":
+        return recorded  # the job has just ended. After "cancelled" it may still run, or be requeued by Slurm
+    return reported
 
 
 def update_statuses(jobs: list[Job]) -> None:
-    """Correct what status.txt says, where the job could not.
+    """Correct the status of jobs that could not record it themselves.
 
     Raises:
-        UserError: Slurm does not answer.
+        UserError: Slurm's programs are not installed, or fail.
     """
     before = {job: (slurm_job_id(job), job.status) for job in jobs}
     ids = [job_id for job_id, _ in before.values() if job_id]
     states = query_states(ids) if ids else {}
-    for job, (job_id, says) in before.items():
+    for job, (job_id, recorded) in before.items():
         with job.claim() as claim:
-            if claim is None or (slurm_job_id(job), job.status) != (job_id, says):
-                continue  # someone else sees to it just now
-            now = says
+            if claim is None or (slurm_job_id(job), job.status) != (job_id, recorded):
+                continue  # another process is handling this job
+            status = recorded
             if job_id:
-                now = reconcile_status(says, states.get(job_id))
-            elif says in ALIVE:  # on this machine, but nobody runs it any more
-                now = "fail"
-            if now != says:
-                job.set_status(now)
+                status = reconcile_status(recorded, states.get(job_id))
+            elif recorded in ACTIVE:  # a job of this machine whose runner was killed
+                status = "fail"
+            if status != recorded:
+                job.set_status(status)

@@ -1,18 +1,21 @@
 """Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): every matrix is split over the tp ranks.
 
-A block is a column-parallel matrix (a rank computes some of the outputs: its heads, its hidden units of the MLP), then
-what happens to each output on its own, then a row-parallel matrix (a rank has some of the inputs), whose partial
-results are summed. So forward communicates once per block, and so does backward.
+A block (attention or MLP) is a column-parallel matrix, of which each rank computes some of the outputs (its heads, or
+its hidden units), an operation that treats these outputs independently, and a row-parallel matrix, which each rank
+multiplies with the inputs that it holds. The products are partial: a sum over the ranks completes them. So a block
+needs one collective in forward and one in backward.
 
-With sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) what lies between the blocks (norms, residuals) is
-split too, along the sequence. The sum becomes a reduce-scatter, and the next block begins with an all-gather: together
-the same bytes as one all-reduce.
+With sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198), the tensors between the blocks (for norms and
+residuals) are sharded, too, along the sequence. The sum becomes a reduce-scatter, and the next block begins with an
+all-gather: together, they send as many bytes as one all-reduce. For an MLP, without it (left) and with it (right):
 
-        x (B, T, D), whole                    x (B, T/tp, D), shards
+        x (B, T, D), full                     x (B, T/tp, D), sharded
              | copy                                | all-gather
-    column-parallel ... row-parallel      column-parallel ... row-parallel
-             | reduce                              | reduce-scatter
-        y (B, T, D), whole                    y (B, T/tp, D), shards
+      column-parallel                       column-parallel
+             | h (B, T, F/tp), sharded             | h (B, T, F/tp), sharded
+       row-parallel                          row-parallel
+             | all-reduce                          | reduce-scatter
+        y (B, T, D), full                     y (B, T/tp, D), sharded
 """
 
 import dataclasses
@@ -44,12 +47,12 @@ from picotron.tensor_parallel.tp_communications import (
 )
 from picotron.weights import Shard
 
-SEQUENCE = 1  # the dimension of (B, T, D) that sequence parallelism splits
+SEQUENCE = 1  # the dimension of (B, T, D) that sequence parallelism shards
 
 
 class ColumnParallel(torch.autograd.Function):
-    """forward: y = x W' for several W that share x, which travels once for all of them.
-    backward: the partial sums of x's gradient travel while the weights' gradients are computed.
+    """forward: y = x W' for several W (outputs/tp, D) that share x, so that x is gathered only once.
+    backward: dx = dy W, summed over these W and over the ranks, and meanwhile dW = dy' x.
     """
 
     @staticmethod
@@ -57,49 +60,49 @@ class ColumnParallel(torch.autograd.Function):
         ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        ctx.save_for_backward(x, *weights)  # of x only the shard: backward gathers it again
+        ctx.save_for_backward(x, *weights)  # x may be a shard, (B, T/tp, D): backward gathers it again
         ctx.edges = gradient_edges(weights)
-        whole = start_all_gather(x, SEQUENCE, group)() if sequence_parallel else x
-        return tuple(F.linear(whole, weight) for weight in weights)
+        full_x = start_all_gather(x, SEQUENCE, group)() if sequence_parallel else x  # (B, T, D)
+        return tuple(F.linear(full_x, weight) for weight in weights)  # (B, T, outputs/tp) each
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
 
-        def start_x() -> Callable[[], Tensor]:
+        def start_gather() -> Callable[[], Tensor]:
             return start_all_gather(x, SEQUENCE, ctx.group) if ctx.sequence_parallel else lambda: x
 
-        finish_x = None if is_deferring() else start_x()
+        finish_gather = None if is_deferring() else start_gather()  # deferred weight gradients gather x later
         dys = [gradient.flatten(0, 1) for gradient in gradients]  # (B * T, outputs/tp)
         dx = dys[0] @ weights[0]
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
             dx.addmm_(dy, weight)
-        dx = dx.view(*gradients[0].shape[:2], -1)  # partial
+        dx = dx.view(*gradients[0].shape[:2], -1)  # (B, T, D), partial
         if ctx.sequence_parallel:
             finish_dx = start_reduce_scatter(dx, SEQUENCE, ctx.group)
         else:
             finish_dx = start_all_reduce(dx, ctx.group)
 
         def dweights() -> list[Tensor]:
-            inputs = (finish_x or start_x())().flatten(0, 1)
+            inputs = (finish_gather or start_gather())().flatten(0, 1)  # (B * T, D)
             return [dy.t() @ inputs for dy in dys]
 
-        later = compute_or_defer(ctx.edges, dweights)
-        return finish_dx(), None, None, *later
+        weight_gradients = compute_or_defer(ctx.edges, dweights)  # while the sum of dx is on its way
+        return finish_dx(), None, None, *weight_gradients
 
 
 def summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`parameter`, which the ranks of `group` hold alike but use for different work: its gradient is their sum, in
-    float32 or wider.
+    """Return `parameter` with a gradient that is summed over `group`, in float32 or wider: the group's ranks hold
+    replicas of it, but use them in different computations.
     """
     if not torch.is_grad_enabled():
         return parameter
     return CopyToRanks.apply(parameter.to(accumulation_dtype(parameter)), group).to(parameter.dtype)
 
 
-@torch.compiler.disable  # a compiler cannot overlap what it does not see; this is fast as it is
+@torch.compiler.disable  # torch.compile cannot overlap these collectives, and matrix products gain nothing from it
 def column_parallel(x: Tensor, *linears: "ColumnParallelLinear") -> list[Tensor]:
-    """The outputs of several column-parallel matrices on the same x: (B, T, D) or its shard -> (B, T, outputs/tp)."""
+    """Apply column-parallel layers to the same x: (B, T, D), or its shard (B, T/tp, D) -> (B, T, outputs/tp) each."""
     first = linears[0]
     ys = ColumnParallel.apply(
         x, first.group, first.sequence_parallel, *(linear.summed_over_replicas(linear.weight) for linear in linears)
@@ -111,13 +114,14 @@ def column_parallel(x: Tensor, *linears: "ColumnParallelLinear") -> list[Tensor]
 
 
 class ColumnParallelLinear(nn.Module):
-    """Some of the outputs of a linear layer.
+    """A linear layer of which each rank computes some of the outputs: x (B, T, D), or its shard (B, T/tp, D) ->
+    y (B, T, outputs/tp).
 
     Args:
-        linear: the whole layer, on the meta device.
+        linear: the unsharded layer, on the meta device.
         shard: this rank's rows of the weight, and elements of the bias.
-        sequence_parallel: the input is a shard of the sequence.
-        replica_group: the ranks that hold the same rows, and use them for different heads.
+        sequence_parallel: whether x is sharded along the sequence.
+        replica_group: the ranks that hold the same rows, and use them for different query heads.
     """
 
     def __init__(
@@ -131,7 +135,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.new_empty(shard.size))
 
     def summed_over_replicas(self, parameter: Tensor) -> Tensor:
-        """`parameter`, with a gradient that is the sum over its replicas."""
+        """Return `parameter` with a gradient that is summed over its replicas."""
         return parameter if self.replica_group is None else summed_gradient(parameter, self.replica_group)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,27 +143,31 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer, of whose inputs each rank has some: x (B, T, inputs/tp) -> y (B, T, D), or its shard."""
+    """A linear layer of which each rank holds some of the inputs: x (B, T, inputs/tp) -> y (B, T, D), or its shard
+    (B, T/tp, D) with sequence parallelism.
+    """
 
     def __init__(self, linear: nn.Linear, shard: Shard, sequence_parallel: bool) -> None:
         super().__init__()
         self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
-        self.shards = {"weight": shard}  # the bias is whole on every rank
+        self.shards = {"weight": shard}  # the bias is replicated
         self.linear_fn: Callable[..., Tensor] = F.linear
         self.weight = nn.Parameter(linear.weight.new_empty(linear.out_features, shard.size))
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.new_empty(linear.out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear_fn(x, self.weight)  # partial
+        y = self.linear_fn(x, self.weight)  # (B, T, D), partial, so the bias is added after the sum
         if not self.sequence_parallel:
             y = ReduceFromRanks.apply(y, self.group)
             return y if self.bias is None else y + self.bias
-        y = ReduceScatter.apply(y, SEQUENCE, self.group)
+        y = ReduceScatter.apply(y, SEQUENCE, self.group)  # (B, T/tp, D)
         return y if self.bias is None else y + summed_gradient(self.bias, self.group)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """The rows of some tokens: input_ids (B, T) -> (B, T, D), or its shard. Other ranks know the other tokens."""
+    """An embedding of which each rank holds the rows of some tokens, (V/tp, D): input_ids (B, T) -> y (B, T, D), or its
+    shard (B, T/tp, D) with sequence parallelism.
+    """
 
     def __init__(self, embedding: nn.Embedding, shard: Shard, sequence_parallel: bool) -> None:
         super().__init__()
@@ -167,14 +175,14 @@ class VocabParallelEmbedding(nn.Module):
         self.shards = {"weight": shard}
         self.weight = nn.Parameter(embedding.weight.new_empty(shard.size, embedding.embedding_dim))
         padding = -1 if embedding.padding_idx is None else embedding.padding_idx
-        here = shard.start <= padding < shard.stop
-        self.padding_idx = padding - shard.start if here else None  # this row gets no gradient
+        is_local = shard.start <= padding < shard.stop
+        self.padding_idx = padding - shard.start if is_local else None  # this row gets no gradient
         self.start, self.stop = shard.start, shard.stop
 
     def forward(self, input_ids: Tensor) -> Tensor:
         elsewhere = (input_ids < self.start) | (input_ids >= self.stop)
         y = F.embedding((input_ids - self.start).masked_fill(elsewhere, 0), self.weight, self.padding_idx)
-        y = y.masked_fill(elsewhere[..., None], 0.0)  # partial: one rank has the row, the others have zeros
+        y = y.masked_fill(elsewhere[..., None], 0.0)  # (B, T, D), partial: one rank has the row, the others have zeros
         return (
             ReduceScatter.apply(y, SEQUENCE, self.group)
             if self.sequence_parallel
@@ -183,7 +191,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """The logits of some tokens. Called as a module, it gathers those of all: for inference, not for the loss."""
+    """A head of which each rank computes some of the logits, (B, T, V/tp). Calling the module gathers them, (B, T, V):
+    inference needs that, the loss does not.
+    """
 
     def __init__(self, linear: nn.Linear, shard: Shard, sequence_parallel: bool) -> None:
         super().__init__(linear, shard, sequence_parallel)
@@ -194,14 +204,14 @@ class VocabParallelHead(ColumnParallelLinear):
         return logits[..., : self.vocab_size]  # without the padding
 
     def cross_entropy(self, x: Tensor, target_ids: Tensor) -> Tensor:
-        """The mean loss of predicting target_ids (B, T) from x (B, T, D), or its shard."""
+        """Compute the mean loss of predicting target_ids (B, T) from x (B, T, D), or its shard (B, T/tp, D)."""
         x = AllGather.apply(x, SEQUENCE, self.group) if self.sequence_parallel else CopyToRanks.apply(x, self.group)
         shard = self.shards["weight"]
         return linear_cross_entropy(x, self.weight, target_ids, shard.start, shard.stop - shard.start, self.group)
 
 
 class SequenceParallelRMSNorm(RMSNorm):
-    """RMSNorm of a shard of the sequence. Every rank uses the same weight, so its gradient is summed over them."""
+    """RMSNorm of x (B, T/tp, D). Each rank applies the weight to different tokens, so the gradients are summed."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__(norm.weight.numel(), norm.eps)
@@ -212,7 +222,7 @@ class SequenceParallelRMSNorm(RMSNorm):
 
 
 def check_tensor_parallel(config: LlamaConfig, tp_size: int) -> None:
-    """Raises UserError if the model cannot be split over tp_size ranks."""
+    """Raise UserError if the model cannot be split over tp_size ranks."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
 
     def fits(tp: int) -> bool:
@@ -226,7 +236,7 @@ def check_tensor_parallel(config: LlamaConfig, tp_size: int) -> None:
 
 
 def _even_shard(full_size: int) -> Shard:
-    """An equal part for each rank. If it does not divide, as a vocabulary may, the last ranks have padding."""
+    """Return this rank's shard of `full_size` rows. If tp does not divide them, the last ranks' shards are padded."""
     grid = pgm.process_group_manager
     size = -(-full_size // grid.tp_world_size)
     start = min(grid.tp_rank * size, full_size)
@@ -234,7 +244,7 @@ def _even_shard(full_size: int) -> Shard:
 
 
 def _kv_shard(kv_heads: int, head_dim: int) -> Shard:
-    """Whole key/value heads. If there are fewer than ranks, neighbouring ranks hold the same one."""
+    """Return this rank's shard of the key/value heads. If tp is larger than K, consecutive ranks hold the same head."""
     grid = pgm.process_group_manager
     size, replicas = max(1, kv_heads // grid.tp_world_size) * head_dim, max(1, grid.tp_world_size // kv_heads)
     start = grid.tp_rank // replicas * size
@@ -242,12 +252,12 @@ def _kv_shard(kv_heads: int, head_dim: int) -> Shard:
 
 
 def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llama:
-    """Swap the layers of a Llama on the meta device for those that hold this tp rank's shards.
+    """Replace the layers of a Llama on the meta device by layers that hold this tp rank's shards.
 
-    On one rank there is nothing to split, and only the head is swapped, for the sake of its frugal loss.
+    If tp is 1, only the head is replaced, because its loss needs less memory (see `LinearCrossEntropy`).
 
     Args:
-        sequence_parallel: split norms and residuals along the sequence; T must divide by tp.
+        sequence_parallel: whether to shard norms and residuals along the sequence; tp must divide T.
 
     Raises:
         UserError: see `check_tensor_parallel`.
@@ -256,8 +266,8 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
     check_tensor_parallel(config, tp)
     sequence_parallel = sequence_parallel and tp > 1
     vocabulary = _even_shard(config.vocab_size)
-    swapped: Any = model  # the new layers do what the old ones did, but are of other classes
-    swapped.lm_head = VocabParallelHead(model.lm_head, vocabulary, sequence_parallel)
+    untyped: Any = model  # the new layers' classes are not those that `Llama` declares
+    untyped.lm_head = VocabParallelHead(model.lm_head, vocabulary, sequence_parallel)
     if tp == 1:
         model.tie_weights()
         return model
@@ -266,10 +276,10 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
     queries = _even_shard(config.num_attention_heads * config.head_dim)
     kv = _kv_shard(config.num_key_value_heads, config.head_dim)
     hidden = _even_shard(config.intermediate_size)
-    # Neighbouring ranks that hold the same key/value head.
+    # In the grid, tp is the last axis, so the ranks that hold the same key/value head are consecutive.
     grid = pgm.process_group_manager.grid
     replica_group = new_groups(grid.view(-1, kv.replicas).tolist()) if kv.replicas > 1 else None
-    decoder = swapped.model
+    decoder = untyped.model
     decoder.embed_tokens = VocabParallelEmbedding(decoder.embed_tokens, vocabulary, sequence_parallel)
     decoder.norm = norm(decoder.norm)
     for layer in decoder.layers.values():

@@ -1,16 +1,18 @@
-"""The communication of tensor parallelism, as autograd functions: named pairs of what forward and backward do.
+"""The collectives of tensor parallelism as autograd functions: each is a pair, a forward and its backward.
 
-A tensor can be whole (the same on all tp ranks), a shard (a piece for each rank), or partial (the sum over ranks is
-meant). If every rank uses a whole tensor for its own part of the work, the gradients that come back are partial.
+A tensor is full (unsharded, and identical on all tp ranks), sharded (each rank holds one shard, along `dim`) or partial
+(its true value is the sum of the ranks' tensors). If each rank uses a full tensor in a different computation, the
+gradients that return to it are partial.
 
-    CopyToRanks      whole   -> whole      backward: all-reduce           `f` in Shoeybi et al. 2019
-    ReduceFromRanks  partial -> whole      backward: identity             `g` in Shoeybi et al. 2019
-    GatherFromRanks  shards  -> whole      backward: keep the own shard
-    AllGather        shards  -> whole      backward: reduce-scatter       `g` in Korthikanti et al. 2022
-    ReduceScatter    partial -> shards     backward: all-gather           its conjugate there
+    CopyToRanks      full    -> full       backward: all-reduce           `f` in Shoeybi et al. 2019
+    ReduceFromRanks  partial -> full       backward: identity             `g` in Shoeybi et al. 2019
+    GatherFromRanks  sharded -> full       backward: keep this rank's shard
+    AllGather        sharded -> full       backward: reduce-scatter       `g` in Korthikanti et al. 2022
+    ReduceScatter    partial -> sharded    backward: all-gather           the conjugate of `g` there
 
-GatherFromRanks is for what all ranks go on to compute alike (its gradient is whole), AllGather for what each uses in
-its own way (its gradient is partial). All are out of place, and free in a group of one. Shards are along `dim`.
+GatherFromRanks is for a result that all ranks use in the same computation, so its gradient is full; AllGather is for a
+result that each rank uses in a different computation, so its gradient is partial. None of the functions works in place,
+and none communicates in a group of one rank.
 (Shoeybi et al.: arXiv:1909.08053; Korthikanti et al.: arXiv:2205.05198)
 """
 
@@ -27,11 +29,11 @@ Group = dist.ProcessGroup
 
 
 def start_all_gather(shard: Tensor, dim: int, group: Group) -> Callable[[], Tensor]:
-    """Begin to collect every rank's shard; the result of calling the result is the whole tensor."""
+    """Start an all-gather. Returns a function that waits for it and returns the full tensor."""
     size = dist.get_world_size(group)
     if size == 1:
         return lambda: shard
-    shards = shard.new_empty(size, *shard.shape)
+    shards = shard.new_empty(size, *shard.shape)  # one block of memory per rank
     work = all_gather_single(shards.flatten(0, 1), shard.contiguous(), group=group, async_op=True)
 
     def finish() -> Tensor:
@@ -42,11 +44,11 @@ def start_all_gather(shard: Tensor, dim: int, group: Group) -> Callable[[], Tens
 
 
 def start_reduce_scatter(partial: Tensor, dim: int, group: Group) -> Callable[[], Tensor]:
-    """Begin to sum over the ranks; the result of calling the result is this rank's shard of the sum."""
+    """Start a reduce-scatter. Returns a function that waits for it and returns this rank's shard of the sum."""
     size = dist.get_world_size(group)
     if size == 1:
         return lambda: partial
-    shards = torch.stack(partial.chunk(size, dim))  # each rank's shard is one block of memory
+    shards = torch.stack(partial.chunk(size, dim))  # one block of memory per rank
     shard = torch.empty_like(shards[0])
     work = reduce_scatter_single(shard, shards.flatten(0, 1), group=group, async_op=True)
 
@@ -58,42 +60,42 @@ def start_reduce_scatter(partial: Tensor, dim: int, group: Group) -> Callable[[]
 
 
 def start_all_reduce(partial: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Begin to sum over the ranks; the result of calling the result is the whole tensor."""
+    """Start an all-reduce. Returns a function that waits for it and returns the full tensor."""
     if dist.get_world_size(group) == 1:
         return lambda: partial
-    whole = partial.clone()
-    work = all_reduce(whole, group, async_op=True)
+    full = partial.clone()
+    work = all_reduce(full, group, async_op=True)
 
     def finish() -> Tensor:
         assert work is not None
         work.wait()
-        return whole
+        return full
 
     return finish
 
 
-def own_shard(whole: Tensor, dim: int, group: Group) -> Tensor:
-    return whole.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+def own_shard(full: Tensor, dim: int, group: Group) -> Tensor:
+    return full.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 
 
 class CopyToRanks(torch.autograd.Function):
-    """forward: identity. backward: all-reduce."""
+    """forward: identity. backward: all-reduce, because the ranks' gradients are partial."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, full: Tensor, group: Group) -> Tensor:
         ctx.group = group
         ctx.set_materialize_grads(False)
-        return whole.view_as(whole)
+        return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
-        if gradient is None:  # it comes later, see `split_backward`
+        if gradient is None:  # deferred, see `split_backward`
             return None, None
         return start_all_reduce(gradient, ctx.group)(), None
 
 
 class ReduceFromRanks(torch.autograd.Function):
-    """forward: all-reduce. backward: identity."""
+    """forward: all-reduce. backward: identity, because the gradient of a sum is that of each of its terms."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
@@ -105,7 +107,7 @@ class ReduceFromRanks(torch.autograd.Function):
 
 
 class GatherFromRanks(torch.autograd.Function):
-    """forward: all-gather. backward: keep the own shard."""
+    """forward: all-gather. backward: keep this rank's shard of the gradient, which is full."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dim: int, group: Group) -> Tensor:
@@ -118,7 +120,7 @@ class GatherFromRanks(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """forward: all-gather. backward: reduce-scatter."""
+    """forward: all-gather. backward: reduce-scatter, because the ranks' gradients are partial."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dim: int, group: Group) -> Tensor:
@@ -131,7 +133,7 @@ class AllGather(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """forward: reduce-scatter. backward: all-gather."""
+    """forward: reduce-scatter. backward: all-gather, because each rank's tensor is a term of all shards."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, dim: int, group: Group) -> Tensor:

@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.config import Config
-from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.errors import UserError
-from picotron.parallelize import build_model
+from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.schedules.plan import plan_pipeline
+from picotron.weights import initial_weights
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.training import CPU, all_stages, train_steps
 from tests.support.worker_pool import WorkerPool
@@ -62,12 +62,11 @@ def train(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[st
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     checkpoint = find_checkpoint(config, model_config)
-    stage = build_model(
-        config, model_config, plan_pipeline(config, model_config), CPU, getattr(torch, config.model.dtype), checkpoint
-    )
-    model = DataParallelBucket(stage, groups=stage.parameters_by_stage())
+    weights = checkpoint.weights() if checkpoint else initial_weights(model_config, config.training.seed)
+    plan, dtype = plan_pipeline(config, model_config), getattr(torch, config.model.dtype)
+    model = build_model(config, model_config, plan, CPU, dtype, weights)
     losses, norms, _ = train_steps(model, config, model_config, checkpoint=checkpoint, tokenizer=tokenizer)
-    return {"losses": losses, "grad_norms": norms, "weights": all_stages(stage.module, "data")}
+    return {"losses": losses, "grad_norms": norms, "weights": all_stages(unwrap(model), "data")}
 
 
 def run(pool: WorkerPool, config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What tests of sweeps do with jobs: submit them, wait for them, look for their processes and logs."""
+"""Helpers of the tests of sweeps: start jobs, wait for them, find their processes and logs."""
 
 import subprocess
 import sys
@@ -10,11 +10,14 @@ from typing import Any
 from picotron.sweep import slurm
 from picotron.sweep.jobs import Job
 
-NASTY = "it's $(touch executed) `touch executed` \"; touch executed; \\ %j & *"
+SHELL_SYNTAX = "it's $(touch executed) `touch executed` \"; touch executed; \\ %j & *"
+"""a name that creates a file `executed` where a shell command contains it without quotes"""
+RESUMED = "training resumes from"
+"""start of the line that a resumed run logs, before the checkpoint's folder"""
 
 
-def program(folder: Path, *options: str, environment: dict[str, str], code: int = 0) -> str:
-    """`python submit_slurm_jobs.py`; what it prints."""
+def run_program(folder: Path, *options: str, environment: dict[str, str], code: int = 0) -> str:
+    """Run `python submit_slurm_jobs.py` and check its exit code. Returns its output."""
     command = [sys.executable, "submit_slurm_jobs.py", "--inp_dir", str(folder), *options]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert result.returncode == code, result.stdout + result.stderr
@@ -22,7 +25,7 @@ def program(folder: Path, *options: str, environment: dict[str, str], code: int 
 
 
 def wait_for(condition: Callable[[], Any], job: Job) -> None:
-    """Until it is true; else the test shows the job's logs."""
+    """Wait until a condition is true. After 200 seconds, fail with the job's logs."""
     end = time.monotonic() + 200
     while not condition():
         logs = [path.read_text() for path in job.folder.glob("log_*.out")]
@@ -31,17 +34,18 @@ def wait_for(condition: Callable[[], Any], job: Job) -> None:
 
 
 def processes_of(job: Job) -> list[int]:
-    """The ids of the processes on this machine that train it."""
-    found = []
+    """Return the ids of the train.py processes of a job on this machine."""
+    ids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         if str(job.config_file) in words and not {"torch.distributed.run", "srun"} & set(words):
-            found.append(int(path.parent.name))
-    return found
+            ids.append(int(path.parent.name))
+    return ids
 
 
 def log_of(job: Job) -> str:
+    """Read the log of a job's latest run."""
     return slurm.log_file(job).read_text()

@@ -1,7 +1,7 @@
-"""A real Slurm on this machine alone: Debian's packages, a controller and two nodes, started and stopped by the tests.
+"""A real Slurm on this machine: Debian's packages, a controller and two nodes, started and stopped by the tests.
 
-It needs root, but neither systemd nor cgroups, and leaves a Slurm that is there already in peace: all its files are in
-a folder of the test, its ports are free ones, and it has a munge daemon, which says who is who, of its own.
+It needs root, but neither systemd nor cgroups. It does not disturb another Slurm on the machine: all its files are in a
+folder of the test, its ports are free ones, and it has a separate munge daemon (for authentication).
 """
 
 import contextlib
@@ -15,17 +15,17 @@ from pathlib import Path
 
 PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge"]
 NODES = 2
-CPUS = 4  # of each node, as far as Slurm knows
+CPUS = 4  # of each node, according to slurm.conf
 
 
 class NoSlurmError(Exception):
-    """Says why there can be none here."""
+    """Slurm cannot run here. The message is the reason."""
 
 
 def install() -> None:
-    """Install the packages, unless they are there."""
+    """Install the packages, unless they are installed already."""
     if os.geteuid() != 0:
-        raise NoSlurmError("a Slurm of our own needs root")
+        raise NoSlurmError("Slurm for the tests needs root")
     if all(shutil.which(program) for program in ("slurmctld", "slurmd", "sbatch", "munged")):
         return
     if not shutil.which("apt-get"):
@@ -36,10 +36,11 @@ def install() -> None:
     for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
         result = subprocess.run([*apt, *command], env=environment, capture_output=True, text=True)
     if result.returncode:
-        raise NoSlurmError(f"Slurm is not installed, and cannot be: {result.stderr.strip().splitlines()[-1]}")
+        raise NoSlurmError(f"Slurm is not installed, and apt-get failed: {result.stderr.strip().splitlines()[-1]}")
 
 
 def free_ports(count: int) -> list[int]:
+    """Return different ports that no process uses."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -48,10 +49,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def write_config(folder: Path) -> Path:
-    """Write slurm.conf. What differs from a cluster's: two nodes are one host, and waits are short."""
+    """Write slurm.conf. Unlike on a cluster, the two nodes are one host, and waiting times are short."""
     for name in ("state", "spool"):
         (folder / name).mkdir()
-    # Without it slurmd does not start where no cgroups are mounted.
+    # Without this file, slurmd does not start on machines where no cgroups are mounted.
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
     host, (port, *ports) = socket.gethostname().partition(".")[0], free_ports(1 + NODES)
     nodes = "\n".join(
@@ -87,10 +88,10 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
 
 @contextlib.contextmanager
 def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """The environment in which Slurm's programs speak to a cluster that lasts as long as the context.
+    """Run a cluster within the context. Yields the environment variables with which Slurm's programs use it.
 
     Raises:
-        NoSlurmError: this machine cannot have one.
+        NoSlurmError: Slurm cannot be installed.
     """
     install()
     config = write_config(folder)
@@ -121,13 +122,14 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def idle_nodes(environment: dict[str, str]) -> int:
+    """Number of nodes that run no job."""
     command = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
     output = subprocess.run(command, env=environment, capture_output=True, text=True).stdout
     return int(output or 0)
 
 
 def wait_for(condition, daemons: list[subprocess.Popen[bytes]], log: str) -> None:
-    """Until it is true, which should not take a minute."""
+    """Wait until a condition is true. If a daemon ends, or after 60 seconds, fail with the daemons' log."""
     end = time.monotonic() + 60
     while not condition():
         assert all(daemon.poll() is None for daemon in daemons), Path(log).read_text()

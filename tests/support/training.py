@@ -15,14 +15,14 @@ from picotron.checkpoint.writer import CheckpointWriter
 from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.data import MicroBatchDataLoader, Progress, data_fingerprint
-from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
+from picotron.data_parallel.data_parallel import DataParallel
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
-from picotron.parallelize import build_model
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, hidden_states_shape
+from picotron.parallelize import build_model, unwrap
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.schedules.plan import plan_pipeline
 from picotron.train_step import make_train_step
-from picotron.weights import parameters_and_shards
+from picotron.weights import initial_weights, parameters_and_shards
 from tests.support.oracle import make_config, random_tokens
 
 CPU = torch.device("cpu")
@@ -48,24 +48,22 @@ def pipeline_config(engine: str, pp: int, micro_batches: int = 3, **changes: Any
 # ---------------------------------------------------------------------------------------------------- a rank's part
 
 
-def stage_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> PipelineParallel:
+def wrapped(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> DataParallel:
     """This rank's part of the model, as train.py builds it."""
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    return build_model(config, model_config, plan_pipeline(config, model_config), CPU, dtype)
+    weights = initial_weights(model_config, config.training.seed)
+    return build_model(config, model_config, plan_pipeline(config, model_config), CPU, dtype, weights)
 
 
-def wrapped(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> DataParallel:
-    """The same, ready for a step."""
-    stage = stage_of(config, model_config, dtype)
-    return DataParallelBucket(stage, groups=stage.parameters_by_stage())
+def stage_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> PipelineParallel:
+    """`wrapped` without data parallelism."""
+    return wrapped(config, model_config, dtype).module
 
 
 def step_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> Any:
-    """The train step that train.py would take."""
-    return make_train_step(
-        config, plan_pipeline(config, model_config), hidden_states_shape(config, model_config), CPU, dtype
-    )
+    """The training step of train.py."""
+    return make_train_step(config, model_config, plan_pipeline(config, model_config), CPU, dtype)
 
 
 def batches(count: int) -> list[dict[str, Any]]:
@@ -100,16 +98,16 @@ def train_steps(
     It goes on from `checkpoint`, and writes checkpoints if it has a tokenizer.
     """
     grid, tokens = pgm.process_group_manager, random_tokens()
-    llama = getattr(model.module, "module", model.module)
-    order = data_fingerprint(tokens, config)
-    progress = checkpoint.progress(order) if checkpoint else Progress()
+    llama = unwrap(model)
+    fingerprint = data_fingerprint(tokens, config)
+    progress = checkpoint.progress(fingerprint) if checkpoint else Progress()
     loader = MicroBatchDataLoader(tokens, config, CPU, progress.samples)
     take_step = step_of(config, model_config, getattr(torch, config.model.dtype))
     optimizer = AdamW(model.parameters(), config.training, fused=config.model.use_fused_adam)
     if checkpoint:
         checkpoint.restore(optimizer, llama)
     scheduler = make_scheduler(optimizer, config.training, progress.step)
-    writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, order) if tokenizer else None
+    writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, fingerprint) if tokenizer else None
     losses, norms, found = [], [], []
     while not progress.is_end(config.training):
         loss = take_step(model, loader).double()
@@ -123,7 +121,9 @@ def train_steps(
         optimizer.zero_grad()
         progress = progress.after_step(config)
         if writer:
-            writer.after_step(progress, 0)
+            writer.check()
+        if writer and writer.is_due(progress):
+            writer.save(progress)
     if writer:
         writer.wait()
     return losses, norms, found[0] if found else None
@@ -154,10 +154,10 @@ def gathered(model: nn.Module, attribute: str) -> dict[str, Tensor]:
                 assert torch.equal(part, parts[0]), f"{name} differs between ranks"
             whole[name] = local
         else:
-            for i in range(0, len(parts), shard.copies):
-                for copy in parts[i : i + shard.copies]:
+            for i in range(0, len(parts), shard.replicas):
+                for copy in parts[i : i + shard.replicas]:
                     assert torch.equal(copy, parts[i]), f"{name} differs between copies"
-            joined = torch.cat(parts[:: shard.copies], shard.dim)
+            joined = torch.cat(parts[:: shard.replicas], shard.dim)
             beyond = joined.narrow(shard.dim, shard.full_size, joined.size(shard.dim) - shard.full_size)
             assert beyond.count_nonzero() == 0, f"{name}: the padding is not zero"
             whole[name] = joined.narrow(shard.dim, 0, shard.full_size).clone()
