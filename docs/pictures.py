@@ -61,7 +61,7 @@ def matrices(tp: int = 4) -> str:
                     shards_of.setdefault(name.split(".")[1], {})[rank] = shard
                     shapes[name.split(".")[1]] = shard.full_shape(parameter.shape)
     gap, top = 48, 3 * LINE
-    scale = (WIDTH - gap * len(shapes)) / sum(columns for _, columns in shapes.values())
+    scale = (WIDTH - gap * (len(shapes) - 1)) / sum(columns for _, columns in shapes.values())
     height = top + scale * max(rows for rows, _ in shapes.values())
     picture, x = Svg(WIDTH, height + 2 * LINE), 0.0
     for name, (rows, columns) in shapes.items():
@@ -83,13 +83,13 @@ def matrices(tp: int = 4) -> str:
 
 def shards(cp: int = 4) -> str:
     """Draw causal attention in 2 cp chunks: the rank of each chunk of queries, and the number of blocks per rank."""
-    size, left, top = 46, 64, 3 * LINE
+    size, left, top = 46, 76, 3 * LINE
     half = WIDTH - (2 * cp * size + left)  # where the second drawing begins
     picture = Svg(WIDTH, top + 2 * cp * size + LINE + 4)
     for x, sharding in ((0, "contiguous"), (half, "zigzag")):
         picture.text(x, 16, sharding, "title")
         picture.text(x + left, 16 + LINE, "chunks of keys")
-        picture.arrow(x + left + 120, 11 + LINE, x + left + 2 * cp * size, 11 + LINE)
+        picture.arrow(x + left + 136, 11 + LINE, x + left + 2 * cp * size, 11 + LINE)
         picture.text(x, 16 + LINE, "queries")
         owner: dict[int, int] = {}
         for rank in range(cp):
@@ -112,7 +112,7 @@ def shards(cp: int = 4) -> str:
 def ring_steps(cp: int = 4) -> str:
     """Draw the keys that a rank has in each step of the ring, and the queries that attend to them (zigzag)."""
     size, left, config = 76, 70, quickstart(cp_size=cp)
-    column, row = (WIDTH - left - 110) / (cp - 1), size + 34
+    column, row = (WIDTH - left - 140) / (cp - 1), size + 34
     picture = Svg(WIDTH, cp * row + 4 * LINE)
     for rank in range(cp):
         y = LINE + 26 + rank * row

@@ -33,7 +33,7 @@ from picotron.schedules.simulate import Costs, simulate
 from picotron.schedules.stages import Stage, stage_weights
 from picotron.weights import parameters_and_shards
 
-STAGES = [RANKS[3], RANKS[4], RANKS[0], RANKS[1]]  # colours; the first two differ from those of forward and backward
+STAGES = [RANKS[2], RANKS[4], RANKS[0], RANKS[1]]  # colours; the first two differ from those of forward and backward
 
 
 def contents(stage: Stage) -> str:
@@ -81,7 +81,6 @@ def grid() -> str:
         x, y = p * (width + between), d * (pipeline + dp_gap) + LINE + t * (box + tp_gap)
         with fake_rank(rank, config.distributed):
             lines, sequences = describe_rank(config), itertools.chain(*micro_batches(config))
-            replicas = pgm.process_group_manager.cp_dp_group_ids
         if p == t == 0:
             numbers = ", ".join(map(str, sequences))
             picture.text(0, y - 8, f"Pipeline {d}: sequences {numbers} of every {config.global_batch_size}", "title")
@@ -102,9 +101,8 @@ def grid() -> str:
             picture.arrow(x + 16, y + box + 3, x + 16, y + box + tp_gap - 3, double=True)
             picture.text(x + 30, y + box + tp_gap / 2 + 5, "partial results, summed in every layer")
         elif d < dp - 1:
-            ranks = " and ".join(map(str, replicas))
             picture.arrow(x + 16, y + box + 3, x + 16, y + box + dp_gap + LINE * (p > 0) - 3, double=True)
-            picture.text(x + 30, y + box + dp_gap / 2 + 3, f"gradients, averaged once per step (as ranks {ranks})")
+            picture.text(x + 30, y + box + dp_gap / 2 + 3, "gradients, once per step (same tp rank)")
     return str(picture)
 
 
@@ -117,7 +115,7 @@ def overview() -> str:
     box, width, stage_gap, tp_gap, dp_gap, left, top = 44, 190, 26, 26, 32, 48, 66
     pipeline = tp * box + (tp - 1) * tp_gap
     right = left + pp * (width + stage_gap) + 20  # where the schedule begins
-    picture = Svg(WIDTH, top + dp * pipeline + (dp - 1) * dp_gap + 2)
+    picture = Svg(WIDTH, top + dp * pipeline + (dp - 1) * dp_gap + 12)
 
     picture.text(0, 16, f"{layout.world_size} ranks: dp {dp} x pp {pp} x cp {layout.cp_size} x tp {tp}", "title")
     for p in range(pp):
@@ -135,40 +133,47 @@ def overview() -> str:
         for i, line in enumerate(lines):
             picture.text(x + width / 2, y + 18 + 19 * i, line, "label")
         if p == 0:
-            picture.text(0, y + box / 2 + 6, f"dp {d}" if t == 0 else "")
+            picture.text(0, y + pipeline / 2 + 6, f"dp {d}" if t == 0 else "")
         last = t == tp - 1
         if not last or d < dp - 1:
             gap = dp_gap if last else tp_gap
             picture.arrow(x + 12, y + box + 3, x + 12, y + box + gap - 3, double=True)
-            text = "gradients, once per step" if last else "sums in every layer"
-            picture.text(x + 24, y + box + gap / 2 + 5, text)
+            picture.text(x + 24, y + box + gap / 2 + 5, "dp: gradients" if last else "tp: partial results")
 
     weights = stage_weights(model_config, plan.stages, config.training.seq_length, pp)
     timeline = simulate(plan.schedule, Costs(weights=weights))
     row, gap, start = 40, 6, right + 50
     scale = (WIDTH - start - 8) / timeline.step_time
-    picture.text(right, 16, f"{layout.pp_engine.upper()} schedule of pipeline dp 0", "title")
+    picture.text(right, 16, f"{layout.pp_engine.upper()} schedule of each pipeline", "title")
     picture.legend(start, top - 24, timeline)
     for p in range(pp):
         y = top + 8 + p * (row + gap)
         picture.box(right, y + 8, 44, 24, STAGES[p], f"pp {p}")
     picture.timeline(timeline, start, top + 8, scale, row, gap)
     axis = top + 14 + pp * (row + gap)
-    picture.time_axis(start, axis, scale, timeline.step_time, 3, "unit: an average forward of a micro-batch")
+    picture.time_axis(start, axis, scale, timeline.step_time, 3, "unit: mean forward of one micro-batch")
     m, B = config.training.gradient_accumulation_steps, config.training.micro_batch_size
+    with fake_rank(0, layout):
+        grid = pgm.process_group_manager
+        tp_group, pp_group, dp_group = (
+            " and ".join(map(str, ranks)) for ranks in (grid.tp_group_ids, grid.pp_group_ids, grid.cp_dp_group_ids)
+        )
     for i, line in enumerate(
         (
-            f"Box: a micro-batch of {B} sequences; {m} per pipeline and step.",
-            f"Grey: idle time, {timeline.bubble:.1%} of the step (the bubble).",
+            f"Box: one of {m} micro-batches of {B} sequences.",
+            f"Grey: idle, {timeline.bubble:.1%} of the step (the bubble).",
+            f"tp: ranks {tp_group} sum partial results per layer.",
+            f"pp: ranks {pp_group} send hidden states, gradients.",
+            f"dp: ranks {dp_group} average gradients once per step.",
         )
     ):
-        picture.text(right, axis + 78 + LINE * i, line)
+        picture.text(right, axis + 72 + LINE * i, line)
     return str(picture)
 
 
 def batch() -> str:
     """Draw a global batch of the quickstart: the sequences of each dp rank and micro-batch."""
-    dp, steps, width, left, row = 2, 4, 194, 54, 34
+    dp, steps, width, left, row = 2, 4, 183, 54, 34
     config = quickstart(dp_size=dp, gradient_accumulation_steps=steps)
     picture = Svg(WIDTH, dp * row + 2 * LINE + 12)
     for i in range(steps):

@@ -6,7 +6,7 @@ from picotron.schedules.draw_svg import COLOURS, MEANING, STYLE, boxes, kinds
 from picotron.schedules.simulate import Timeline
 
 WIDTH = 960  # pixels, as all sizes here; GitHub shows a README 830 px wide
-LINE, CHARACTER = 22, 8.4  # height of a line of text, and the mean width of a character
+LINE, CHARACTER = 22, 9.2  # height of a line of text, and the mean width of a character in a wide font
 RANKS = [COLOURS[kind] for kind in "FBWIR"]  # colours of the first five ranks
 TEXT = """
 text { font-size: 16px }
@@ -90,7 +90,7 @@ class Svg:
             name = MEANING[kind] if kind in "FB" else f"{kind}: {MEANING[kind]}"
             self.box(x, y, 18, 18, COLOURS[kind], title=name)
             self.text(x + 25, y + 14, name)
-            x += 25 + 7.4 * len(name) + 18
+            x += 25 + CHARACTER * len(name) + 16
         self.frame(x, y, 18, 18)
         self.text(x + 25, y + 14, "idle")
 

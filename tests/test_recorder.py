@@ -11,8 +11,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from picotron.config import Config
-from picotron.pipeline_parallel import draw
 from picotron.pipeline_parallel.recorder import record_steps
+from picotron.schedules import draw
 from picotron.schedules.checker import add_communication
 from picotron.schedules.plan import training_schedule
 from picotron.schedules.trace import read_trace
