@@ -139,6 +139,8 @@ class MicroBatchDataLoader:
             self.sequences,
             batch_sampler=self._rows(start),
             num_workers=config.dataset.num_workers,
+            # Forked workers share the memory-mapped tokens; other start methods would copy them to each worker.
+            multiprocessing_context="fork" if config.dataset.num_workers else None,
             worker_init_fn=ignore_stop_signals,
             pin_memory=device.type == "cuda",  # so that the CPU does not wait for copies to the GPU
         )

@@ -201,13 +201,14 @@ class Metrics:
         evaluated = "eval_loss" in record
         if evaluated or record["step"] % self.config.logging.log_frequency == 0 or record["step"] == 1:
             mfu = "" if record["mfu"] is None else f" | mfu {record['mfu']:.1%}"
-            eval_loss = f" | eval loss {record['eval_loss']:.4f}" if evaluated else ""
             print(
-                f"step {record['step']:>5} | loss {record['loss']:.4f}{eval_loss} | grad norm {record['grad_norm']:.3f} | "
-                f"lr {record['learning_rate']:.2e} | {record['tokens']:,} tokens | "
+                f"step {record['step']:>4} | loss {record['loss']:.4f} | grad norm {record['grad_norm']:.3f} | "
+                f"lr {record['learning_rate']:.1e} | {record['tokens']:,} tokens | "
                 f"{record['tokens_per_second']:,.0f} tokens/s{mfu} | {record['memory_gb']:.2f} GB",
                 flush=True,
             )
+        if evaluated:
+            print(f"step {record['step']:>4} | eval loss {record['eval_loss']:.4f}", flush=True)
 
     def close(self) -> None:
         """Finish the wandb run, and log the first and last loss and the folder of the outputs."""

@@ -210,8 +210,10 @@ def test_another_global_batch_goes_on_at_the_same_sample(
 def test_the_state_round_trips() -> None:
     state = TrainerState(
         step=3, tokens=4, samples=5, data_fingerprint="a", seed=1, layout="dp 1", config={"a": {"b": 0.1}},
-        versions={}, wandb_run_id="x", files={"f": [safetensors_folder.Part(0, 2, "3")]},
+        versions={}, wandb_run_id="x", files={"f": [safetensors_folder.ByteRange(0, 2, "3")]},
     )  # fmt: skip
     data = json.loads(state.to_json())
     assert len(data.pop("xxh3")) == 16
+    assert TrainerState.model_validate_json(json.dumps(data)) == state
+    data["order_of_samples"] = data.pop("data_fingerprint")  # as older checkpoints call it
     assert TrainerState.model_validate_json(json.dumps(data)) == state

@@ -222,6 +222,7 @@ def log_without_login(folder: str) -> None:
     log_steps(folder, [1.0, 2.0], wandb=True)
 
 
+@pytest.mark.processes
 def test_real_wandb_records_offline(tmp_path: Path) -> None:
     pool = WorkerPool()  # of its own: the worker's environment is changed
     try:

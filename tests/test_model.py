@@ -50,7 +50,7 @@ def test_logits_loss_and_every_gradient(variant: str, how: str) -> None:
     config = tiny_llama(**VARIANTS[variant])
     arguments: dict[str, Any] = {
         "checkpointed": {"checkpoint_activations": True},
-        "math attention": {"attend": math_attention},
+        "math attention": {"attention_fn": math_attention},
     }.get(how, {})
     ours = our_model(config, **arguments)
     for name, parameter in ours.named_parameters():  # 0 and 1 hide mistakes
@@ -145,7 +145,7 @@ def test_initial_weights_are_distributed_as_transformers_draws_them() -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config=.* not supported"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type='dynamic' .* computes 'default' or 'linear' or 'llama3'",
+            "rope_type='dynamic' .* supports 'default' or 'linear' or 'llama3'",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},

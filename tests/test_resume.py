@@ -52,6 +52,7 @@ def send(pool: WorkerPool, number: int) -> None:
         os.kill(process.pid, number)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kills", [FEW, pytest.param(KILLS, marks=pytest.mark.parity)])
 def test_kills_change_nothing(tokenizer: Path, tmp_path: Path, kills: int) -> None:
     """Of two stages that save every step, at random moments, writing or not; each time the same run starts again."""

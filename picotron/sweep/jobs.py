@@ -11,6 +11,7 @@ folder.
 
 import contextlib
 import fcntl
+import importlib.metadata
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,6 +82,16 @@ class Job:
                 yield None
             else:
                 yield lock.fileno()
+
+
+def stop_options(grace: int) -> list[str]:
+    """Options of torchrun that pass stop signals on to a run, and give it `grace` seconds to write a checkpoint.
+
+    torch 2.11 has no --shutdown-timeout: its torchrun always waits for 30 seconds.
+    """
+    version = tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
+    timeout = ["--shutdown-timeout", str(grace)] if version >= (2, 12) else []
+    return ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", *timeout]
 
 
 def find_jobs(folder: Path) -> list[Job]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from picotron.config import Config
-from picotron.sweep.jobs import OUT_OF_MEMORY, Job, Status
+from picotron.sweep.jobs import OUT_OF_MEMORY, Job, Status, stop_options
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
@@ -20,7 +20,7 @@ def torchrun_command(job: Job, config: Config, grace: int) -> list[str]:
     """Return the command that runs a job on this machine. (--standalone makes torchrun find a free port.)"""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc_per_node", str(config.distributed.world_size)]
-    torchrun += ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--shutdown-timeout", str(grace)]
+    torchrun += stop_options(grace)
     return [*torchrun, str(TRAIN), "--config", str(job.config_file), *job.overrides]
 
 

@@ -17,7 +17,7 @@ import jinja2
 
 from picotron.config import Config
 from picotron.errors import UserError
-from picotron.sweep.jobs import ACTIVE, ENDED, OUT_OF_MEMORY, Job, Status
+from picotron.sweep.jobs import ACTIVE, ENDED, OUT_OF_MEMORY, Job, Status, stop_options
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,7 +91,7 @@ def render(job: Job, resources: SlurmResources, env_setup: Path | None, grace: i
         nodes=resources.nodes,
         processes_per_node=resources.processes_per_node,
         cores_per_node=resources.cores_per_node,
-        grace=grace,
+        stop_options=stop_options(grace),
         train=ROOT / "train.py",
         arguments=["--config", str(job.config_file), *job.overrides],
         out_of_memory=OUT_OF_MEMORY,
