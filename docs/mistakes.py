@@ -161,8 +161,8 @@ PP, CP = "picotron.pipeline_parallel.pipeline_parallel", "picotron.context_paral
 # Tests with their arguments after the pool.
 STEPS_DP = (test_data_parallel.test_ten_steps_equal_one_process, (2, "bucket", 1, False))
 MODEL = "gqa, padded vocabulary"
-GRADIENTS_TP = (test_tensor_parallel.test_loss_logits_and_every_gradient, (MODEL, 2, False, False))
-GRADIENTS_PP = (test_pipeline_parallel.test_every_gradient, ("1f1b", False, {"pp_size": 3}))
+GRADIENTS_TP = (test_tensor_parallel.test_loss_logits_and_gradients_equal_transformers, (MODEL, 2, False, False))
+GRADIENTS_PP = (test_pipeline_parallel.test_loss_and_gradients_equal_transformers, ("1f1b", False, {"pp_size": 3}))
 STEPS_CP = (test_context_parallel.test_ten_steps_equal_one_process, ({"cp_size": 2},))
 
 MISTAKES = {
@@ -207,7 +207,7 @@ MISTAKES = {
         "tensor_parallel",
         "With sequence parallelism, the gradients of the norms' weights are not summed over the ranks.",
         {f"{TP}.tensor_parallel.summed_gradient": unsummed_gradient},
-        test_tensor_parallel.test_loss_logits_and_every_gradient,
+        test_tensor_parallel.test_loss_logits_and_gradients_equal_transformers,
         (MODEL, 2, True, False),
     ),
     "micro_batches_not_divided": Mistake(
@@ -226,7 +226,7 @@ MISTAKES = {
         "pipeline_parallel",
         "The first and the last stage do not sum the gradients of the tied embedding, of which both hold a replica.",
         {f"{PP}.PipelineParallel.sum_tied_gradients": lambda stage: None},
-        test_pipeline_parallel.test_every_gradient,
+        test_pipeline_parallel.test_loss_and_gradients_equal_transformers,
         ("1f1b", True, {"pp_size": 3}),
     ),
     "cp_not_averaged": Mistake(
@@ -260,7 +260,7 @@ MISTAKES = {
             f"{CP}.visible_blocks": contiguous_blocks,
             "tests.test_context_parallel.local_positions": contiguous_positions,
         },
-        test_context_parallel.test_zigzag_is_balanced_and_nothing_masked_is_computed,
+        test_context_parallel.test_zigzag_is_balanced_and_skips_masked_blocks,
         ("ring", 2),
     ),
 }

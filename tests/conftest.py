@@ -15,7 +15,7 @@ from tests.support import checkpoints
 from tests.support.oracle import tiny_llama
 from tests.support.worker_pool import WorkerPool
 
-STARTS_PROCESSES = {"pool", "home", "halves", "slurm"}  # fixtures
+STARTS_PROCESSES = {"pool", "home", "checkpoint_at_step_5", "slurm"}  # fixtures
 may_start_processes = True
 
 
@@ -51,7 +51,7 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home folder for programs that the tests start: their caches begin empty."""
+    """Home folder of the programs that tests start, so that their caches begin empty."""
     return tmp_path_factory.mktemp("home")
 
 
@@ -63,23 +63,23 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def halves(pool: WorkerPool, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Folders with the checkpoint of step 5, by layout and tied or not."""
+def checkpoint_at_step_5(pool: WorkerPool, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Function that returns the checkpoint of step 5 of a layout, with tied or untied embeddings; written once."""
     folders: dict[Any, Path] = {}
 
-    def half(number: int, tied: bool) -> Path:
+    def checkpoint(number: int, tied: bool) -> Path:
         if (number, tied) not in folders:
-            folder = folders[number, tied] = tmp_path_factory.mktemp("half")
+            folder = folders[number, tied] = tmp_path_factory.mktemp("checkpoint")
             config = checkpoints.first_half(folder, checkpoints.LAYOUTS[number])
             checkpoints.run(pool, config, checkpoints.model_of(tied), tokenizer)
         return folders[number, tied] / "step_00000005"
 
-    return half
+    return checkpoint
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder, with a tokenizer."""
+    """Folder with the config and the tokenizer of a model."""
     folder = tmp_path_factory.mktemp("model")
     tiny_llama(vocab_size=260).save_pretrained(folder)
     train_bpe(iter(["def f(x): return x"]), 260).save_pretrained(folder)
@@ -88,7 +88,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_job(model_folder: Path, tmp_path: Path) -> Callable[..., Job]:
-    """Makes a job of one process and 20 steps in a sweep; `training__seed=1` changes training.seed."""
+    """Function that makes a job of one process and 20 steps; `training__seed=1` sets training.seed."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"def f{i}(x): return x + {i}\n" for i in range(999)))
 

@@ -1,4 +1,4 @@
-"""Only whole checkpoints of the same model are used: damaged ones and wrong folders are refused by name."""
+"""Damaged checkpoints, checkpoints of other models and wrong folders are rejected with an error that names them."""
 
 import re
 import shutil
@@ -68,11 +68,11 @@ DAMAGES = {
 
 @pytest.mark.parametrize("number", [0, 7], ids=["one", "dp2 pp2 tp2"])
 @pytest.mark.parametrize("how", DAMAGES)
-def test_damaged_checkpoints_are_refused_by_name(
-    pool: WorkerPool, halves: Any, tokenizer: Path, tmp_path: Path, how: str, number: int
+def test_damaged_checkpoint_raises_an_error_that_names_the_file(
+    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path, how: str, number: int
 ) -> None:
-    """By a layout of two ranks, which share the checking."""
-    folder = Path(shutil.copytree(halves(number, True), tmp_path / "step_00000005"))
+    """Two ranks verify the checksums, each those of some of the bytes."""
+    folder = Path(shutil.copytree(checkpoint_at_step_5(number, True), tmp_path / "step_00000005"))
     damage(folder, how)
     config = run_config(tmp_path / "run", {"dp_size": 2}, checkpoint__load_path=str(folder))
     messages = pool.run(mistake, 2, config, model_of(True), tokenizer)
@@ -82,7 +82,7 @@ def test_damaged_checkpoints_are_refused_by_name(
     assert re.search(DAMAGES[how], line), line
 
 
-def test_latest_is_the_newest_whole_one(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+def test_latest_skips_damaged_checkpoints(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
     keys = {"checkpoint__save_frequency": 2, "checkpoint__load_path": "latest"}
     run(pool, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)
     assert list(checkpoint_folders(tmp_path)) == [2, 4, 6, 8, 10]
@@ -126,18 +126,18 @@ def test_latest_is_the_newest_whole_one(pool: WorkerPool, tokenizer: Path, tmp_p
         ),
     ],
 )
-def test_other_models(
-    pool: WorkerPool, halves: Any, tokenizer: Path, tmp_path: Path, changes: dict[str, Any], message: str
+def test_checkpoint_of_a_different_model_is_rejected(
+    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     sizes = {"tie_word_embeddings": True, "num_attention_heads": 8} | changes
-    config = run_config(tmp_path, {"dp_size": 2}, checkpoint__load_path=str(halves(0, True)))
+    config = run_config(tmp_path, {"dp_size": 2}, checkpoint__load_path=str(checkpoint_at_step_5(0, True)))
     for line in pool.run(mistake, 2, config, tiny_llama(**sizes), tokenizer):
-        assert line.startswith(str(halves(0, True)))
+        assert line.startswith(str(checkpoint_at_step_5(0, True)))
         assert message in line
         assert len(line.splitlines()) == 1
 
 
-def test_folders_that_are_no_checkpoints(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+def test_folder_without_a_checkpoint_is_rejected(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "step_00000005.unfinished").mkdir()
     (tmp_path / "empty").mkdir()
     for name, message in {
@@ -153,10 +153,12 @@ def latest_of_two_machines(first: Config, second: Config, model_config: LlamaCon
     return mistake(second if dist.get_rank() else first, model_config, tokenizer)
 
 
-def test_a_folder_that_not_all_machines_see(pool: WorkerPool, halves: Any, tokenizer: Path, tmp_path: Path) -> None:
+def test_save_dir_not_shared_by_all_machines_is_rejected(
+    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path
+) -> None:
     configs = [
         run_config(folder, {"dp_size": 2}, checkpoint__load_path="latest")
-        for folder in (halves(0, False).parent, tmp_path)
+        for folder in (checkpoint_at_step_5(0, False).parent, tmp_path)
     ]
     for message in pool.run(latest_of_two_machines, 2, *configs, model_of(False), tokenizer):
         assert "rank 1 sees 0 checkpoints in" in message

@@ -1,4 +1,4 @@
-"""How checkpoints are written: in the background, onto full disks, where old ones cannot be deleted."""
+"""Writing checkpoints: in the background, on full disks, and next to old checkpoints that cannot be deleted."""
 
 import shutil
 import time
@@ -20,7 +20,7 @@ from tests.support.worker_pool import WorkerPool
 
 
 def train_while_writing(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[str, Any]:
-    """Checkpoints are only written when the step after them has changed the tensors."""
+    """Train, and delay the writing of each odd step's checkpoint until the next step has changed the tensors."""
     write, step, steps = CheckpointWriter._write, AdamW.step, []
 
     def late(self: CheckpointWriter, progress: Progress, pieces: Any) -> None:
@@ -39,8 +39,8 @@ def train_while_writing(config: Config, model_config: LlamaConfig, tokenizer: Pa
         CheckpointWriter._write, AdamW.step = write, step  # type: ignore[method-assign]
 
 
-def test_asynchronous_ones_hold_the_same(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
-    """Copied before the next step changes the tensors; and two in a row do not get mixed up."""
+def test_asynchronous_checkpoints_equal_synchronous_ones(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    """Tensors are copied before the next step changes them, and consecutive checkpoints are not mixed up."""
     layout, model = {"dp_size": 2, "tp_size": 2}, model_of(False)
     for name, function in (("sync", train), ("async", train_while_writing)):
         keys = {"checkpoint__save_frequency": 1, "checkpoint__async_save": name == "async"}
@@ -52,7 +52,7 @@ def test_asynchronous_ones_hold_the_same(pool: WorkerPool, tokenizer: Path, tmp_
 
 
 def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: Path, after: int) -> tuple[str, int]:
-    """The error of a run that cannot write more than so many bytes a file on its last rank, and the steps it took."""
+    """Train while the last rank cannot write past byte `after` of a file. Returns the error and the number of steps."""
     write = safetensors_folder.FileWriter.write
 
     class Full:
@@ -76,7 +76,7 @@ def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: P
     def counted(self: AdamW) -> None:
         take_step(self)
         steps.append(1)
-        time.sleep(0.3)  # for the thread, so that it is done in the next step
+        time.sleep(0.3)  # gives the background thread time to fail before the next step
 
     safetensors_folder.FileWriter.write, AdamW.step = limited, counted  # type: ignore[method-assign]
     try:
@@ -86,10 +86,10 @@ def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: P
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
-def test_a_full_disk_is_one_error_on_all_ranks(
+def test_full_disk_raises_the_same_error_on_all_ranks(
     pool: WorkerPool, tokenizer: Path, tmp_path: Path, in_background: bool
 ) -> None:
-    """In the middle of a file, while the other ranks still gather; the earlier checkpoint stays and is used."""
+    """The disk fills up within a file, while other ranks still gather; the earlier checkpoint remains usable."""
     layout, model = {"pp_size": 2, "tp_size": 2}, model_of(True)
     keys = {"checkpoint__load_path": "latest", "checkpoint__async_save": in_background}
     run(pool, first_half(tmp_path, layout, **keys), model, tokenizer)
@@ -99,7 +99,7 @@ def test_a_full_disk_is_one_error_on_all_ranks(
         f"the checkpoint {tmp_path}/step_00000006 cannot be written: No space left on device; free some space, or choose "
         f"another save_dir that all processes can write. Earlier checkpoints are unchanged"
     )
-    # In the background it surfaces in the next step, long before the next checkpoint is due.
+    # In the background, the error is raised in the next step, long before the next checkpoint is due.
     assert results == [(expected, 2 if in_background else 1)] * 4
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
     assert len(run(pool, run_config(tmp_path, layout, **keys), model, tokenizer)["losses"]) == 5
@@ -109,7 +109,7 @@ def train_where_nothing_can_be_deleted(config: Config, model_config: LlamaConfig
     delete = shutil.rmtree
 
     def refuse(path: Path) -> None:
-        raise OSError(39, "Directory not empty")  # as network file systems say of open files
+        raise OSError(39, "Directory not empty")  # the error of network file systems for open files
 
     shutil.rmtree = refuse  # type: ignore[assignment]
     try:
@@ -118,7 +118,7 @@ def train_where_nothing_can_be_deleted(config: Config, model_config: LlamaConfig
         shutil.rmtree = delete
 
 
-def test_what_cannot_be_deleted_does_not_stop_a_run(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+def test_undeletable_checkpoint_warns_and_training_continues(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "step_00000077.unfinished").mkdir()
     config = run_config(tmp_path, {}, checkpoint__save_frequency=5, checkpoint__keep_last=1)
     ((steps, lines),) = pool.run(train_where_nothing_can_be_deleted, 1, config, model_of(False), tokenizer)
@@ -127,7 +127,7 @@ def test_what_cannot_be_deleted_does_not_stop_a_run(pool: WorkerPool, tokenizer:
     assert list(checkpoint_folders(tmp_path)) == [10]
 
 
-def test_a_tokenizer_with_a_folder_of_templates(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+def test_tokenizer_subfolder_is_copied_to_the_checkpoint(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tokenizer, tmp_path / "tokenizer"))
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")

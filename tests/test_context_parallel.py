@@ -1,4 +1,4 @@
-"""Context parallelism equals one process: attention alone, then the whole model against transformers."""
+"""Context parallelism: attention equals PyTorch's on one process, and training equals transformers."""
 
 import weakref
 from typing import Any
@@ -34,7 +34,7 @@ ENGINES = [(engine, sharding) for engine in ("ring", "all_gather", "ulysses") fo
 
 
 def attention_inputs(dtype: torch.dtype = torch.float64, length: int = 24) -> tuple[Tensor, ...]:
-    """q, k, v and the gradient of the output, of whole sequences: 24 query heads, 12 for keys and values."""
+    """Return full-sequence q, k, v and the gradient of the output, with 24 query heads and 12 key/value heads."""
     generator = torch.Generator().manual_seed(0)
     heads, kv_heads = 24, 12
     shapes = [(2, heads, length, 8), (2, kv_heads, length, 8), (2, kv_heads, length, 8), (2, heads, length, 8)]
@@ -42,12 +42,12 @@ def attention_inputs(dtype: torch.dtype = torch.float64, length: int = 24) -> tu
 
 
 def attention_of_a_rank(engine: str, sharding: str, dtype: torch.dtype, length: int = 24) -> tuple[Tensor, ...]:
-    """This rank's part of the output and of the gradients of q, k, v; and which part that is."""
+    """Return this rank's positions, and its shards of the output and of the gradients of q, k and v."""
     cp = dist.get_world_size()
     grid = setup_process_group_manager(1, cp, 1, 1)
     layout = Distributed(cp_size=cp, cp_engine=engine, cp_sharding=sharding)
     positions = local_positions(length, cp, grid.cp_rank, sharding)
-    # Strided as in the model, where (B, T, H, d) is transposed.
+    # The strides are those of the model, which transposes (B, T, H, K).
     *qkv, dy = (
         x[:, :, positions].transpose(1, 2).contiguous().transpose(1, 2) for x in attention_inputs(dtype, length)
     )
@@ -59,7 +59,7 @@ def attention_of_a_rank(engine: str, sharding: str, dtype: torch.dtype, length: 
 
 
 def whole_attention(length: int = 24) -> list[Tensor]:
-    """PyTorch's plain attention of whole sequences, output and gradients."""
+    """Return output and gradients of PyTorch's attention over the full sequences."""
     q, k, v, dy = attention_inputs(length=length)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     with sdpa_kernel(SDPBackend.MATH):
@@ -76,7 +76,7 @@ def joined(results: list[tuple[Tensor, ...]]) -> list[Tensor]:
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
 @pytest.mark.parametrize(("engine", "sharding"), ENGINES)
-def test_attention_and_its_gradients(pool: WorkerPool, engine: str, sharding: str, cp: int) -> None:
+def test_attention_and_its_gradients_equal_one_process(pool: WorkerPool, engine: str, sharding: str, cp: int) -> None:
     results = joined(pool.run(attention_of_a_rank, cp, engine, sharding, torch.float64))
     for result, expected, name in zip(results, whole_attention(), ("y", "dq", "dk", "dv"), strict=True):
         assert_close(result, expected, 1e-10, name)
@@ -84,7 +84,7 @@ def test_attention_and_its_gradients(pool: WorkerPool, engine: str, sharding: st
 
 @pytest.mark.parametrize("engine", ["ring", "all_gather"])
 def test_bfloat16_errors_do_not_grow_with_the_ring(pool: WorkerPool, engine: str) -> None:
-    """Parts are put together in float32, so it does not matter how many there are."""
+    """Blocks are combined in float32, so their number does not affect the error."""
     expected, errors = whole_attention(96), {}
     for cp in (2, 12):
         results = joined(pool.run(attention_of_a_rank, cp, engine, "zigzag", torch.bfloat16, 96))
@@ -94,8 +94,8 @@ def test_bfloat16_errors_do_not_grow_with_the_ring(pool: WorkerPool, engine: str
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gpu_kernels_get_what_they_take(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device, which has the shapes of GPU kernels: a block of the second half of the queries."""
+def test_gpu_kernels_receive_supported_arguments(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device checks shapes as GPU kernels do. The block is the second half of the queries."""
     seen = {}
 
     class Recorder:
@@ -125,7 +125,7 @@ def test_gpu_kernels_get_what_they_take(dtype: torch.dtype, monkeypatch: pytest.
 
 
 def pairs_computed(engine: str, sharding: str) -> tuple[int, int]:
-    """How many query-key pairs this rank's forward and backward compute: of a causal block, up to the diagonal."""
+    """Count the query-key pairs that this rank computes in forward and backward, without the masked ones."""
     counts = [0, 0]
 
     def pairs(q: Tensor, k: Tensor, causal: bool) -> int:
@@ -151,18 +151,18 @@ def pairs_computed(engine: str, sharding: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("engine", ["ring", "all_gather"])
 @pytest.mark.parametrize("cp", [2, 4])
-def test_zigzag_is_balanced_and_nothing_masked_is_computed(pool: WorkerPool, engine: str, cp: int) -> None:
+def test_zigzag_is_balanced_and_skips_masked_blocks(pool: WorkerPool, engine: str, cp: int) -> None:
     everything = 24 * 25 // 2
     zigzag = pool.run(pairs_computed, cp, engine, "zigzag")
     assert zigzag == [(everything // cp, everything // cp)] * cp
     forward = [pairs for pairs, _ in pool.run(pairs_computed, cp, engine, "contiguous")]
     assert sum(forward) == everything
-    # In blocks, (2 cp - 1) / cp of the mean; here a block on the diagonal counts a little more than half.
+    # Counted in blocks, the maximum is (2 cp - 1) / cp of the mean. A diagonal block has just over half the pairs.
     assert max(forward) / (everything / cp) == pytest.approx((2 * cp - 1) / cp, rel=0.05)
 
 
 def around_the_ring() -> tuple[list[tuple[int, float]], float]:
-    """What each step has, and what comes back in the end. (What travels need not be contiguous.)"""
+    """Return (source, value) of each ring step, and the value that returns. The tensors are not contiguous."""
     grid = setup_process_group_manager(1, 3, 1, 1)
     mine, seen = torch.full((2, 3), float(grid.cp_rank)).t(), []
     for source, x in ring(mine):
@@ -171,16 +171,14 @@ def around_the_ring() -> tuple[list[tuple[int, float]], float]:
     return seen, start_ring_step(x)()[0, 0].item()
 
 
-def test_the_ring_goes_around(pool: WorkerPool) -> None:
+def test_ring_visits_every_rank_and_returns(pool: WorkerPool) -> None:
     steps = [([(r, r) for r in order], order[0]) for order in ((0, 2, 1), (1, 0, 2), (2, 1, 0))]
     assert pool.run(around_the_ring, 3) == steps
 
 
 def tensors_that_travel() -> list[tuple[int, int]]:
-    """When each message leaves: how many tensors of those sent or received are in memory, of keys and values, and of
-    gradients, which are in float32.
-    """
-    dtypes: Any = weakref.WeakKeyDictionary()  # of each storage
+    """At each send, count the live tensors that have been sent or received: keys and values, and float32 gradients."""
+    dtypes: Any = weakref.WeakKeyDictionary()  # dtype of each live storage
     alive: list[tuple[int, int]] = []
     original = dist.batch_isend_irecv
 
@@ -198,13 +196,13 @@ def tensors_that_travel() -> list[tuple[int, int]]:
     return alive
 
 
-def test_what_has_been_sent_is_freed(pool: WorkerPool) -> None:
-    """No more in memory than what this rank works with and what is on its way to it."""
+def test_sent_tensors_are_freed(pool: WorkerPool) -> None:
+    """Only the tensors in use and those being received are in memory."""
     forward, backward = [(2, 0)] * 3, [(2, 0), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (1, 2)]
     assert pool.run(tensors_that_travel, 4) == [forward + backward] * 4
 
 
-# ------------------------------------------------------------------------------------------------------ the whole model
+# ----------------------------------------------------------------------------------------------------------- full model
 
 
 TEN_STEPS: list[dict[str, Any]] = [
@@ -219,7 +217,7 @@ TEN_STEPS: list[dict[str, Any]] = [
     {"cp_size": 2, "tp_size": 2, "cp_engine": "ulysses"},
     {"cp_size": 2, "pp_size": 2},
 ]
-# Others are like these or those of test_parity, or take long: they are for `make parity`.
+# The other layouts resemble these or those of test_parity, or are slow; only `make parity` runs them.
 MORE: list[dict[str, Any]] = [
     {"cp_size": cp, "cp_engine": engine, "cp_sharding": sharding, **more}
     for cp in (2, 4)
@@ -273,7 +271,7 @@ def test_compiled_layers_have_the_same_gradients(pool: WorkerPool) -> None:
         assert_close(gradient, expected[name], what=name)
 
 
-def test_heads_that_an_engine_cannot_take() -> None:
+def test_ring_rejects_head_dims_without_a_gpu_kernel() -> None:
     small = tiny_llama(head_dim=20)
     check_context_parallel(small, Distributed(cp_size=2, use_cpu=True))
     check_context_parallel(small, Distributed(cp_size=2, cp_engine="ulysses"))
@@ -283,7 +281,7 @@ def test_heads_that_an_engine_cannot_take() -> None:
         check_context_parallel(small, Distributed(cp_size=2))
 
 
-def test_ulysses_needs_heads_that_divide() -> None:
+def test_ulysses_rejects_indivisible_heads() -> None:
     config = tiny_llama(num_attention_heads=8, num_key_value_heads=4)
     check_context_parallel(config, Distributed(cp_size=2, tp_size=2, cp_engine="ulysses"))
     check_context_parallel(config, Distributed(cp_size=8, cp_engine="ring", use_cpu=True))

@@ -1,4 +1,4 @@
-"""The loss of a vocabulary split over ranks: torch's values and gradients, in little memory and few messages."""
+"""Cross-entropy over a sharded vocabulary: it equals torch's, and limits memory and communication."""
 
 import weakref
 from typing import Any
@@ -20,7 +20,9 @@ def sharded_cross_entropy(vocab_size: int, ignored: list[int], chunk: int) -> tu
     grid = setup_process_group_manager(dist.get_world_size(), 1, 1, 1)
     x, weight, targets = loss_inputs(vocab_size, ignored)
     shard = tensor_parallel._even_shard(vocab_size)
-    local = torch.full((shard.size, weight.size(1)), 7.0, dtype=torch.float64)  # padding that would be noticed
+    local = torch.full(
+        (shard.size, weight.size(1)), 7.0, dtype=torch.float64
+    )  # non-zero padding, which must not affect the result
     local[: shard.stop - shard.start] = weight[shard.start : shard.stop]
     x.requires_grad_()
     local.requires_grad_()
@@ -48,7 +50,7 @@ def loss_inputs(vocab_size: int, ignored: list[int]) -> tuple[Tensor, Tensor, Te
 @pytest.mark.parametrize("chunk", [1, 5, 512])
 @pytest.mark.parametrize("ignored", [[], [0, 7, 21]], ids=["", "ignored"])
 @pytest.mark.parametrize(("size", "vocab_size"), [(1, 13), (2, 13), (4, 16), (4, 5)])
-def test_cross_entropy_equals_torchs(
+def test_loss_and_gradients_equal_torch_cross_entropy(
     pool: WorkerPool, size: int, vocab_size: int, ignored: list[int], chunk: int
 ) -> None:
     x, weight, targets = (t.requires_grad_() if t.is_floating_point() else t for t in loss_inputs(vocab_size, ignored))
@@ -70,15 +72,15 @@ def scaled_gradients(scale: float) -> tuple[Tensor, Tensor]:
     return x.grad.double(), weight.grad.double()
 
 
-def test_a_loss_scale_is_not_rounded_to_bfloat16(pool: WorkerPool) -> None:
-    """1/3 in bfloat16 is 0.2 % too large; rounding each element instead has no direction."""
+def test_loss_scale_is_not_rounded_to_bfloat16(pool: WorkerPool) -> None:
+    """1/3 in bfloat16 is 0.2 % too large; rounding each gradient element instead introduces no bias."""
     whole, third = pool.run(scaled_gradients, 1, 1.0)[0], pool.run(scaled_gradients, 1, 1 / 3)[0]
     for a, b in zip(whole, third, strict=True):
         assert abs(3 * (a * b).sum() / a.square().sum() - 1) < 0.0005
 
 
 class LiveMemory(torch.utils._python_dispatch.TorchDispatchMode):
-    """Follows how many elements are alive in tensors that were made under it."""
+    """Counter of the elements of live tensors that were created in this mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +101,7 @@ class LiveMemory(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def peak_of_loss(tokens: int) -> int:
-    """The most elements that are alive at a time in forward and backward, beside x, W and their gradients."""
+    """Return the peak number of live elements in forward and backward, excluding the inputs x and weight."""
     grid = setup_process_group_manager(1, 1, 1, 1)
     x, weight = torch.randn(1, tokens, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
     targets = torch.zeros(1, tokens, dtype=torch.long)
@@ -111,7 +113,7 @@ def peak_of_loss(tokens: int) -> int:
 def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary(pool: WorkerPool) -> None:
     few, many = (pool.run(peak_of_loss, 1, tokens)[0] for tokens in (1024, 10240))
     assert 512 * 1000 <= few <= 3 * 512 * 1000 + 20 * 1024
-    assert many - few <= 20 * (10240 - 1024)  # a few numbers per token, not 1,000
+    assert many - few <= 20 * (10240 - 1024)  # a few elements per token, not 1,000
 
 
 def loss_traffic() -> list[tuple[str, int]]:
@@ -132,5 +134,5 @@ def loss_traffic() -> list[tuple[str, int]]:
     return sent
 
 
-def test_the_loss_sends_three_numbers_per_token(pool: WorkerPool) -> None:
+def test_loss_sends_three_numbers_per_token(pool: WorkerPool) -> None:
     assert pool.run(loss_traffic, 2)[0] == [("torch.float64", 22), ("torch.float64", 44)]

@@ -1,4 +1,4 @@
-"""Micro-batches: the order of samples does not depend on the layout, and every rank gets its part of each."""
+"""Micro-batches: the order of samples does not depend on the layout, and every cp rank gets its shard of each."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def rows(config: Config, steps: int, start: int = 0, tokens: int = 1001) -> list[list[int]]:
-    """The first input token of every row, micro-batch by micro-batch; token i of the stream is i."""
+    """Return the first input token of each row of each micro-batch; token i of the stream is i."""
     setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
     loader = MicroBatchDataLoader(np.arange(tokens, dtype=np.uint16), config, CPU, start)
     assert (loader.grad_acc_steps, loader.micro_batch_size) == (
@@ -49,7 +49,7 @@ LAYOUTS = [(1, 12, 1), (2, 3, 2), (4, 3, 1), (4, 1, 3), (3, 2, 2)]  # dp, micro-
 
 
 @pytest.mark.parametrize(("shuffle", "workers"), [(True, 0), (False, 0), (True, 2)])
-def test_every_layout_sees_the_samples_of_the_contract(pool: WorkerPool, shuffle: bool, workers: int) -> None:
+def test_every_layout_reads_the_same_global_batches(pool: WorkerPool, shuffle: bool, workers: int) -> None:
     """Sample s * G + (i * dp + rank) * B + b is row b of micro-batch i of that rank; 30 steps cross 3 epochs."""
     order = [10 * int(w) for epoch in range(4) for w in (epoch_order(100, 42, epoch) if shuffle else range(100))]
     for dp, size, accumulation in LAYOUTS if workers == 0 else LAYOUTS[1:2]:
@@ -73,10 +73,10 @@ def test_an_epoch_has_every_window_once_and_epochs_differ() -> None:
     assert all(sorted(order) == list(range(1000)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
     assert (orders[0] == epoch_order(1000, 1, 0)).all()
-    assert orders[0][:5].tolist() == [458, 323, 622, 828, 93]  # written down, since resuming relies on it
+    assert orders[0][:5].tolist() == [458, 323, 622, 828, 93]  # fixed, because resuming relies on this order
 
 
-def test_too_little_data() -> None:
+def test_too_little_data_is_rejected() -> None:
     tokens = np.arange(1001, dtype=np.uint16)
     with pytest.raises(UserError) as error:
         split_train_eval(tokens, sample_config(training__micro_batch_size=101))
@@ -92,22 +92,22 @@ def test_too_little_data() -> None:
         )
 
 
-def test_what_is_evaluated_is_not_trained_on() -> None:
+def test_evaluation_data_is_held_out_from_training() -> None:
     tokens = np.arange(1007, dtype=np.uint16)
     everything, nothing = split_train_eval(tokens, sample_config(training__micro_batch_size=100))
     assert (len(everything), len(SequenceDataset(nothing, 10))) == (1007, 0)
     config = sample_config(training__micro_batch_size=5, training__eval_frequency=1, training__eval_steps=4)
     train, held_out = split_train_eval(tokens, config)
-    assert len(SequenceDataset(train, 10)) == 80  # and six tokens that are too few for a sequence
+    assert len(SequenceDataset(train, 10)) == 80  # the other six tokens are too few for a sequence
     assert len(SequenceDataset(held_out, 10)) == 20
-    assert train[-1] == held_out[0]  # the last target of the one is the first input of the other
+    assert train[-1] == held_out[0]  # the last training target is the first evaluation input
     assert held_out[-1] == 1006
 
 
-# ----------------------------------------------------------------------------------------------- parts of sequences
+# --------------------------------------------------------------------------------------------- shards of sequences
 
 
-def test_positions() -> None:
+def test_local_positions_are_sharded_zigzag_or_contiguously() -> None:
     assert [local_positions(8, 2, rank, "zigzag").tolist() for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert [local_positions(9, 3, rank, "contiguous").tolist() for rank in (0, 1, 2)] == [
         [0, 1, 2],

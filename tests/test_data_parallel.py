@@ -1,4 +1,4 @@
-"""Data parallelism equals one process: ten optimizer steps against a plain transformers loop."""
+"""Data parallelism: ten optimizer steps equal those of a plain training loop with transformers on one process."""
 
 import gc
 import itertools
@@ -66,8 +66,8 @@ def test_ten_steps_equal_one_process(pool: WorkerPool, dp: int, wrapper: str, ac
         assert_equals_training(result, expected)
 
 
-def test_the_comparison_notices_a_missing_reduction(pool: WorkerPool) -> None:
-    """The test above can fail: without the average over ranks, it does."""
+def test_comparison_detects_a_missing_all_reduce(pool: WorkerPool) -> None:
+    """Without the average over ranks, the comparison of `test_ten_steps_equal_one_process` fails."""
     config = make_config(distributed__dp_size=2, dataset__shuffle=False)
     expected = oracle_training(config, tiny_llama(), random_tokens())
     result = pool.run(train_without_reduction, 2, config)[0]
@@ -84,7 +84,7 @@ def train_without_reduction(config: Config) -> dict[str, Any]:
 
 
 class Branches(nn.Module):
-    """Uses `common`, and one of its branches; `never` gets no gradient at all."""
+    """A model that uses `common` and one branch per micro-batch; `never` gets no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Branches(nn.Module):
         return self.branches[branch](self.common(x)).square().mean()
 
 
-# The branch that each rank takes in micro-batch 0, 1, 2: not the same ones, and some only before the last micro-batch.
+# The branch that each rank uses in micro-batches 0, 1, 2. Ranks differ, and some branches are not in the last one.
 ROUTES = [(0, 1, 2), (3, 2, 2)]
 
 
@@ -108,7 +108,7 @@ def inputs(rank: int, i: int) -> torch.Tensor:
 def branch_gradients(wrapper: str) -> list[torch.Tensor]:
     rank = setup_process_group_manager(1, 1, 1, 2).dp_rank
     model = WRAPPERS[wrapper](Branches())
-    for _ in range(2):  # the second step starts clean
+    for _ in range(2):  # the second step must not depend on the first
         for p in model.parameters():
             main_grad(p).zero_()
         for i in (0, 1, 2):
@@ -120,7 +120,7 @@ def branch_gradients(wrapper: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_parameters_without_gradient(pool: WorkerPool, wrapper: str) -> None:
+def test_parameters_without_gradient_on_some_ranks_are_averaged(pool: WorkerPool, wrapper: str) -> None:
     model = Branches()
     for rank in (0, 1):
         for i in range(3):
@@ -143,14 +143,14 @@ def bfloat16_gradients(wrapper: str) -> tuple[torch.dtype, torch.Tensor]:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_bfloat16_accumulates_in_float32(pool: WorkerPool, wrapper: str) -> None:
+def test_bfloat16_gradients_accumulate_in_float32(pool: WorkerPool, wrapper: str) -> None:
     for dtype, gradient in pool.run(bfloat16_gradients, 2, wrapper):
         assert dtype == torch.float32
         assert gradient.item() == 300
 
 
 def launches() -> list[str]:
-    """What happens in one backward: a layer's backward, a bucket's launch, the wait for all."""
+    """Return the events of one step in order: each layer's backward, each bucket's launch and each wait."""
     setup_process_group_manager(1, 1, 1, 2)
     events: list[str] = []
     layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
@@ -167,9 +167,9 @@ def launches() -> list[str]:
     return events
 
 
-def test_buckets_leave_while_backward_goes_on(pool: WorkerPool) -> None:
+def test_buckets_are_reduced_during_backward(pool: WorkerPool) -> None:
     events = pool.run(launches, 2)[0]
-    assert events.index("launch 0") < events.index("backward 1")  # layers 3 and 2 are on their way before 1 is computed
+    assert events.index("launch 0") < events.index("backward 1")  # layers 3 and 2 are reduced during 1
     rest = [e for e in events if not e.startswith("backward")]
     assert rest == ["launch 0", "launch 1", "end of backward", "wait 0", "wait 1"]
 
@@ -184,7 +184,7 @@ def outlives_its_last_reference() -> bool:
     return watch() is not None
 
 
-def test_a_model_that_nobody_uses_is_freed(pool: WorkerPool) -> None:
+def test_unused_model_is_freed(pool: WorkerPool) -> None:
     assert pool.run(outlives_its_last_reference, 1) == [False]
 
 
@@ -195,7 +195,7 @@ def two_reductions() -> None:
         model(torch.ones(1, 2)).sum().backward()
 
 
-def test_a_forgotten_finish_is_noticed(pool: WorkerPool) -> None:
+def test_second_backward_without_finish_grad_sync_raises(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match="before finish_grad_sync"):
         pool.run(two_reductions, 1)
 
@@ -208,7 +208,7 @@ def bucket_sizes() -> list[int]:
     return [bucket.buffer.numel() * 8 for bucket in model.buckets]
 
 
-def test_buckets_are_25_megabytes(pool: WorkerPool) -> None:
+def test_buckets_hold_at_most_25_mib(pool: WorkerPool) -> None:
     sizes = pool.run(bucket_sizes, 1)[0]
     assert len(sizes) > 3
     assert max(sizes) <= 25 * 2**20

@@ -1,4 +1,4 @@
-"""What README.md and docs/*.md show, name and link to is what there is."""
+"""README.md and docs/*.md: outputs are up to date, and named files, options, symbols and link targets exist."""
 
 import ast
 import contextlib
@@ -27,11 +27,11 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def prose(page: Path) -> str:
-    """A page without its code."""
+    """Return a page without its code blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-# --------------------------------------------------------------------------------------------------- what is shown
+# ------------------------------------------------------------------------------------------------- commands and outputs
 
 
 def pages_with(speed: str) -> list[Path]:
@@ -39,7 +39,7 @@ def pages_with(speed: str) -> list[Path]:
 
 
 def check_outputs(page: Path, *speeds: str) -> None:
-    """Run the blocks of these speeds, in their order, and compare what they print or draw with the page."""
+    """Run the blocks with these speeds in order, and compare their outputs and pictures with the page."""
     with Workspace() as workspace:
         for block in blocks(page):
             if block.speed not in speeds:
@@ -56,14 +56,14 @@ def check_outputs(page: Path, *speeds: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("page", pages_with("fast"), ids=lambda page: page.name)
-def test_fast_commands_print_what_the_page_says(page: Path) -> None:
+def test_fast_commands_print_the_output_on_the_page(page: Path) -> None:
     check_outputs(page, "fast")
 
 
 @pytest.mark.parity
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", pages_with("slow"), ids=lambda page: page.name)
-def test_all_commands_print_what_the_page_says(page: Path) -> None:
+def test_all_commands_print_the_output_on_the_page(page: Path) -> None:
     check_outputs(page, "fast", "slow")
 
 
@@ -82,7 +82,7 @@ OPTIONS = {
 
 
 @each_page
-def test_every_block_says_how_it_is_run(page: Path) -> None:
+def test_every_block_has_valid_options(page: Path) -> None:
     text, found = page.read_text(), blocks(page)
     languages = re.findall(r"^```(.*)\n(?:.*\n)*?```$", text, re.MULTILINE)
     assert set(languages) <= {"console", "bash", "text", "python", "json", "csv"}
@@ -97,11 +97,11 @@ def test_every_block_says_how_it_is_run(page: Path) -> None:
             assert re.fullmatch(OPTIONS[key], value), f"line {block.line}: {key}: {value}"
 
 
-# -------------------------------------------------------------------------------------------------- what is named
+# ------------------------------------------------------------------------------------------------ names within commands
 
 
 def benchmark_help() -> str:
-    """All benchmarks have the options of one parser, which some ask only after they have counted for a while."""
+    """Return the help of the parser that all benchmarks share. Some benchmarks call it only after a slow count."""
     output = io.StringIO()
     with mock.patch("sys.argv", ["", "--help"]), contextlib.redirect_stdout(output), pytest.raises(SystemExit):
         arguments("").parse_args()
@@ -110,7 +110,7 @@ def benchmark_help() -> str:
 
 @functools.cache
 def help_of(program: str) -> str:
-    """What a program of the repository, or torchrun, answers to --help."""
+    """Return the --help output of torchrun or of a program in the repository."""
     if program == "torchrun":
         return get_args_parser().format_help()
     if program.startswith("benchmarks."):
@@ -120,13 +120,13 @@ def help_of(program: str) -> str:
     path = program if program.endswith(".py") else program.replace(".", "/") + ".py"
     with mock.patch("sys.argv", [path, "--help"]), contextlib.redirect_stdout(output), pytest.raises(SystemExit):
         runpy.run_path(path, run_name="__main__")
-    logger.handlers[:] = handlers  # a program says where its messages go
+    logger.handlers[:] = handlers  # programs set up logging
     logger.setLevel(level)
     return output.getvalue()
 
 
 def programs(script: str) -> Iterator[tuple[str, list[str]]]:
-    """Each Python program, torchrun or make that a script starts, with the words behind it."""
+    """Yield each Python program, torchrun or make that a script runs, with its arguments."""
     for line in script.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
@@ -140,7 +140,7 @@ def programs(script: str) -> Iterator[tuple[str, list[str]]]:
                 yield words[start], words[start + 1 : end]
 
 
-def test_programs_of_a_script() -> None:
+def test_programs_finds_every_program_of_a_script() -> None:
     script = (
         "A=1 torchrun --np 2 \\\n  train.py --config c.json && python -m a.b --out 'x | y' | head  # so\nmake train"
     )
@@ -152,9 +152,9 @@ def test_programs_of_a_script() -> None:
     ]
 
 
-@pytest.mark.processes  # bash, to check the syntax
+@pytest.mark.processes  # starts bash to check the syntax
 @pytest.mark.parametrize(("page", "block"), ALL_BLOCKS)
-def test_commands_name_what_there_is(page: Path, block: Block) -> None:
+def test_commands_name_existing_files_targets_and_options(page: Path, block: Block) -> None:
     subprocess.run(["bash", "-n", "-c", block.command], check=True)
     for file in re.findall(r"(?<![\w/.])(?:template|tests|docs)/[\w./-]+", block.command):
         assert (ROOT / file).exists(), f"there is no {file}"
@@ -164,19 +164,21 @@ def test_commands_name_what_there_is(page: Path, block: Block) -> None:
             assert {word for word in words if "=" not in word} <= set(targets)
             continue
         for word in words:
-            if word.startswith("--") and "exit" not in block.options:  # else it may be a mistake on purpose
+            if (
+                word.startswith("--") and "exit" not in block.options
+            ):  # a command that fails on purpose may have a wrong option
                 option = re.escape(word.partition("=")[0])
                 assert re.search(rf"{option}(?![\w.-])", help_of(program)), f"{program} has no {word}"
 
 
-# ----------------------------------------------------------------------------------------------- what is linked to
+# --------------------------------------------------------------------------------------------------------- link targets
 
 
 SYMBOL = re.compile(r"\[`([\w.]+)(?<!\.py)`\]\(([^)#\s]+\.py)\)")
 
 
 def defined_in(file: Path) -> set[str]:
-    """The dotted names of the classes, functions, methods, constants and fields that a file defines."""
+    """Return the dotted names of the classes, functions, methods, constants and fields that a file defines."""
     found: set[str] = set()
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
@@ -211,13 +213,13 @@ def test_links_into_code_have_no_line_numbers(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings of a page, as GitHub names them."""
+    """Return the anchors of the headings of a page, as GitHub generates them."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @each_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_link_targets_exist(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if re.match("https?://", link):
             continue
@@ -228,23 +230,23 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), link
 
 
-def test_the_reading_order_is_complete() -> None:
+def test_reading_order_lists_every_file() -> None:
     read = set(re.findall(r"^\| \[[^\]]*\]\(([^)]*\.py)\) \|", Path("README.md").read_text(), re.MULTILINE))
     there = {str(path) for path in Path("picotron").rglob("*.py") if path.read_text()}
     assert read >= there | {str(path) for path in Path().glob("*.py")}
 
 
-def test_all_papers_of_the_code_are_in_the_readme() -> None:
+def test_readme_cites_every_paper_of_the_code() -> None:
     papers = {
         paper for path in Path("picotron").rglob("*.py") for paper in re.findall(r"arXiv:(\d+\.\d+)", path.read_text())
     }
     assert papers == set(re.findall(r"arxiv\.org/abs/(\d+\.\d+)", Path("README.md").read_text()))
 
 
-# -------------------------------------------------------------------------------------------------- how it is made
+# --------------------------------------------------------------------------------------------------------- docs/make.py
 
 
-def test_blocks_of_a_page(tmp_path: Path) -> None:
+def test_blocks_parses_commands_outputs_and_pictures(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "text\n<!-- run: slow -->\n<!-- keep: 2 -1 -->\n```console\n$ seq \\\n  9\n1\n2\n```\n"
@@ -262,7 +264,7 @@ def test_blocks_of_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_an_output_is_replaced(tmp_path: Path) -> None:
+def test_make_replaces_outputs(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     text = "<!-- keep: 1 -1 -->\n```console\n$ seq 5; pwd\nold\n```\n<!-- exit: 3 -->\n```console\n$ exit 3\n```\n"
     page.write_text(text)
@@ -278,14 +280,14 @@ def test_an_output_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_a_terminal_shows(tmp_path: Path) -> None:
+def test_make_shows_output_as_a_terminal_does(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```console\n$ printf ' 9%%\\r 100%%\\n1,2\\r\\n'\n```\n")
     make.make(page, lambda block: True)
     assert page.read_text().splitlines()[2:] == [" 100%", "1,2", "```"]
 
 
-def test_what_is_compared() -> None:
+def test_keep_and_shape_select_the_compared_output() -> None:
     lines = ["1", "2", "3", "4"]
     assert (keep(lines, ""), keep(lines, "1"), keep(lines, "-1")) == (lines, ["1", "..."], ["...", "4"])
     assert (keep(lines, "1 -1"), keep(lines, "2 -2")) == (["1", "...", "4"], lines)

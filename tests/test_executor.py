@@ -1,4 +1,4 @@
-"""The executor: every schedule computes what one process does. (When, and in how much memory: test_executor_order.)"""
+"""The executor: every schedule equals one process. test_executor_order.py checks timing and memory."""
 
 import itertools
 from pathlib import Path
@@ -19,13 +19,13 @@ from tests.support.training import Loader, all_stages, batches, layout_name, pip
 from tests.support.worker_pool import WorkerPool
 from tests.test_pipeline_parallel import check_evaluations, expected_step, expected_training
 
-BY_PROGRAM = ("interleaved_1f1b", "looped_bfs", "zb_h1", "zbv", "dualpipev")  # not by a hand-written loop
+BY_PROGRAM = ("interleaved_1f1b", "looped_bfs", "zb_h1", "zbv", "dualpipev")  # without a hand-written loop
 MORE: list[dict[str, Any]] = [{}, {"dp_size": 2}, {"tp_size": 2}, {"cp_size": 2}]
 LAYERS = {2: 5, 4: 9}
-# One micro-batch; fewer than stages; not a multiple of them; enough for a steady state.
+# A single micro-batch; fewer than stages; not a multiple of the stages; enough for a steady state.
 MICRO_BATCHES = (1, 3, 5, 8)
 EVERYTHING = list(itertools.product(SCHEDULES, (2, 4), MORE, MICRO_BATCHES, (False, True), ("none", "full")))
-# Of all combinations `make test` has some: each schedule on two ranks with more parallelism, on four without.
+# `make test` runs some combinations: each schedule on two pp ranks with another axis, and on four pp ranks alone.
 SOME = [
     (
         engine,
@@ -64,7 +64,7 @@ def test_ten_steps_equal_one_process(
 
 
 def one_step(config: Config, model_config: LlamaConfig, dtype: torch.dtype, compiled: bool) -> dict[str, Any]:
-    """Loss and gradients of the whole model."""
+    """Return the loss and the gradients of the full model after one step."""
     model = wrapped(config, model_config, dtype)
     if compiled:
         for layer in model.module.module.model.layers.values():
@@ -98,18 +98,18 @@ SOME_SPLIT = [("zb_h1", {}, "full"), ("zbv", {"tp_size": 4}, "none"), ("zb_h1", 
     [pytest.param(*case, marks=[] if case in SOME_SPLIT else pytest.mark.parity) for case in SPLIT],
     ids=layout_name,
 )
-def test_split_backward_of_every_layer(
+def test_split_backward_equals_transformers(
     pool: WorkerPool, engine: str, tensor_parallel: dict[str, Any], checkpointing: str
 ) -> None:
-    """With biases, and with more ranks than key/value heads, whose weights' gradients are summed over two ranks."""
-    tied = engine == "zbv"  # both ends on the first rank
+    """The model has biases. With more tp ranks than key/value heads, two ranks sum the gradients of a shared head."""
+    tied = engine == "zbv"  # embedding and head are on the first pp rank
     config = pipeline_config(engine, 2, training__activation_checkpointing=checkpointing, **tensor_parallel)
     check_step(pool, config, num_hidden_layers=4, tie_word_embeddings=tied, **BIASES)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("engine", ["zbv", "looped_bfs"])
-def test_compiled_layers(pool: WorkerPool, engine: str) -> None:
+def test_compiled_layers_equal_transformers(pool: WorkerPool, engine: str) -> None:
     check_step(pool, pipeline_config(engine, 2), compiled=True, num_hidden_layers=4)
 
 
@@ -124,17 +124,17 @@ def test_compiled_layers(pool: WorkerPool, engine: str) -> None:
         ("dualpipev", 2, "E|t|ttt|L"),
     ],
 )
-def test_layouts(pool: WorkerPool, engine: str, pp: int, layout: str) -> None:
+def test_pp_layouts_equal_transformers(pool: WorkerPool, engine: str, pp: int, layout: str) -> None:
     check_step(pool, pipeline_config(engine, pp, pp_layout=layout), num_hidden_layers=4, tie_word_embeddings=True)
 
 
-def test_several_chunks(pool: WorkerPool) -> None:
+def test_pp_chunks_equal_transformers(pool: WorkerPool) -> None:
     check_step(pool, pipeline_config("interleaved_1f1b", 2, pp_chunks=3), num_hidden_layers=6)
     check_step(pool, pipeline_config("looped_bfs", 3, pp_chunks=1), num_hidden_layers=3)
 
 
-def test_a_schedule_from_a_file(pool: WorkerPool, tmp_path: Path) -> None:
-    """In a V of three chunks, some backwards are split and one is not, and a pair overlaps."""
+def test_schedule_from_a_file_equals_transformers(pool: WorkerPool, tmp_path: Path) -> None:
+    """A V placement with three chunks, split and full backwards, and an overlapped pair."""
     path = tmp_path / "own.csv"
     path.write_text(
         "0F0,0F1,,3F0,4F0,3F1,4F1,0F2,4I0,3B0,(3F2;4B1),4W0,3I1,0B0,4F2,3W1,4B2,3B2,0B1,0B2\n"
@@ -143,15 +143,13 @@ def test_a_schedule_from_a_file(pool: WorkerPool, tmp_path: Path) -> None:
     config = pipeline_config(f"csv:{path}", 2)
     assert training_schedule(config).placement == "V"
     check_step(pool, config, num_hidden_layers=6, tie_word_embeddings=True)
-    write_csv(build("1f1b", 2, 3).programs, path)  # which also has a hand-written loop
+    write_csv(build("1f1b", 2, 3).programs, path)  # 1F1B, which has a hand-written loop as well
     check_step(pool, config, num_hidden_layers=6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("engine", ["interleaved_1f1b", "looped_bfs"])
-def test_whole_backwards_compute_bit_for_bit_what_one_process_does(
-    pool: WorkerPool, engine: str, dtype: torch.dtype
-) -> None:
+def test_full_backwards_equal_one_process_bit_for_bit(pool: WorkerPool, engine: str, dtype: torch.dtype) -> None:
     model_config = tiny_llama(num_hidden_layers=6)
     (whole,) = pool.run(one_step, 1, pipeline_config("1f1b", 1), model_config, dtype, False)
     for result in pool.run(one_step, 3, pipeline_config(engine, 3), model_config, dtype, False):
@@ -160,8 +158,8 @@ def test_whole_backwards_compute_bit_for_bit_what_one_process_does(
             assert torch.equal(result["gradients"][name], gradient), name
 
 
-def test_split_backward_in_bfloat16(pool: WorkerPool) -> None:
-    """Also where a weight's gradient passes through a wider dtype on its way."""
+def test_split_backward_in_bfloat16_is_close_to_full_backward(pool: WorkerPool) -> None:
+    """This includes weights whose gradients are computed in a wider dtype."""
     model_config = tiny_llama(num_hidden_layers=4, **BIASES)
     results = [
         pool.run(one_step, 8, pipeline_config(engine, 2, tp_size=4), model_config, torch.bfloat16, False)[0]
@@ -172,7 +170,7 @@ def test_split_backward_in_bfloat16(pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("engine", SCHEDULES)
-def test_evaluation(pool: WorkerPool, engine: str) -> None:
+def test_evaluation_equals_transformers(pool: WorkerPool, engine: str) -> None:
     more = {"zbv": {"dp_size": 2}, "looped_bfs": {"tp_size": 2}, "dualpipev": {"cp_size": 2}}.get(engine, {})
     config = pipeline_config(
         engine, 2, 4 // more.get("dp_size", 1), training__eval_frequency=1, training__eval_steps=3, **more

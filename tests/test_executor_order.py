@@ -1,4 +1,4 @@
-"""What the executor does when: activations live as long, and gradients are reduced as soon, as the schedule says."""
+"""The executor frees activations and reduces gradients at the actions that the schedule specifies."""
 
 import weakref
 from typing import Any
@@ -23,7 +23,7 @@ from tests.test_executor import BY_PROGRAM
 
 
 def run_observed(executor: Executor, model: DataParallel, observe: Any) -> None:
-    """A step, with `observe(action)` after each action."""
+    """Run one step, calling `observe(action)` after each action."""
     do = executor.do
 
     def observed(action: Any) -> None:
@@ -40,8 +40,11 @@ def alive(storages: list[Any]) -> int:
 
 
 def live_activations(config: Config, model_config: LlamaConfig, deallocate: bool) -> tuple[Any, Any]:
-    """After each action: of which (stage, micro-batch) autograd, or a W to come, still keeps anything; and how many
-    outputs that another rank takes are in memory.
+    """Run one step, and record after each action which activations and how many sent outputs are in memory.
+
+    Returns:
+        For each action, the set of (stage, micro-batch) with activations saved for autograd or for a later W, and the
+        number of live outputs for other ranks; then the program of this rank.
     """
     model, executor = wrapped(config, model_config), Executor(training_schedule(config))
     model.module.deallocate_outputs = deallocate
@@ -75,12 +78,12 @@ def live_activations(config: Config, model_config: LlamaConfig, deallocate: bool
 
 
 @pytest.mark.parametrize("engine", ["afab", "1f1b", *BY_PROGRAM])
-def test_activations_live_as_long_as_the_schedule_says(pool: WorkerPool, engine: str) -> None:
+def test_activation_lifetimes_match_the_schedule(pool: WorkerPool, engine: str) -> None:
     model_config, config = tiny_llama(num_hidden_layers=6), pipeline_config(engine, 3, 7)
     programs = training_schedule(config).programs
     for rank, (seen, program) in enumerate(pool.run(live_activations, 3, config, model_config, True)):
         live: set[tuple[int, int]] = set()
-        peak, receivers = 0, 2 if engine in ("zbv", "dualpipev") else 1  # one down, one up the V
+        peak, receivers = 0, 2 if engine in ("zbv", "dualpipev") else 1  # one in each direction of the V
         for action, (really, outputs) in zip(program, seen, strict=True):
             for part in action.parts:
                 if part.kind in "FBW":
@@ -88,19 +91,19 @@ def test_activations_live_as_long_as_the_schedule_says(pool: WorkerPool, engine:
             assert really == live, f"after {action} on rank {rank}"
             assert outputs <= 1 + MAX_SENDS_IN_FLIGHT * receivers
             peak = max(peak, len(live))
-        pairs = any(len(action.parts) == 2 for action in program)  # of which one is done after the other
+        pairs = any(len(action.parts) == 2 for action in program)  # the executor runs their actions one after the other
         assert peak in (peak_activations(programs[rank]), peak_activations(programs[rank]) - pairs)
 
 
-def test_outputs_can_be_kept(pool: WorkerPool) -> None:
-    """What the test above counts as freed is there if nobody frees it."""
+def test_outputs_stay_in_memory_without_deallocation(pool: WorkerPool) -> None:
+    """Without deallocation, the outputs of all micro-batches stay in memory."""
     arguments = (pipeline_config("looped_bfs", 3, 7), tiny_llama(num_hidden_layers=6), False)
     most = [max(outputs for _, outputs in seen) for seen, _ in pool.run(live_activations, 3, *arguments)]
-    assert most == [14, 14, 7]  # of two stages; the last one has none
+    assert most == [14, 14, 7]  # of two stages; the last stage sends no output
 
 
 def reductions(config: Config, model_config: LlamaConfig) -> tuple[list[str], int]:
-    """Actions and launches of buckets in the order in which they end, and how many buckets there are."""
+    """Return the actions and bucket launches of a step, in the order they finish, and the number of buckets."""
     model, executor = wrapped(config, model_config), Executor(training_schedule(config))
     events: list[str] = []
     for stage, buckets in model.buckets_by_stage.items():
@@ -112,7 +115,7 @@ def reductions(config: Config, model_config: LlamaConfig) -> tuple[list[str], in
 
 
 @pytest.mark.parametrize("engine", BY_PROGRAM)
-def test_each_stage_reduces_once_when_the_schedule_says_so(pool: WorkerPool, engine: str) -> None:
+def test_each_stage_reduces_once_at_its_reduce_action(pool: WorkerPool, engine: str) -> None:
     config = pipeline_config(engine, 2, 4, dp_size=2)
     programs = add_communication(training_schedule(config))
     for rank, (events, buckets) in enumerate(
@@ -125,4 +128,4 @@ def test_each_stage_reduces_once_when_the_schedule_says_so(pool: WorkerPool, eng
         for stage in stages:
             assert events[events.index(f"{stage}R") - 1] == f"launch {stage}"
         if len(stages) == 2:
-            assert events.index(f"{stages[0]}R") < len(events) - 3  # while others compute
+            assert events.index(f"{stages[0]}R") < len(events) - 3  # other stages still compute

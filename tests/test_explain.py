@@ -1,4 +1,4 @@
-"""`train.py --explain`: what it says is what a real run does, and what the formulas say."""
+"""`train.py --explain`: memory and traffic equal those of a real run and of the formulas."""
 
 import sys
 from collections import Counter
@@ -40,7 +40,7 @@ def explained(config: Config, model_config: LlamaConfig) -> list[Step]:
     return run_stages(config, model_config, plan_pipeline(config, model_config))
 
 
-# --------------------------------------------------------------------------------------------------- as in a real run
+# -------------------------------------------------------------------------------------------- comparison with real runs
 
 
 NAMES = {
@@ -50,7 +50,7 @@ NAMES = {
 
 
 class Watch(TorchDispatchMode):
-    """Counts what torch.distributed is asked for, whoever asks."""
+    """Counter of all torch.distributed operations, whichever code calls them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Watch(TorchDispatchMode):
 
 
 def really(config: Config, model_config: LlamaConfig) -> tuple[int, Step]:
-    """This rank of the pipeline, and its step."""
+    """Run one real step. Returns the pp rank of this process and its step."""
     model = wrapped(config, model_config)
     loader = MicroBatchDataLoader(random_tokens(), config, CPU)
     with Watch() as watch:
@@ -83,8 +83,8 @@ def really(config: Config, model_config: LlamaConfig) -> tuple[int, Step]:
     ],
     ids=layout_name,
 )
-def test_a_real_run_holds_and_sends_the_same(pool: WorkerPool, layout: dict[str, Any]) -> None:
-    """With tied embeddings, with activations that are computed again, with key/value heads that two tp ranks share."""
+def test_explain_equals_a_real_run(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    """The layouts include tied embeddings, activation checkpointing, and key/value heads shared by two tp ranks."""
     config, model_config = config_of(2, **layout), tiny_llama(tie_word_embeddings="sequence_parallel" in layout)
     if "tp_size" in layout:
         training = config.training.model_copy(update={"activation_checkpointing": "full"})
@@ -94,9 +94,9 @@ def test_a_real_run_holds_and_sends_the_same(pool: WorkerPool, layout: dict[str,
         assert step == expected[pp_rank]
 
 
-def test_all_ranks_of_a_stage_are_alike() -> None:
+def test_ranks_of_a_stage_have_identical_steps() -> None:
     config = config_of(1, dp_size=2, cp_size=2, pp_size=2, tp_size=2, sequence_parallel=True, cp_sharding="contiguous")
-    model_config = tiny_llama(num_hidden_layers=2)  # of 61 tokens, of which the second tp rank has 30 and padding
+    model_config = tiny_llama(num_hidden_layers=2)  # the vocabulary of 61 is padded on tp rank 1
     plan = plan_pipeline(config, model_config)
     steps = [run_rank(rank, config, model_config, plan) for rank in range(16)]
     for rank, step in enumerate(steps):
@@ -104,11 +104,11 @@ def test_all_ranks_of_a_stage_are_alike() -> None:
     assert steps[0] != steps[4]
 
 
-# --------------------------------------------------------------------------------------------------------- formulas
+# ------------------------------------------------------------------------------------------------------------- formulas
 
 
 def total(step: Step, axis: str, value: Any = lambda each: 1, **fields: Any) -> int:
-    """The sum of a value over the messages on an axis with these fields."""
+    """Sum a value over the messages on an axis that have these fields."""
     return sum(
         value(each) * times
         for each, times in step.messages.items()
@@ -117,10 +117,11 @@ def total(step: Step, axis: str, value: Any = lambda each: 1, **fields: Any) -> 
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_tensor_parallelism(tp: int) -> None:
-    """Shoeybi et al. 2019: four all-reduces of a layer; the embedding and the head have two; the loss sends 3 numbers
-    per token. Korthikanti et al. 2022: with sequence parallelism each is an all-gather and a reduce-scatter, and there
-    are two more all-gathers of a layer.
+def test_tensor_parallel_traffic_equals_the_formulas(tp: int) -> None:
+    """Shoeybi et al. 2019: four all-reduces per layer, two for embedding and head, 3 numbers per token for the loss.
+
+    Korthikanti et al. 2022: with sequence parallelism, an all-gather and a reduce-scatter replace each all-reduce, and
+    each layer has two more all-gathers.
     """
     m, whole = 4, (B, T, D)
     (plain,) = explained(config_of(m, tp_size=tp), tiny_llama())
@@ -130,7 +131,7 @@ def test_tensor_parallelism(tp: int) -> None:
         == m * 3 * B * T * 8
     )
     (split,) = explained(config_of(m, tp_size=tp, sequence_parallel=True), tiny_llama())
-    shards = (B * tp, T // tp, D)  # as they lie in memory
+    shards = (B * tp, T // tp, D)  # their layout in memory
     assert total(split, "tp", shape=shards, operation="all-gather") == m * (6 * LAYERS + 2)
     assert total(split, "tp", shape=shards, operation="reduce-scatter") == m * (4 * LAYERS + 2)
     for step, shape, of_a_layer in ((plain, whole, 8), (split, shards, 10)):
@@ -157,8 +158,8 @@ def test_every_gradient_is_averaged_once(layout: dict[str, Any]) -> None:
         ],
     ],
 )
-def test_pipelines_send_each_micro_batch_there_and_back(engine: str, boundaries: int) -> None:
-    """Over each boundary between two ranks. (A V has one more, in the middle, where nothing has to be sent.)"""
+def test_pipelines_send_each_micro_batch_forward_and_backward(engine: str, boundaries: int) -> None:
+    """Messages cross each boundary between two ranks. The middle boundary of a V is within one rank, so it has none."""
     m = 3
     steps = explained(config_of(m, pp_size=3, pp_engine=engine), tiny_llama(num_hidden_layers=6))
     for operation in ("send", "receive"):
@@ -169,24 +170,24 @@ def test_pipelines_send_each_micro_batch_there_and_back(engine: str, boundaries:
 @pytest.mark.parametrize(
     ("engine", "operation", "times"),
     [
-        ("ring", "send", 3 + 3 + 4),  # keys and values, again in backward, and then also their gradients, up to home
+        ("ring", "send", 3 + 3 + 4),  # keys and values in forward and backward; their gradients also return home
         ("ring", "receive", 3 + 3 + 4),
         ("all_gather", "all-gather", 1 + 1),
         ("all_gather", "reduce-scatter", 1),
-        ("ulysses", "all-to-all", 4 + 4),  # q, k, v and the output, and their gradients
+        ("ulysses", "all-to-all", 4 + 4),  # q, k, v and the output; then their gradients
     ],
 )
-def test_context_parallelism(engine: str, operation: str, times: int) -> None:
+def test_context_parallel_traffic_equals_the_formulas(engine: str, operation: str, times: int) -> None:
     m, cp, model_config = 3, 4, tiny_llama(num_key_value_heads=4)
     (step,) = explained(config_of(m, cp_size=cp, cp_engine=engine), model_config)
     assert total(step, "cp", operation=operation) == m * LAYERS * times
-    part = B * T // cp * D * 8  # of q, k, v or the output
+    part = B * T // cp * D * 8  # a shard of q, k, v or the output
     whole = {"ring": 2 * part, "all_gather": cp * 2 * part, "ulysses": part}[engine]
     assert {each.size for each in step.messages if each.axis == "cp"} == {whole}
 
 
 @pytest.mark.parametrize(("dtype", "sizes"), [("float64", (8, 8, 16)), ("bfloat16", (2, 4, 12))])
-def test_what_a_rank_holds(dtype: str, sizes: tuple[int, int, int]) -> None:
+def test_memory_of_a_rank_equals_the_formulas(dtype: str, sizes: tuple[int, int, int]) -> None:
     config, model_config = config_of(pp_size=3), tiny_llama(num_hidden_layers=4)
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     steps = explained(config, model_config)
@@ -197,11 +198,13 @@ def test_what_a_rank_holds(dtype: str, sizes: tuple[int, int, int]) -> None:
         assert sum(step.parameters for step in steps) == sum(p.numel() for p in Llama(model_config).parameters())
 
 
-# ------------------------------------------------------------------------------------------------------ the command
+# --------------------------------------------------------------------------------------------------------- command line
 
 
-def test_thousands_of_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On one process, for GPUs that are not there, without data, and nothing is written."""
+def test_explain_prints_a_layout_of_4096_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This runs on one process, without GPUs or data, and writes nothing."""
     monkeypatch.setattr(train, "set_up_logging", lambda: None)
     sizes = {"dp": 64, "pp": 4, "cp": 2, "tp": 8}
     layout = [word for axis, size in sizes.items() for word in (f"--distributed.{axis}_size", str(size))]
@@ -227,10 +230,12 @@ def test_thousands_of_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     (found,) = (row for row in rows if row[1:] and row[1] == "RowParallelLinear.forward")
     assert found[2:] == ("tp", "8", "all-reduce", "float32", "2", "x", "128", "x", "256", "256", "KiB", "8", "8", "8")
     within = [row for row in rows if "within" in row and "tp" in row]
-    assert {row[4] for row in within if row[0].startswith("tp_comm")} == {"2"}  # ranks with the same key/value head
+    assert {row[4] for row in within if row[0].startswith("tp_comm")} == {"2"}  # two ranks share a key/value head
 
 
-def test_one_rank_has_nobody_to_send_to(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_no_messages_for_one_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(train, "set_up_logging", lambda: None)
     monkeypatch.setattr(sys, "argv", ["train.py", "--explain", "--config", "docs/small.json"])
     train.main()
@@ -238,6 +243,6 @@ def test_one_rank_has_nobody_to_send_to(monkeypatch: pytest.MonkeyPatch, capsys:
     assert paragraphs[-2:] == [["none: there is one rank"], ["nothing"]]
 
 
-def test_a_layout_that_does_not_fit() -> None:
+def test_explain_rejects_a_layout_that_does_not_fit() -> None:
     with pytest.raises(UserError, match="num_hidden_layers=3"):
         explained(config_of(pp_size=4), tiny_llama())

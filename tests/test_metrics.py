@@ -1,4 +1,4 @@
-"""What a run tells: the formula of MFU, the fields of metrics.jsonl, and what happens to NaN, old runs and wandb."""
+"""Metrics of a run: the MFU formula, the fields of metrics.jsonl, and the handling of NaN, earlier runs and wandb."""
 
 import json
 import math
@@ -29,8 +29,8 @@ FIELDS = [
 ]  # fmt: skip
 
 
-def test_flops_of_a_token_by_the_palm_formula() -> None:
-    """Counted by hand: two FLOPs per weight and pass, three passes; attention's two matmuls over T keys."""
+def test_flops_of_a_token_follow_the_palm_formula() -> None:
+    """Counted by hand: two FLOPs per weight in each of three passes, and the two matmuls of attention over T keys."""
     V, D, F, L, H, K, d, T = 61, 32, 52, 3, 4, 2, 8, 16
     layer = D * H * d + 2 * D * K * d + H * d * D + 3 * D * F + 2 * D
     expected = 6 * (L * layer + D + V * D) + L * 12 * H * d * T
@@ -38,8 +38,8 @@ def test_flops_of_a_token_by_the_palm_formula() -> None:
     assert model_cost(tiny_llama(tie_word_embeddings=True), T).flops == expected
 
 
-def test_flops_agree_with_what_torch_counts() -> None:
-    """Torch counts matmuls only, so no norms; and its attention counts all T x T scores, forward and backward."""
+def test_flops_of_a_token_equal_those_torch_counts() -> None:
+    """Torch counts only matmuls, so the norms are subtracted; for attention it counts all T x T scores in each pass."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from picotron.model import math_attention
@@ -72,7 +72,7 @@ def test_flops_agree_with_what_torch_counts() -> None:
         ("CPU", None),
     ],
 )
-def test_peak_is_known_or_absent_but_never_another_devices(name: str, expected: float | None) -> None:
+def test_peak_flops_is_exact_for_known_devices_and_none_for_others(name: str, expected: float | None) -> None:
     assert peak_flops(name, torch.bfloat16) == expected
     assert peak_flops(name, torch.float32) is None
 
@@ -94,7 +94,7 @@ def log_steps(folder: str, losses: list[float], wandb: bool = False, checkpoint:
     for loss in losses:
         metrics.start_step()
         progress = progress.after_step(config)
-        mine = torch.tensor(loss + dist.get_rank(), dtype=torch.float64)  # rank 1 of 2: one more, the mean 0.5 more
+        mine = torch.tensor(loss + dist.get_rank(), dtype=torch.float64)  # on two ranks, the mean is loss + 0.5
         metrics.log(metrics.end_step(progress, mine, torch.tensor(2.0, dtype=torch.float64), 0.1))
     metrics.close()
 
@@ -128,10 +128,10 @@ def test_an_earlier_run_in_the_same_folder_is_kept(pool: WorkerPool, tmp_path: P
     assert (tmp_path / "alone/earlier.1/config.json").read_text() == "something else"
 
 
-def test_a_run_that_goes_on_keeps_its_records_up_to_the_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_records_up_to_the_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(log_steps, 1, str(tmp_path), [5.0, 4.0, 3.0])
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')  # what a killed run may leave
+        file.write('{"step": 4, "lo')  # an incomplete line, as a killed run may leave
     for step in (1, 2, 3):
         (tmp_path / f"step_{step:08d}").mkdir()
     state = types.SimpleNamespace(step=2, wandb_run_id=None)
@@ -139,10 +139,10 @@ def test_a_run_that_goes_on_keeps_its_records_up_to_the_checkpoint(pool: WorkerP
     pool.run(log_steps, 1, str(tmp_path), [2.5], False, checkpoint)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 5.0), (2, 4.0), (3, 2.5)]
-    # A newer checkpoint is from a future that does not happen: it is kept, with its records, out of the way.
+    # Checkpoints after the resumed step are moved aside with their records.
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000002"]
     assert sorted(path.name for path in (tmp_path / "earlier.1").iterdir()) == ["metrics.jsonl", "step_00000003"]
-    # A checkpoint from elsewhere begins another run.
+    # A checkpoint of another save_dir starts a new run.
     pool.run(log_steps, 1, str(tmp_path / "other"), [1.0], False, checkpoint)
     assert len((tmp_path / "other" / "metrics.jsonl").read_text().splitlines()) == 1
 
@@ -160,7 +160,7 @@ def test_nan_and_inf_stop_the_run_on_every_rank(pool: WorkerPool, tmp_path: Path
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_folders_that_outputs_do_not_belong_in(tmp_path: Path) -> None:
+def test_unwritable_folder_and_model_folder_are_rejected_as_save_dir(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written: Not a directory; choose another folder"):
         check_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/file/run"))
@@ -197,16 +197,16 @@ def log_with_wandb(folder: str, login: str, checkpoint: Any = None) -> dict[str,
 
 
 @pytest.mark.parametrize("login", ["good", "none", "no network"])
-def test_wandb_has_one_run_and_is_offline_if_it_must_be(pool: WorkerPool, tmp_path: Path, login: str) -> None:
+def test_wandb_logs_on_rank_0_and_falls_back_to_offline(pool: WorkerPool, tmp_path: Path, login: str) -> None:
     (tmp_path / "run").mkdir()
     first, second = pool.run(log_with_wandb, 2, str(tmp_path / "run"), login)
     assert first["logged"] == [(1, 1.5), (2, 2.5)]
     assert first["mode"] == ("online" if login == "good" else "offline")
     assert first["done"]
-    assert second == {"logged": []}  # only rank 0 talks to wandb
+    assert second == {"logged": []}  # only rank 0 logs to wandb
 
 
-def test_the_wandb_run_goes_on_too(pool: WorkerPool, tmp_path: Path) -> None:
+def test_resumed_run_continues_its_wandb_run(pool: WorkerPool, tmp_path: Path) -> None:
     state = types.SimpleNamespace(step=3, wandb_run_id="abc")
     checkpoint = types.SimpleNamespace(folder=tmp_path / "step_00000003", state=state)
     calls = pool.run(log_with_wandb, 1, str(tmp_path), "good", checkpoint)[0]
@@ -217,14 +217,14 @@ def test_the_wandb_run_goes_on_too(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def log_without_login(folder: str) -> None:
-    os.environ |= {"HOME": folder, "NETRC": f"{folder}/netrc"}  # the user's own login must not see this run
+    os.environ |= {"HOME": folder, "NETRC": f"{folder}/netrc"}  # the user's own login must not be used
     os.environ.pop("WANDB_API_KEY", None)
     log_steps(folder, [1.0, 2.0], wandb=True)
 
 
 @pytest.mark.processes
 def test_real_wandb_records_offline(tmp_path: Path) -> None:
-    pool = WorkerPool()  # of its own: the worker's environment is changed
+    pool = WorkerPool()  # a separate pool, because the worker's environment is changed
     try:
         pool.run(log_without_login, 1, str(tmp_path))
     finally:

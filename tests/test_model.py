@@ -1,4 +1,4 @@
-"""Our Llama against transformers' LlamaForCausalLM with the same weights, in float64."""
+"""The model: logits and gradients equal those of transformers' LlamaForCausalLM with the same weights, in float64."""
 
 from pathlib import Path
 from typing import Any
@@ -46,14 +46,14 @@ def batch(positions: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "math attention"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_loss_and_every_gradient(variant: str, how: str) -> None:
+def test_logits_and_gradients_equal_transformers(variant: str, how: str) -> None:
     config = tiny_llama(**VARIANTS[variant])
     arguments: dict[str, Any] = {
         "checkpointed": {"checkpoint_activations": True},
         "math attention": {"attention_fn": math_attention},
     }.get(how, {})
     ours = our_model(config, **arguments)
-    for name, parameter in ours.named_parameters():  # 0 and 1 hide mistakes
+    for name, parameter in ours.named_parameters():  # weights of 0 and 1 would hide mistakes
         if parameter.ndim == 1:
             noise = torch.randn(
                 parameter.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(name))
@@ -95,7 +95,7 @@ def test_compiled_layers_give_the_same_loss() -> None:
     assert_close(losses[1], losses[0], 1e-12)
 
 
-def test_bfloat16_is_near_float64() -> None:
+def test_bfloat16_logits_are_close_to_float64() -> None:
     config = tiny_llama(initializer_range=0.05)
     ids, _, _ = batch("from 0")
     exact = our_model(config)(ids)
@@ -103,24 +103,24 @@ def test_bfloat16_is_near_float64() -> None:
     assert_close(our_model(config, torch.float32)(ids), exact, 1e-5)
 
 
-def test_meta_model_has_no_memory_and_tied_weights_stay_tied() -> None:
+def test_meta_model_allocates_nothing_and_tied_weights_stay_tied() -> None:
     with torch.device("meta"):
         assert all(p.is_meta for p in Llama(tiny_llama()).parameters())
     model = our_model(tiny_llama(tie_word_embeddings=True))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_initial_weights_depend_on_seed_and_name_alone() -> None:
+def test_initial_weights_depend_on_seed_and_name_only() -> None:
     large, small = our_model(tiny_llama(num_hidden_layers=4)), our_model(tiny_llama(num_hidden_layers=2))
     for name, weight in small.state_dict().items():
         assert torch.equal(weight, large.state_dict()[name]), name
     other = our_model(tiny_llama(num_hidden_layers=2), seed=1)
     assert not torch.equal(other.lm_head.weight, small.lm_head.weight)
     matrices = [w for name, w in large.state_dict().items() if w.ndim == 2]
-    assert len({w.flatten()[0].item() for w in matrices}) == len(matrices)  # no two drawn alike
+    assert len({w.flatten()[0].item() for w in matrices}) == len(matrices)  # no two matrices start with the same number
 
 
-def test_initial_weights_are_distributed_as_transformers_draws_them() -> None:
+def test_initial_weights_have_the_distribution_of_transformers() -> None:
     config = tiny_llama(hidden_size=128, intermediate_size=256, vocab_size=500, initializer_range=0.02, pad_token_id=7)
     draw = initial_weights(config, seed=3)
     weight = draw("model.embed_tokens.weight", torch.Size([500, 128]), ())
@@ -153,21 +153,24 @@ def test_initial_weights_are_distributed_as_transformers_draws_them() -> None:
         ),
     ],
 )
-def test_what_is_not_computed_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_check_supported_rejects_unsupported_settings(changes: dict[str, Any], message: str) -> None:
     config = tiny_llama()
-    for key, value in changes.items():  # set afterwards: some of it transformers refuses to construct
+    for (
+        key,
+        value,
+    ) in changes.items():  # set afterwards, because the constructor of LlamaConfig rejects some of these values
         setattr(config, key, value)
     with pytest.raises(UserError, match=message):
         check_supported(config)
 
 
-def test_model_config_from_a_folder_with_overrides(tmp_path: Path) -> None:
+def test_load_model_config_reads_a_folder_and_applies_overrides(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
     plain = load_model_config(Model(name=str(tmp_path)))
     assert (plain.num_hidden_layers, plain.num_key_value_heads, plain.head_dim) == (3, 2, 8)
     changed = load_model_config(Model(name=str(tmp_path), num_hidden_layers=5, num_key_value_heads=4))
     assert (changed.num_hidden_layers, changed.num_key_value_heads) == (5, 4)
-    # a config that leaves head_dim out means hidden_size / heads, also when the heads are overridden
+    # Without head_dim in config.json, the head size is hidden_size / num_attention_heads, also with an override.
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}'
     )
@@ -187,7 +190,7 @@ def test_model_config_from_a_folder_with_overrides(tmp_path: Path) -> None:
         ('{"model_type": "llama", "hidden_size": "wide"}', "not a valid LlamaConfig"),
     ],
 )
-def test_model_folder_mistakes(tmp_path: Path, content: str | None, message: str) -> None:
+def test_load_model_config_rejects_unusable_folders(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=message):

@@ -1,4 +1,4 @@
-"""The learning-rate schedule against torch's schedulers, master weights and clipping against float32 arithmetic."""
+"""The optimizer: learning rates, weight decay, float32 master weights and clipping equal those of torch."""
 
 import math
 
@@ -20,7 +20,7 @@ def training(**changes: object) -> Training:
 
 
 def torch_schedule(config: Training) -> list[float]:
-    """The same schedule put together from torch's own parts."""
+    """Return the learning rate of every step, computed with torch's schedulers."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     rest = config.total_train_steps - config.warmup_steps
     fall: LRScheduler = {
@@ -42,7 +42,7 @@ def torch_schedule(config: Training) -> list[float]:
 @pytest.mark.parametrize("warmup", [0, 1, 7])
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("shape", ["cosine", "linear", "constant"])
-def test_schedule_equals_torchs(shape: str, ratio: float, warmup: int) -> None:
+def test_learning_rates_equal_torch_schedulers(shape: str, ratio: float, warmup: int) -> None:
     config = training(lr_scheduler=shape, min_lr_ratio=ratio, warmup_steps=warmup, total_train_steps=30)
     model = nn.Linear(2, 2)
     optimizer = AdamW(model.parameters(), config, fused=True)
@@ -57,7 +57,7 @@ def test_schedule_equals_torchs(shape: str, ratio: float, warmup: int) -> None:
     assert_close(rates, torch_schedule(config), 1e-12)
 
 
-def test_weight_decay_is_on_matrices_only() -> None:
+def test_weight_decay_applies_to_matrices_only() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = AdamW(model.parameters(), training(weight_decay=0.5, learning_rate=0.1), fused=False)
@@ -69,8 +69,8 @@ def test_weight_decay_is_on_matrices_only() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_bfloat16_has_float32_masters(fused: bool) -> None:
-    """Steps that are too small for bfloat16 add up in the master weight, just as they do for a float32 model."""
+def test_bfloat16_weights_have_float32_master_weights(fused: bool) -> None:
+    """Updates too small for bfloat16 accumulate in the master weight, as they do in a float32 model."""
     config = training(learning_rate=1e-4, weight_decay=0.0)
     start, gradients = torch.full((4, 4), 1.0), torch.linspace(0.5, 1.5, 16).view(4, 4)
     models = [nn.Linear(4, 4, bias=False, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
@@ -91,7 +91,7 @@ def test_bfloat16_has_float32_masters(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("limit", [0.5, 1e6, None])
-def test_clipping_equals_torchs(pool: WorkerPool, limit: float | None) -> None:
+def test_clip_grad_norm_equals_torch(pool: WorkerPool, limit: float | None) -> None:
     pool.run(clip_like_torch, 1, limit)
 
 

@@ -1,4 +1,4 @@
-"""Some layouts of the grid, which `make parity` has all of; and that the grid has every pair of features."""
+"""The parity grid: it covers every pair of features, and some layouts run here (`make parity` runs all)."""
 
 import itertools
 import math
@@ -24,8 +24,8 @@ SOME = [
 ]
 
 
-def test_what_is_said_of_the_grid() -> None:
-    """The report, of all layouts, and the README say how many there are."""
+def test_report_and_readme_list_every_layout() -> None:
+    """The report has a row for each layout, and the README states their number."""
     assert len(REPORT.read_text().splitlines()) > len(LAYOUTS) >= 60
     assert all(f"\n| {name} |" in REPORT.read_text() for name in LAYOUTS)
     assert f"{len(LAYOUTS)} layouts" in Path("README.md").read_text()
@@ -39,7 +39,7 @@ def test_ten_steps_equal_one_process(pool: WorkerPool, name: str) -> None:
 
 
 def every_layout() -> Iterator[dict[str, Any]]:
-    """All that are possible, on 2 to 16 ranks."""
+    """Yield all possible layouts on 2 to 16 ranks."""
     sizes, engines = (1, 2, 4), ("ring", "all_gather", "ulysses")
     for dp, pp, cp, tp in itertools.product(sizes, repeat=4):
         for schedule, sp, sharding, engine, tied, kv in itertools.product(
@@ -61,7 +61,7 @@ def pairs(layout: dict[str, Any]) -> set[tuple[tuple[str, Any], tuple[str, Any]]
     return set(itertools.combinations(sorted(layout.items()), 2))
 
 
-def test_any_two_features_that_can_meet_do() -> None:
+def test_layouts_cover_every_pair_of_features() -> None:
     possible = set().union(*map(pairs, every_layout()))
     missing = possible - set().union(*(pairs(features(name)) for name in LAYOUTS))
     assert not missing
@@ -69,7 +69,7 @@ def test_any_two_features_that_can_meet_do() -> None:
     assert len(possible) > 400
 
 
-def test_names_are_what_they_say() -> None:
+def test_names_describe_the_settings() -> None:
     for name in LAYOUTS:
         config, model = settings(name)
         layout = config.distributed
@@ -84,7 +84,7 @@ def test_names_are_what_they_say() -> None:
         assert name == " ".join(words)
 
 
-def test_errors_are_found() -> None:
+def test_largest_errors_finds_each_error() -> None:
     def result(**changes: Any) -> dict[str, Any]:
         tensors = {name: torch.ones(2, 2, dtype=torch.float64) for name in ("gradients", "weights")}
         found = {"losses": [4.0, 2.0], "grad_norms": [1.0, 1.0], **{k: {"w": t} for k, t in tensors.items()}}

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline does, in which order: the real loops with recorders in place of their primitives."""
+"""Order of the actions in the pipeline loops, which run with recorders in place of their primitives."""
 
 import logging
 import weakref
@@ -26,7 +26,7 @@ SHORT |= {"send_fwd_recv_bwd": "sF|rB", "send_bwd_recv_fwd": "sB|rF"}
 
 
 def trace(engine: str, stage: int, stages: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """F0, B0, ... (B0* with the gradients reduced), sends, receives, and both at once."""
+    """Return the events of a stage: F0, B0 (B0* reduces gradients), sends, receives, and a send with a receive (|)."""
     events: list[str] = []
     grid = SimpleNamespace(pp_rank=stage, pp_world_size=stages, pp_is_last_stage=stage == stages - 1)
     toward_next = {"sF", "rB", "sF|rB"}
@@ -88,20 +88,22 @@ def trace(engine: str, stage: int, stages: int, micro_batches: int, monkeypatch:
         ),
     ],
 )
-def test_order(engine: str, micro_batches: int, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_run_in_the_expected_order(
+    engine: str, micro_batches: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stages = len(expected)
     assert [" ".join(trace(engine, rank, stages, micro_batches, monkeypatch)) for rank in range(stages)] == expected
 
 
 @pytest.mark.parametrize("engine", STEPS)
-def test_every_order_finishes_and_reduces_once(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stages' traces meet: with messages that wait for each other, as the strictest network has them, all end."""
+def test_loops_never_deadlock_and_reduce_once(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every trace finishes even if each message blocks both its sender and its receiver."""
     for stages, micro_batches in GRID:
         traces = [trace(engine, rank, stages, micro_batches, monkeypatch) for rank in range(stages)]
         for rank, events in enumerate(traces):
             numbers = [[e[1:] for e in events if e[0] == kind] for kind in "FB"]
             assert numbers[0] == [str(i) for i in range(micro_batches)]
-            assert numbers[1] == [*numbers[0][:-1], f"{micro_batches - 1}*"]  # sync is on in the last backward only
+            assert numbers[1] == [*numbers[0][:-1], f"{micro_batches - 1}*"]  # only the last backward reduces gradients
             waiting = [
                 sum(e[0] == "F" for e in events[:k]) - sum(e[0] == "B" for e in events[:k]) for k in range(len(events))
             ]
@@ -110,9 +112,9 @@ def test_every_order_finishes_and_reduces_once(engine: str, monkeypatch: pytest.
 
 
 def walk(traces: list[list[str]]) -> list[list[str]]:
-    """Run all traces, where a message needs both ends at the same time. What is left of each: nothing, if all is well.
+    """Run all traces with blocking messages. Returns the remaining events of each trace, none without a deadlock.
 
-    A batch of two messages is over when both have met their partners.
+    A batch of two messages finishes when both have met their partners.
     """
     todo = [deque(tuple(event.split("|")) for event in events) for events in traces]
     partner = {"sF": ("rF", 1), "rB": ("sB", 1), "sB": ("rB", -1), "rF": ("sF", -1)}
@@ -136,8 +138,8 @@ def walk(traces: list[list[str]]) -> list[list[str]]:
     return [[" ".join(event) for event in queue] for queue in todo]
 
 
-def test_the_walk_finds_a_deadlock() -> None:
-    """Two neighbours that first send and then receive wait for each other for ever."""
+def test_walk_finds_a_deadlock() -> None:
+    """Two neighbours that both send before they receive wait for each other forever."""
     assert walk([["F0", "sF", "rB"], ["sB", "rF"]]) == [["sF", "rB"], ["sB", "rF"]]
     assert walk([["F0", "sF|rB", "B0"], ["sB|rF", "F0"]]) == [[], []]
 
@@ -146,7 +148,7 @@ def test_the_walk_finds_a_deadlock() -> None:
 def test_forwards_and_backwards_alternate_as_in_torch(
     engine: str, theirs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """(Their 1F1B starts its numbers at 1 on the last stage, and wants as many micro-batches as stages.)"""
+    """Only the kinds are compared: torch's 1F1B numbers the last stage's from 1. It needs micro_batches >= stages."""
     for stages, micro_batches in GRID:
         if stages == 1 or micro_batches < stages:
             continue
@@ -159,18 +161,18 @@ def test_forwards_and_backwards_alternate_as_in_torch(
 
 
 @pytest.mark.parametrize("engine", STEPS)
-def test_the_loops_in_pipeline_parallel_do_what_the_programs_say(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_run_the_programs_of_the_schedules(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for pp, microbatches in GRID:
         for rank, program in enumerate(build(engine, pp, microbatches).programs):
             events = [e for e in trace(engine, rank, pp, microbatches, monkeypatch) if e[0] in "FB"]
             assert [f"{rank}{e.rstrip('*')}" for e in events] == list(map(str, program))
 
 
-# ----------------------------------------------------------------------------------------------- what a real step does
+# ----------------------------------------------------------------------------------------------------------- real steps
 
 
 class Kept:
-    """Stands for a tensor that autograd keeps."""
+    """Holder of a tensor that autograd saves for backward."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -179,17 +181,19 @@ class Kept:
 def live_micro_batches(
     engine: str, micro_batches: int, deallocate: bool
 ) -> tuple[list[int], list[int], list[int], int]:
-    """At each forward: micro-batches with kept activations after it; before it, outputs and gradients in memory.
+    """Count the tensors in memory at each forward of one step.
 
-    And how many of the tensors that autograd kept are still there in the end.
+    Returns:
+        The number of micro-batches with saved activations after each forward, the numbers of live outputs and of live
+        gradients before each forward, and the number of saved tensors that remain at the end.
     """
     stage = stage_of(make_config(distributed__pp_size=4), tiny_llama(num_hidden_layers=4))
     if not deallocate:
         stage.deallocate_output_tensor = lambda output_tensor: None  # type: ignore[method-assign]
     model = DataParallelBucket(stage)
     kept: list[weakref.WeakSet[Kept]] = []
-    outputs: list[Any] = []  # weak references to storages
-    gradients: list[Any] = []  # to tensors
+    outputs: list[Any] = []  # weak references to their storages
+    gradients: list[Any] = []  # weak references to the tensors
     live, sent, received = [], [], []
     original_forward, original_backward = pipeline_parallel.forward_step, pipeline_parallel.backward_step
 
@@ -223,9 +227,10 @@ def live_micro_batches(
 
 
 @pytest.mark.parametrize("engine", STEPS)
-def test_activations_that_are_kept(pool: WorkerPool, engine: str) -> None:
-    """Counted in what autograd really keeps: AFAB all micro-batches, 1F1B at most `stages - rank`. No output that was
-    sent, unless they are not freed, and no gradient of an earlier micro-batch.
+def test_live_activations_match_the_schedule(pool: WorkerPool, engine: str) -> None:
+    """AFAB saves the activations of all micro-batches, 1F1B of at most `stages - rank`.
+
+    Sent outputs and gradients of earlier micro-batches are freed.
     """
     for deallocate in (True, False):
         for rank, (live, sent, received, left) in enumerate(pool.run(live_micro_batches, 4, engine, 6, deallocate)):
@@ -252,7 +257,7 @@ def profiled_names() -> tuple[list[str], list[str]]:
     return [e.name for e in events if len(e.name) == 2 and e.name[0] in "FB"], lines
 
 
-def test_a_profile_reads_as_the_schedule(pool: WorkerPool) -> None:
+def test_profile_shows_the_actions_of_the_schedule(pool: WorkerPool) -> None:
     first, last = pool.run(profiled_names, 2)
     assert first[0] == ["F0", "F1", "B0", "B1"]
     assert last[0] == ["F0", "B0", "F1", "B1"]

@@ -1,4 +1,4 @@
-"""Pipeline parallelism equals one process running transformers. (The order of what stages do: test_pipeline_order.)"""
+"""Pipeline parallelism equals transformers on one process. test_pipeline_order.py checks the order of the actions."""
 
 import functools
 import itertools
@@ -35,12 +35,12 @@ from tests.support.oracle import (
 from tests.support.training import CPU, Loader, all_stages, batches, layout_name, stage_of, train
 from tests.support.worker_pool import WorkerPool
 
-LAYERS = {2: 3, 3: 5, 4: 6}  # never the same number for every stage
+LAYERS = {2: 3, 3: 5, 4: 6}  # never the same number of layers on every stage
 LAYOUTS: list[dict[str, Any]] = [{"pp_size": p} | more for p in LAYERS for more in ({}, {"dp_size": 2}, {"tp_size": 2})]
 LAYOUTS += [{"pp_size": 2, "dp_size": 2, "tp_size": 2}, {"pp_size": 2, "tp_size": 2, "sequence_parallel": True}]
 MICRO_BATCHES = (1, 2, 5, 8)
-# Of all combinations, `make test` has some: the pipeline alone under both schedules, two stages with more parallelism
-# under one of them, in turn as everything else is. `make parity` has the others.
+# `make test` runs some combinations: the pipeline alone under both schedules, and two stages with another axis under
+# one of the schedules, with the other parameters in rotation. `make parity` runs the rest.
 EVERYTHING = list(itertools.product(("afab", "1f1b"), LAYOUTS, MICRO_BATCHES, (False, True), ("none", "full")))
 SOME = [
     (engine, layout, MICRO_BATCHES[(i + shift) % 4], (i // 2 + shift) % 2 == 0, ("none", "full")[i // 3 % 2])
@@ -52,7 +52,7 @@ SOME = [
 
 @functools.cache
 def expected_training(micro_batches: int, layers: int, tied: bool) -> dict[str, Any]:
-    """One process, for which only the number of micro-batches in a global batch matters."""
+    """Train on one process, where only the number of micro-batches per global batch matters."""
     config = make_config(
         training__gradient_accumulation_steps=micro_batches,
         training__warmup_steps=3,
@@ -91,7 +91,7 @@ STEPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
 def gradients(
     engine: str, config: LlamaConfig, layout: dict[str, int], dtype: torch.dtype, deallocate: bool, compiled: bool
 ) -> dict[str, Any]:
-    """Loss and gradients of one step of three micro-batches."""
+    """Return loss and gradients of one step with three micro-batches."""
     stage = stage_of(make_config(**layout), config, dtype)
     if not deallocate:
         stage.deallocate_output_tensor = lambda output_tensor: None  # type: ignore[method-assign]
@@ -109,7 +109,7 @@ def gradients(
 
 @functools.cache
 def expected_step(**changes: Any) -> dict[str, Any]:
-    """The loss of three micro-batches and the gradients of all parameters, of transformers."""
+    """Return transformers' loss of three micro-batches and its gradients of all parameters."""
     config = tiny_llama(**changes)
     model = oracle_model(config, our_model(config, seed=42).state_dict())
     loss = torch.zeros(())
@@ -123,7 +123,9 @@ def expected_step(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", [{"pp_size": 3}, {"pp_size": 2, "tp_size": 2}], ids=layout_name)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("engine", STEPS)
-def test_every_gradient(pool: WorkerPool, engine: str, tied: bool, layout: dict[str, int]) -> None:
+def test_loss_and_gradients_equal_transformers(
+    pool: WorkerPool, engine: str, tied: bool, layout: dict[str, int]
+) -> None:
     model = {
         "num_hidden_layers": 4,
         "tie_word_embeddings": tied,
@@ -146,7 +148,7 @@ def test_every_gradient(pool: WorkerPool, engine: str, tied: bool, layout: dict[
     ("dtype", "deallocate"), [(torch.bfloat16, True), (torch.float64, False)], ids=["bfloat16", "outputs kept"]
 )
 @pytest.mark.parametrize("engine", STEPS)
-def test_stages_compute_bit_for_bit_what_one_process_does(
+def test_stages_equal_one_process_bit_for_bit(
     pool: WorkerPool, engine: str, dtype: torch.dtype, deallocate: bool
 ) -> None:
     config = tiny_llama(num_hidden_layers=4)
@@ -157,7 +159,7 @@ def test_stages_compute_bit_for_bit_what_one_process_does(
             assert torch.equal(result["gradients"][name], gradient), name
 
 
-@pytest.mark.parity  # the executor's are in `make test`
+@pytest.mark.parity  # `make test` compiles the layers of the executor
 def test_compiled_layers_have_the_same_gradients(pool: WorkerPool) -> None:
     config = tiny_llama(num_hidden_layers=4)
     (whole,) = pool.run(gradients, 1, "1f1b", config, {}, torch.float64, True, False)
@@ -166,7 +168,7 @@ def test_compiled_layers_have_the_same_gradients(pool: WorkerPool) -> None:
             assert_close(result["gradients"][name], gradient, what=name)
 
 
-def test_a_stage_has_its_own_parameters_only(pool: WorkerPool) -> None:
+def test_stage_has_its_own_parameters_only(pool: WorkerPool) -> None:
     for tied in (False, True):
         names = pool.run(parameter_names, 3, tiny_llama(num_hidden_layers=4, tie_word_embeddings=tied))
         layers = [sorted({name.split(".")[2] for name in stage if ".layers." in name}) for stage in names]
@@ -192,14 +194,14 @@ def parameters_of_one_stage(config: LlamaConfig) -> tuple[list[int], list[int]]:
     return [id(p) for p in only], [id(p) for p in stage.parameters()]
 
 
-def test_a_tied_matrix_is_reduced_once(pool: WorkerPool) -> None:
-    """Where embedding and head are on the same rank, and even in the same stage."""
+def test_tied_weight_is_reduced_once(pool: WorkerPool) -> None:
+    """Embedding and head are in the same stage here."""
     ((only, known),) = pool.run(parameters_of_one_stage, 1, tiny_llama(tie_word_embeddings=True))
     assert sorted(only) == sorted(known)
 
 
 def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
-    """The global loss of two evaluations in a row."""
+    """Return the global losses of two consecutive evaluations."""
     stage, grid = stage_of(config, model_config), pgm.process_group_manager
     model = DataParallelBucket(stage, parameters_by_stage=stage.parameters_by_stage())
     loader = MicroBatchDataLoader(split_train_eval(random_tokens(), config)[1], config, CPU, shuffle=False)
@@ -216,7 +218,7 @@ def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
 
 
 def check_evaluations(pool: WorkerPool, config: Config, model_config: LlamaConfig) -> None:
-    """They are transformers' mean loss of the last sequences of the data, the same every time."""
+    """Assert that every evaluation returns transformers' mean loss over the last sequences of the data."""
     sequences = config.held_out_sequences
     stream = torch.from_numpy(random_tokens()[-(16 * sequences + 1) :].astype("int64"))
     model = oracle_model(model_config, our_model(model_config, seed=42).state_dict())
@@ -228,7 +230,7 @@ def check_evaluations(pool: WorkerPool, config: Config, model_config: LlamaConfi
 
 
 @pytest.mark.parametrize("layout", [{}, *LAYOUTS[:3], {"pp_size": 3}, *LAYOUTS[-2:]], ids=layout_name)
-def test_evaluation(pool: WorkerPool, layout: dict[str, Any]) -> None:
+def test_evaluation_equals_transformers(pool: WorkerPool, layout: dict[str, Any]) -> None:
     config = make_config(
         **{f"distributed__{key}": value for key, value in layout.items()},
         training__gradient_accumulation_steps=4 // layout.get("dp_size", 1),

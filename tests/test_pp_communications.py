@@ -1,4 +1,4 @@
-"""Messages between the stages of a pipeline: who gets them, in which batches, and that both ends agree."""
+"""Messages between pipeline stages: receivers, batches, and agreement of sender and receiver on the tensor."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +15,10 @@ from tests.support.worker_pool import WorkerError, WorkerPool
 
 
 def messages() -> list[Any]:
-    """Forward and backward along three stages, one way and both ways at once."""
+    """Send forward and backward along three stages, first in one direction at a time, then in both."""
     grid = setup_process_group_manager(1, 1, 3, 1)
     rank, shape = grid.pp_rank, (2, 3)
-    mine = torch.full(shape, float(rank), dtype=torch.bfloat16).t().contiguous().t()  # need not be contiguous
+    mine = torch.full(shape, float(rank), dtype=torch.bfloat16).t().contiguous().t()  # not contiguous, which is allowed
 
     def talk(operation: str, **more: Any) -> Tensor | None:
         return pipeline_communicate(operation, CPU, torch.bfloat16, **more)
@@ -44,7 +44,7 @@ def messages() -> list[Any]:
 
 def test_messages_reach_the_neighbour(pool: WorkerPool) -> None:
     def got(rank: int, activation: bool) -> tuple[Any, ...]:
-        return torch.bfloat16, (2, 3), float(rank), activation  # an activation gets a gradient
+        return torch.bfloat16, (2, 3), float(rank), activation  # only activations require a gradient
 
     first, middle, last = pool.run(messages, 3)
     assert first == [None, got(1, False), got(1, False)]
@@ -73,7 +73,7 @@ def every_handle_is_waited_on() -> bool:
     return batches == [1, 1, 2] and len(waited) == 4
 
 
-def test_messages_go_in_batches_on_the_pp_group(pool: WorkerPool) -> None:
+def test_messages_are_batched_on_the_pp_group(pool: WorkerPool) -> None:
     assert pool.run(every_handle_is_waited_on, 2) == [True, True]
 
 
@@ -94,6 +94,6 @@ def wrong_message(kind: str) -> None:
         ("both ways", r"the receiver expects torch.float32 \[2, 4\] on cpu"),
     ],
 )  # fmt: skip
-def test_what_was_not_announced_is_not_sent(pool: WorkerPool, kind: str, message: str) -> None:
+def test_mismatched_tensors_are_not_sent(pool: WorkerPool, kind: str, message: str) -> None:
     with pytest.raises(WorkerError, match=message):
         pool.run(wrong_message, 2, kind)

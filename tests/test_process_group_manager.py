@@ -1,4 +1,4 @@
-"""The grid of ranks against the definition: fix all coordinates but those of the axis."""
+"""The grid of ranks: the groups of an axis hold the ranks that differ only in the coordinates of that axis."""
 
 import itertools
 from typing import Any
@@ -15,7 +15,7 @@ COORDINATES = {"dp": "dp", "pp": "pp", "cp": "cp", "tp": "tp", "cp_dp": "dp cp"}
 
 
 def expected_groups(dp: int, pp: int, cp: int, tp: int) -> list[dict[str, Any]]:
-    """For each rank the members of its groups, by comparing coordinates."""
+    """Return the members of each rank's groups, found by comparing coordinates."""
     places = [
         dict(zip(("dp", "pp", "cp", "tp"), c, strict=True)) for c in itertools.product(*map(range, (dp, pp, cp, tp)))
     ]
@@ -34,7 +34,7 @@ def describe(tp: int, cp: int, pp: int, dp: int) -> dict[str, Any]:
     described: dict[str, Any] = {"text": str(grid)}
     for axis in AXES:
         group = getattr(grid, f"{axis}_group")
-        one = torch.ones(1) * 2.0**grid.global_rank  # the sum tells who took part
+        one = torch.ones(1) * 2.0**grid.global_rank  # the sum identifies the members of the group
         dist.all_reduce(one, group=group)
         described[axis] = getattr(grid, f"{axis}_group_ids")
         described[f"{axis} members"] = [r for r in range(grid.world_size) if int(one) >> r & 1]
@@ -57,7 +57,7 @@ def describe(tp: int, cp: int, pp: int, dp: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("dp", "pp", "cp", "tp"), [(2, 1, 2, 2), (1, 4, 1, 2), (2, 3, 1, 1), (1, 1, 3, 2), (1, 1, 1, 1)]
 )
-def test_groups(pool: WorkerPool, dp: int, pp: int, cp: int, tp: int) -> None:
+def test_groups_have_the_expected_ranks(pool: WorkerPool, dp: int, pp: int, cp: int, tp: int) -> None:
     ranks = expected_groups(dp, pp, cp, tp)
     for rank, result in enumerate(pool.run(describe, dp * pp * cp * tp, tp, cp, pp, dp)):
         expected, place = ranks[rank], ranks[rank]["place"]
@@ -79,7 +79,7 @@ def wrong_product() -> str:
     return str(error.value)
 
 
-def test_wrong_product(pool: WorkerPool) -> None:
+def test_wrong_product_of_sizes_raises(pool: WorkerPool) -> None:
     assert pool.run(wrong_product, 2)[0] == (
         "dp 2 x pp 1 x cp 1 x tp 2 needs 4 ranks, but the process group has 2; choose sizes whose product is 2"
     )

@@ -1,4 +1,4 @@
-"""What a recorded step tells: its trace, beside its schedule and a profile."""
+"""Recorded steps: the trace is compared with the schedule and with a profile."""
 
 import itertools
 import json
@@ -22,14 +22,14 @@ from tests.support.worker_pool import WorkerPool
 
 
 def recorded(config: Config, model_config: LlamaConfig) -> list[str]:
-    """Two steps, the second of which is step 5; and the names of its actions in a profile."""
+    """Take steps 4 and 5, and return the names of the actions in a profile of step 5."""
     model = wrapped(config, model_config)
     step = record_steps(step_of(config, model_config), config, CPU, done=3)
     step(model, Loader(batches(4)))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(model, Loader(batches(4)))
     path = Path(config.checkpoint.save_dir, f"profile_{dist.get_rank()}.json")
-    profile.export_chrome_trace(str(path))  # (`profile.events()` takes 2F0 for a mangled name of C++)
+    profile.export_chrome_trace(str(path))  # (`profile.events()` would demangle 2F0 as a C++ name)
     found = json.loads(path.read_text())["traceEvents"]
     path.unlink()
     names = sorted((event["ts"], event["name"]) for event in found if event.get("cat") == "user_annotation")
@@ -39,7 +39,7 @@ def recorded(config: Config, model_config: LlamaConfig) -> list[str]:
 @pytest.mark.parametrize(
     ("engine", "more"), [("1f1b", {}), ("zbv", {"dp_size": 2}), ("dualpipev", {}), ("interleaved_1f1b", {"tp_size": 2})]
 )
-def test_the_trace_of_a_step(
+def test_trace_of_a_step_equals_its_schedule_and_profile(
     pool: WorkerPool, engine: str, more: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = pipeline_config(engine, 2, 4, logging__trace_steps=[5], checkpoint__save_dir=str(tmp_path), **more)
@@ -51,9 +51,9 @@ def test_the_trace_of_a_step(
     assert timeline.programs == list(map(list, schedule.programs))
     if engine != "1f1b":
         assert [[span.action for span in rank] for rank in timeline.spans] == add_communication(schedule)
-    for rank in timeline.spans:  # a rank does one thing at a time
+    for rank in timeline.spans:  # a rank runs one action at a time
         assert all(first.end <= second.start for first, second in itertools.pairwise(rank))
-    ranks = [0, 2] if "tp_size" in more else [0, 1]  # of the first pipeline
+    ranks = [0, 2] if "tp_size" in more else [0, 1]  # ranks of the first pipeline
     for rank, program in zip(ranks, schedule.programs, strict=True):
         assert names[rank] == [str(action).lstrip("01") if engine == "1f1b" else str(action) for action in program]
     draw.main(["--measured", str(tmp_path), "--step", "5"])

@@ -1,4 +1,4 @@
-"""Runs that were killed, stopped or out of disk go on as if nothing had happened: in worker processes, as programs."""
+"""Runs that were killed, stopped or out of disk space resume exactly, in worker processes and as programs."""
 
 import os
 import random
@@ -28,10 +28,10 @@ FEW = 7  # in `make test`
 
 
 def kill_in_a_while(pool: WorkerPool, save_dir: Path, steps: int, delay: float, writing: bool) -> None:
-    """SIGKILL all processes of the pool some time after there are `steps` more checkpoints than now.
+    """Send SIGKILL to all processes of the pool `delay` seconds after `steps` more checkpoints exist than now.
 
     Args:
-        writing: the moment after that in which a checkpoint is being written.
+        writing: whether to wait until a checkpoint is being written.
     """
     goal = max(checkpoint_folders(save_dir), default=0) + steps
     while max(checkpoint_folders(save_dir), default=0) < goal:
@@ -54,8 +54,8 @@ def send(pool: WorkerPool, number: int) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kills", [FEW, pytest.param(KILLS, marks=pytest.mark.parity)])
-def test_kills_change_nothing(tokenizer: Path, tmp_path: Path, kills: int) -> None:
-    """Of two stages that save every step, at random moments, writing or not; each time the same run starts again."""
+def test_killed_and_resumed_run_equals_an_uninterrupted_run(tokenizer: Path, tmp_path: Path, kills: int) -> None:
+    """Kill two stages that save every step at random moments, also while they write; restart the run each time."""
     pool, generator, unfinished = WorkerPool(), random.Random(0), 0
     layout, model = {"pp_size": 2}, tiny_llama()
     steps = 10 + 4 * kills
@@ -76,7 +76,7 @@ def test_kills_change_nothing(tokenizer: Path, tmp_path: Path, kills: int) -> No
     finally:
         pool.close()
     assert kills <= went_on_from < steps
-    assert unfinished >= kills / 2  # these were killed while they wrote
+    assert unfinished >= kills / 2  # these runs were killed while they wrote
     assert result["losses"] == whole["losses"][went_on_from:]
     assert list(checkpoint_folders(tmp_path / "killed")) == [steps - 2, steps - 1, steps]
     assert len(list((tmp_path / "killed").iterdir())) == 3
@@ -87,7 +87,7 @@ def test_kills_change_nothing(tokenizer: Path, tmp_path: Path, kills: int) -> No
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Any:
-    """A file system of 2 MiB, which takes two checkpoints of the model below and a part of a third one."""
+    """File system of 2 MiB, with room for two checkpoints of the model below but not for a third."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=False)
@@ -97,7 +97,7 @@ def small_disk(tmp_path: Path) -> Any:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_is_really_full(pool: WorkerPool, tokenizer: Path, small_disk: Path) -> None:
+def test_run_on_a_full_disk_resumes_after_space_is_freed(pool: WorkerPool, tokenizer: Path, small_disk: Path) -> None:
     layout, model = {"dp_size": 2}, tiny_llama()
     config = run_config(small_disk, layout, checkpoint__save_frequency=1)
     for message in pool.run(mistake, 2, config, model, tokenizer):
@@ -117,7 +117,7 @@ def signal_on_one_rank(number: int) -> tuple[int, int, int]:
     before = signals.agreed()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)  # torchrun sends it again
+        os.kill(os.getpid(), number)  # torchrun repeats the signal
     after = signals.agreed()
     StopSignals.received = 0
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -126,7 +126,7 @@ def signal_on_one_rank(number: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_all_ranks_agree_to_stop(pool: WorkerPool, number: int) -> None:
+def test_signal_on_one_rank_stops_all_ranks(pool: WorkerPool, number: int) -> None:
     assert pool.run(signal_on_one_rank, 3, number) == [(0, number, rank) for rank in range(3)]
 
 
@@ -134,7 +134,7 @@ def test_all_ranks_agree_to_stop(pool: WorkerPool, number: int) -> None:
 
 
 def program(tmp_path: Path, in_step: str) -> str:
-    """train.py, in which something else happens when the last rank loads the second micro-batch of the third step."""
+    """Write a train.py that runs `in_step` once, when the last rank loads the second micro-batch of the third step."""
     path = tmp_path / "program.py"
     path.write_text(
         "import sys; sys.path.insert(0, '.')\n"
@@ -168,7 +168,7 @@ def start(home: Path, command: list[str], words: list[str], **environment: str) 
 
 @pytest.fixture(scope="module")
 def undisturbed(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two stages, four steps, not disturbed."""
+    """Folder of an uninterrupted run of two stages and four steps."""
     folder = tmp_path_factory.mktemp("undisturbed")
     result = run_program(home, 2, *words(folder))
     assert result.returncode == 0, result.stderr
@@ -207,9 +207,9 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(home: Path, tmp_path: Pat
 
 
 def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
-    """With a checkpoint although none is due, and an exit code that says so; the same command goes on from there.
+    """The run saves a checkpoint although none is due, and its exit code is 128 + SIGINT; the same command resumes.
 
-    The signal comes as from a terminal, for the processes that read the data as well.
+    The signal is sent to the process group, as by Ctrl-C in a terminal, so data workers receive it, too.
     """
     stopped = program(tmp_path, "os.killpg(os.getpgrp(), signal.SIGINT)")
     keys = {"checkpoint.load_path": "latest", "checkpoint.save_frequency": 0, "dataset.num_workers": 1}
@@ -230,8 +230,8 @@ def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parity
-def test_signals_to_torchrun(home: Path, tmp_path: Path, undisturbed: Path) -> None:
-    """It passes SIGTERM on to its processes, all of which save and leave."""
+def test_sigterm_to_torchrun_saves_a_checkpoint_and_ends_the_run(home: Path, tmp_path: Path, undisturbed: Path) -> None:
+    """torchrun forwards SIGTERM to its processes, which save a checkpoint and exit."""
     stopped = program(tmp_path, "os.kill(os.getppid(), signal.SIGTERM)")
     result = start(home, [*TORCHRUN, "2", stopped], words(tmp_path / "run"))
     assert result.returncode != 0
@@ -244,8 +244,8 @@ def test_signals_to_torchrun(home: Path, tmp_path: Path, undisturbed: Path) -> N
 
 
 @pytest.mark.parity
-def test_twenty_kills_of_the_program(home: Path, tmp_path: Path) -> None:
-    """`torchrun train.py` on two stages, one of whose processes gets a SIGKILL some time after the first step."""
+def test_program_killed_twenty_times_equals_an_uninterrupted_run(home: Path, tmp_path: Path) -> None:
+    """Run `torchrun train.py` with two stages; one process is killed at a random time after the first checkpoint."""
     generator = random.Random(1)
     more = {"distributed.pp_size": 2, "training.total_train_steps": 120, "training.seq_length": 32}
     keys = {

@@ -1,4 +1,4 @@
-"""Safetensors: weights from folders that transformers wrote, and files written in parts."""
+"""Safetensors folders: weights saved by transformers are loaded; damaged or unsuitable folders are rejected."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: int) -> Ll
 
 @pytest.mark.parametrize("shard_size", ["1GB", "10KB"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_that_transformers_saved(tmp_path: Path, tied: bool, shard_size: str) -> None:
+def test_weights_saved_by_transformers_are_loaded_exactly(tmp_path: Path, tied: bool, shard_size: str) -> None:
     config = tiny_llama(tie_word_embeddings=tied)
     theirs = LlamaForCausalLM(config)
     theirs.save_pretrained(tmp_path, max_shard_size=shard_size)
@@ -35,7 +35,7 @@ def test_weights_that_transformers_saved(tmp_path: Path, tied: bool, shard_size:
     assert torch.equal(half, theirs.lm_head.weight.to(torch.bfloat16))
 
 
-def test_only_the_part_asked_for(tmp_path: Path) -> None:
+def test_read_returns_the_requested_slice_of_a_tensor(tmp_path: Path) -> None:
     theirs = LlamaForCausalLM(tiny_llama())
     theirs.save_pretrained(tmp_path)
     weight, folder = theirs.lm_head.weight, SafetensorsFolder(tmp_path)
@@ -43,7 +43,7 @@ def test_only_the_part_asked_for(tmp_path: Path) -> None:
         assert torch.equal(folder.read("lm_head.weight", weight.shape, index), weight[index])
 
 
-def test_fewer_layers_than_the_folder_has(tmp_path: Path) -> None:
+def test_model_with_fewer_layers_than_the_folder_is_loaded(tmp_path: Path) -> None:
     LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path)
     assert len(load(tmp_path, num_hidden_layers=1).model.layers) == 1
 
@@ -73,14 +73,14 @@ def break_folder(folder: Path, how: str) -> None:
         ("missing shard", "model-00001-of-00002.safetensors is missing, but the index of .* lists it"),
     ],
 )
-def test_damaged_folders(tmp_path: Path, how: str, message: str) -> None:
+def test_damaged_folder_is_rejected(tmp_path: Path, how: str, message: str) -> None:
     LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path)
     break_folder(tmp_path, how)
     with pytest.raises(UserError, match=message):
         load(tmp_path)
 
 
-def test_a_model_of_other_sizes(tmp_path: Path) -> None:
+def test_folder_that_does_not_fit_the_model_is_rejected(tmp_path: Path) -> None:
     LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path)
     with pytest.raises(
         UserError,

@@ -1,4 +1,4 @@
-"""Tensor parallelism equals one process running transformers: loss, every gradient, and ten optimizer steps."""
+"""Tensor parallelism: loss, gradients and ten optimizer steps equal those of transformers on one process."""
 
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def loss_and_gradients(config: LlamaConfig, tp: int, sequence_parallel: bool, ch
     return {"logits": logits, "loss": loss.detach(), "gradients": gathered(model, "main_grad")}
 
 
-# `make test` has each layout with or without recomputed activations, `make parity` the other half.
+# `make test` runs each layout either with or without activation checkpointing, and `make parity` the other half.
 LAYOUTS = [
     pytest.param(tp, sp, checkpointed, marks=[] if checkpointed == (tp == 4) else pytest.mark.parity)
     for tp, sp in ((1, True), (2, False), (2, True), (4, False), (4, True))
@@ -79,7 +79,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("tp", "sequence_parallel", "checkpointed"), LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_logits_and_every_gradient(
+def test_loss_logits_and_gradients_equal_transformers(
     pool: WorkerPool, name: str, tp: int, sequence_parallel: bool, checkpointed: bool
 ) -> None:
     config = model_of(name)
@@ -122,14 +122,14 @@ def gradient_through_gathered_logits(config: LlamaConfig, tp: int) -> dict[str, 
     return gathered(model, "main_grad")
 
 
-def test_a_loss_of_the_gathered_logits_has_the_same_gradients(pool: WorkerPool) -> None:
+def test_loss_of_gathered_logits_has_the_same_gradients(pool: WorkerPool) -> None:
     config = model_of("gqa, padded vocabulary")
     expected = pool.run(loss_and_gradients, 1, config, 1, False, False)[0]["gradients"]
     for name, gradient in pool.run(gradient_through_gathered_logits, 2, config, 2)[0].items():
         assert_close(gradient, expected[name], what=name)
 
 
-# Every model in every way of splitting it; beside data parallelism, each model on 4 ranks and the first on 8.
+# Every model with every tp size; combined with data parallelism, every model on 4 ranks and the first model on 8.
 TEN_STEPS = [
     pytest.param(name, tp, dp, sp, marks=[] if (tp, dp) != (2, 1) else pytest.mark.parity)
     for name in MODELS
@@ -175,8 +175,10 @@ def bfloat16_gradients(config: LlamaConfig, tp: int, sequence_parallel: bool, ch
     ("tp", "sequence_parallel", "checkpointed"), [(1, False, True), (2, False, True), (2, True, False), (4, True, True)]
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_bfloat16_gradients(pool: WorkerPool, name: str, tp: int, sequence_parallel: bool, checkpointed: bool) -> None:
-    """They are as near to float64's, of the same rounded weights, as transformers in bfloat16 on one process."""
+def test_bfloat16_gradients_are_as_accurate_as_transformers(
+    pool: WorkerPool, name: str, tp: int, sequence_parallel: bool, checkpointed: bool
+) -> None:
+    """The reference is float64 with the same rounded weights; the bound is the error of transformers in bfloat16."""
     config = model_of(name)
     config.initializer_range = 0.1
     rounded = {name: w.to(torch.bfloat16).double() for name, w in our_model(config, seed=42).state_dict().items()}
@@ -209,7 +211,7 @@ def weights_from_folder(folder: str, config: LlamaConfig, tp: int) -> dict[str, 
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_each_rank_reads_its_part_of_pretrained_weights(pool: WorkerPool, tmp_path: Path, name: str, tp: int) -> None:
+def test_each_rank_reads_its_shard_of_pretrained_weights(pool: WorkerPool, tmp_path: Path, name: str, tp: int) -> None:
     theirs = LlamaForCausalLM(model_of(name))
     theirs.save_pretrained(tmp_path)
     for weights in pool.run(weights_from_folder, tp, str(tmp_path), model_of(name), tp):
@@ -227,12 +229,12 @@ def test_each_rank_reads_its_part_of_pretrained_weights(pool: WorkerPool, tmp_pa
         ({"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 51}, 2, r"\[1\]"),
     ],
 )
-def test_layouts_that_do_not_work(changes: dict[str, Any], tp: int, sizes: str) -> None:
+def test_check_tensor_parallel_rejects_indivisible_sizes(changes: dict[str, Any], tp: int, sizes: str) -> None:
     with pytest.raises(UserError, match=f"tp_size={tp} does not split num_attention_heads=.*; use one of {sizes}"):
         check_tensor_parallel(tiny_llama(**changes), tp)
 
 
-def test_a_sequence_that_does_not_divide() -> None:
+def test_sequence_parallel_rejects_an_indivisible_seq_length() -> None:
     with pytest.raises(
         UserError,
         match=r"training.seq_length=50 is not divisible by 4, as sequence_parallel with tp_size=4 requires; use 48 or 52",

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks send: the pairs of forward and backward, how much of it in a layer, and when."""
+"""Collectives of tensor parallelism: forward and backward, number and size per layer, and overlap."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.test_tensor_parallel import parallel_model
 
 
 def pair(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Forward and backward of a pair, beside the same from torch's differentiable all-gather and arithmetic."""
+    """Return output and gradient of a pair, each next to its reference from torch's differentiable all-gather."""
     grid = setup_process_group_manager(dist.get_world_size(), 1, 1, 1)
     group, size, rank = grid.tp_group, grid.tp_world_size, grid.tp_rank
     rows = 6 if name in ("ReduceScatter", "CopyToRanks", "ReduceFromRanks") else 2
@@ -37,14 +37,14 @@ def pair(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         "AllGather": lambda: torch.cat(everyone, 1),
         "ReduceScatter": lambda: sum(everyone).chunk(size, 1)[rank],
     }[name]()
-    # Partial gradients differ between ranks; whole ones are the same, and torch's all-gather counts them size times.
+    # Partial gradients differ between ranks. Replicated ones are identical, and torch's all-gather sums size copies.
     generator = torch.Generator().manual_seed(100 + rank)
     dy = torch.randn(y.shape, dtype=torch.float64, generator=generator)
     if name in ("ReduceFromRanks", "GatherFromRanks"):
         dist.broadcast(dy, 0)
     y.backward(dy)
     expected.backward(dy / size if name in ("ReduceFromRanks", "GatherFromRanks") else dy)
-    if whole_input:  # an average over ranks of something whole: its gradient is size times too small
+    if whole_input:  # the reference averages a replicated input, so its gradient is size times too small
         theirs.grad *= size
     assert torch.equal(x, ours.detach()), "not out of place"
     return y.detach(), expected.detach(), ours.grad, theirs.grad
@@ -52,14 +52,14 @@ def pair(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", ["CopyToRanks", "ReduceFromRanks", "GatherFromRanks", "AllGather", "ReduceScatter"])
-def test_communication_pairs(pool: WorkerPool, name: str, size: int) -> None:
+def test_communication_pairs_equal_torch(pool: WorkerPool, name: str, size: int) -> None:
     for y, expected, dx, expected_dx in pool.run(pair, size, name):
         assert_close(y, expected, 1e-14, "forward")
         assert_close(dx, expected_dx, 1e-14, "backward")
 
 
 def traffic(sequence_parallel: bool) -> dict[str, list[tuple[str, int]]]:
-    """What one forward and one backward of one decoder layer send: (collective, elements of the whole tensor)."""
+    """Return (collective, elements of the full tensor) for one forward and one backward of a decoder layer."""
     setup_process_group_manager(2, 1, 1, 1)
     layer = parallel_model(tiny_llama(num_hidden_layers=1), sequence_parallel).model.layers["0"]
     sent: list[tuple[str, int]] = []
@@ -68,7 +68,7 @@ def traffic(sequence_parallel: bool) -> dict[str, list[tuple[str, int]]]:
     def counted(name: str) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             large = max(a.numel() for a in arguments if isinstance(a, Tensor))
-            if large > 1000:  # not the gradients of the norms' weights
+            if large > 1000:  # excludes the gradients of the norms' weights
                 sent.append((name, large))
             return originals[name](*arguments, **options)
 
@@ -89,9 +89,11 @@ def traffic(sequence_parallel: bool) -> dict[str, list[tuple[str, int]]]:
             setattr(comm, name, original)
 
 
-def test_a_layer_sends_what_the_papers_say(pool: WorkerPool) -> None:
-    """Two all-reduces of (B, T, D) forward and two backward (Shoeybi et al., section 3); with sequence parallelism an
-    all-gather and a reduce-scatter for each, and two more all-gathers for what was not kept (Korthikanti et al., 4.2).
+def test_layer_sends_the_collectives_of_the_papers(pool: WorkerPool) -> None:
+    """Two all-reduces of (B, T, D) in forward and two in backward (Shoeybi et al., section 3).
+
+    With sequence parallelism, an all-gather and a reduce-scatter replace each, and backward gathers the two inputs that
+    forward did not keep (Korthikanti et al., section 4.2).
     """
     whole = 2 * 32 * 32
     plain = pool.run(traffic, 2, False)[0]
@@ -103,7 +105,7 @@ def test_a_layer_sends_what_the_papers_say(pool: WorkerPool) -> None:
 
 
 def events_of_backward(sequence_parallel: bool) -> list[str]:
-    """The order of a column-parallel backward: when its messages leave and arrive, and when dx and dW are computed."""
+    """Return the events of a column-parallel backward in order: start and end of each collective, and each product."""
     setup_process_group_manager(2, 1, 1, 1)
     events: list[str] = []
     names = {"start_all_reduce": "dx", "start_reduce_scatter": "dx", "start_all_gather": "x"}
@@ -138,7 +140,7 @@ def events_of_backward(sequence_parallel: bool) -> list[str]:
     return events
 
 
-def test_messages_travel_while_gradients_are_computed(pool: WorkerPool) -> None:
+def test_collectives_overlap_with_the_computation_of_gradients(pool: WorkerPool) -> None:
     assert pool.run(events_of_backward, 2, False)[0] == ["compute dx", "dx leaves", "compute dW", "dx arrives"]
     assert pool.run(events_of_backward, 2, True)[0] == [
         "x leaves", "compute dx", "dx leaves", "x arrives", "compute dW", "dx arrives",

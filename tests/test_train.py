@@ -1,4 +1,4 @@
-"""The whole program, started as a user starts it."""
+"""The whole program, started as a user does."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.support.program import TORCHRUN, arguments, metrics, run
 
 @pytest.fixture(scope="module")
 def one_process(home: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The metrics of a run on one process, and the checks of what it says."""
+    """Metrics of a run on one process, whose output is checked here."""
     save_dir = tmp_path_factory.mktemp("one")
     one = run(home, 0, *arguments(save_dir, 1, 4))
     assert one.returncode == 0, one.stderr
@@ -69,7 +69,7 @@ def test_every_layout_writes_the_metrics_of_one_process(
 
 
 @pytest.mark.parity
-def test_a_layout_with_everything(home: Path, tmp_path: Path) -> None:
+def test_combined_options_give_the_losses_of_one_process(home: Path, tmp_path: Path) -> None:
     """pp 2 x tp 2, afab, sequence parallel, fewer key/value heads than tp ranks, recomputed activations."""
     more = {"model.num_key_value_heads": 1, "training.activation_checkpointing": "full"}
     layout = {"distributed.tp_size": 2, "distributed.sequence_parallel": "true"}
@@ -96,8 +96,8 @@ def test_max_tokens_ends_the_run(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parity
-def test_pretrained_folder_is_where_training_starts(home: Path, tmp_path: Path) -> None:
-    """The first loss is that of the folder's weights on the first batch, as transformers computes it."""
+def test_training_starts_from_pretrained_weights(home: Path, tmp_path: Path) -> None:
+    """The first loss equals that of transformers for the weights in the folder and the first batch."""
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained("template/tiny-llama", num_hidden_layers=2, initializer_range=0.1)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
@@ -125,7 +125,7 @@ def test_pretrained_folder_is_where_training_starts(home: Path, tmp_path: Path) 
         (0, ["--training.learning_rate", "1e30", "--training.warmup_steps", "0", "--training.gradient_accumulation_steps", "1"], "step 2: grad_norm is nan; try a lower"),
     ],
 )  # fmt: skip
-def test_mistakes_end_the_program_with_one_sentence(
+def test_user_error_ends_the_program_with_one_line(
     home: Path, tmp_path: Path, processes: int, words: list[str], message: str
 ) -> None:
     one = [f"--distributed.{axis}_size=1" for axis in ("dp", "tp", "pp")]
@@ -134,14 +134,14 @@ def test_mistakes_end_the_program_with_one_sentence(
     errors = [line for line in result.stderr.splitlines() if "error: " in line and line.startswith("[rank")]
     assert len(errors) == 1, result.stderr
     assert message in errors[0]
-    assert "in train_step" not in result.stderr  # no traceback of ours (torchrun adds its own below)
+    assert "in train_step" not in result.stderr  # no traceback of train.py (torchrun adds its own below)
     assert "in main" not in result.stderr.split("torch/distributed/run.py")[0]
 
 
 def run_broken(
     home: Path, tmp_path: Path, in_step: str, **layout: Any
 ) -> tuple[subprocess.CompletedProcess[str], float]:
-    """A run on two processes, one of which does something else in its second step; and when it ended."""
+    """Run two processes, of which rank 1 executes `in_step` in its second step. Returns the result and the end time."""
     program = tmp_path / "broken.py"
     program.write_text(
         "import sys; sys.path.insert(0, '.')\n"
@@ -169,7 +169,7 @@ def run_broken(
 
 
 def test_a_failing_rank_ends_the_others_and_shows_its_traceback(home: Path, tmp_path: Path) -> None:
-    """A mistake of ours is no user error: it is shown whole, and nobody waits for the rank that is gone."""
+    """A bug is no user error: its traceback is printed in full, and no rank waits for the one that failed."""
     result, _ = run_broken(
         home, tmp_path, "raise RuntimeError('something we did not think of')", **{"distributed.dp_size": 2}
     )
@@ -177,8 +177,8 @@ def test_a_failing_rank_ends_the_others_and_shows_its_traceback(home: Path, tmp_
     assert "RuntimeError: something we did not think of" in result.stderr
 
 
-def test_a_killed_stage_takes_the_run_down_at_once(home: Path, tmp_path: Path) -> None:
-    """In the middle of a step: the other stage waits for a message that will never come."""
+def test_killed_stage_ends_the_run_within_30_seconds(home: Path, tmp_path: Path) -> None:
+    """The stage is killed in the middle of a step, while the other stage waits for a message from it."""
     killed = tmp_path / "killed"
     result, end = run_broken(
         home,

@@ -1,4 +1,4 @@
-"""One training on two hosts: network namespaces of this machine, with names, addresses and processes of their own."""
+"""One run on two hosts: network namespaces on this machine, each with its own name, address and processes."""
 
 import os
 import shutil
@@ -23,12 +23,12 @@ def ip(command: str, **more: bool) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def hosts() -> Iterator[list[list[str]]]:
-    """The beginning of a command that runs on each of two hosts, which a cable connects."""
+    """Command prefixes that run a command on each of two hosts, connected by a virtual cable."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
-        pytest.skip("hosts of our own need root, and ip and unshare: apt-get install iproute2 util-linux")
+        pytest.skip("virtual hosts need root, ip and unshare: apt-get install iproute2 util-linux")
     if (made := ip(f"netns add {NAMES[0]}", check=False)).returncode:
-        pytest.skip(f"this machine gives us no network namespaces: {made.stderr.strip()}")
-    files = [Path("/etc/netns") / name / "hosts" for name in NAMES]  # `ip netns exec` shows them as /etc/hosts
+        pytest.skip(f"this machine does not allow network namespaces: {made.stderr.strip()}")
+    files = [Path("/etc/netns") / name / "hosts" for name in NAMES]  # `ip netns exec` mounts them as /etc/hosts
     try:
         ip(f"netns add {NAMES[1]}")
         ip(f"link add eth0 netns {NAMES[0]} type veth peer name eth0 netns {NAMES[1]}")
@@ -49,8 +49,8 @@ def hosts() -> Iterator[list[list[str]]]:
 
 
 @pytest.mark.parity
-def test_two_hosts_train_as_one(hosts: list[list[str]], home: Path, tmp_path: Path) -> None:
-    """With the arguments that template/base_job.slurm gives to torchrun."""
+def test_two_hosts_write_the_metrics_of_one_host(hosts: list[list[str]], home: Path, tmp_path: Path) -> None:
+    """torchrun gets the arguments of template/base_job.slurm."""
     keys = {"distributed.tp_size": 2}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
     torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:29400", "--rdzv_id", "1"]

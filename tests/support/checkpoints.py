@@ -1,4 +1,4 @@
-"""How tests write checkpoints and go on from them: runs of ten steps, or their first half, in any layout."""
+"""Runs of ten steps, or their first five, in any layout: tests write checkpoints with them and resume from them."""
 
 import logging
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.support.oracle import make_config, tiny_llama
 from tests.support.training import CPU, all_stages, train_steps
 from tests.support.worker_pool import WorkerPool
 
-BATCH = 8  # sequences in a global batch, whatever the layout
+BATCH = 8  # sequences in a global batch, in every layout
 LAYOUTS: list[dict[str, Any]] = [
     {},
     {"dp_size": 2},
@@ -42,23 +42,23 @@ def run_config(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config
         "training__max_grad_norm": 0.5,
         "dataset__shuffle": False,
         "checkpoint__save_dir": str(save_dir),
-        "checkpoint__save_frequency": 100,  # so only the last step
+        "checkpoint__save_frequency": 100,  # so only the last step is saved
     }
     return make_config(**{f"distributed__{key}": value for key, value in layout.items()}, **keys | changes)
 
 
 def first_half(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config:
-    """Of ten steps, by a limit that the learning rate does not know of."""
+    """Return the config of a run that max_tokens ends after five of ten steps; the learning rates are those of ten."""
     return run_config(save_dir, layout, training__max_tokens=5 * BATCH * 16, **changes)
 
 
 def model_of(tied: bool) -> LlamaConfig:
-    """Of 61 tokens, which no tp size divides, and 2 key/value heads, fewer than the ranks of tp 4."""
+    """Return a config with 61 tokens, which no tp size divides, and 2 key/value heads, fewer than tp 4 has ranks."""
     return tiny_llama(tie_word_embeddings=tied, num_attention_heads=8)
 
 
 def train(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[str, Any]:
-    """A run as train.py does it; the losses and gradient norms of its steps, and the whole weights in the end."""
+    """Train as train.py does. Returns the losses and gradient norms of all steps, and the full weights at the end."""
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     checkpoint = find_checkpoint(config, model_config)
@@ -80,7 +80,7 @@ def mistake(config: Config, model_config: LlamaConfig, tokenizer: Path) -> str:
 
 
 def warnings_of(config: Config, model_config: LlamaConfig, tokenizer: Path) -> tuple[int, list[str]]:
-    """Of a run: the number of its steps, and its warnings."""
+    """Train, and return the number of steps and the warnings."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -92,7 +92,7 @@ def warnings_of(config: Config, model_config: LlamaConfig, tokenizer: Path) -> t
 
 
 def tensors_of(folder: Path, kind: str) -> dict[str, Tensor]:
-    """All tensors of a kind, read by the safetensors library."""
+    """Read all tensors of a kind with the safetensors library."""
     return {
         name: t
         for path in sorted(folder.glob(f"{kind}*.safetensors"))

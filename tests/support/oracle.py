@@ -1,4 +1,4 @@
-"""The truth that everything is compared with: transformers' Llama, torch's AdamW, one process, one plain loop."""
+"""Reference for all comparisons: a plain training loop on one process, with transformers' Llama and torch's AdamW."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ from picotron.weights import initial_weights, materialise
 
 
 def tiny_llama(**changes: Any) -> LlamaConfig:
-    """A small model with odd sizes, GQA and untied embeddings."""
+    """Return the config of a small model with odd sizes, grouped-query attention and untied embeddings."""
     sizes: dict[str, Any] = {
         "vocab_size": 61,
         "hidden_size": 32,
@@ -26,14 +26,14 @@ def tiny_llama(**changes: Any) -> LlamaConfig:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
-        "initializer_range": 0.2,  # large, so that a mistake anywhere shows in the loss
+        "initializer_range": 0.2,  # large, so that any mistake changes the loss
         "pad_token_id": None,
     }
     return LlamaConfig(**sizes | changes)
 
 
 def make_config(**changes: Any) -> Config:
-    """A float64 CPU config; `training__seq_length=16` changes training.seq_length."""
+    """Return a float64 CPU config with the given changes: `training__seq_length=16` sets training.seq_length."""
     data: dict[str, dict[str, Any]] = {
         "distributed": {"use_cpu": True},
         "model": {"name": "template/tiny-llama", "dtype": "float64"},
@@ -56,14 +56,14 @@ def our_model(config: LlamaConfig, dtype: torch.dtype = torch.float64, seed: int
 def oracle_model(
     config: LlamaConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64
 ) -> LlamaForCausalLM:
-    """transformers' model with these weights, exact in float64."""
+    """Return transformers' model with these weights, exact in float64."""
     model = LlamaForCausalLM(config).to(dtype)
     model.load_state_dict(weights, strict=True)
     return with_exact_norms(model)
 
 
 def with_exact_norms(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """transformers' own RMSNorm computes in float32 whatever the dtype, so torch's takes its place."""
+    """Replace transformers' RMSNorm, which computes in float32 for every dtype, with torch's."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__ == "LlamaRMSNorm":
@@ -78,8 +78,10 @@ def random_tokens(count: int = 6000, vocab_size: int = 61) -> np.ndarray:
 
 
 def oracle_training(config: Config, model_config: LlamaConfig, tokens: np.ndarray) -> dict[str, Any]:
-    """The losses, gradient norms, gradients of the first step and final weights of training on one process, with the
-    data in their own order.
+    """Train on one process, without shuffling the data.
+
+    Returns:
+        The losses, the gradient norms, the gradients of the first step and the final weights.
     """
     training, batch = config.training, config.global_batch_size
     model = oracle_model(model_config, our_model(model_config, seed=training.seed).state_dict())
@@ -118,7 +120,7 @@ def oracle_training(config: Config, model_config: LlamaConfig, tokens: np.ndarra
 
 
 def assert_equals_training(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    """What a rank has after its training, of the whole model, equals what `oracle_training` returns."""
+    """Assert that a rank's training result, gathered for the full model, equals that of `oracle_training`."""
     assert result.keys() == expected.keys()
     assert_close(result["losses"], expected["losses"], what="losses")
     assert_close(result["grad_norms"], expected["grad_norms"], what="grad norms")
@@ -129,7 +131,7 @@ def assert_equals_training(result: dict[str, Any], expected: dict[str, Any]) -> 
 
 
 def relative_error(actual: Any, expected: Any) -> float:
-    """The largest |actual - expected| as a part of the largest |expected|; infinite if that is no number."""
+    """Return the largest |actual - expected| divided by the largest |expected|, or infinity if that is not finite."""
     actual, expected = (torch.as_tensor(each, dtype=torch.float64) for each in (actual, expected))
     assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
     error, scale = (actual - expected).abs().max().item(), expected.abs().max().item()

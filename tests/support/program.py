@@ -1,4 +1,4 @@
-"""train.py as a user starts it, and what it writes."""
+"""Run train.py as a user does, and read its metrics."""
 
 import json
 import os
@@ -13,7 +13,7 @@ TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node"]
 def run(
     home: Path, processes: int, *arguments: str, config: str = "template/base_config.json"
 ) -> subprocess.CompletedProcess[str]:
-    """`torchrun train.py` on `processes` processes; 0 is plain `python train.py`."""
+    """Run `torchrun train.py` with `processes` processes, or plain `python train.py` if `processes` is 0."""
     start = [*TORCHRUN, str(processes)] if processes else [sys.executable]
     environment = {**os.environ, "HOME": str(home)}
     return subprocess.run(

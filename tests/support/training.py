@@ -1,4 +1,4 @@
-"""How tests train: a rank's part of a model, steps on random tokens, and the whole of what the ranks hold."""
+"""Training in tests: a rank's shard of a model, steps on random tokens, and full tensors gathered from all ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +29,12 @@ CPU = torch.device("cpu")
 
 
 def layout_name(value: Any) -> str | None:
-    """A test's id: `pp2 tp2` of {"pp_size": 2, "tp_size": 2}."""
+    """Return the id of a parametrized test: `pp2 tp2` for {"pp_size": 2, "tp_size": 2}."""
     return " ".join(f"{k.removesuffix('_size')}{v}" for k, v in value.items()) if isinstance(value, dict) else None
 
 
 def pipeline_config(engine: str, pp: int, micro_batches: int = 3, **changes: Any) -> Config:
-    """`pp` stages under the schedule `engine`. Keys without a section are those of `distributed`."""
+    """Return a config with the schedule `engine` on `pp` ranks. Keys without a section belong to `distributed`."""
     keys = {key if "__" in key else f"distributed__{key}": value for key, value in changes.items()}
     return make_config(
         distributed__pp_engine=engine,
@@ -45,11 +45,11 @@ def pipeline_config(engine: str, pp: int, micro_batches: int = 3, **changes: Any
     )
 
 
-# ---------------------------------------------------------------------------------------------------- a rank's part
+# --------------------------------------------------------------------------------------------------- a rank's shard
 
 
 def wrapped(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> DataParallel:
-    """This rank's part of the model, as train.py builds it."""
+    """Build this rank's shard of the model as train.py does."""
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     weights = initial_weights(model_config, config.training.seed)
@@ -57,17 +57,17 @@ def wrapped(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torc
 
 
 def stage_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> PipelineParallel:
-    """`wrapped` without data parallelism."""
+    """Build the same model as `wrapped`, without the data-parallel wrapper."""
     return wrapped(config, model_config, dtype).module
 
 
 def step_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> Any:
-    """The training step of train.py."""
+    """Return the training step of train.py."""
     return make_train_step(config, model_config, plan_pipeline(config, model_config), CPU, dtype)
 
 
 def batches(count: int) -> list[dict[str, Any]]:
-    """Micro-batches of two sequences of 16 tokens, always the same."""
+    """Return `count` micro-batches of two sequences of 16 tokens, identical in every call."""
     ids = torch.randint(61, (count, 2, 17), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(16).expand(2, -1)
     return [
@@ -76,7 +76,7 @@ def batches(count: int) -> list[dict[str, Any]]:
 
 
 class Loader:
-    """What a step needs of a data loader."""
+    """Minimal data loader: an iterator with the number of micro-batches per step."""
 
     def __init__(self, items: list[dict[str, Any]]) -> None:
         self.items, self.grad_acc_steps = iter(items), len(items)
@@ -93,9 +93,9 @@ def train_steps(
     checkpoint: Checkpoint | None = None,
     tokenizer: Path | None = None,
 ) -> tuple[list[float], list[float], Any]:
-    """The losses and gradient norms of a run on random tokens, and what `look` finds after the first backward.
+    """Train on random tokens. Returns losses, gradient norms and the result of `look` after the first backward.
 
-    It goes on from `checkpoint`, and writes checkpoints if it has a tokenizer.
+    Training resumes from `checkpoint` if it is given, and writes checkpoints if `tokenizer` is given.
     """
     grid, tokens = pgm.process_group_manager, random_tokens()
     llama = unwrap(model)
@@ -130,8 +130,9 @@ def train_steps(
 
 
 def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
-    """A run as train.py does it: its losses and gradient norms, and of the whole model the gradients of the first step
-    and the weights in the end.
+    """Train as train.py does.
+
+    Returns losses and gradient norms, and the full gradients of the first step and full weights at the end.
     """
     model = wrapped(config, model_config)
     llama = model.module.module
@@ -139,11 +140,11 @@ def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": all_stages(llama, "data")}
 
 
-# --------------------------------------------------------------------------------------------------- the whole model
+# ---------------------------------------------------------------------------------------------------- the full model
 
 
 def gathered(model: nn.Module, attribute: str) -> dict[str, Tensor]:
-    """The whole parameters (`data`) or gradients (`main_grad`) by name, put together from all tp ranks."""
+    """Gather the unsharded parameters (`data`) or gradients (`main_grad`) by name from all tp ranks."""
     grid, whole = pgm.process_group_manager, {}
     for name, parameter, shard in parameters_and_shards(model):
         local = getattr(parameter, attribute).clone()
@@ -165,7 +166,7 @@ def gathered(model: nn.Module, attribute: str) -> dict[str, Tensor]:
 
 
 def all_stages(model: nn.Module, attribute: str) -> dict[str, Tensor]:
-    """The parameters (`data`) or gradients (`main_grad`) of the whole model by name."""
+    """Gather the parameters (`data`) or gradients (`main_grad`) of the full model by name from all stages."""
     grid = pgm.process_group_manager
     parts: list[dict[str, Tensor]] = [{} for _ in range(grid.pp_world_size)]
     dist.all_gather_object(parts, gathered(model, attribute), group=grid.pp_group)

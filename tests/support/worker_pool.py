@@ -1,9 +1,9 @@
-"""A pool of processes that stay alive between tests: a function on n ranks costs milliseconds, not a process start.
+"""A pool of processes that stay alive between tests, so that running a function on n ranks takes milliseconds.
 
     losses = pool.run(train_ten_steps, 4, config)     # train_ten_steps(config) on ranks 0 to 3 of a gloo group
 
-The processes come from a fork server, which has imported torch and transformers but never computed anything, so that a
-new worker starts in no time and a worker that hangs or dies can be replaced.
+The processes come from a fork server that has imported torch and transformers but has not computed anything. So new
+workers start quickly, and a worker that hangs or dies can be replaced.
 """
 
 import atexit
@@ -29,14 +29,14 @@ CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers.mode
 
 
 class WorkerError(AssertionError):
-    """What went wrong on which rank, with its traceback."""
+    """Failure on one or more ranks, with their tracebacks."""
 
 
 def _work(connection: multiprocessing.connection.Connection) -> None:
-    """A worker's life: receive (function, arguments, rank, size, rendezvous file), answer (succeeded, result)."""
+    """Serve requests: receive (function, arguments, rank, size, rendezvous file), send (succeeded, result)."""
     torch.set_num_threads(1)
     warnings.filterwarnings("error", module="picotron")
-    gc.freeze()  # the libraries stay, and `collect` below need not look at them, which takes 0.2 s
+    gc.freeze()  # excludes the imported libraries from `collect` below, which saves 0.2 s
     while True:
         try:
             function, arguments, rank, size, rendezvous = pickle.loads(connection.recv_bytes())
@@ -45,12 +45,12 @@ def _work(connection: multiprocessing.connection.Connection) -> None:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
             answer = (True, function(*arguments))
             if dist.is_initialized():
-                dist.barrier()  # others may still be connecting to this rank
+                dist.barrier()  # other ranks may still be connecting to this one
         except EOFError:  # the tests are over
             return
         except BaseException:
             answer = (False, traceback.format_exc())
-        # A gloo group has threads that end with its last reference: here, and in whatever the function built.
+        # The threads of a gloo group end with its last reference, so drop those held here and by the function.
         function = arguments = None
         process_group_manager.process_group_manager = None  # type: ignore[assignment]
         gc.collect()
@@ -68,7 +68,9 @@ class WorkerPool:
     def _grow(self, size: int) -> None:
         while len(self.processes) < size:
             ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_work, args=(theirs,))  # no daemon: those may not fork data workers
+            process = CONTEXT.Process(
+                target=_work, args=(theirs,)
+            )  # not a daemon, because daemons cannot start data workers
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -82,12 +84,13 @@ class WorkerPool:
         self.processes, self.connections = [], []
 
     def run(self, function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120) -> list[Any]:
-        """The results of `function(*arguments)`, by rank, in a fresh gloo group of `size` processes.
+        """Run `function(*arguments)` in a new gloo group of `size` processes. Returns the results by rank.
 
-        `function` is sent by its name, so it is defined at the top level of a module.
+        `function` is pickled by name, so it must be defined at the top level of a module.
 
         Raises:
-            WorkerError: it raised on some rank, a worker died, or `timeout` seconds passed. All workers are replaced.
+            WorkerError: `function` raised on some rank, a worker died, or `timeout` seconds passed. All workers are
+                replaced.
         """
         self._grow(size)
         with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +103,7 @@ class WorkerPool:
         return [answers[rank] for rank in range(size)]
 
     def _collect(self, size: int, timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
-        """Answers and errors by rank. After the first error the other ranks have a second to say what they know."""
+        """Return answers and errors by rank. After the first error, the other ranks have one second to respond."""
         waiting = {connection: rank for rank, connection in enumerate(self.connections[:size])}
         answers: dict[int, Any] = {}
         errors: dict[int, str] = {}
