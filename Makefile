@@ -44,7 +44,7 @@ lint: $(STAMP) ## ruff and mypy
 schema: $(STAMP) ## write the JSON schema of the config, for editors
 	$(BIN)/python train.py --schema > template/config.schema.json
 
-docs: $(STAMP) ## run the pages' commands and write their output there (ARGS=--fast: not the slow ones)
+docs: $(STAMP) ## run the pages' commands and write their output there (ARGS=--fast: quick ones)
 	$(BIN)/python -m docs.make $(ARGS)
 
 bench: $(STAMP) ## compare speed and memory with transformers and with torch's own parallelism
