@@ -2,6 +2,7 @@
 
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import LlamaConfig
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.pipeline_parallel.executor import MAX_SENDS_IN_FLIGHT, Executor
+from picotron.pipeline_parallel.executor import MAX_SENDS_IN_FLIGHT, Executor, StepState
 from picotron.schedules.actions import Action
 from picotron.schedules.checker import add_communication
 from picotron.schedules.plan import training_schedule
@@ -24,15 +25,15 @@ from tests.test_executor import BY_PROGRAM
 
 def run_observed(executor: Executor, model: DataParallel, observe: Any) -> None:
     """Run one step, calling `observe(action)` after each action."""
-    do = executor.do
+    run = StepState.run
 
-    def observed(action: Any) -> None:
-        do(action)
+    def observed(step: StepState, action: Any) -> None:
+        run(step, action)
         observe(action)
 
-    executor.do = observed
     items = batches(executor.schedule.microbatches)
-    executor(model, Loader(items), (2, 16, 32), CPU, torch.float64)
+    with mock.patch.object(StepState, "run", observed):
+        executor(model, Loader(items), (2, 16, 32), CPU, torch.float64)
 
 
 def alive(storages: list[Any]) -> int:
@@ -47,13 +48,14 @@ def live_activations(config: Config, model_config: LlamaConfig, deallocate: bool
         number of live outputs for other ranks; then the program of this rank.
     """
     model, executor = wrapped(config, model_config), Executor(training_schedule(config))
-    model.module.deallocate_outputs = deallocate
+    if not deallocate:
+        model.module.deallocate_output_tensor = lambda output_tensor: None
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[tuple[int, int], list[Any]] = {}
     outputs: list[Any] = []
-    forward, rank = executor.F, pgm.process_group_manager.pp_rank
+    forward, rank = StepState.forward, pgm.process_group_manager.pp_rank
 
-    def observed_forward(action: Action) -> None:
+    def observed_forward(step: StepState, action: Action) -> None:
         key = action.stage, action.microbatch
         kept[key] = []
 
@@ -63,17 +65,17 @@ def live_activations(config: Config, model_config: LlamaConfig, deallocate: bool
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            forward(action)
-        if action in executor.results and executor.schedule.rank_of(action.stage + 1) != rank:
-            outputs.append(weakref.ref(executor.results[action].untyped_storage()))
+            forward(step, action)
+        if action in step.results and step.schedule.rank_of(action.stage + 1) != rank:
+            outputs.append(weakref.ref(step.results[action].untyped_storage()))
 
-    executor.F = observed_forward
     seen = []
 
     def observe(action: Any) -> None:
         seen.append(({key for key, storages in kept.items() if alive(storages)}, alive(outputs)))
 
-    run_observed(executor, model, observe)
+    with mock.patch.object(StepState, "forward", observed_forward):
+        run_observed(executor, model, observe)
     return seen, executor.program
 
 
