@@ -102,7 +102,8 @@ def compiled_gradients(sequence_parallel: bool) -> dict[str, Tensor]:
     for layer in model.model.layers.values():
         layer.compile(backend="aot_eager")
     ids, targets = batch()
-    DataParallelBucket(model)(ids, target_ids=targets).backward()
+    wrapped = DataParallelBucket(model)
+    wrapped(ids, target_ids=targets).backward()
     return gathered(model, "main_grad")
 
 

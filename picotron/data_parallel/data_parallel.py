@@ -62,7 +62,8 @@ class DataParallel(nn.Module):
 
     def _make_hook(self) -> Callable[[Tensor], None]:
         """Return a hook that refers to `self` weakly: the garbage collector does not look into hooks of this kind, so
-        with a strong reference it would never free the model and its gradients.
+        with a strong reference it would never free the model and its gradients. So gradients are accumulated only as
+        long as the wrapper exists.
         """
         accumulate = weakref.WeakMethod(self._accumulate)
 
