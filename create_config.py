@@ -8,7 +8,7 @@ Every flag accepts several values. Each combination of values becomes a config, 
 that vary. Combinations that train.py would reject are left out, with the reason. Nothing is ever deleted.
 
 --world_size N writes a config for each layout whose product dp x pp x cp x tp is N. Without --dp, --pp, --cp and --tp,
-these are all layouts of N processes. If some of the four are given, the others keep their sizes of the base config,
+these are all layouts of N processes. If some of the four are given, the others keep their sizes from the base config,
 except dp, which becomes N / (pp x cp x tp).
 
 --global_batch_size G, in sequences per step, sets gradient_accumulation_steps to G / (dp x mbs).
@@ -75,7 +75,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
     parser.add_argument("--config", default="template/base_config.json", help="the base config [%(default)s]")
     parser.add_argument("--world_size", nargs="+", type=int, metavar="N", help="number of processes, see above")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace different configs, which are moved to earlier.N/"
+        "--overwrite", action="store_true", help="replace existing configs that differ, and archive them in earlier.N/"
     )
     descriptions = {GLOBAL_BATCH: "sequences per step, see above"} | leaf_keys()
     del descriptions["checkpoint.save_dir"]
@@ -99,7 +99,7 @@ def reject(word: str) -> None:
     name = word.removeprefix("--").partition("=")[0]
     if re.fullmatch(r"(?i)(.*[._-])?token", name):
         raise UserError(
-            f"--{name} is not accepted, as configs hold no secrets: use `hf auth login`, or set HF_TOKEN in the shell"
+            f"--{name} is not accepted: configs hold no secrets; use `hf auth login`, or set HF_TOKEN in the shell"
         )
     if name == "checkpoint.save_dir":
         raise UserError(
@@ -190,13 +190,14 @@ def accumulation_steps(global_batch_size: Any, config: Config) -> int:
 
 
 def write_configs(planned: Sequence[PlannedJob], folder: Path, overwrite: bool) -> int:
-    """Write the configs that do not exist yet. With `overwrite`, archive the files of jobs with different configs.
+    """Write the configs that do not exist yet. With `overwrite`, archive the files of jobs whose configs differ.
 
     Returns:
-        The number of existing configs that are unchanged.
+        The number of existing configs that are equal to the planned ones.
 
     Raises:
-        UserError: different configs exist and may not be replaced. None is written.
+        UserError: existing configs differ and may not be replaced, their jobs are active, or a sweep would share the
+            folder of a single run. No config is written.
     """
     single, occupied = planned[0].job.folder == folder, (folder / "config.json").exists()
     if occupied and not single:

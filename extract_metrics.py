@@ -5,7 +5,7 @@
 writes metrics.csv, with a row for each run, and the plots loss.png, throughput.png and memory.png to that folder. Runs
 may be in progress, failed or not started; the columns without a value are then empty.
 
-Throughput and MFU exclude the first steps of a run (--warmup), which wait for memory, caches and compilers.
+Throughput and MFU exclude the first steps of a run (--warmup), which also allocate memory, fill caches and compile.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Run:
 
     Args:
         name: the name of its job.
-        status: the status of its job, or "" if it was started without a job.
+        status: the status of its job, or "" if the run was started by hand.
         config: the config, or None if it is invalid.
         records: the lines of metrics.jsonl.
     """
@@ -136,7 +136,7 @@ def draw_losses(runs: Sequence[Run], axes: Any) -> None:
 
 
 def draw_throughput(runs: Sequence[Run], rows: Sequence[dict[str, Any]], axes: Any) -> None:
-    """Plot the throughput of each run as a dot, and of the fastest run of each layout as a bar, the best on top."""
+    """Plot the throughput of each run as a dot, and that of the fastest run of each layout as a bar, best on top."""
     rates = defaultdict(list)
     for run, row in zip(runs, rows, strict=True):
         if f"median_{RATE}" in row:
@@ -154,7 +154,7 @@ def draw_memory(runs: Sequence[Run], rows: Sequence[dict[str, Any]], axes: Any) 
     for run, row in zip(runs, rows, strict=True):
         if f"median_{RATE}" in row:
             points_of_layout[run.layout].append((row["memory_gb"], row[f"median_{RATE}"]))
-    axes.set(xlabel="peak memory per device in GB, on the rank with most", ylabel="tokens/s per device")
+    axes.set(xlabel="peak memory per device in GB, on the rank that needs most", ylabel="tokens/s per device")
     for layout, points in sorted(points_of_layout.items()):
         axes.plot(*zip(*points, strict=True), "o", label=layout)
 

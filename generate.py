@@ -1,7 +1,7 @@
-"""Generate text:  python generate.py --checkpoint runs/quickstart --prompt "def " --max_new_tokens 100
+"""Generate text:  python generate.py --checkpoint runs/quickstart --prompt "def __init__(self"
 
-The model is a checkpoint, the newest checkpoint of a run folder, or a Hugging Face Llama. It runs in one process. The
-keys and values of all earlier tokens are kept (KV cache), so a new token costs a forward pass of one token.
+The model is a checkpoint, the newest checkpoint of a run folder, or a Hugging Face Llama, run in one process. The keys
+and values of all earlier tokens are kept (KV cache), so a new token costs a forward pass of one token.
 """
 
 import argparse
@@ -140,7 +140,7 @@ def main() -> None:
         )
     limit = model.config.max_position_embeddings
     if len(prompt_ids) + options.max_new_tokens > limit:
-        logger.warning("the text may exceed %d tokens, the longest sequences that the model supports", limit)
+        logger.warning("the text may exceed %d tokens, the maximum sequence length of the model", limit)
     end = tokenizer.eos_token_id
     new = generate(model, prompt_ids, options.max_new_tokens, options.temperature, options.top_k, options.seed, end)
     print(f"{folder}:\n{tokenizer.decode(prompt_ids + new, skip_special_tokens=True)}")

@@ -39,6 +39,10 @@ ACTIONS = {  # the options of each action
 }
 
 
+def describe(action: str) -> str:
+    return "when submitting to Slurm" if action == "submit" else f"with --{action}"
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options, with the chosen action as `action`.
 
@@ -56,7 +60,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--inp_dir", type=Path, required=True, metavar="DIR", help="a sweep, or one job of it")
     add("--only", nargs="+", choices=STATUSES, metavar="STATUS", help=statuses)
-    add("--dry_run", action="store_true", help="print the commands and write each job.slurm, but start nothing")
+    add("--dry_run", action="store_true", help="print commands without running them; on Slurm, write each job.slurm")
     add("--grace", type=int, metavar="SECONDS", help=f"{grace} [120]")
     add("--timeout", type=float, metavar="SECONDS", help="with --local, time limit of each job [no limit]")
     actions = parser.add_mutually_exclusive_group()
@@ -77,9 +81,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for name in dict.fromkeys(name for names in ACTIONS.values() for name in names):
         value = getattr(options, name)
         if value and name not in ACTIONS[options.action]:
-            others = [action for action, names in ACTIONS.items() if name in names]
+            others = [describe(action) for action, names in ACTIONS.items() if name in names]
             raise UserError(
-                f"--{name} cannot be used with {options.action}, only with {' or '.join(others)}; remove it"
+                f"--{name} cannot be used {describe(options.action)}, only {' or '.join(others)}; remove it"
             )
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
             raise UserError(f"--{name} {value} should be greater than 0")
@@ -128,7 +132,7 @@ def submit_jobs(jobs: dict[Job, Config], all_jobs: list[Job], options: argparse.
 
 
 def cancel_jobs(jobs: list[Job], dry_run: bool) -> None:
-    """Cancel jobs, usually the last of a chain first, so that no waiting job starts in between."""
+    """Cancel jobs in reverse order: usually the last of a chain first, so that no waiting job starts meanwhile."""
     for job in reversed(jobs):
         if not (job_id := slurm_job_id(job)):
             print(f"{job.name} runs without Slurm; press Ctrl-C where it was started")

@@ -50,7 +50,7 @@ def main() -> None:
     if layout.pp_size > 1:
         logging.getLogger("picotron").info("%s", plan)
 
-    # Data: tokenised by one process per machine, memory-mapped by all. A checkpoint has the sample to resume from.
+    # Data: tokenised by one process per machine, memory-mapped by all. A checkpoint stores the position to resume from.
     checkpoint = find_checkpoint(config, model_config)
     tokens, tokenizer = load_tokens(config, model_config)
     train_tokens, eval_tokens = split_train_eval(tokens, config)
@@ -67,7 +67,7 @@ def main() -> None:
         checkpoint.restore(optimizer, unwrap(model))
     scheduler = make_scheduler(optimizer, training, progress.step)
 
-    # Outputs. Files of an earlier run are archived, unless this run resumes it.
+    # Outputs. Files of an earlier run are archived, except those up to the step from which this run resumes.
     resumed = checkpoint.state_in(config.checkpoint.save_dir) if checkpoint else None
     dist.barrier()  # no rank still reads the files of an earlier run
     records = begin_run(config, resumed.step if resumed else None) if dist.get_rank() == 0 else []

@@ -61,7 +61,7 @@ def bytes_of_outputs(engine: str, free_outputs: bool) -> int:
 
 
 def keep_output(stage: PipelineParallel, output_tensor: Tensor) -> None:
-    """Replace `PipelineParallel.deallocate_output_tensor`."""
+    """Do nothing, instead of `PipelineParallel.deallocate_output_tensor`."""
 
 
 def outputs() -> None:

@@ -53,8 +53,8 @@ def config_of(engine: str, micro_batches: int) -> Config:
 
 
 class TorchStage(nn.Module):
-    """A stage of picotron with the interface of torch's schedules: one tensor in, one tensor out; the last one returns
-    the loss.
+    """A stage of picotron with the interface of torch's schedules: one tensor in, one tensor out; the last stage
+    returns the loss.
 
     On a GPU its weights are float32, like picotron's master weights, and it computes under bfloat16 autocast.
     """
@@ -140,7 +140,7 @@ def recorded(rank: int, engine: str, micro_batches: int, turns: int) -> list[lis
 
 def prediction(engines: list[str], turns: int) -> None:
     """Compare steps with simulations that use the mean time of each kind of action on each stage in the same step."""
-    print("\nA measured step, and its simulation from the times of its actions; the step with the median ratio.")
+    print("\nA measured step, that with the median ratio, and its simulation from the measured times of its actions.")
     ratio_name = "measured / simulated"
     rows = [["", "micro-batches", "measured, s", "simulated, s", ratio_name, "idle, measured", "idle, simulated"]]
     for engine in engines:
@@ -160,7 +160,9 @@ def prediction(engines: list[str], turns: int) -> None:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--engines", nargs="+", choices=TORCH_CLASSES, default=list(TORCH_CLASSES), help="default: all")
+    parser.add_argument(
+        "--engines", nargs="+", choices=TORCH_CLASSES, default=list(TORCH_CLASSES), help="schedules; default: all"
+    )
     options = parser.parse_args()
     require_gpus(PP)
     prediction(options.engines, options.turns)

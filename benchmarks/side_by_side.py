@@ -1,8 +1,8 @@
 """Measurements of several variants in one run.
 
-Each variant has separate processes, so that its peak memory can be measured. All of them run at the same time and take
-turns, a few steps each, so that other load on the machine affects all variants equally. Speeds are medians over the
-turns; a relative speed is the median of the ratios within each turn.
+Each variant has separate processes, so that its peak memory can be measured. All processes stay alive and
+the variants take turns, a few steps each, so that other load on the machine affects all variants equally. Speeds are
+medians over the turns; a relative speed is the median of the ratios within each turn.
 """
 
 import dataclasses
@@ -55,8 +55,8 @@ def _join_group(rank: int, processes: int, rendezvous: str) -> None:
 
 
 def _serve_steps(connection: Any, variant: Variant, rank: int, rendezvous: str) -> None:
-    """Prepare a variant. Then run each number of steps that arrives and send the seconds they took; at 0, send the peak
-    memory and end.
+    """Prepare a variant. Then, for each number received, run that many steps and send the time in seconds; for 0, send
+    the peak memory in MiB and return.
     """
     try:
         _join_group(rank, variant.processes, rendezvous)
@@ -169,7 +169,7 @@ def print_table(
 
     Args:
         results: see `measure`.
-        mfu: returns the cell of one more column, MFU, for the tokens/s of a row.
+        mfu: function from the tokens/s of a row to its cell in an additional column, MFU.
     """
     header = ["", "tokens/s", "relative speed", "peak memory, MiB per process", "relative memory"]
     rows = [header + ["MFU"] * (mfu is not None)]

@@ -186,7 +186,7 @@ def bytes_kept(tp: int, sequence_parallel: bool) -> int:
 
 
 def traffic() -> None:
-    """Compare with Shoeybi et al. 2019, section 3, and Korthikanti et al. 2022, section 4."""
+    """Compare the bytes sent with Shoeybi et al. 2019, section 3, and Korthikanti et al. 2022, section 4."""
     print("""
 Bytes that a rank sends, float32. A unit is (tp - 1)/tp B T D numbers: what a rank sends in an all-gather or a
 reduce-scatter of the hidden states. A layer sends 8 units (four all-reduces), with sequence parallelism 10 (four
@@ -205,7 +205,7 @@ together send 4 units, the loss 6/D.""")
 
 
 def activations() -> None:
-    """Compare with Korthikanti et al. 2022, section 4, for this model and kernel."""
+    """Compare the bytes kept with Korthikanti et al. 2022, section 4, for this model and kernel."""
     print("""
 Bytes that a rank keeps of a layer and micro-batch for backward, float32. The two norms keep their input, the normalised
 input and their output: norms = 6 B T D numbers. Attention and MLP keep q, k, v, the output of attention, gate,

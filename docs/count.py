@@ -44,10 +44,10 @@ Row = tuple[Any, ...]
 
 
 class Traffic(NamedTuple):
-    """What a rank sends in a step, by operation. Collectives use a ring."""
+    """Collectives and messages of a rank in a step, by operation. Collectives use a ring."""
 
     counts: Counter[str]  # collectives and messages
-    mib: dict[str, float]
+    mib: dict[str, float]  # sent by the rank
 
 
 def traffic(config: Config, rank: int = 0, wrapper: Callable[..., DataParallel] = DataParallelBucket) -> Traffic:
@@ -73,9 +73,9 @@ def gradients_sent() -> Iterator[Row]:
     wrappers: dict[str, Callable[..., DataParallel]] = {
         "naive": DataParallelNaive,
         "buckets of 25 MiB": DataParallelBucket,
-        "buckets of 4 MiB": functools.partial(DataParallelBucket, bucket_mb=4),
+        "buckets of 1 MiB": functools.partial(DataParallelBucket, bucket_mb=1),
     }
-    cases = [(2, name, 1) for name in wrappers] + [(dp, "buckets of 4 MiB", m) for dp, m in ((2, 4), (4, 1), (8, 1))]
+    cases = [(2, name, 1) for name in wrappers] + [(dp, "buckets of 1 MiB", m) for dp, m in ((2, 4), (4, 1), (8, 1))]
     P = 4 * number_of_parameters() / MIB
     yield "", "micro-batches", "collectives", "counted, MiB", "formula, MiB"
     for dp, name, m in cases:

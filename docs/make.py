@@ -5,7 +5,7 @@
 
 tests/test_docs.py checks that the outputs have not changed. A page can have three kinds of blocks:
 
-    ```console                  a command, and its output with errors
+    ```console                  a command, and its output, including stderr
     $ make help
     ...
     ```

@@ -31,13 +31,13 @@ from tests.support.worker_pool import WorkerPool
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-    """
+    """A mistake, and the test that catches it.
+
     Args:
         page: page of docs/ that explains the mistake.
         description: the mistake in one sentence.
-        replacements: what replaces a function, by the function's dotted name.
-        test: the test that catches the mistake.
-        arguments: arguments of the test after the pool.
+        replacements: replacement of each function, by the function's dotted name.
+        test, arguments: the test, and its arguments after the pool.
     """
 
     page: str

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def quickstart(**changes: Any) -> Config:
-    """Return the config template/base_config.json with all sizes of the layout 1, and then with `changes`.
+    """Return the config template/base_config.json with all sizes of the layout set to 1, and with `changes`.
 
     Args:
         changes: keys of the section `distributed`, or gradient_accumulation_steps.

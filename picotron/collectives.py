@@ -1,4 +1,4 @@
-"""Collectives that skip groups of one rank or carry errors, and the dtype in which sums are accumulated."""
+"""Collectives that skip groups of one rank or pass on errors, and the dtype in which sums are accumulated."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -35,7 +35,7 @@ class Distributed(Section):
     tp_size: PositiveInt = 1
     """number of tensor-parallel ranks, each of which holds a shard of every matrix"""
     sequence_parallel: bool = False
-    """with tp_size > 1, shard the activations between the blocks along the sequence, for norms and residuals"""
+    """with tp_size > 1, also shard the activations of norms and residual additions, along the sequence"""
     cp_size: PositiveInt = 1
     """number of context-parallel ranks, each of which holds a shard of every sequence"""
     cp_sharding: Literal["zigzag", "contiguous"] = "zigzag"
@@ -55,7 +55,7 @@ class Distributed(Section):
     pp_chunks: PositiveInt | None = None
     """stages per pipeline rank, for interleaved_1f1b and looped_bfs; null: the default of the schedule"""
     pp_layout: str | None = None
-    """contents of each stage, such as Et*3|(tt|)*5L (E embedding, t layer, L head); null: stages of about equal cost"""
+    """contents of the stages, such as Et*2|tt|tL (E embedding, t layer, L head, | next stage); null: balanced costs"""
     backend: Literal["nccl", "gloo"] | None = None
     """communication library; null: nccl on GPUs, gloo on the CPU"""
     use_cpu: bool = False
@@ -166,7 +166,7 @@ class Dataset(Section):
     split: str = "train"
     """split of the data set, or a slice of one, such as train[:1000]"""
     num_workers: NonNegativeInt = 0
-    """processes that read batches ahead; 0: the training process reads them"""
+    """processes per rank that read batches ahead; 0: the training process reads them"""
     num_proc: PositiveInt = 1
     """processes that tokenise the data set"""
     text_column: str = "text"

@@ -2,10 +2,10 @@
 
     config = load_config(["--config", "template/base_config.json", "--training.learning_rate", "1e-3"])
 
-All mistakes are found here, before any process group exists, and each is reported in one sentence: the key, the value,
-the remedy. Overrides are merged into the JSON before it is validated, so values from the file and from the command line
-have the same types and errors. (pydantic-settings would add a second set of rules for the command line. It also reads
-environment variables, which must not change a run.)
+Mistakes in values are reported together, before any process group exists, each in one sentence with the key, the value
+and the remedy. Overrides are merged into the JSON before it is validated, so values from the file and from the command
+line have the same types and errors. (pydantic-settings would add a second set of rules for the command line. It also
+reads environment variables, which must not change a run.)
 """
 
 import argparse

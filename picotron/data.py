@@ -60,14 +60,16 @@ class SequenceDataset(Dataset[Tensor]):
 
 
 def epoch_order(sequences: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the permutation of the sequences in an epoch, which depends on (seed, epoch) only: it sorts raw PCG64
-    output, which no version of numpy changes.
+    """Return the permutation of the sequences in an epoch, which depends on (seed, epoch) only: it is the argsort
+    of raw PCG64 output, which is identical in all versions of numpy.
     """
     return np.argsort(np.random.PCG64([seed, epoch]).random_raw(sequences), kind="stable")
 
 
 def data_fingerprint(tokens: np.ndarray, config: Config) -> str:
-    """Return a hash of the data and its order: runs with equal hashes have the same sample number n, for every n."""
+    """Return a hash of the length of the data, their first and last 1,000 tokens, and their order. Runs with different
+    hashes read different samples; runs with equal hashes, almost certainly the same.
+    """
     training = config.training
     rules = (len(tokens), training.seq_length, training.seed if config.dataset.shuffle else "in order")
     ends = np.concatenate((tokens[:1000], tokens[-1000:])).astype(np.int64)
@@ -144,8 +146,8 @@ class MicroBatchDataLoader:
             worker_init_fn=ignore_stop_signals,
             pin_memory=device.type == "cuda",  # so that the CPU does not wait for copies to the GPU
         )
-        # The only reference to the iterator, so that clearing the list ends the loader's processes. At exit, Python
-        # would send them SIGTERM, which they ignore, and wait forever.
+        # The only reference to the iterator, so that clearing the list ends the loader's processes. Processes
+        # that still run at exit would get SIGTERM from Python, which they ignore, and Python would wait forever.
         self.batches = [iter(loader)]
         weakref.finalize(self, self.batches.clear)
 

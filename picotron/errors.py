@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """Mistakes that the user can fix. The message is all they need, so programs print it without a traceback.
+    """Mistakes that the user can fix. The message is all that the user needs, so programs print no traceback.
 
     Args:
         problems: one sentence for each mistake, with the value and the remedy.

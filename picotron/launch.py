@@ -43,7 +43,7 @@ def set_up_device(config: Config) -> torch.device:
         raise UserError("this machine has no CUDA device; run on the CPU with --distributed.use_cpu true")
     if local_rank >= count:
         raise UserError(
-            f"local rank {local_rank} needs a GPU of its own, but this machine has {count}; start {count} processes per machine"
+            f"local rank {local_rank} has no GPU; start at most {count} processes on this machine, one for each GPU"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
@@ -70,7 +70,7 @@ class StopSignals:
     """Handler of SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 (which Slurm can send before a time limit): the run ends after
     the current step.
 
-    A second signal changes nothing: torchrun forwards the one that the terminal has already sent to every process.
+    A second signal has no effect: on Ctrl-C, every process gets one from the terminal and one from torchrun.
     """
 
     received = 0  # the signal's number
@@ -106,7 +106,8 @@ def exit_on_error(main: Callable[[], None]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step left to finish
         if rank > 0 and StopSignals.received:
             # Usually torchrun sent the signal because another rank failed and printed why; this error is a consequence.
-            print(f"[rank {rank}] ended by signal {StopSignals.received} and {type(error).__name__}", file=sys.stderr)
+            name = type(error).__name__
+            print(f"[rank {rank}] ended with {name} after signal {StopSignals.received}", file=sys.stderr)
             os._exit(1)
         if rank > 0:
             # Most user errors are found by all ranks at the same time, and torchrun stops all of them when the first

@@ -26,8 +26,8 @@ from picotron.schedules.costs import model_cost
 
 logger = logging.getLogger("picotron")
 
-# Peak dense bfloat16 FLOP/s from the vendors' data sheets. A device has the first of these names that its own contains,
-# so specific names precede general ones.
+# Peak dense bfloat16 FLOP/s from the vendors' data sheets. The first of these names that occurs in a device's name
+# counts, so specific names precede general ones.
 PEAK_BF16_FLOPS = {
     "GB200": 2500e12,
     "B200": 2250e12,

@@ -5,6 +5,7 @@ sizes are read from the weights' shapes, so a rank that holds half of the heads 
 
 In shapes, B is the number of sequences, T of tokens, H of query heads, K of key/value heads, and D is the hidden size,
 d the head size, F the intermediate size, V the vocabulary size. On a rank, T, H, K, F and V can be those of a shard.
+W' is the transpose of W.
 """
 
 from collections.abc import Callable, Iterable
@@ -51,8 +52,8 @@ def rope(config: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     if parameters["rope_type"] == "linear":  # position interpolation (Chen et al. 2023, arXiv:2306.15595)
         frequencies = frequencies / parameters["factor"]
     elif parameters["rope_type"] == "llama3":
-        # Llama 3.1 (arXiv:2407.21783) divides the frequencies that make less than `low` turns in the original context,
-        # keeps those that make more than `high` turns, and interpolates in between.
+        # Llama 3.1 (arXiv:2407.21783) divides by `factor` the frequencies that make fewer than `low` turns in the
+        # original context, keeps those that make more than `high` turns, and interpolates in between.
         low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
         wavelength = 2 * torch.pi / frequencies
         keep = (parameters["original_max_position_embeddings"] / wavelength - low) / (high - low)

@@ -17,7 +17,7 @@ from picotron.weights import is_tied_replica, main_grad, parameters_and_shards
 class AdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) that reads each parameter's `main_grad`.
 
-    A bfloat16 weight has 8 bits of precision, so most of its updates would round to zero. The optimizer updates a
+    A bfloat16 weight has 8 bits of precision, so rounding would cancel most of its updates. The optimizer updates a
     float32 copy instead, the master weight, and rounds it to the weight (Micikevicius et al. 2017, arXiv:1710.03740).
     Weights in float32 or wider are their own master weights. Weight decay applies to matrices only.
     """

@@ -39,18 +39,18 @@ def build_model(
 ) -> DataParallel:
     """Build this rank's part of a Llama, ready for a training step.
 
-    The model starts on the meta device, where parameters have shapes but no memory, and loses there whatever other
-    ranks hold. So a rank never allocates more than its own part.
+    The model is first built on the meta device, where parameters have shapes but no memory, and the layers and shards
+    of other ranks are removed there. So a rank never allocates more than its own part.
 
     Args:
         plan: see `check_layout`.
-        weights: reads the weights, see `materialise`.
+        weights: function that reads the weights, see `materialise`.
     """
     attention_fn = fused_attention if config.model.use_flash_attention else math_attention
     with torch.device("meta"):
         llama = Llama(model_config, attention_fn, config.training.activation_checkpointing == "full").to(dtype)
 
-        llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)  # swaps layers for shards of them
+        llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)  # replaces layers by their shards
         stage = PipelineParallel(llama, plan)  # removes the layers of other stages
         apply_context_parallel(stage, config.distributed)  # swaps the attention function
     materialise(llama, device, weights)

@@ -1,9 +1,9 @@
 """The grid of all ranks: dp x pp x cp x tp.
 
 Ranks are numbered like the elements of an array of this shape. So the ranks of a tp group are consecutive and can share
-a machine, because tensor parallelism communicates most, and the ranks of a dp group are far apart, because they
-communicate once per step. The ranks of a group differ in one coordinate and share all others. For 8 ranks as
-dp 2 x pp 2 x cp 1 x tp 2,
+a machine, which matters because tensor parallelism communicates most. The ranks of a dp group are far apart, which
+matters little because they communicate once per step. The ranks of a group differ in one coordinate and share all
+others. For 8 ranks as dp 2 x pp 2 x cp 1 x tp 2,
 
     dp 0: pp 0: tp [0 1]     pp 1: tp [2 3]         rank 5 = (dp 1, pp 0, cp 0, tp 1); its tp group is [4, 5],
     dp 1: pp 0: tp [4 5]     pp 1: tp [6 7]         its pp group [5, 7], its dp group [1, 5].
@@ -78,7 +78,8 @@ class ProcessGroupManager:
         self.cp_send_rank = self.cp_group_ids[(self.cp_rank + 1) % cp_size]  # the ring: send to the next,
         self.cp_recv_rank = self.cp_group_ids[(self.cp_rank - 1) % cp_size]  # receive from the previous
         if dist.get_backend() == "nccl":
-            # All ranks of a group must have communicated before only some of them can call `batch_isend_irecv`.
+            # The first communication in a group must involve all its ranks; only then can some of them call
+            # `batch_isend_irecv` without the others.
             for group in (self.pp_group, self.cp_group):
                 if dist.get_world_size(group) > 1:
                     dist.all_reduce(torch.zeros(1, device="cuda"), group=group)

@@ -1,6 +1,6 @@
 """Folder of a run, `checkpoint.save_dir`: its files, and how a new run archives those of an earlier one.
 
-    config.json  metrics.jsonl  step_00000050/  step_00000100/  ...    trace_step_00000005.jsonl  ...
+    config.json  metrics.jsonl  step_00000080/  step_00000160/  ...    trace_step_00000005.jsonl  ...
     earlier.1/  earlier.2/  ...
 
 A checkpoint folder with its final name is complete: it is written under another name, and renamed at the end.
@@ -117,7 +117,7 @@ def begin_run(config: Config, resumed_step: int | None) -> list[dict[str, Any]]:
             place. None if this run does not resume an earlier one.
 
     Returns:
-        The records of metrics.jsonl up to that step. The file keeps only these; the archived copy has all of them.
+        The records of metrics.jsonl up to `resumed_step`. The file keeps only these; the archived copy has all records.
 
     Raises:
         UserError: the folder cannot be written.

@@ -47,8 +47,8 @@ def run_deferred(deferred: DeferredGrads) -> None:
 
 
 def gradient_edges(weights: Sequence[Tensor]) -> list[GradientEdge]:
-    """Return the weights' edges in the graph, to which their gradients go. (Activation checkpointing gives a backward
-    only copies of the weights.) In an evaluation, there are none.
+    """Return the weights' edges in the graph, to which their gradients go. (With activation checkpointing,
+    the weights that a backward gets are copies without these edges.) In an evaluation, no edges exist.
     """
     return [get_gradient_edge(weight) for weight in weights if weight.requires_grad]
 
@@ -96,8 +96,8 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def split_backward(model: nn.Module) -> None:
-    """Replace the `linear_fn` of a model's linear layers by one whose backward can be split. (That of column-parallel
-    layers always can.)
+    """Replace the `linear_fn` of a model's linear layers by one whose backward can be split. (The backward of
+    column-parallel layers always can be.)
     """
     for module in model.modules():
         if hasattr(module, "linear_fn"):

@@ -176,7 +176,7 @@ def _write_tokens(documents: Any, tokenizer: PreTrainedTokenizerBase, config: Co
         for batch in rows.iter(1000):
             yield from (chunk.flatten().to_numpy() for chunk in batch["ids"].chunks)
 
-    # The first pass counts the tokens, the second copies them, so neither the rows nor the stream must fit into memory.
+    # The first pass counts the tokens, the second copies them, so neither rows nor stream need to fit into memory.
     stream = np.lib.format.open_memmap(f"{path}.tmp", mode="w+", dtype=dtype, shape=(sum(map(len, chunks())),))
     start = 0
     for chunk in chunks():

@@ -31,7 +31,7 @@ def train_step(model: DataParallel, data_loader: MicroBatchDataLoader, device: t
     """
     total_loss = torch.zeros((), device=device)
     for i in range(data_loader.grad_acc_steps):
-        # Gradients accumulate over the micro-batches. Only the last backward averages them over the other ranks.
+        # Gradients accumulate over the micro-batches. Only the last backward averages them over the ranks.
         model.require_backward_grad_sync = i == data_loader.grad_acc_steps - 1
         loss = model(**next(data_loader)) / data_loader.grad_acc_steps
         loss.backward()

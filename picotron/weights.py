@@ -53,7 +53,7 @@ def mark_tied_replica(module: nn.Module) -> None:
 def is_tied_replica(model: nn.Module, name: str) -> bool:
     """Whether a parameter is a replica of one that another pipeline stage holds: the tied embedding on the last stage.
 
-    Norms and checkpoints count the original only.
+    The gradient norm and checkpoints include the original only.
     """
     return getattr(model.get_submodule(name.rpartition(".")[0]), "is_tied_replica", False)
 

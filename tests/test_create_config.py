@@ -139,7 +139,7 @@ def test_axes_without_a_flag_come_from_the_base_config_except_dp(tmp_path: Path)
 )  # fmt: skip
 def test_token_flags_are_rejected_without_printing_the_token(tmp_path: Path, words: list[str]) -> None:
     message = error_message(tmp_path, *words)
-    assert "configs hold no secrets: use `hf auth login`" in message
+    assert "configs hold no secrets; use `hf auth login`" in message
     assert "hf_secret" not in message
     assert not (tmp_path / "out").exists()
 
@@ -199,7 +199,7 @@ def test_table_shows_layout_batch_parameters_and_bubble(tmp_path: Path, capsys: 
     ]
     assert one.split()[:12] == ["pp1", "2", "1", "1", "1", "16", "=", "2", "x", "2", "x", "4"]
     # 4 layers: 4 (2 D H d + 2 D K d + 3 D F + 2 D), the tied matrix V D, and the last norm D, of 4 bytes each
-    D, F, heads, kv, V = 256, 704, 256, 128, 4096
+    D, F, heads, kv, V = 128, 352, 128, 64, 1024
     layer = 2 * D * heads + 2 * D * kv + 3 * D * F + 2 * D
     assert one.split()[12:15] == ["1,024", f"{4 * layer + V * D + D:,}", "0.0%"]
     # 1F1B: each stage is idle while the other one works on one of the 4 micro-batches; the last stage also has the head

@@ -228,7 +228,7 @@ def test_explain_prints_a_layout_of_4096_ranks(
     columns = "call site axis ranks operation dtype shape size pp 0 pp 1-2 pp 3"
     assert tuple(columns.split()) in rows
     (found,) = (row for row in rows if row[1:] and row[1] == "RowParallelLinear.forward")
-    assert found[2:] == ("tp", "8", "all-reduce", "float32", "2", "x", "128", "x", "256", "256", "KiB", "8", "8", "8")
+    assert found[2:] == ("tp", "8", "all-reduce", "float32", "2", "x", "128", "x", "128", "128", "KiB", "8", "8", "8")
     within = [row for row in rows if "within" in row and "tp" in row]
     assert {row[4] for row in within if row[0].startswith("tp_comm")} == {"2"}  # two ranks share a key/value head
 

@@ -110,7 +110,7 @@ def test_program_warns_of_more_tokens_than_the_model_supports(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         run(monkeypatch, capsys, "--checkpoint", folder, "--prompt", "d", "--max_new_tokens", 64)
-    assert caplog.messages == ["the text may exceed 64 tokens, the longest sequences that the model supports"]
+    assert caplog.messages == ["the text may exceed 64 tokens, the maximum sequence length of the model"]
 
 
 @pytest.mark.parametrize(

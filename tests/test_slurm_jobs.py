@@ -243,11 +243,11 @@ def test_sacct_is_queried_for_jobs_that_squeue_does_not_list(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--local --qos debug", "--qos cannot be used with local, only with submit; remove it"),
-        ("--timeout 5", "--timeout cannot be used with submit, only with local; remove it"),
+        ("--local --qos debug", "--qos cannot be used with --local, only when submitting to Slurm; remove it"),
+        ("--timeout 5", "--timeout cannot be used when submitting to Slurm, only with --local; remove it"),
         (
             "--check_status --dry_run",
-            "--dry_run cannot be used with check_status, only with submit or local or cancel",
+            "--dry_run cannot be used with --check_status, only when submitting to Slurm or with --local or with --cancel",
         ),
         ("--gpus_per_node 0", "--gpus_per_node 0 should be greater than 0"),
         ("--env_setup nothing", "--env_setup nothing is not a file; give the path of a shell script"),

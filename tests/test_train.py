@@ -24,7 +24,7 @@ def one_process(home: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
     one = run(home, 0, *arguments(save_dir, 1, 4))
     assert one.returncode == 0, one.stderr
     output = one.stdout + one.stderr
-    assert re.search(r"loss 8\.\d+ -> \d\.\d+ \(a uniform guess has 8\.3178\)", output)
+    assert re.search(r"loss 7\.\d+ -> \d\.\d+ \(a uniform guess has 6\.9315\)", output)
     assert f"config.json and metrics.jsonl are in {save_dir}" in output
     assert len(re.findall(r"^step +\d+ \| loss ", output, re.MULTILINE)) == 4
     assert "Warning" not in output
@@ -62,7 +62,7 @@ def test_every_layout_writes_the_metrics_of_one_process(
         assert_close([line[field] for line in lines], [line[field] for line in one_process], what=field)
     assert_close([line["eval_loss"] for line in lines[1::2]], [line["eval_loss"] for line in one_process[1::2]])
     output = result.stdout + result.stderr
-    assert f"dp {dp} x pp {pp} x cp {cp} x tp {tp} | 2,524,416 parameters" in output
+    assert f"dp {dp} x pp {pp} x cp {cp} x tp {tp} | 500,352 parameters" in output
     assert "Warning" not in output
     assert json.loads((tmp_path / "config.json").read_text())["distributed"]["dp_size"] == dp
     assert output.count("[rank 1, stage 1] B1\n") == (4 if debug else 0)

@@ -109,7 +109,7 @@ def check_files(folder: Path, files: dict[str, list[ByteRange]], share: int = 0,
 
     Args:
         files: expected byte ranges of each file, by name.
-        share, shares: number of the share, and number of shares that together cover all byte ranges.
+        share, shares: index of the share, and number of shares that together cover all byte ranges.
 
     Raises:
         UserError: a file is missing, or its size or contents differ from what was written.
@@ -148,7 +148,7 @@ class Checkpoint:
             return None if weights_only else state
 
         self.folder, self.state = folder, run_on_all_ranks(check)[0]
-        # Master weights are more precise: the weights of the model are their rounding.
+        # Master weights are more precise: the weights of the model are the master weights, rounded.
         has_masters = self.state is not None and any(name.startswith("master") for name in self.state.files)
         self.weights_kind = "master" if has_masters else "model"
 

@@ -36,7 +36,7 @@ def find_folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # the hub client raises many types: no such model, no network, no permission
         raise UserError(
-            f"model.name={name!r} is not a local folder and cannot be downloaded ({first_line(error)}); check the "
+            f"{name!r} is not a local folder and cannot be downloaded ({first_line(error)}); check the "
             f"name, or use a folder"
         ) from None
 

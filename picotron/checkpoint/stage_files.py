@@ -1,8 +1,9 @@
 """Tensor files of a checkpoint: one file per pp rank and kind of tensor, written by the tp ranks together.
 
-Only the tp groups of dp rank 0 and cp rank 0 write, because the others hold replicas. Each rank writes some rows of
-every tensor. If a tensor is sharded by rows, these are the rank's shard. If it is sharded by columns, an all-to-all
-turns the rank's columns of all rows into all columns of some rows. So no rank assembles the full tensor in memory:
+Only the tp groups of dp rank 0 and cp rank 0 write, because the others hold replicas. tp rank 0 writes replicated
+tensors. Each rank writes some rows of every sharded tensor: if the tensor is sharded by rows, these are the rank's
+shard; if it is sharded by columns, an all-to-all turns the rank's columns of all rows into all columns of some rows. So
+no rank assembles the full tensor in memory:
 
     rank 0 | rank 1        rank 0   0 0 0 0
      0 0   |  1 1     ->            0 0 0 0         a block of rows is one byte range of the file
@@ -34,7 +35,7 @@ class TensorSlice:
     Attributes:
         kind: model, exp_avg, exp_avg_sq or master.
         start: offset of the full tensor in the file, in bytes.
-        header: first bytes of the file for its first tensor, else empty.
+        header: for the first tensor of the file, the bytes before this tensor, else empty.
         shard: description of the shard, None for a replicated tensor.
     """
 
@@ -74,7 +75,7 @@ class StageFiles:
     def __init__(self, llama: Llama, optimizer: AdamW) -> None:
         grid = pgm.process_group_manager
         self.llama, self.optimizer = llama, optimizer
-        # A separate group, because a background thread may call collectives during training; on the CPU for any device.
+        # A separate group, because a background thread may call collectives during training; gloo for data on the CPU.
         self.group = new_groups(grid.grid.view(-1, grid.tp_world_size).tolist(), "gloo")
 
     def slices(self) -> list[TensorSlice]:

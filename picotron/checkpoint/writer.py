@@ -64,7 +64,7 @@ class CheckpointWriter:
         self.config, self.fingerprint, self.wandb_run_id = config, fingerprint, wandb_run_id
         self.model_files = model_files(model_config, config.model.dtype, tokenizer) if grid.global_rank == 0 else {}
         self.save_dir = Path(config.checkpoint.save_dir)
-        # Separate groups, because a background thread may call collectives during training; on the CPU for any device.
+        # Separate groups, because a background thread may call collectives during training; gloo for data on the CPU.
         self.group, self.step_group = (dist.new_group(backend="gloo") for _ in range(2))
         self.files = StageFiles(llama, optimizer)
         self.thread: threading.Thread | None = None
@@ -145,7 +145,7 @@ class CheckpointWriter:
         logger.info("checkpoint %s: %.3g GB in %.1f s", final, size / 1e9, time.perf_counter() - began)
 
     def _on_all_ranks(self, final: Path, function: Callable[[], Any]) -> list[Any]:
-        """Call `run_on_all_ranks`, with an OSError as a UserError about the checkpoint."""
+        """Call `run_on_all_ranks`, and convert an OSError to a UserError about the checkpoint."""
 
         def guarded() -> Any:
             try:

@@ -16,8 +16,8 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor
 
     Args:
         q: (B, H, T, d).
-        k, v: (B, K, S, d), where H is a multiple of K.
-        causal: whether query i attends to keys 0 to i (where T = S) instead of all keys.
+        k, v: (B, K, S, d) for S keys, where H is a multiple of K.
+        causal: whether query i attends to keys 0 to i only, which requires S = T, instead of to all keys.
 
     Returns:
         The output (B, H, T, d) in q's dtype, and the natural log-sum-exp of the scaled scores (B, H, T) in float32,
@@ -39,7 +39,7 @@ def block_backward(
     """Compute one block's contribution to the gradients of q, k and v.
 
     Args:
-        dy: gradient of the attention to all keys, (B, H, T, d).
+        dy: gradient of the output of the attention to all keys, (B, H, T, d).
         q, k, v, causal: those of the block, as in `block_forward`.
         out, lse: output and log-sum-exp of the attention to all keys.
     """

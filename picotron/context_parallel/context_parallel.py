@@ -1,4 +1,4 @@
-"""Context parallelism: each rank holds a shard of every sequence, T/cp tokens, and only attention needs the others.
+"""Context parallelism: each rank holds T/cp tokens of every sequence, and only attention needs other ranks' tokens.
 
 In causal attention, a token attends to the keys and values of itself and of all tokens before it. Three engines
 provide them:
@@ -139,7 +139,7 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=accumulation_dtype(q))
         # A shard's gradient follows it one step behind: this rank adds its contribution to the sum over the ranks that
-        # the shard has visited before, and sends the new sum on. The last rank that it visits sends it to its owner.
+        # the shard has visited before, and sends the new sum on. The last rank sends the sum to the shard's owner.
         receive_sum: Callable[[], Tensor] = functools.partial(dq.new_zeros, ())  # 0 before any rank was visited
         for source, kv in ring(torch.stack((k, v))):
             dkv = torch.zeros_like(kv, dtype=accumulation_dtype(kv))

@@ -12,7 +12,7 @@ class Bucket:
     """Parameters whose `main_grad`s are views of one flat buffer, and the reduction of that buffer.
 
     Args:
-        parameters: of one dtype and on one device.
+        parameters: parameters of one dtype on one device.
         group: the ranks to average over.
 
     Attributes:
@@ -42,7 +42,7 @@ class Bucket:
 
 
 def make_buckets(parameters: list[nn.Parameter], group: dist.ProcessGroup, megabytes: float) -> list[Bucket]:
-    """Fill buckets of about `megabytes` MiB in the given order. A parameter that is larger gets its own bucket."""
+    """Fill buckets of up to `megabytes` MiB in the given order. A parameter that is larger gets its own bucket."""
     buckets: list[Bucket] = []
     filling: list[nn.Parameter] = []
     size = 0.0

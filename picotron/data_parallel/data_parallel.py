@@ -20,8 +20,8 @@ from picotron.weights import main_grad
 class DataParallel(nn.Module):
     """Base of both versions: accumulates gradients in `main_grad` and passes complete buckets to `_reduce`, in order.
 
-    After its backwards, a step calls `finish_grad_sync`. The backwards do not wait for the reductions themselves: in a
-    pipeline, other stages need their gradients while this stage's are still being averaged.
+    After its backwards, a step calls `finish_grad_sync`. The backwards themselves do not wait for the reductions: in a
+    pipeline, the previous stage can run its backward while this stage's gradients are still being averaged.
 
     Args:
         bucket_mb: size of a bucket in MiB.
@@ -29,8 +29,9 @@ class DataParallel(nn.Module):
             `start_grad_sync`; by default, all parameters form stage 0.
 
     Attributes:
-        require_backward_grad_sync: whether the next backward reduces the gradients. With several micro-batches only
-            the last one should, so that the sum is reduced once. It must be the same on every rank.
+        require_backward_grad_sync: whether the next backward reduces the gradients. With several micro-batches, only
+            the last backward should, so that the sum is reduced once. The flag must be the same on all ranks of a
+            `cp_dp` group.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class DataParallel(nn.Module):
 
     def _accumulate(self, parameter: Tensor) -> None:
         """Add `parameter.grad` to `main_grad`. Autograd calls this once per backward, also for a tied weight."""
-        if parameter.grad is None:  # a backward that defers weight gradients calls this before there is one
+        if parameter.grad is None:  # a backward that defers this gradient calls the hook, too
             return
         main_grad(parameter).add_(parameter.grad)
         parameter.grad = None

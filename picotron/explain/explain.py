@@ -3,8 +3,8 @@
     python train.py --config template/base_config.json --explain
 
 There is no second description of a step here. The step of train.py runs in a fake process group, which has any number
-of ranks but only one process, with tensors on the meta device, which have shapes but no memory. One rank of each
-pipeline stage is played, that with dp, cp and tp rank 0; the stage's other ranks hold and send the same amounts.
+of ranks but only one process, with tensors on the meta device, which have shapes but no memory. For each pp rank,
+the process plays the rank with dp, cp and tp rank 0; the others with this pp rank hold and send the same amounts.
 
 The step includes clipping, the optimizer and the reductions of its metrics. It does not include the other messages of a
 run: evaluations, checkpoints, and the check for stop signals.
@@ -36,7 +36,7 @@ META = torch.device("meta")
 
 
 class Step(NamedTuple):
-    """What a rank holds, and its messages in a step."""
+    """Amounts that a rank holds, and its messages in a step."""
 
     layers: int
     parameters: int
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 def run_step(
     model: DataParallel, data_loader: Any, config: Config, model_config: LlamaConfig, plan: PipelinePlan
 ) -> Step:
-    """Run a training step of this rank, and count."""
+    """Run a training step of this rank, and count its bytes and messages."""
     parameters = list(model.parameters())
     first = parameters[0]
     train_step = make_train_step(config, model_config, plan, first.device, first.dtype)
@@ -81,8 +81,8 @@ def run_rank(rank: int, config: Config, model_config: LlamaConfig, plan: Pipelin
 
 
 def run_stages(config: Config, model_config: LlamaConfig, plan: PipelinePlan) -> list[Step]:
-    """Run the step of one rank of each pipeline stage."""
-    # Compiled code and data-loader workers would send no other messages.
+    """Run the step of one rank for each pp rank."""
+    # Compilation and data-loader workers do not change the messages, so they are switched off.
     changes = {"training": {"compile": False}, "dataset": {"num_workers": 0}}
     config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in changes.items()})
     layout = config.distributed

@@ -4,7 +4,7 @@
         ...
         FakeGroup.messages      # number of each Message in which this rank took part
 
-Every message counts as arrived immediately, whatever its tensors hold. Tensors may be on the meta device, where they
+No data are transferred: every message counts as arrived immediately. Tensors may be on the meta device, where they
 have shapes but no memory (torch's own "fake" backend has no point-to-point messages for such tensors).
 """
 
@@ -29,7 +29,7 @@ from picotron.pipeline_parallel import pp_communications
 from picotron.process_group_manager import AXES, setup_process_group_manager
 from picotron.tensor_parallel import tp_communications
 
-# Modules that only carry messages for others: call sites are where these are called from.
+# Modules that only communicate for other modules: a call site is a function that calls one of these modules.
 CARRIERS = {module.__name__ for module in (collectives, cp_communications, pp_communications, tp_communications)}
 OPERATIONS = {  # methods of a process group; older versions of torch have the names with _base
     "allreduce": "all-reduce",
@@ -68,8 +68,8 @@ def message(operation: str, arguments: Iterable[Any], group: dist.ProcessGroup, 
     """Describe a collective or a message.
 
     Args:
-        arguments: of the operation: tensors, lists of one tensor, and options.
-        frame: from which it is called.
+        arguments: arguments of the operation: tensors, lists of one tensor, and options.
+        frame: stack frame that calls the operation.
     """
     tensors = [each[0] if isinstance(each, list) and each else each for each in arguments]
     full = max((each for each in tensors if isinstance(each, Tensor)), key=Tensor.numel)
@@ -84,8 +84,8 @@ def axis_of(group: dist.ProcessGroup) -> str:
 
 
 def call_site(frame: FrameType | None) -> str:
-    """The innermost function of picotron on the stack that is not in CARRIERS. If there is none on this side of
-    autograd, as in the backward of a function of theirs, the outermost function in CARRIERS.
+    """Return the innermost function of picotron on the stack that is not in CARRIERS. When autograd calls the backward
+    of a function in CARRIERS, there is none: then return the outermost function in CARRIERS.
     """
     found = None
     while frame is not None:
@@ -97,7 +97,7 @@ def call_site(frame: FrameType | None) -> str:
         elif found is not None and module != "torch.autograd.function":
             break
         frame = frame.f_back
-    assert found is not None, "picotron does not send this"
+    assert found is not None, "the operation was not called by picotron"
     return f"{Path(found.f_code.co_filename).name} {found.f_code.co_qualname.split('.<locals>')[0]}"
 
 

@@ -54,10 +54,10 @@ class Executor:
 
 
 class StepState:
-    """The state of one step on one rank, and what each kind of action does with it.
+    """The state of one step on one rank, and a method for each kind of action.
 
     Attributes:
-        losses: of the micro-batches, on the rank with the last stage.
+        losses: losses of the micro-batches, on the rank with the last stage.
         results: outputs and gradients that wait for the action that needs them, by the action that produced them.
         activations: (input, output) of each (stage, micro-batch) that waits for its backward.
         deferred: the weight gradients of each (stage, micro-batch) that wait for their W.
@@ -157,7 +157,9 @@ class StepState:
         self.recv(action._replace(kind="B"))
 
     def send(self, result: Action, stage: int) -> None:
-        """Start to send a result to a stage. Earlier messages can arrive meanwhile: both ends have the same order."""
+        """Start to send a result to a stage, after a wait for earlier messages if too many are in flight. This cannot
+        deadlock, because both ends have the same order of messages.
+        """
         receiver, tensor = self.schedule.rank_of(stage), self.results.pop(result).contiguous()
         check_message(tensor, *self.message)
         self.wait_for_sends(receiver, MAX_SENDS_IN_FLIGHT - 1)

@@ -49,7 +49,7 @@ def hidden_states_shape(config: Config, model_config: LlamaConfig) -> tuple[int,
 class PipelineParallel(nn.Module):
     """The stages of this rank: their layers, and the embedding on the first stage, the final norm and head on the last.
 
-    If the embedding's matrix is also the head's (tied) and these are on two ranks, each of them holds a replica. Each
+    If the embedding's matrix is also the head's (tied) but they are on different ranks, each rank holds a replica. Each
     replica gets the gradient of its own use, and `sum_tied_gradients` adds them. The replicas start equal and get equal
     updates, so they stay identical to the last bit.
 
@@ -188,14 +188,14 @@ def backward_step(
 
 
 def finish_step(model: Any, losses: list[Tensor], device: torch.device) -> Tensor:
-    """Complete the gradients of a step: average them over dp ranks, and add the tied ones. Returns the step's loss."""
+    """Complete a step's gradients: average over dp and cp ranks, and add the tied ones. Returns the step's loss."""
     model.finish_grad_sync()
     model.module.sum_tied_gradients()
     return sum_losses(losses, device)
 
 
 def sum_losses(losses: list[Tensor], device: torch.device) -> Tensor:
-    """Sum the losses on the device, without waiting for it. Returns 0 if there are none, as before the last stage."""
+    """Sum the losses without waiting for the device. Returns 0 if there are none, as on all stages except the last."""
     return torch.stack(losses).sum() if losses else torch.zeros((), device=device)
 
 

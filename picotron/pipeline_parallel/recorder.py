@@ -99,6 +99,6 @@ def write_trace(save_dir: str, step: int, spans: list[Span]) -> None:
         path.write_text("".join(lines))
     except OSError as error:
         raise UserError(
-            f"the trace {path} cannot be written: {error.strerror}; make room there, or choose another checkpoint.save_dir"
+            f"the trace {path} cannot be written: {error.strerror}; free some space, or choose another save_dir"
         ) from None
     logger.info("trace of step %d written to %s", step, path)

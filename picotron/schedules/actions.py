@@ -1,4 +1,4 @@
-"""The vocabulary of pipeline schedules: actions, programs and the placement of stages. No torch, no clock.
+"""The vocabulary of pipeline schedules: actions, programs and the placement of stages. No torch and no times here.
 
 A model is cut into stages and the batch of a step into micro-batches. An action is one computation on one micro-batch
 in one stage: `2F0` is the forward of micro-batch 0 through stage 2. The kinds of actions are
@@ -43,7 +43,7 @@ class Action(NamedTuple):
 
     @property
     def result(self) -> "Action":
-        """The action that names this one's result: I and B both compute the gradient of the input, which is named B."""
+        """The name of this action's result. I and B both compute the gradient of the input, whose name is that of B."""
         return self._replace(kind="B") if self.kind == "I" else self
 
 
@@ -83,7 +83,7 @@ def parse_action(text: str) -> AnyAction:
 
 
 class Program(list[AnyAction]):
-    """The actions of one rank. Each method appends an action of the stage's next micro-batch: schedules never count.
+    """The actions of one rank. Each method appends an action of the stage's next micro-batch, which it numbers.
 
     After a stage's last micro-batch, its methods append nothing. So a schedule that is written for many micro-batches
     also works for a few: an action waits only for actions of its own micro-batch, so dropping all actions of one
@@ -122,7 +122,7 @@ class Program(list[AnyAction]):
         self._split.extend(actions)
 
     def backward_weight(self, keep: int = 0) -> None:
-        """Append the W of the oldest I, if more than `keep` I have no W yet."""
+        """Append the W of the oldest I without a W, if more than `keep` I actions have none yet."""
         if len(self._split) > keep:
             self.append(self._split.popleft()._replace(kind="W"))
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Cost:
-    """The cost of a part of a model. Costs compare by time first; memory decides between equals."""
+    """The cost of a part of a model. Costs compare by FLOPs first, and by parameters if the FLOPs are equal."""
 
     flops: int  # forward and backward, per token
     parameters: int
@@ -22,7 +22,7 @@ def part_parameters(config: "LlamaConfig", tp_size: int = 1) -> tuple[int, int, 
     """Number of parameters of a layer, of the embedding and of the head on one tp rank.
 
     Norms and the biases of row-parallel layers are replicated on the tp ranks. With fewer key/value heads than ranks,
-    each rank holds one. A vocabulary that does not divide is padded.
+    each rank holds one head. A vocabulary that tp_size does not divide is padded.
     """
     D, F = config.hidden_size, config.intermediate_size // tp_size
     queries = config.num_attention_heads // tp_size * config.head_dim

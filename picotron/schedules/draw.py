@@ -136,7 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pp", type=int, default=4, help="number of pp ranks; by default 4")
     parser.add_argument("--microbatches", type=int, default=8, help="number of micro-batches per step; by default 8")
     parser.add_argument("--chunks", type=int, help="stages per pp rank, for schedules that work with any number")
-    parser.add_argument("--p2p", type=float, default=0.0, help="time of a message between pp ranks; by default 0")
+    parser.add_argument(
+        "--p2p", type=float, default=0.0, help="time of a message between pp ranks, in the unit above; by default 0"
+    )
     parser.add_argument("--out", type=Path, help=".svg, .html, .json or .csv file; by default, text is printed")
     options = parser.parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""Timelines as pictures: an SVG of one timeline, and an HTML page that compares several. Nothing to install."""
+"""Timelines as pictures, without a drawing package: an SVG of one timeline, an HTML page that compares several."""
 
 from collections.abc import Mapping
 from html import escape

@@ -1,4 +1,4 @@
-"""The pipeline schedules of the literature, each as the program of one rank. No torch, no messages, no clock.
+"""The pipeline schedules of the literature, each as the program of one rank. No torch, messages or times here.
 
 Everything else follows from the programs of all ranks: `checker` proves that they finish and adds the messages,
 `simulate` computes when each action runs, and `draw` draws them.
@@ -146,7 +146,8 @@ def zbv(rank: int, pp: int, microbatches: int) -> Program:
 
 def dualpipev(rank: int, pp: int, microbatches: int) -> Program:
     """DualPipeV: a V in which forwards and backwards overlap, so that communication inside stages, such as that of
-    experts, hides behind computation (DeepSeek-AI 2024, arXiv:2412.19437; as a V in their DualPipe repository, 2025).
+    mixture-of-experts layers, hides behind computation (DeepSeek-AI 2024, arXiv:2412.19437; as a V in their DualPipe
+    repository, 2025).
 
     Idle: (p - 1) (X + B - 3 W) / 2, where X is the time of overlapped pairs (F + B if overlapping saves no time), if
     F = I >= W and m >= 2 p; ranks before the last one idle less if X < F + B. Activations: 2 p + 1, at most 2 m.

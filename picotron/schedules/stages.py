@@ -24,7 +24,7 @@ from picotron.text_table import text_table
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-MAX_SYMBOLS = 10_000  # in a pp_layout, written out
+MAX_SYMBOLS = 10_000  # in one repetition of a pp_layout, written out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,8 @@ def balanced_layers(
 def _assign_layers(
     num_layers: int, num_stages: int, layer: Cost, embedding: Cost, head: Cost, ranks: Sequence[int] | None = None
 ) -> list[range]:
-    """Assign one layer after the other, each to the rank that has the lowest cost with it, and there to the lightest
-    stage. This is optimal because all layers cost the same.
+    """Assign one layer after the other, each to the rank whose cost including that layer is lowest, and on this rank to
+    the stage of lowest cost. This is optimal because all layers cost the same.
     """
     ranks = range(num_stages) if ranks is None else ranks
     costs = [layer] * num_stages
@@ -143,7 +143,7 @@ def _expand(text: str) -> str:
         elif token not in ", ":
             raise UserError(
                 f"cannot parse pp_layout={text!r} at character {match.start() + 1}, {token!r}; expected E, t, L, |, "
-                f"( or ), or *n after what it repeats, with n at least 1 and at most {MAX_SYMBOLS} symbols in all"
+                f"( or ), or *n after what it repeats, with n at least 1; a repetition has up to {MAX_SYMBOLS} symbols"
             )
     if len(groups) > 1:
         raise UserError(f"pp_layout={text!r} lacks {len(groups) - 1} closing parentheses at its end")

@@ -35,7 +35,9 @@ Combination = dict[str, Any]  # one value for each dotted key
 
 
 def short_name(key: str) -> str:
-    """Shorten a dotted key: tp, learning_rate, or dataset_name, because model.name ends in the same word."""
+    """Return a short name for a key: its flag in FLAGS (tp), or else its last word (learning_rate), or else, if another
+    key ends in the same word, the key with an underscore (dataset_name, because of model.name).
+    """
     for flag, known in FLAGS.items():
         if key == known:
             return flag
@@ -102,7 +104,7 @@ def folder_names(chosen: Sequence[Combination]) -> list[str]:
     combination is "".
 
     Characters that are special to a shell or a file system become dashes. Values that can then no longer be
-    distinguished, ignoring case, get some digits of a hash. As no value contains a `_`, different combinations have
+    distinguished, ignoring case, get some digits of a hash. No value contains a `_`, so different combinations have
     different names.
     """
     labels: dict[str, dict[str, str]] = {}  # key: {value as JSON: its part of the name}

@@ -73,7 +73,7 @@ class Job:
         """Claim the job, so that no other process submits or runs it. Yields the descriptor of a locked file, or None
         if another process holds the claim.
 
-        The claim lasts until every process that has the descriptor has closed it or ended, also by being killed.
+        The claim lasts until every process that has the descriptor has closed it, has ended or was killed.
         """
         with (self.folder / ".lock").open("w") as lock:
             try:

@@ -25,7 +25,7 @@ def torchrun_command(job: Job, config: Config, grace: int) -> list[str]:
 
 
 def stop(process: subprocess.Popen[bytes], grace: int) -> None:
-    """Stop a torchrun process if it is still running. It forwards the signal, on which the run writes a checkpoint and
+    """Stop a torchrun process if it is still running. torchrun forwards the signal, and the run writes a checkpoint and
     ends; after `grace` seconds, torchrun kills the run.
     """
     for number in INTERRUPTS:
@@ -39,7 +39,7 @@ def stop(process: subprocess.Popen[bytes], grace: int) -> None:
 
 
 def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: int) -> None:
-    """Run a job and record in its status how it ended, also after Ctrl-C.
+    """Run a job and record in its status how it ended, even after Ctrl-C.
 
     If this process is killed, torchrun keeps running, and the claim lasts as long as torchrun.
 

@@ -191,7 +191,7 @@ def reconcile_status(recorded: Status, state: str | None) -> Status:
     if state is None:
         reported: Status = "fail"  # the job ended before it could record how
     else:
-        reported = STATUS_OF_STATE.get(state, "running")  # an unknown state, of a later Slurm: leave the job alone
+        reported = STATUS_OF_STATE.get(state, "running")  # a state of a later version of Slurm: leave the job alone
     if reported == "fail" and recorded in ENDED:
         return recorded  # the batch script knows more precisely why the run failed
     if reported == "running" and recorded in ENDED and recorded != "cancelled":

@@ -12,7 +12,7 @@ CHUNK_TOKENS = 512  # number of tokens whose logits are in memory at the same ti
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """forward: the mean cross entropy of softmax(x W'), x (N, D) and W (V/tp, D), and the gradients of x and W.
+    """forward: the mean cross entropy of softmax(x W'), x (B T, D) and W (V/tp, D), and the gradients of x and W.
     backward: scale these gradients.
 
     W is sharded over tp by rows, one per token of the vocabulary. The ranks exchange three numbers per token of x (the
@@ -21,9 +21,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     Forward processes the tokens in chunks and computes each chunk's gradients while its logits are in memory. This is
     possible because the loss is a scalar, so that backward only has to scale them. Instead of the logits, softmax and
-    gradient of all N tokens (3 N V/tp numbers in float32), memory holds those of one chunk (at most 3 * 512 V/tp) and
-    the gradients of x and W, which a backward that follows immediately would allocate anyway. For N = 8,192,
-    V = 49,152, tp = 1 that is 0.3 GB instead of 4.8 GB.
+    gradient of all B T tokens (3 B T V/tp numbers in float32), memory holds those of one chunk (at most 3 * 512 V/tp)
+    and the gradients of x and W, which a backward that follows immediately would allocate anyway. For B T = 8,192,
+    V = 49,152 and tp = 1, the logits, softmax and gradient take 0.3 GB instead of 4.8 GB.
     """
 
     @staticmethod
@@ -46,7 +46,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         dweight = torch.zeros_like(weight, dtype=wide) if with_gradients else None
         for start in range(0, len(x), CHUNK_TOKENS):
             chunk = slice(start, start + CHUNK_TOKENS)
-            logits = (x[chunk] @ weight.t()).to(wide)  # (C, V/tp)
+            logits = (x[chunk] @ weight.t()).to(wide)  # (C, V/tp), with C tokens in the chunk
             logits[:, vocab_rows:] = -torch.inf  # padding rows get probability 0
             target = targets[chunk] - vocab_start  # (C,), as rows of this rank's shard
             is_local = (target >= 0) & (target < vocab_rows) & kept[chunk]
