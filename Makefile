@@ -23,7 +23,7 @@ setup: $(STAMP) ## create .venv and install requirements.txt into it
 train: $(STAMP) ## train a tiny Llama on Python's standard library, without a GPU, in 3 minutes
 	$(BIN)/torchrun --nproc_per_node $(NPROC) train.py --config $(CONFIG) $(ARGS)
 ifeq ($(CONFIG) $(ARGS),template/base_config.json )
-	$(BIN)/python generate.py --checkpoint runs/quickstart --prompt "def __init__(self" --temperature 0.7 --top_k 40
+	$(BIN)/python generate.py --checkpoint runs/quickstart --prompt "def main(" --temperature 0.7
 endif
 
 test: $(STAMP) ## run the tests (8 minutes on 2 cores)
@@ -44,7 +44,7 @@ lint: $(STAMP) ## ruff and mypy
 schema: $(STAMP) ## write the JSON schema of the config, for editors
 	$(BIN)/python train.py --schema > template/config.schema.json
 
-docs: $(STAMP) ## run the pages' commands and write their output there (ARGS=--fast: only the fast ones)
+docs: $(STAMP) ## run the pages' commands, update their outputs (ARGS=--fast: fast ones only)
 	$(BIN)/python -m docs.make $(ARGS)
 
 bench: $(STAMP) ## compare speed and memory with transformers and with torch's own parallelism

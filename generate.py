@@ -1,4 +1,4 @@
-"""Generate text:  python generate.py --checkpoint runs/quickstart --prompt "def __init__(self"
+"""Generate text:  python generate.py --checkpoint runs/quickstart --prompt "def main("
 
 The model is a checkpoint, the newest checkpoint of a run folder, or a Hugging Face Llama, run in one process. The keys
 and values of all earlier tokens are kept (KV cache), so a new token costs a forward pass of one token.

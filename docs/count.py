@@ -73,9 +73,9 @@ def gradients_sent() -> Iterator[Row]:
     wrappers: dict[str, Callable[..., DataParallel]] = {
         "naive": DataParallelNaive,
         "buckets of 25 MiB": DataParallelBucket,
-        "buckets of 1 MiB": functools.partial(DataParallelBucket, bucket_mb=1),
+        "buckets of 0.75 MiB": functools.partial(DataParallelBucket, bucket_mb=0.75),
     }
-    cases = [(2, name, 1) for name in wrappers] + [(dp, "buckets of 1 MiB", m) for dp, m in ((2, 4), (4, 1), (8, 1))]
+    cases = [(2, name, 1) for name in wrappers] + [(dp, "buckets of 0.75 MiB", m) for dp, m in ((2, 4), (4, 1), (8, 1))]
     P = 4 * number_of_parameters() / MIB
     yield "", "micro-batches", "collectives", "counted, MiB", "formula, MiB"
     for dp, name, m in cases:
@@ -234,7 +234,7 @@ PAGES = {
 
 def show(table: Callable[[], Iterator[Row]]) -> None:
     """Print a table below its docstring. The first column is aligned to the left."""
-    cells = [[f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in table()]
+    cells = [[f"{cell:,.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in table()]
     print(inspect.getdoc(table), text_table(cells, first_number=1), sep="\n\n", end="\n\n")
 
 

@@ -1,6 +1,6 @@
 """Pictures of the quickstart: what its ranks hold, train on and write.
 
-    python -m docs.run_pictures grid --out docs/pictures/grid.svg
+    python -m docs.run_pictures overview --out docs/pictures/overview.svg
 
 Each rank's coordinates, stages, heads, sequences and byte ranges are those of the code that trains.
 """
@@ -57,53 +57,6 @@ def micro_batches(config: Config) -> list[list[int]]:
     numbers = np.arange(config.global_batch_size).repeat(config.training.seq_length)  # each token of sequence n is n
     loader = MicroBatchDataLoader(np.append(numbers, 0), config, CPU, shuffle=False)
     return [next(loader)["input_ids"][:, 0].tolist() for _ in range(loader.grad_acc_steps)]
-
-
-def describe_rank(config: Config) -> list[str]:
-    """Return three lines about this rank: its coordinates, its part of the model and its number of parameters."""
-    grid, stage = pgm.process_group_manager, stage_of(config)
-    stages = ", then ".join(map(contents, stage.stages.values()))
-    return [
-        f"rank {grid.global_rank}: dp {grid.dp_rank}, pp {grid.pp_rank}, cp {grid.cp_rank}, tp {grid.tp_rank}",
-        f"{stages}; {held_heads(stage)}",
-        f"{sum(parameter.numel() for parameter in stage.parameters()):,} parameters",
-    ]
-
-
-def grid() -> str:
-    """Draw a row of boxes for each pipeline, with a column for each stage, whose tp ranks stand below each other."""
-    dp, pp, tp = 2, 2, 2
-    config = quickstart(dp_size=dp, pp_size=pp, tp_size=tp, gradient_accumulation_steps=4)
-    box, between, tp_gap, dp_gap = 68, 130, 32, 42
-    width, pipeline = (WIDTH - (pp - 1) * between) / pp, LINE + tp * box + (tp - 1) * tp_gap
-    picture = Svg(WIDTH, dp * pipeline + (dp - 1) * dp_gap)
-    for rank, (d, p, t) in enumerate(itertools.product(range(dp), range(pp), range(tp))):
-        x, y = p * (width + between), d * (pipeline + dp_gap) + LINE + t * (box + tp_gap)
-        with fake_rank(rank, config.distributed):
-            lines, sequences = describe_rank(config), itertools.chain(*micro_batches(config))
-        if p == t == 0:
-            numbers = ", ".join(map(str, sequences))
-            picture.text(0, y - 8, f"Pipeline {d}: sequences {numbers} of every {config.global_batch_size}", "title")
-        picture.box(x, y, width, box, lighter(STAGES[p], 0.5 * t / tp), title=lines[0])
-        for i, line in enumerate(lines):
-            picture.text(x + width / 2, y + 20 + 20 * i, line, "label")
-        if p < pp - 1:
-            middle = x + width + between / 2
-            for i, (text, sign) in enumerate((("hidden states", 1), ("gradients", -1))):
-                picture.text(middle, y + 16 + 34 * i, text, "centred")
-                picture.arrow(
-                    middle - sign * (between / 2 - 6),
-                    y + 24 + 34 * i,
-                    middle + sign * (between / 2 - 6),
-                    y + 24 + 34 * i,
-                )
-        if t < tp - 1:
-            picture.arrow(x + 16, y + box + 3, x + 16, y + box + tp_gap - 3, double=True)
-            picture.text(x + 30, y + box + tp_gap / 2 + 5, "partial results, summed in every layer")
-        elif d < dp - 1:
-            picture.arrow(x + 16, y + box + 3, x + 16, y + box + dp_gap + LINE * (p > 0) - 3, double=True)
-            picture.text(x + 30, y + box + dp_gap / 2 + 3, "gradients, once per step (same tp rank)")
-    return str(picture)
 
 
 def overview() -> str:
@@ -238,4 +191,4 @@ def checkpoint_files() -> str:
 
 
 if __name__ == "__main__":
-    main(__doc__, overview, grid, batch, checkpoint_files)
+    main(__doc__, overview, batch, checkpoint_files)
