@@ -22,6 +22,7 @@ import os
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,14 +37,14 @@ from picotron.config_reader import (
     leaf_keys,
     override,
     parse_config,
-    read_json,
     read_value,
     type_of,
     unknown_key,
 )
 from picotron.errors import UserError
 from picotron.explain.estimate import Memory, bubble, rank_memory
-from picotron.model import load_model_config
+from picotron.json_files import read_object
+from picotron.model_config import load_model_config
 from picotron.parallelize import check_layout
 from picotron.run_folder import new_archive_folder, write_atomically
 from picotron.sweep.combinations import (
@@ -115,11 +116,9 @@ def parse_values(key: str, words: list[str]) -> list[Any]:
     if not words and type_of(key) is not bool:
         raise UserError(f"--{short_name(key)} needs a value")
     values = [read_value(key, word) for word in words] or [True]
-    for i, value in enumerate(values):
-        if canonical_json(value) in map(canonical_json, values[:i]):
-            raise UserError(
-                f"--{short_name(key)} contains {canonical_json(value)} more than once; remove the duplicates"
-            )
+    for value, count in Counter(map(canonical_json, values)).items():
+        if count > 1:
+            raise UserError(f"--{short_name(key)} contains {value} more than once; remove the duplicates")
     return values
 
 
@@ -229,7 +228,7 @@ def write_configs(planned: Sequence[PlannedJob], folder: Path, overwrite: bool) 
 def read_or_none(path: Path) -> dict[str, Any] | None:
     """Read a JSON file; None if it cannot be read."""
     try:
-        return read_json(str(path))
+        return read_object(path)
     except UserError:
         return None
 
@@ -256,7 +255,7 @@ def table(planned: Sequence[PlannedJob]) -> str:
 def create(options: argparse.Namespace, choices: Choices) -> None:
     """Plan all combinations, write their configs, and print the table."""
     check_exp_name(options.exp_name)
-    base = drop_ignored_keys(read_json(options.config))
+    base = drop_ignored_keys(read_object(Path(options.config)))
     folder = Path(options.out_dir, options.exp_name)
     chosen = combinations(choices, options.world_size, base)
     planned = []

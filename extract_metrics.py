@@ -19,9 +19,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from picotron.arguments import number
 from picotron.config import Config
-from picotron.config_reader import parse_config, read_json
+from picotron.config_reader import parse_config
 from picotron.errors import UserError
+from picotron.json_files import read_object
 from picotron.run_folder import read_records
 from picotron.sweep.jobs import Job, find_jobs
 
@@ -31,7 +33,7 @@ RATE = "tokens_per_second_per_gpu"
 COLUMNS = (
     "name", "status", "dp", "pp", "cp", "tp", "pp_engine", "micro_batch_size", "gradient_accumulation_steps",
     "global_batch_size", "seq_length", "step", "total_train_steps", "final_loss", "eval_loss", f"mean_{RATE}",
-    f"median_{RATE}", "mfu", "memory_gb",
+    f"median_{RATE}", "mfu", "memory_gb", "problem",
 )  # fmt: skip
 
 
@@ -43,13 +45,15 @@ class Run:
         name: the name of its job.
         status: the status of its job, or "" if the run was started by hand.
         config: the config, or None if it is invalid.
-        records: the lines of metrics.jsonl.
+        records: the records of metrics.jsonl.
+        problem: the first problem of the run's files, or "".
     """
 
     name: str
     status: str
     config: Config | None
     records: list[dict[str, Any]]
+    problem: str
 
     @property
     def layout(self) -> str:
@@ -65,12 +69,17 @@ def read_run(job: Job) -> Run:
     folder = job.folder if by_hand else job.run_folder
     run_config = folder / "config.json"  # written by train.py, including its overrides
     try:
-        config = parse_config(read_json(str(run_config if run_config.exists() else job.config_file)))
+        config, problem = parse_config(read_object(run_config if run_config.exists() else job.config_file)), ""
     except UserError as error:
-        logger.warning("%s: %s", job.config_file, error)
-        config = None
+        config, problem = None, "; ".join(error.problems)
+    status = "" if by_hand else job.status
+    if status == "unknown":
+        problem = problem or "status.txt has no status"
+    records, damage = read_records(folder / "metrics.jsonl")
     name = job.folder.resolve().name if job.name == "." else job.name
-    return Run(name, "" if by_hand else job.status, config, read_records(folder / "metrics.jsonl"))
+    if problem or damage:
+        logger.warning("%s: %s", job.folder, problem or damage)
+    return Run(name, status, config, records, problem or damage)
 
 
 def field_values(records: Sequence[dict[str, Any]], field: str) -> list[float]:
@@ -87,7 +96,7 @@ def table_row(run: Run, warmup: int) -> dict[str, Any]:
         warmup: number of first steps that throughput and MFU exclude.
     """
     timed = run.records[warmup:]
-    row: dict[str, Any] = {"name": run.name, "status": run.status}
+    row: dict[str, Any] = {"name": run.name, "status": run.status} | ({"problem": run.problem} if run.problem else {})
     if run.config is not None:
         layout, training = run.config.distributed, run.config.training
         row |= {axis: getattr(layout, f"{axis}_size") for axis in ("dp", "pp", "cp", "tp")}
@@ -184,12 +193,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inp_dir", required=True, type=Path, help="a sweep, a job, or a folder with several sweeps")
     parser.add_argument(
-        "--warmup", type=int, default=3, help="number of first steps to exclude from throughput [%(default)s]"
+        "--warmup",
+        type=number(int, 0),
+        default=3,
+        help="number of first steps to exclude from throughput [%(default)s]",
     )
     options = parser.parse_args(arguments)
     try:
-        if options.warmup < 0:
-            raise UserError(f"--warmup {options.warmup} should be a number of steps, 0 or more")
         runs = [read_run(job) for job in find_jobs(options.inp_dir)]
         rows = [table_row(run, options.warmup) for run in runs]
         write_table(rows, options.inp_dir / "metrics.csv")

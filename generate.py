@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from picotron.arguments import number
 from picotron.checkpoint.checkpoint import check_files, read_state
 from picotron.checkpoint.safetensors_folder import SafetensorsFolder, find_folder
 from picotron.config import Model
 from picotron.errors import UserError, first_line
 from picotron.launch import exit_on_error
-from picotron.model import Attention, Llama, fused_attention, load_model_config
+from picotron.model import Attention, Llama, fused_attention
+from picotron.model_config import load_model_config
 from picotron.run_folder import checkpoint_folders
 from picotron.weights import materialise
 
@@ -99,7 +101,7 @@ def generate(
 
 def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Draw the next token from the logits (V,), see `generate`."""
-    if temperature == 0:
+    if temperature < 1e-6:  # the quotient could overflow
         return int(logits.argmax())
     if 0 < top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
@@ -112,17 +114,20 @@ def main() -> None:
         "--checkpoint", required=True, help="checkpoint, run folder (for its newest checkpoint) or hub id"
     )
     parser.add_argument("--prompt", default="", help="beginning of the text [empty: a new document]")
-    parser.add_argument("--max_new_tokens", type=int, default=100, help="maximum number of new tokens [100]")
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="divisor of the logits; 0: always take the likeliest token [0]"
+        "--max_new_tokens", type=number(int, 0, 2**24), default=100, help="maximum number of new tokens [100]"
     )
-    parser.add_argument("--top_k", type=int, default=0, help="number of likeliest tokens to draw from; 0: all [0]")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random draws [0]")
+    parser.add_argument(
+        "--temperature",
+        type=number(float, 0),
+        default=0.0,
+        help="divisor of the logits; 0: always take the likeliest token [0]",
+    )
+    parser.add_argument(
+        "--top_k", type=number(int, 0), default=0, help="number of likeliest tokens to draw from; 0: all [0]"
+    )
+    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="seed of the random draws [0]")
     options = parser.parse_args()
-    for name in ("max_new_tokens", "temperature", "top_k", "seed"):
-        if getattr(options, name) < 0:
-            raise UserError(f"--{name} {getattr(options, name)} is negative; use 0 or more")
-
     folder = [find_folder(options.checkpoint), *checkpoint_folders(Path(options.checkpoint)).values()][-1]
     if (folder / "metrics.jsonl").exists():
         raise UserError(

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from picotron.arguments import number
 from picotron.config import Config
 from picotron.config_reader import load_config
 from picotron.errors import UserError
@@ -62,7 +63,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--only", nargs="+", choices=STATUSES, metavar="STATUS", help=statuses)
     add("--dry_run", action="store_true", help="print commands without running them; on Slurm, write each job.slurm")
     add("--grace", type=int, metavar="SECONDS", help=f"{grace} [120]")
-    add("--timeout", type=float, metavar="SECONDS", help="with --local, time limit of each job [no limit]")
+    add(
+        "--timeout", type=number(float, 1e-3), metavar="SECONDS", help="with --local, time limit of each job [no limit]"
+    )
     actions = parser.add_mutually_exclusive_group()
     actions.add_argument("--check_status", action="store_true", help="count jobs by status, and list those of --only")
     actions.add_argument("--cancel", action="store_true", help="cancel pending and running jobs")
@@ -166,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             code = run_local_jobs(configs, options.timeout, options.grace, options.dry_run)
     counts = Counter(job.status for job in all_jobs)
-    for status in STATUSES:
+    for status in [each for each in STATUSES if each != "unknown" or counts[each]]:
         print(f"{status:10}{counts[status]:6}")
     print(f"{'total':10}{len(all_jobs):6}")
     return code

@@ -25,7 +25,7 @@ from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
 from picotron.explain.explain import run_rank
 from picotron.explain.fake_group import fake_rank
-from picotron.model import load_model_config
+from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW
 from picotron.schedules.plan import plan_pipeline, training_schedule
 from picotron.schedules.schedules import SCHEDULES, build

@@ -8,7 +8,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron.config import Model
-from picotron.model import Llama, load_model_config, math_attention
+from picotron.model import Llama, math_attention
+from picotron.model_config import load_model_config
 from picotron.schedules.costs import model_cost
 from picotron.text_table import text_table
 

@@ -14,7 +14,7 @@ from picotron.config import Config
 from picotron.config_reader import load_config
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.model import load_model_config
+from picotron.model_config import load_model_config
 from picotron.parallelize import build_model
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.schedules.plan import plan_pipeline

@@ -24,7 +24,7 @@ from picotron.config import Config
 from picotron.config_reader import load_config
 from picotron.data import MicroBatchDataLoader
 from picotron.explain.fake_group import fake_rank
-from picotron.model import load_model_config
+from picotron.model_config import load_model_config
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import new_groups
 from picotron.schedules.draw_svg import lighter

@@ -16,11 +16,12 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 
-from picotron.errors import UserError
 from picotron.schedules.schedules import SCHEDULES, check_name
 
 
@@ -29,6 +30,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def check_text(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str) and ("\0" in value or (not value and info.field_name != "load_path")):
+            raise ValueError(f"{value!r} should have at least one character, and no null character")
+        return value
 
 
 class Distributed(Section):
@@ -164,11 +172,11 @@ class Dataset(Section):
     subset_name: str | None = None
     """configuration of a hub data set; null: its default"""
     split: str = "train"
-    """split of the data set, or a slice of one, such as train[:1000]"""
+    """split of a hub data set, or a slice of one, such as train[:1000]"""
     num_workers: NonNegativeInt = 0
     """processes per rank that read batches ahead; 0: the training process reads them"""
     num_proc: PositiveInt = 1
-    """processes that tokenise the data set"""
+    """processes that tokenise the data set; 1: the training process, with several threads"""
     text_column: str = "text"
     """column that holds the text of a document"""
     shuffle: bool = True
@@ -286,13 +294,3 @@ class Config(Section):
         """Number of sequences per optimizer step."""
         training = self.training
         return training.micro_batch_size * training.gradient_accumulation_steps * self.distributed.dp_size
-
-
-def check_world_size(distributed: Distributed, world_size: int) -> None:
-    """Raise a UserError unless the layout has as many ranks as processes were started."""
-    if distributed.world_size != world_size:
-        d = distributed
-        raise UserError(
-            f"dp_size={d.dp_size} x pp_size={d.pp_size} x cp_size={d.cp_size} x tp_size={d.tp_size} needs {d.world_size} "
-            f"processes, but {world_size} started; use torchrun --nproc_per_node {d.world_size}, or change the sizes"
-        )

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from picotron.config import Config, Section, read_string
 from picotron.errors import UserError
+from picotron.json_files import read_object
 
 logger = logging.getLogger("picotron")
 
@@ -54,7 +55,7 @@ def drop_ignored_keys(data: dict[str, Any]) -> dict[str, Any]:
     kept = {
         section: dict(body) if isinstance(body, dict) else body
         for section, body in data.items()
-        if section != "$schema"
+        if section != "$schema" or not isinstance(body, str)
     }
     for key, _ in _items(data):
         section, _, name = key.partition(".")
@@ -81,7 +82,8 @@ def _sentence(error: Any) -> str:
         return f"{key} is missing; set it in the file or with --{key}"
     if error["type"] == "value_error":
         return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
-    if isinstance(error["input"], dict | list):  # the value is not shown: it may be long, or contain a secret
+    # The value of a section, a list or an object is not shown: it may be long, or contain a secret.
+    if len(error["loc"]) == 1 or isinstance(error["input"], dict | list):
         return f"{key}: {error['msg'].replace('Input should', 'it should')}"
     return f"{key}={json.dumps(error['input'], default=str)}: {error['msg'].replace('Input should', 'it should')}"
 
@@ -97,23 +99,6 @@ def parse_config(data: dict[str, Any]) -> Config:
     except ValidationError as error:
         problems = [_sentence(each) for each in error.errors()]
     raise UserError(*dict.fromkeys(problems))
-
-
-def read_json(path: str) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        UserError: the file cannot be read, or holds no JSON object.
-    """
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; give the path of a JSON file") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path} holds a JSON {type(data).__name__}; it should hold an object {{...}} with sections")
-    return data
 
 
 def type_of(key: str) -> Any:
@@ -155,6 +140,8 @@ def _apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
         if not words or (words[0].startswith("--")):
             raise UserError(f"{key} needs a value; for example {key} 1")
         name = key.removeprefix("--")
+        if name in IGNORED:
+            raise UserError(f"{key} is not accepted on the command line, which other programs record; {IGNORED[name]}")
         override(data, name, read_value(name, words.pop(0)))
 
 
@@ -195,6 +182,6 @@ def parse_command_line(arguments: list[str]) -> Options:
         raise SystemExit(0)
     if known.config is None:
         raise UserError("no config given; use --config FILE, for example --config template/base_config.json")
-    data = read_json(known.config)
+    data = read_object(Path(known.config))
     _apply_overrides(data, overrides)
     return Options(parse_config(data), known.explain)

@@ -15,11 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import LlamaConfig
 
 from picotron.collectives import accumulation_dtype
-from picotron.config import Model as ModelSection
-from picotron.errors import UserError, first_line
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -170,7 +168,7 @@ class Llama(nn.Module):
     """The language model.
 
     Args:
-        config: see `load_model_config`, which rejects configs that this model does not support.
+        config: see `picotron.model_config.load_model_config`, which rejects configs that this model does not support.
         attention_fn: causal attention of (q, k, v), see `fused_attention`.
         checkpoint_activations: whether to keep only each layer's input and to run its forward again in backward (Chen
             et al. 2016, arXiv:1604.06174).
@@ -231,61 +229,3 @@ class Llama(nn.Module):
         """
         x = self.model.norm(x)
         return self.lm_head(x) if target_ids is None else self.lm_head.cross_entropy(x, target_ids)
-
-
-def load_model_config(section: ModelSection) -> LlamaConfig:
-    """Load the LlamaConfig of `model.name` (a folder or a hub id) and apply the section's overrides.
-
-    Raises:
-        UserError: the config cannot be read, is invalid, or needs features that `Llama` does not support.
-    """
-    try:
-        data, _ = PretrainedConfig.get_config_dict(section.name)
-        if not data:
-            raise FileNotFoundError("file not found")
-    except Exception as error:  # no such folder, no network, no permission, not JSON, ...
-        raise UserError(
-            f"model.name={section.name!r} has no readable config.json ({first_line(error)}); give a hub id or a local folder"
-        ) from None
-    if data.get("model_type") != "llama":
-        raise UserError(
-            f"model_type={data.get('model_type')!r} of {section.name} is not supported; picotron trains 'llama' models"
-        )
-    for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-        if getattr(section, key) is not None:
-            data[key] = getattr(section, key)
-    try:
-        config = LlamaConfig.from_dict(data)
-    except Exception as error:
-        raise UserError(
-            f"the config.json of {section.name} is not a valid LlamaConfig: {' '.join(str(error).split())}"
-        ) from None
-    check_supported(config)
-    return config
-
-
-def check_supported(config: LlamaConfig) -> None:
-    """Raise UserError if `config` needs a feature that `Llama` would compute differently from transformers."""
-    parameters = config.rope_parameters
-    if config.num_attention_heads % config.num_key_value_heads:
-        divisors = [n for n in range(1, config.num_attention_heads + 1) if config.num_attention_heads % n == 0]
-        raise UserError(
-            f"num_key_value_heads={config.num_key_value_heads} does not divide num_attention_heads="
-            f"{config.num_attention_heads}; use one of {divisors}"
-        )
-    if config.head_dim % 2:
-        raise UserError(f"head_dim={config.head_dim} is odd; rotary embeddings need an even head_dim")
-    features = {
-        "hidden_act": (config.hidden_act, ("silu",)),
-        "attention_dropout": (config.attention_dropout, (0, None)),
-        "rope_type": (parameters["rope_type"], ("default", "linear", "llama3")),
-        "partial_rotary_factor": (parameters.get("partial_rotary_factor"), (1, None)),
-        "sliding_window": (getattr(config, "sliding_window", None), (None,)),
-        "quantization_config": (getattr(config, "quantization_config", None), (None,)),
-    }
-    for name, (value, supported) in features.items():
-        if value not in supported:
-            allowed = " or ".join(repr(v) for v in supported)
-            raise UserError(
-                f"{name}={value!r} in the model's config.json is not supported; picotron supports {allowed}"
-            )

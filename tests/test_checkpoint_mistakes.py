@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from picotron.config import Config
 from picotron.run_folder import checkpoint_folders
 from tests.support.checkpoints import mistake, model_of, run, run_config, warnings_of
-from tests.support.oracle import make_config, tiny_llama
+from tests.support.oracle import tiny_llama
 from tests.support.worker_pool import WorkerPool
 
 
@@ -61,8 +61,8 @@ DAMAGES = {
     "config": r"config\.json is damaged: the checksum",
     "no state": r"trainer_state\.json is missing, so training cannot resume from this folder; use another checkpoint",
     "flipped state": r"trainer_state\.json is damaged \(checksum mismatch\); use another checkpoint",
-    "empty state": r"trainer_state\.json is damaged \(Expecting value",
-    "foreign state": r"trainer_state\.json is damaged \(",
+    "empty state": r"trainer_state\.json is not valid JSON: Expecting value at line 1, column 1; use another",
+    "foreign state": r"trainer_state\.json holds a JSON list; it should hold an object \{\.\.\.\}; use another",
 }
 
 
@@ -95,12 +95,35 @@ def test_latest_skips_damaged_checkpoints(pool: WorkerPool, tokenizer: Path, tmp
         assert lines[0].startswith(f"{tmp_path}/step_00000010/model.safetensors has ")
         assert lines[1].startswith(f"{tmp_path}/step_00000008/exp_avg_sq.safetensors is damaged")
         assert all(line.endswith("; trying the checkpoint before it") for line in lines)
-    for step in (2, 4, 6):
-        damage(checkpoint_folders(tmp_path)[step], "missing")
-    steps, lines = pool.run(
-        warnings_of, 1, config.model_copy(update={"distributed": make_config().distributed}), model_of(False), tokenizer
-    )[0]
-    assert (steps, len(lines)) == (10, 5)
+
+
+def test_latest_skips_folders_that_are_no_checkpoints(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    keys = {"checkpoint__save_frequency": 2, "checkpoint__load_path": "latest"}
+    run(pool, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)
+    (tmp_path / "step_00000012").mkdir()
+    damage(tmp_path / "step_00000010", "no state")
+    damage(tmp_path / "step_00000008", "no state")
+    for path in (tmp_path / "step_00000008").glob("exp_avg*"):
+        path.unlink()
+    config = run_config(tmp_path, {}, checkpoint__load_path="latest", checkpoint__save_frequency=0)
+    steps, lines = pool.run(warnings_of, 1, config, model_of(False), tokenizer)[0]
+    assert steps == 4
+    assert [line.split(",")[0] for line in lines] == [
+        f"{tmp_path}/step_00000012/trainer_state.json is missing; trying the checkpoint before it",
+        f"{tmp_path}/step_00000010/trainer_state.json is missing",
+        f"{tmp_path}/step_00000008/trainer_state.json is missing; trying the checkpoint before it",
+    ]
+
+
+def test_latest_stops_if_no_checkpoint_is_intact(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    keys = {"checkpoint__save_frequency": 5, "checkpoint__load_path": "latest"}
+    run(pool, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)
+    for folder in checkpoint_folders(tmp_path).values():
+        damage(folder, "no state")
+    before = sorted(tmp_path.rglob("*"))
+    message = pool.run(mistake, 1, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)[0]
+    assert f"none of the 2 checkpoints in {tmp_path} is intact; choose another load_path" in message
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_token_of_the_base_config_is_not_written(tmp_path: Path, capsys: pytest.
         (["--cp", "3"], "training.seq_length=64 is not divisible by 6"),
         (["--cp", "8", "--distributed.cp_engine", "ulysses"], "cp_engine='ulysses' cannot split the key/value heads"),
         (["--num_key_value_heads", "3"], "num_key_value_heads=3 does not divide num_attention_heads=8"),
-        (["--model_name", "no/such/model"], "model.name='no/such/model' has no readable config.json"),
+        (["--model_name", "no/such/model"], "'no/such/model' has no readable config.json"),
         (["--tp", "two"], 'distributed.tp_size="two"'),
         (["--tp", "3", "5"], "none of the 2 combinations can run"),
         (["--tp", "2", "2"], "--tp contains 2 more than once"),

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 import generate as program
 from generate import draw, generate, load_model
 from picotron.errors import UserError
-from picotron.tokens import train_bpe
+from picotron.text.tokens import train_bpe
 from tests.support.oracle import tiny_llama
 from tests.test_safetensors_folder import break_folder
 
@@ -116,16 +116,26 @@ def test_program_warns_of_more_tokens_than_the_model_supports(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--temperature", "-1"], "--temperature -1.0 is negative; use 0 or more"),
-        (["--max_new_tokens", "-1"], "--max_new_tokens -1 is negative"),
-        (["--checkpoint", "no/such"], "is not a local folder and cannot be downloaded"),
+        (["--temperature", "-1"], "argument --temperature: '-1' should be a number of at least 0"),
+        (["--temperature", "nan"], "'nan' should be a number of at least 0"),
+        (["--max_new_tokens", "-1"], "'-1' should be an integer from 0 to 16777216"),
+        (["--max_new_tokens", "1e3"], "'1e3' should be an integer from 0"),
+        (["--top_k", "-1"], "'-1' should be an integer of at least 0"),
+        (["--seed", str(2**64)], "should be an integer from 0 to 9223372036854775807"),
     ],
 )
-def test_program_rejects_negative_options_and_unknown_models(
-    folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+def test_program_rejects_numbers_out_of_range(
+    folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(folder), *words])
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(SystemExit):
+        program.main()
+    assert message in capsys.readouterr().err
+
+
+def test_program_rejects_unknown_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", "no/such"])
+    with pytest.raises(UserError, match="'no/such' is not a local folder and cannot be downloaded"):
         program.main()
 
 

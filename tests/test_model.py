@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 
 from picotron.config import Model
 from picotron.errors import UserError
-from picotron.model import Llama, check_supported, load_model_config, math_attention
+from picotron.model import Llama, math_attention
+from picotron.model_config import check_supported, load_model_config
 from picotron.weights import initial_weights
 from tests.support.oracle import assert_close, oracle_model, our_model, tiny_llama
 
@@ -187,7 +188,10 @@ def test_load_model_config_reads_a_folder_and_applies_overrides(tmp_path: Path) 
             '{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}',
             "not a valid LlamaConfig: .*30.*not a multiple",
         ),
-        ('{"model_type": "llama", "hidden_size": "wide"}', "not a valid LlamaConfig"),
+        (
+            '{"model_type": "llama", "hidden_size": "wide"}',
+            "hidden_size='wide' in the config.json of .*: it should be a valid integer",
+        ),
     ],
 )
 def test_load_model_config_rejects_unusable_folders(tmp_path: Path, content: str | None, message: str) -> None:

@@ -26,7 +26,9 @@ from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Model
 from picotron.data import Progress
 from picotron.errors import UserError
-from picotron.model import Llama, load_model_config
+from picotron.json_files import read_object
+from picotron.model import Llama
+from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW
 from picotron.run_folder import UNFINISHED, checkpoint_folders
 from picotron.weights import ReadTensor, copy_shard, parameters_and_shards
@@ -94,13 +96,13 @@ def read_state(folder: Path) -> TrainerState | None:
             raise UserError(f"{path} is missing, so training cannot resume from this folder; use another checkpoint")
         return None
     try:
-        data = json.loads(path.read_text())
+        data = read_object(path)
         if data.pop("xxh3") != _checksum(data):
             raise ValueError("checksum mismatch")
         return TrainerState.model_validate_json(json.dumps(data))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; use another checkpoint") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except UserError as error:
+        raise UserError(f"{error}; use another checkpoint") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({str(error).splitlines()[0]}); use another checkpoint") from None
 
 
@@ -224,10 +226,10 @@ def find_checkpoint(config: Config, model_config: LlamaConfig) -> Checkpoint | N
 
 
 def _newest_checkpoint(save_dir: Path) -> Checkpoint | None:
-    """Open the newest intact checkpoint, if there is one, and log a warning for each damaged one.
+    """Open the newest intact checkpoint, and log a warning for each damaged one. Returns None if there is none at all.
 
     Raises:
-        UserError: some ranks see other checkpoints than rank 0.
+        UserError: no checkpoint is intact, or some ranks see other checkpoints than rank 0.
     """
     seen = run_on_all_ranks(lambda: list(checkpoint_folders(save_dir).values()))
     for rank, folders in enumerate(seen):
@@ -238,8 +240,17 @@ def _newest_checkpoint(save_dir: Path) -> Checkpoint | None:
             )
     for folder in reversed(seen[0]):
         try:
-            return Checkpoint(folder)
+            checkpoint = Checkpoint(folder)
+            if checkpoint.state is not None:
+                return checkpoint
+            problem = f"{folder / STATE_FILE} is missing"
         except UserError as error:
-            logger.warning("%s; trying the checkpoint before it", str(error).split(";")[0])
-    logger.info("%s has no intact checkpoint; training starts at step 1", save_dir)
+            problem = str(error).split(";")[0]
+        logger.warning("%s; trying the checkpoint before it", problem)
+    if seen[0]:
+        raise UserError(
+            f"checkpoint.load_path='latest': none of the {len(seen[0])} checkpoints in {save_dir} is intact; choose "
+            f"another load_path, or another save_dir to start at step 1"
+        )
+    logger.info("%s has no checkpoint; training starts at step 1", save_dir)
     return None

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -18,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from picotron.errors import UserError, first_line
+from picotron.hub import connect
+from picotron.json_files import read_object
 from picotron.weights import Index
 
 DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
@@ -32,6 +35,7 @@ def find_folder(name: str) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
+    connect(name)
     try:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # the hub client raises many types: no such model, no network, no permission
@@ -39,6 +43,13 @@ def find_folder(name: str) -> Path:
             f"{name!r} is not a local folder and cannot be downloaded ({first_line(error)}); check the "
             f"name, or use a folder"
         ) from None
+
+
+def file_name(name: Any) -> str:
+    """Return a name from an index. Raises ValueError unless it is the name of a file in the same folder."""
+    if not isinstance(name, str) or not name or name == ".." or Path(name).name != name:
+        raise ValueError(f"its index names {name!r}, which is no file name")
+    return name
 
 
 class SafetensorsFolder:
@@ -53,8 +64,8 @@ class SafetensorsFolder:
         index = folder / f"{kind}.safetensors.index.json"
         try:
             if index.exists():
-                weight_map = json.loads(index.read_text())["weight_map"]
-                self.file_of = {name: folder / file for name, file in weight_map.items()}
+                weight_map = read_object(index)["weight_map"]
+                self.file_of = {name: folder / file_name(file) for name, file in weight_map.items()}
             else:
                 single = folder / f"{kind}.safetensors"
                 with safe_open(single, framework="pt") as file:
@@ -64,7 +75,7 @@ class SafetensorsFolder:
                 f"{folder} has no {kind}.safetensors and no {kind}.safetensors.index.json; only safetensors are read, "
                 f"so save the model with transformers' save_pretrained first"
             ) from None
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
             raise UserError(f"the safetensors of {folder} are damaged ({error}); download or save them again") from None
 
     def read(self, name: str, shape: torch.Size, index: Index = ()) -> Tensor:
@@ -91,7 +102,9 @@ class SafetensorsFolder:
                 return tensor[index or ...]
         except FileNotFoundError:
             raise UserError(f"{path} is missing, but the index of {self.folder} lists it; download it again") from None
-        except SafetensorError as error:
+        except (SafetensorError, OSError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
             raise UserError(f"{path} is damaged ({error}); download or save it again") from None
 
 
@@ -133,7 +146,7 @@ class FileWriter:
         self.error: OSError | None = None
         try:
             # No O_TRUNC: other processes may have written their ranges already.
-            self.file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0)
+            self.file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb", buffering=0)
         except OSError as error:
             self.error = error
 

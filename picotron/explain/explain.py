@@ -24,7 +24,7 @@ from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.explain.fake_group import FakeGroup, Message, fake_rank
 from picotron.metrics import global_mean, peak_memory
-from picotron.model import load_model_config
+from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model, check_layout, unwrap
 from picotron.schedules.plan import PipelinePlan

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from picotron.arguments import number
 from picotron.errors import UserError
 from picotron.schedules.actions import Overlapped
 from picotron.schedules.draw_svg import as_page, as_svg
@@ -132,12 +133,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--csv", metavar="FILE", help="draw a schedule from a CSV file with one line of actions per pp rank"
     )
     what.add_argument("--measured", metavar="RUN_DIR", help="draw a step that a run recorded (logging.trace_steps)")
-    parser.add_argument("--step", type=int, help="number of the recorded step; by default the newest")
-    parser.add_argument("--pp", type=int, default=4, help="number of pp ranks; by default 4")
-    parser.add_argument("--microbatches", type=int, default=8, help="number of micro-batches per step; by default 8")
-    parser.add_argument("--chunks", type=int, help="stages per pp rank, for schedules that work with any number")
+    parser.add_argument("--step", type=number(int, 1), help="number of the recorded step; by default the newest")
+    parser.add_argument("--pp", type=number(int, 1), default=4, help="number of pp ranks; by default 4")
     parser.add_argument(
-        "--p2p", type=float, default=0.0, help="time of a message between pp ranks, in the unit above; by default 0"
+        "--microbatches", type=number(int, 1), default=8, help="number of micro-batches per step; by default 8"
+    )
+    parser.add_argument(
+        "--chunks", type=number(int, 1), help="stages per pp rank, for schedules that work with any number"
+    )
+    parser.add_argument(
+        "--p2p",
+        type=number(float, 0),
+        default=0.0,
+        help="time of a message between pp ranks, in the unit above; by default 0",
     )
     parser.add_argument("--out", type=Path, help=".svg, .html, .json or .csv file; by default, text is printed")
     options = parser.parse_args(arguments)

@@ -181,6 +181,8 @@ class Recipe(NamedTuple):
     placement: Placement = "loop"
 
 
+MAX_FORWARDS = 2**18  # per step, in all stages
+
 SCHEDULES = {
     "afab": Recipe(afab),
     "1f1b": Recipe(one_f_one_b),
@@ -249,3 +251,8 @@ def forward_only(pp: int, microbatches: int, chunks: int = 1, placement: Placeme
 def _check_numbers(pp: int, microbatches: int, chunks: int) -> None:
     if min(pp, microbatches, chunks) < 1:
         raise UserError(f"pp={pp}, microbatches={microbatches} and chunks={chunks} must each be at least 1")
+    if pp * microbatches * chunks > MAX_FORWARDS:
+        raise UserError(
+            f"pp={pp} x microbatches={microbatches} x chunks={chunks} is {pp * microbatches * chunks:,} forwards per step; "
+            f"a schedule has at most {MAX_FORWARDS:,}"
+        )

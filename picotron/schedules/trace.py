@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from picotron.errors import UserError
+from picotron.json_files import parse_json
 from picotron.schedules.actions import parse_action
 from picotron.schedules.simulate import Span, Timeline
 
@@ -44,16 +45,16 @@ def read_trace(run_dir: str | Path, step: int | None = None) -> tuple[int, Timel
     if step not in steps:
         raise UserError(f"{str(run_dir)!r} has no trace of step {step}; choose one of {steps}")
     spans: dict[int, list[Span]] = {}
-    for number, line in enumerate(trace_path(run_dir, step).read_text().splitlines(), start=1):
+    for number, line in enumerate(trace_path(run_dir, step).read_bytes().splitlines(), start=1):
         try:
-            event = json.loads(line)
+            event = parse_json(line, "a line")
             span = Span(parse_action(event["action"]), float(event["start"]), float(event["end"]))
             if not 0 <= span.start <= span.end < math.inf:
                 raise ValueError("times are out of order")
             spans.setdefault(int(event["rank"]), []).append(span)
         except (ValueError, TypeError, KeyError):
             raise UserError(
-                f"{trace_path(run_dir, step)} is not a valid trace: line {number} is {line[:80]!r}; expected "
+                f"{trace_path(run_dir, step)} is not a valid trace: line {number} is {line[:80].decode(errors='replace')!r}; expected "
                 f'{{"rank": 0, "action": "0F0", "start": 0.0, "end": 1.0}}, with times in seconds'
             ) from None
     if not spans or sorted(spans) != list(range(len(spans))):

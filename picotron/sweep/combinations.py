@@ -30,6 +30,10 @@ FLAGS = AXES | {
     "use_fused_adam": "model.use_fused_adam",
 }
 
+MAX_COMBINATIONS = 10_000
+MAX_CANDIDATES = 1_000_000  # for layouts
+MAX_PROCESSES = 1_000_000
+
 Choices = dict[str, list[Any]]  # the values of each dotted key
 Combination = dict[str, Any]  # one value for each dotted key
 
@@ -64,19 +68,36 @@ def combinations(choices: Choices, world_sizes: Sequence[int] | None, base: dict
         UserError: there is no combination.
     """
     if world_sizes is None:
-        return _product(choices)
-    layouts = _layouts(choices, world_sizes, base)
-    others = _product({key: values for key, values in choices.items() if key not in AXES.values()})
+        layouts: list[Combination] = [{}]
+        others = _product(choices)
+    else:
+        layouts = _layouts(choices, world_sizes, base)
+        others = _product({key: values for key, values in choices.items() if key not in AXES.values()})
+    if len(layouts) * len(others) > MAX_COMBINATIONS:
+        raise UserError(
+            f"{len(layouts) * len(others):,} combinations are more than {MAX_COMBINATIONS:,}; give fewer values"
+        )
     return [layout | other for layout in layouts for other in others]
 
 
-def _product(choices: Choices) -> list[Combination]:
+def _all(choices: Choices) -> list[Combination]:
     return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+
+
+def _product(choices: Choices) -> list[Combination]:
+    count = math.prod(map(len, choices.values()))
+    if count > MAX_COMBINATIONS:
+        raise UserError(f"{count:,} combinations are more than {MAX_COMBINATIONS:,}; give fewer values")
+    return _all(choices)
 
 
 def _layouts(choices: Choices, world_sizes: Sequence[int], base: dict[str, Any]) -> list[Combination]:
     if min(world_sizes) < 1:
         raise UserError(f"--world_size {min(world_sizes)} should be a positive number of processes")
+    if max(world_sizes) > MAX_PROCESSES:
+        raise UserError(
+            f"--world_size {max(world_sizes)} is more than {MAX_PROCESSES:,} processes; use a smaller number"
+        )
     divisors = [n for n in range(1, max(world_sizes) + 1) if any(size % n == 0 for size in world_sizes)]
     section, given_axes = base.get("distributed"), choices.keys() & set(AXES.values())
     base_sizes = section if isinstance(section, dict) else {}
@@ -91,7 +112,12 @@ def _layouts(choices: Choices, world_sizes: Sequence[int], base: dict[str, Any])
         for size in sizes[key]:
             if type(size) is not int or size < 1:
                 raise UserError(f"{key}={canonical_json(size)} should be a positive integer")
-    layouts = [layout for layout in _product(sizes) if math.prod(layout.values()) in world_sizes]
+    candidates = math.prod(map(len, sizes.values()))
+    if candidates > MAX_CANDIDATES:
+        raise UserError(
+            f"--world_size has {candidates:,} candidates for layouts; give the sizes of some axes, as in --tp 1 8"
+        )
+    layouts = [layout for layout in _all(sizes) if math.prod(layout.values()) in world_sizes]
     if not layouts:
         tried = " x ".join(f"{axis} {'|'.join(map(str, sizes[key]))}" for axis, key in AXES.items())
         wanted = " or ".join(map(str, world_sizes))

@@ -12,6 +12,7 @@ folder.
 import contextlib
 import fcntl
 import importlib.metadata
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,12 +21,23 @@ from typing import Literal, cast, get_args
 
 from picotron.errors import UserError
 
-Status = Literal["init", "pending", "running", "completed", "fail", "oom", "timeout", "cancelled"]
+logger = logging.getLogger("picotron")
+
+Status = Literal["init", "pending", "running", "completed", "fail", "oom", "timeout", "cancelled", "unknown"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 ACTIVE = ("pending", "running")
-ENDED = STATUSES[3:]
+ENDED = ("completed", "fail", "oom", "timeout", "cancelled")
 OUT_OF_MEMORY = "MemoryError|out of memory|can't allocate memory|oom.kill event"
 """regular expression that matches the log of an `oom` job: the messages of CUDA, Python, the CPU allocator and Slurm"""
+
+
+def read_word(file: Path) -> str:
+    """Read a file with one word. Returns "" if there is no such file, or if it cannot be read, with a warning."""
+    try:
+        return file.read_text(errors="replace").strip()[:100] if file.exists() else ""
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", file, error.strerror)
+        return ""
 
 
 @dataclass(frozen=True)
@@ -55,11 +67,12 @@ class Job:
 
     @property
     def status(self) -> Status:
-        """The word in status.txt, or "init" if there is no such file."""
+        """The word in status.txt; "init" if there is no such file, "unknown" if it cannot be read or has no status."""
         file = self.folder / "status.txt"
-        word = file.read_text().strip() if file.exists() else "init"
+        word = read_word(file) or ("unknown" if file.exists() else "init")
         if word not in STATUSES:
-            raise UserError(f"{file} contains {word!r}; it should contain one of {', '.join(STATUSES)}")
+            logger.warning("%s contains %r; it should contain one of %s", file, word, ", ".join(STATUSES))
+            return "unknown"
         return cast(Status, word)
 
     def set_status(self, status: Status) -> None:

@@ -6,6 +6,7 @@ a run that is out of memory from another failure. Only Slurm knows that a job is
 lost its node.
 """
 
+import re
 import shlex
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import jinja2
 
 from picotron.config import Config
 from picotron.errors import UserError
-from picotron.sweep.jobs import ACTIVE, ENDED, OUT_OF_MEMORY, Job, Status, stop_options
+from picotron.sweep.jobs import ACTIVE, ENDED, OUT_OF_MEMORY, Job, Status, read_word, stop_options
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -157,8 +158,8 @@ def cancel(job: Job, job_id: str) -> None:
 
 def slurm_job_id(job: Job) -> str | None:
     """Id of the job's latest submission to Slurm; None if it was not submitted."""
-    file = job.folder / "slurm_job_id.txt"
-    return file.read_text().strip() if file.exists() else None
+    word = read_word(job.folder / "slurm_job_id.txt")
+    return word if re.fullmatch(r"[0-9_+.]+", word) else None
 
 
 def log_file(job: Job) -> Path:

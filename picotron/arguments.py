@@ -1,0 +1,21 @@
+"""Types of command-line arguments."""
+
+import argparse
+import math
+from collections.abc import Callable
+
+
+def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Return a type for argparse: finite numbers from `least` to `most`. Other words end the program."""
+
+    def parse(word: str) -> float:
+        try:
+            value = kind(word)
+        except ValueError:
+            value = math.nan
+        if math.isfinite(value) and least <= value <= most:
+            return value
+        limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"{word!r} should be {'an integer' if kind is int else 'a number'} {limits}")
+
+    return parse

@@ -1,0 +1,89 @@
+"""Readers answer any bytes with a value or a UserError, never with another exception."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from picotron.checkpoint.checkpoint import read_state
+from picotron.checkpoint.safetensors_folder import SafetensorsFolder
+from picotron.config_reader import leaf_keys, load_config, parse_config
+from picotron.errors import UserError
+from picotron.json_files import parse_json, read_object
+from picotron.run_folder import read_records
+from picotron.schedules.schedule_csv import read_csv
+from picotron.schedules.stages import parse_stages
+from picotron.schedules.trace import read_trace
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+JSON = st.recursive(VALUES, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(max_size=6), v, max_size=4))
+ANY_BYTES = st.binary(max_size=200) | JSON.map(lambda data: json.dumps(data).encode())
+STATE = json.dumps({
+    "step": 1, "tokens": 1, "samples": 1, "data_fingerprint": "a", "seed": 1, "layout": "", "config": {}, "versions": {}, "wandb_run_id": None,
+    "files": {"a": [{"start": 0, "size": 1, "xxh3": "b"}]}, "xxh3": "c",
+})  # fmt: skip
+
+
+def accepts_or_rejects(read: Callable[..., Any], *arguments: Any) -> None:
+    with contextlib.suppress(UserError):
+        read(*arguments)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("readers")
+
+
+any_input = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@any_input
+@given(data=JSON)
+def test_any_json_is_a_config_or_an_error(data: Any) -> None:
+    accepts_or_rejects(parse_config, data if isinstance(data, dict) else {"model": data})
+
+
+@any_input
+@given(key=st.sampled_from([*leaf_keys()]), value=JSON, word=st.text(max_size=12))
+def test_any_value_of_a_key_is_accepted_or_an_error(key: str, value: Any, word: str) -> None:
+    section, name = key.split(".")
+    accepts_or_rejects(parse_config, {"model": {"name": "a"}, "dataset": {"name": "b"}} | {section: {name: value}})
+    accepts_or_rejects(load_config, ["--config", "template/base_config.json", f"--{key}", word])
+
+
+@any_input
+@given(data=ANY_BYTES)
+def test_any_bytes_are_a_value_or_an_error(folder: Path, data: bytes) -> None:
+    accepts_or_rejects(parse_json, data, "the input")
+    for name, read in {
+        "a.json": lambda path: read_object(path),
+        "own.csv": lambda path: read_csv(str(path)),
+        "trainer_state.json": lambda path: read_state(path.parent),
+        "model.safetensors.index.json": lambda path: SafetensorsFolder(path.parent),
+        "model.safetensors": lambda path: SafetensorsFolder(path.parent),
+        "trace_step_00000001.jsonl": lambda path: read_trace(path.parent),
+        "metrics.jsonl": lambda path: read_records(path),
+    }.items():
+        (folder / name).write_bytes(data)
+        accepts_or_rejects(read, folder / name)
+        (folder / name).unlink()
+
+
+@any_input
+@given(place=st.integers(0, len(STATE) - 1), character=st.characters(codec="utf-8"))
+def test_a_changed_character_of_a_state_is_an_error(folder: Path, place: int, character: str) -> None:
+    (folder / "trainer_state.json").write_text(STATE[:place] + character + STATE[place + 1 :])
+    with pytest.raises(UserError):  # its checksum "c" is wrong, too
+        read_state(folder)
+    (folder / "trainer_state.json").unlink()
+
+
+@any_input
+@given(text=st.text(alphabet="EtL|()*0123456789 x", max_size=24), layers=st.integers(1, 9), stages=st.integers(1, 4))
+def test_any_layout_is_parsed_or_an_error(text: str, layers: int, stages: int) -> None:
+    accepts_or_rejects(parse_stages, text, layers, stages)
