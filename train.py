@@ -12,19 +12,25 @@ import torch.distributed as dist
 
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
-from picotron.config import check_world_size
 from picotron.config_reader import parse_command_line
 from picotron.data import MicroBatchDataLoader, Progress, data_fingerprint, split_train_eval
 from picotron.explain.explain import explain
-from picotron.launch import StopSignals, exit_on_error, init_process_group, set_up_device, set_up_logging
+from picotron.launch import (
+    StopSignals,
+    check_world_size,
+    exit_on_error,
+    init_process_group,
+    set_up_device,
+    set_up_logging,
+)
 from picotron.metrics import Metrics, global_mean
-from picotron.model import load_model_config
+from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model, check_layout, unwrap
 from picotron.pipeline_parallel.recorder import record_steps
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run_folder import begin_run, check_save_dir
-from picotron.tokens import load_tokens
+from picotron.run_folder import begin_run, claim_save_dir
+from picotron.text.tokens import load_tokens
 from picotron.train_step import make_evaluation, make_train_step
 from picotron.weights import initial_weights
 
@@ -39,7 +45,7 @@ def main() -> None:
         return explain(config)
     logging.getLogger("picotron.pipeline").setLevel(config.logging.level.upper())
     check_world_size(layout, int(os.environ.get("WORLD_SIZE", 1)))
-    check_save_dir(config)
+    claim_save_dir(config)
     device, dtype = set_up_device(config), getattr(torch, config.model.dtype)
     model_config = load_model_config(config.model)
     plan = check_layout(config, model_config)

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from picotron.collectives import all_reduce
-from picotron.config import Config
+from picotron.config import Config, Distributed
 from picotron.errors import UserError
 
 logger = logging.getLogger("picotron")
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+PARENT = os.getppid()
 
 
 def set_up_logging() -> None:
@@ -26,6 +27,16 @@ def set_up_logging() -> None:
     rank = int(os.environ.get("RANK", 0))
     logger.addHandler(logging.StreamHandler(sys.stdout))
     logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+
+
+def check_world_size(distributed: Distributed, world_size: int) -> None:
+    """Raise a UserError unless the layout has as many ranks as processes were started."""
+    if distributed.world_size != world_size:
+        d = distributed
+        raise UserError(
+            f"dp_size={d.dp_size} x pp_size={d.pp_size} x cp_size={d.cp_size} x tp_size={d.tp_size} needs {d.world_size} "
+            f"processes, but {world_size} started; use torchrun --nproc_per_node {d.world_size}, or change the sizes"
+        )
 
 
 def set_up_device(config: Config) -> torch.device:
@@ -67,8 +78,8 @@ def ignore_stop_signals(_: int) -> None:
 
 
 class StopSignals:
-    """Handler of SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 (which Slurm can send before a time limit): the run ends after
-    the current step.
+    """Handler of SIGTERM, SIGINT (Ctrl-C), SIGHUP (a closed terminal) and SIGUSR1 (which Slurm can send before a time
+    limit): the run ends after the current step. It also ends if torchrun was killed, as if torchrun had sent SIGTERM.
 
     A second signal has no effect: on Ctrl-C, every process gets one from the terminal and one from torchrun.
     """
@@ -78,7 +89,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo")
         for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._note)
 
     @staticmethod
     def _note(number: int, _: Any) -> None:
@@ -86,6 +98,9 @@ class StopSignals:
 
     def agreed(self) -> int:
         """Number of a signal that any rank has received, or 0: the same on every rank. Every rank must call this."""
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT and not StopSignals.received:
+            StopSignals.received = signal.SIGTERM
+            logger.error("torchrun was killed")
         number = torch.tensor(self.received)
         all_reduce(number, self.group, dist.ReduceOp.MAX)
         if number:
@@ -101,7 +116,11 @@ def exit_on_error(main: Callable[[], None]) -> None:
     rank = int(os.environ.get("RANK", 0))
     try:
         main()
-    except (Exception, KeyboardInterrupt) as error:
+    except KeyboardInterrupt:  # before the first step
+        sys.stdout.flush()
+        print(f"\n[rank {rank}] interrupted", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGINT)
+    except Exception as error:
         sys.stdout.flush()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step left to finish
         if rank > 0 and StopSignals.received:

@@ -21,10 +21,12 @@ from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.data import Progress
 from picotron.errors import UserError, first_line
-from picotron.run_folder import user_error_on_failure
+from picotron.run_folder import create, user_error_on_failure
 from picotron.schedules.costs import model_cost
 
 logger = logging.getLogger("picotron")
+
+WANDB_SECONDS = 20.0
 
 # Peak dense bfloat16 FLOP/s from the vendors' data sheets. The first of these names that occurs in a device's name
 # counts, so specific names precede general ones.
@@ -90,7 +92,9 @@ def _start_wandb(config: Config, run_id: str | None) -> Any:
         arguments |= {"id": run_id, "resume": "allow"}
     try:
         if wandb.login(prompt=False, verify=False):
-            return wandb.init(**arguments, config=config.model_dump(), mode="online")
+            logger.info("connecting to Weights & Biases")
+            settings = {"init_timeout": WANDB_SECONDS}
+            return wandb.init(**arguments, config=config.model_dump(), mode="online", settings=settings)
         reason = "there is no login"
     except wandb.errors.Error as error:
         reason = first_line(error)
@@ -194,7 +198,7 @@ class Metrics:
         if not self.writes:
             return
         # The file is closed after every step, so that a killed run keeps all its lines.
-        with user_error_on_failure(self.path), self.path.open("a") as file:
+        with user_error_on_failure(self.path), open(self.path, "a", opener=create) as file:
             file.write(json.dumps(record) + "\n")
         if self.wandb:
             self.wandb.log(record, step=record["step"])
@@ -215,5 +219,8 @@ class Metrics:
         if self.wandb:
             self.wandb.finish()
         uniform = math.log(self.vocab_size)  # loss of a model that gives all tokens the same probability
-        logger.info("loss %.4f -> %.4f (a uniform guess has %.4f)", self.first_loss, self.last_loss, uniform)
+        if math.isnan(self.last_loss):
+            logger.info("nothing was trained: the checkpoint is at the end of the run")
+        else:
+            logger.info("loss %.4f -> %.4f (a uniform guess has %.4f)", self.first_loss, self.last_loss, uniform)
         logger.info("config.json and metrics.jsonl are in %s", Path(self.config.checkpoint.save_dir).resolve())

@@ -7,45 +7,76 @@ A checkpoint folder with its final name is complete: it is written under another
 """
 
 import contextlib
+import fcntl
 import itertools
 import json
 import logging
 import math
 import os
+import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from picotron.config import Config
 from picotron.errors import UserError
+from picotron.json_files import parse_json
 from picotron.schedules.trace import traces
 
 logger = logging.getLogger("picotron")
 
+CLAIMS: list[IO[str]] = []  # open files, so that their locks last
 UNFINISHED = ".unfinished"  # suffix of a checkpoint folder that is being written or deleted
 
 
-def check_save_dir(config: Config) -> None:
-    """Create the folder for the outputs.
+def claim_save_dir(config: Config) -> None:
+    """Create the folder for the outputs, and claim it for this run until its first process ends, however it ends.
 
     Raises:
-        UserError: the folder cannot be written, or holds a model.
+        UserError: the folder cannot be written, holds a model, or is claimed by another run.
     """
     name = config.checkpoint.save_dir
     try:
         Path(name).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=name).close()
         existing = Path(name, "config.json")
-        if existing.exists() and "model_type" in existing.read_text():
+        if existing.exists() and b'"model_type"' in existing.read_bytes():
             raise UserError(
                 f"checkpoint.save_dir={name!r} is a model folder, and its config.json must be kept; choose another"
             )
+        if int(os.environ.get("RANK", 0)) == 0:
+            _claim(Path(name, ".lock"))
     except OSError as error:
         raise UserError(
             f"checkpoint.save_dir={name!r} cannot be written: {error.strerror}; choose another folder"
         ) from None
+
+
+def _claim(path: Path) -> None:
+    """Lock a file that says who has locked it. The lock ends with the process, because the file is never closed.
+
+    Raises:
+        UserError: another process holds the lock.
+    """
+    lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+", errors="replace")
+    CLAIMS.append(lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"checkpoint.save_dir={str(path.parent)!r} is being written by another run ({lock.read().strip()}); wait "
+            f"until it ends, or choose another folder"
+        ) from None
+    except OSError as error:  # some network file systems have no locks
+        logger.warning("%s cannot be locked (%s); make sure that no other run writes there", path, error.strerror)
+        return
+    lock.truncate()
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    lock.write(f"process {os.getpid()} on {platform.node()}, started at {started}\n")
+    lock.flush()
 
 
 def checkpoint_folder(save_dir: Path, step: int) -> Path:
@@ -91,15 +122,29 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_records(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
-    """Read the records of a metrics.jsonl up to step `until`, without a last line that a killed run left unfinished."""
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+def read_records(path: Path, until: float = math.inf) -> tuple[list[dict[str, Any]], str]:
+    """Read the records of a metrics.jsonl up to step `until`.
+
+    Returns:
+        The records, and the first problem of the file, or "". Damaged lines are skipped; a last line that a killed run
+        left unfinished is no problem.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    except OSError as error:
+        return [], f"{path.name} cannot be read: {error.strerror}"
+    records, problem = [], ""
+    for number, line in enumerate(lines[:-1], start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return [record for record in records if record["step"] <= until]
+            record = parse_json(line, f"line {number} of {path.name}")
+            if not isinstance(record, dict) or type(record.get("step")) is not int or record.get("loss") is None:
+                raise UserError(f"line {number} of {path.name} is not the record of a step")
+            if not all(value is None or type(value) in (int, float) for value in record.values()):
+                raise UserError(f"line {number} of {path.name} has a value that is no number")
+            records.append(record)
+        except UserError as error:
+            problem = problem or str(error)
+    return [record for record in records if record["step"] <= until], problem
 
 
 def new_archive_folder(folder: Path) -> Path:
@@ -138,7 +183,9 @@ def begin_run(config: Config, resumed_step: int | None) -> list[dict[str, Any]]:
             logger.info(
                 "moved files of an earlier run from %s to %s: %s", save_dir, archive, [path.name for path in old]
             )
-        records = [] if resumed_step is None else read_records(metrics, resumed_step)
+        records, problem = ([], "") if resumed_step is None else read_records(metrics, resumed_step)
+        if problem:
+            logger.warning("%s: %s; damaged lines are left out", save_dir, problem)
         if resumed_step is not None and metrics.exists():
             write_atomically(metrics, "".join(json.dumps(record) + "\n" for record in records))
         write_atomically(config_file, config.model_dump_json(indent=2) + "\n")
@@ -148,5 +195,12 @@ def begin_run(config: Config, resumed_step: int | None) -> list[dict[str, Any]]:
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file so that readers, and a crash, see either the complete old file or the complete new one."""
     new = path.with_name(path.name + ".new")
-    new.write_text(text)
+    new.unlink(missing_ok=True)  # of a process that was killed, or a link to another file
+    with new.open("x", encoding="utf-8") as file:
+        file.write(text)
     new.replace(path)
+
+
+def create(path: str, flags: int) -> int:
+    """Open or create a file, but do not follow a link to another file."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from picotron.config import Distributed, check_world_size
+from picotron.config import Distributed
 from picotron.config_reader import parse_config
 from picotron.errors import UserError
+from picotron.launch import check_world_size
 
 MINIMAL: dict[str, Any] = {"model": {"name": "template/tiny-llama"}, "dataset": {"name": "python-stdlib"}}
 

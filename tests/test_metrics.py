@@ -18,7 +18,7 @@ from picotron.errors import UserError
 from picotron.metrics import Metrics, peak_flops
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run_folder import begin_run, check_save_dir
+from picotron.run_folder import begin_run, claim_save_dir, create, read_records
 from picotron.schedules.costs import model_cost
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.worker_pool import WorkerPool
@@ -160,15 +160,42 @@ def test_nan_and_inf_stop_the_run_on_every_rank(pool: WorkerPool, tmp_path: Path
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_outputs_do_not_follow_links(tmp_path: Path) -> None:
+    """Links that somebody has put into the folder do not make a run overwrite other files."""
+    (tmp_path / "precious").write_text("keep me")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json.new").symlink_to(tmp_path / "precious")
+    config = make_config(checkpoint__save_dir=str(tmp_path / "run"))
+    begin_run(config, None)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]
+    (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        open(tmp_path / "run" / "metrics.jsonl", "a", opener=create).close()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="cannot be written"):
+        claim_save_dir(config)
+    assert (tmp_path / "precious").read_text() == "keep me"
+
+
+def test_records_of_a_damaged_file_are_those_of_its_intact_lines(tmp_path: Path) -> None:
+    lines = [b'{"step": 1, "loss": 2.5}', b"\xff\0", b'{"step": 2, "loss": 2.25}', b'{"step": 3, "lo']
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    records, problem = read_records(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2]
+    assert problem.startswith("line 2 of metrics.jsonl is not valid JSON")
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], lines[3]]))
+    assert read_records(tmp_path / "metrics.jsonl") == ([{"step": 1, "loss": 2.5}], "")
+
+
 def test_unwritable_folder_and_model_folder_are_rejected_as_save_dir(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written: Not a directory; choose another folder"):
-        check_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/file/run"))
+        claim_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/file/run"))
     tiny_llama().save_pretrained(tmp_path / "model")
     with pytest.raises(UserError, match=r"is a model folder, and its config\.json must be kept; choose another"):
-        check_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/model"))
-    check_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/deep/new/folder"))
-    assert list((tmp_path / "deep/new/folder").iterdir()) == []
+        claim_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/model"))
+    claim_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/deep/new/folder"))
+    assert [path.name for path in (tmp_path / "deep/new/folder").iterdir()] == [".lock"]
 
 
 def log_with_wandb(folder: str, login: str, checkpoint: Any = None) -> dict[str, Any]:

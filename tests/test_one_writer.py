@@ -1,0 +1,84 @@
+"""One run at a time writes to a folder, and a run whose torchrun was killed ends itself."""
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from picotron.run_folder import checkpoint_folders
+from tests.support.program import TORCHRUN, arguments, metrics, run
+
+pytestmark = pytest.mark.processes
+MANY_STEPS = {"training.total_train_steps": 100_000, "training.eval_frequency": 0, "training.seq_length": 32}
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def start(home: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Function that starts train.py, with the given words before it, and waits for its first step."""
+    started = []
+
+    def start(*command: str) -> subprocess.Popen[str]:
+        words = [*command, "train.py", "--config", "template/base_config.json"]
+        words += arguments(tmp_path / "run", 1 if len(command) == 1 else 2, 1, **MANY_STEPS)
+        process = subprocess.Popen(
+            words, env={**os.environ, "HOME": str(home)}, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        started.append(process)
+        wait_until(lambda: process.poll() is not None or (tmp_path / "run" / "metrics.jsonl").exists())
+        assert process.poll() is None
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_second_run_in_a_folder_is_rejected_until_the_first_one_is_dead(
+    home: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    first = start(sys.executable)
+    words = arguments(tmp_path / "run", 1, 1, **MANY_STEPS, **{"training.max_tokens": 64})
+    second = run(home, 0, *words)
+    assert second.returncode == 1
+    assert f"is being written by another run (process {first.pid} on {platform.node()}, started at 20" in second.stderr
+    assert "wait until it ends, or choose another folder" in second.stderr
+    assert not list(tmp_path.glob("run/earlier.*"))
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    third = run(home, 0, *words)
+    assert third.returncode == 0, third.stderr
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1]
+
+
+def test_processes_end_with_a_checkpoint_when_torchrun_is_killed(
+    tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    agent = start(*TORCHRUN, "2")
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    assert len(children) == 2
+    os.kill(agent.pid, signal.SIGKILL)
+    wait_until(lambda: not any(Path("/proc", child).exists() for child in children))
+    assert list(checkpoint_folders(tmp_path / "run")) == [metrics(tmp_path / "run")[-1]["step"]]
+
+
+def test_a_closed_terminal_ends_a_run_with_a_checkpoint(
+    tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = start(sys.executable)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    assert list(checkpoint_folders(tmp_path / "run")) == [metrics(tmp_path / "run")[-1]["step"]]
