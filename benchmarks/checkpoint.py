@@ -37,7 +37,7 @@ from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import checkpoint_folder
 from picotron.schedules.plan import plan_pipeline
-from picotron.tokens import train_bpe
+from picotron.text.tokens import train_bpe
 from picotron.train_step import make_train_step
 from picotron.weights import copy_shard, initial_weights, parameters_and_shards
 

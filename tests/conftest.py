@@ -10,7 +10,7 @@ import pytest
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 from picotron.sweep.jobs import Job
-from picotron.tokens import train_bpe
+from picotron.text.tokens import train_bpe
 from tests.support import checkpoints
 from tests.support.oracle import tiny_llama
 from tests.support.worker_pool import WorkerPool

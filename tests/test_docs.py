@@ -197,7 +197,7 @@ def defined_in(file: Path) -> set[str]:
 
 def test_symbols_are_found_by_their_dotted_names() -> None:
     names = defined_in(ROOT / "picotron" / "config.py")
-    assert {"Training", "Training.seed", "Distributed.world_size", "check_world_size"} <= names
+    assert {"Training", "Training.seed", "Distributed.world_size", "Config.global_batch_size"} <= names
     assert not {"seed", "Training.no_such_key"} & names
 
 

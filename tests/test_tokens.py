@@ -1,4 +1,4 @@
-"""Tokenising data sets: files of all types, the cache, tokenizers, and rejected data sets."""
+"""Tokenising data sets: documents and tokenizers, streams of tokens, and rejected data sets."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from picotron import tokens as tokens_module
 from picotron.config import Config
 from picotron.errors import UserError
-from picotron.tokens import load_documents, python_stdlib, train_bpe, write_tokens
+from picotron.text.documents import python_stdlib
+from picotron.text.tokens import END_OF_TEXT, train_bpe, write_tokens
 from tests.support.oracle import make_config, tiny_llama
 
 TEXTS = [
@@ -23,12 +23,9 @@ TEXTS = [
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Empty caches of picotron and `datasets`; the folder of the former."""
-    monkeypatch.setattr(tokens_module, "CACHE", tmp_path / "cache")
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    return tmp_path / "cache"
+    """An empty cache: its folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "picotron"
 
 
 @pytest.fixture
@@ -75,7 +72,7 @@ def test_all_file_types_give_the_same_tokens(tmp_path: Path, tokenizer: str, kin
         expected += [*plain(text)["input_ids"], plain.eos_token_id]
     assert tokens.tolist() == expected
     assert isinstance(tokens, np.memmap)
-    assert plain.decode(tokens[: len(expected)]).replace(tokens_module.END_OF_TEXT, "") == "".join(
+    assert plain.decode(tokens[: len(expected)]).replace(END_OF_TEXT, "") == "".join(
         TEXTS[:1] if kind == "txt" else TEXTS
     )
 
@@ -87,12 +84,12 @@ def test_tokens_are_cached_until_the_content_changes(tmp_path: Path, tokenizer: 
     )
     config = make_config(dataset__name=str(file), model__tokenizer=tokenizer, dataset__text_column="body")
     first = load_tokens(config, tiny_llama(vocab_size=300))
-    stamp = [p.stat().st_mtime_ns for p in cache.glob("*.npy")]
+    stamp = [p.stat().st_mtime_ns for p in cache.glob("*/tokens.npy")]
     assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() == first.tolist()
-    assert [p.stat().st_mtime_ns for p in cache.glob("*.npy")] == stamp
+    assert [p.stat().st_mtime_ns for p in cache.glob("*/tokens.npy")] == stamp
     file.write_text(json.dumps({"body": "xyz " * 60}) + "\n")
     assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() != first.tolist()
-    assert len(list(cache.glob("*.npy"))) == 2
+    assert len(list(cache.glob("*/tokens.npy"))) == 2
 
 
 def test_tokenizers_with_different_end_tokens_do_not_share_a_cache(tmp_path: Path) -> None:
@@ -106,26 +103,13 @@ def test_tokenizers_with_different_end_tokens_do_not_share_a_cache(tmp_path: Pat
     assert streams[0] != streams[1]
 
 
-def test_folder_of_jsonl_ignores_a_license_file(tmp_path: Path, tokenizer: str) -> None:
-    write_files(tmp_path / "files", "jsonl")
-    (tmp_path / "files" / "LICENSE.txt").write_text("do what you want")
-    config = make_config(dataset__name=str(tmp_path / "files"), model__tokenizer=tokenizer)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder of parquet", "folder of txt"])
+def test_num_samples_selects_the_first_documents(tmp_path: Path, tokenizer: str, kind: str) -> None:
+    name = write_files(tmp_path / "files", kind)
+    config = make_config(dataset__name=name, model__tokenizer=tokenizer, training__num_samples=3)
     tokens = load_tokens(config, tiny_llama(vocab_size=300)).tolist()
-    assert tokens.count(AutoTokenizer.from_pretrained(tokenizer).eos_token_id) == len(TEXTS)
-
-
-def test_split_selects_a_slice_of_a_file(tmp_path: Path, tokenizer: str) -> None:
-    name = write_files(tmp_path / "files", "jsonl")
-    config = make_config(dataset__name=name, model__tokenizer=tokenizer, dataset__split="train[:1]")
-    tokens = load_tokens(config, tiny_llama(vocab_size=300)).tolist()
-    assert tokens.count(AutoTokenizer.from_pretrained(tokenizer).eos_token_id) == 1
-
-
-def test_num_samples_selects_the_first_documents(tmp_path: Path, tokenizer: str) -> None:
-    name = write_files(tmp_path / "files", "jsonl")
-    config = make_config(dataset__name=name, model__tokenizer=tokenizer, training__num_samples=2)
-    tokens = load_tokens(config, tiny_llama(vocab_size=300)).tolist()
-    assert tokens.count(AutoTokenizer.from_pretrained(tokenizer).eos_token_id) == 2
+    plain = AutoTokenizer.from_pretrained(tokenizer)
+    assert tokens == [token for text in TEXTS[:3] for token in [*plain(text)["input_ids"], plain.eos_token_id]]
 
 
 @pytest.mark.processes
@@ -139,11 +123,11 @@ def test_number_of_tokenising_processes_does_not_change_the_tokens(tmp_path: Pat
 
 
 def test_python_stdlib_has_source_files_in_a_fixed_order() -> None:
-    texts = python_stdlib()
-    assert texts == python_stdlib()
-    assert 2e6 < sum(map(len, texts)) < 2e7
-    assert any("class JSONDecoder" in text for text in texts)
-    assert not any("import unittest\nimport test.support" in text for text in texts)
+    files = python_stdlib()
+    assert files == python_stdlib() == sorted(files)
+    assert 2e6 < sum(file.stat().st_size for file in files) < 2e7
+    assert any(file.parts[-2:] == ("json", "decoder.py") for file in files)
+    assert not any({"test", "site-packages", "encodings"} & set(file.parts) for file in files)
 
 
 def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
@@ -155,8 +139,9 @@ def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
     assert len(bpe) == 600
     text = "".join(chr(i) for i in range(1, 3000, 7))
     assert bpe.decode(bpe(text)["input_ids"]) == text
-    documents = bpe.decode(tokens.tolist()).split(tokens_module.END_OF_TEXT)
-    assert documents[:-1] == [text for text in python_stdlib()[:30] if text]
+    documents = bpe.decode(tokens.tolist()).split(END_OF_TEXT)
+    texts = [file.read_text(encoding="utf-8") for file in python_stdlib()[:30]]
+    assert documents[:-1] == [text for text in texts if text]
 
 
 @pytest.mark.parametrize(
@@ -168,23 +153,26 @@ def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
             "cannot be loaded .*; use a hub id, a folder, a file or 'python-stdlib'",
         ),
         ({"dataset__name": "FOLDER/a.csvx"}, r"has file type '\.csvx'; use one of \.txt, \.jsonl, \.json, \.parquet"),
-        ({"dataset__name": "FOLDER/broken.jsonl"}, "cannot be loaded"),
         (
-            {"dataset__name": "FOLDER/good.jsonl", "dataset__text_column": "body"},
-            r"text_column='body' of .* has no text; use one of \['text'\]",
+            {"dataset__name": "FOLDER/broken.jsonl", "model__tokenizer": "TOKENIZER"},
+            r"broken\.jsonl, line 1, column 13: not valid JSON \(Expecting ',' delimiter\)",
         ),
         (
-            {"dataset__name": "FOLDER/good.jsonl", "dataset__text_column": "n"},
-            r"text_column='n' of .* has no text; use one of",
+            {"dataset__name": "FOLDER/good.jsonl", "dataset__text_column": "body", "model__tokenizer": "TOKENIZER"},
+            r"good\.jsonl, line 1: dataset\.text_column='body' has no text there; use one of \['text'\]",
         ),
-        ({"dataset__name": "FOLDER/good.jsonl", "dataset__split": "nonsense"}, "cannot be loaded"),
+        (
+            {"dataset__name": "FOLDER/good.jsonl", "dataset__text_column": "n", "model__tokenizer": "TOKENIZER"},
+            r"good\.jsonl, line 1: dataset\.text_column='n' has no text there; use one of",
+        ),
+        ({"dataset__name": "FOLDER/good.jsonl", "dataset__split": "nonsense"}, "has only the split 'train'"),
         (
             {"dataset__name": "FOLDER/good.jsonl", "dataset__subset_name": "en"},
             "subset_name='en', but .* has no subsets",
         ),
         ({"dataset__subset_name": "en"}, "subset_name='en', but python-stdlib has no subsets"),
         ({"dataset__split": "test"}, "split='test', but python-stdlib has only the split 'train'"),
-        ({"dataset__name": "FOLDER", "dataset__split": "validation"}, "cannot be loaded"),
+        ({"dataset__name": "FOLDER", "dataset__split": "validation"}, "has only the split 'train'"),
         (
             {"model__tokenizer": "FOLDER"},
             'cannot load a tokenizer from .*; set model.tokenizer to a hub id, a folder, or "bpe"',
@@ -204,9 +192,5 @@ def test_tokenising_rejects_bad_data_sets_and_tokenizers(
     changes = {k: v.replace("FOLDER", str(folder)).replace("TOKENIZER", tokenizer) for k, v in changes.items()}
     config = make_config(**{"training__num_samples": 2} | changes)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=message) as error:
-        load_tokens(config, tiny_llama())
+        load_tokens(config, tiny_llama(vocab_size=61 if "61" in message else 300))
     assert len(str(error.value).splitlines()) == 1
-
-
-def test_python_stdlib_uses_the_configured_text_column() -> None:
-    assert load_documents(make_config(dataset__text_column="source").dataset).column_names == ["source"]

@@ -1,98 +1,40 @@
 """Text -> tokens: the documents of a data set are tokenised once, into one long stream of tokens on disk."""
 
 import datetime
-import hashlib
 import json
 import logging
 import os
-import shutil
-import sysconfig
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from filelock import FileLock
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.config import Dataset as DatasetSection
 from picotron.errors import UserError, first_line
+from picotron.hub import connect
+from picotron.launch import ignore_stop_signals
+from picotron.text.cache import cached
+from picotron.text.document_files import Block
+from picotron.text.documents import Documents, load_documents
 
 logger = logging.getLogger("picotron")
 
-CACHE = Path.home() / ".cache" / "picotron"
-FILE_TYPES = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 END_OF_TEXT = "<|endoftext|>"
-
-
-def python_stdlib() -> list[str]:
-    """Read the source files of this Python's standard library in a fixed order: real text that every machine has.
-
-    Excluded are tests, installed packages and tables (character sets, the help texts of pydoc).
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    excluded = {"site-packages", "dist-packages", "ensurepip", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-    files = (path for path in sorted(root.rglob("*.py")) if not excluded & set(path.relative_to(root).parts))
-    return [path.read_text(encoding="utf-8", errors="replace") for path in files]
-
-
-def _load_named(section: DatasetSection) -> Any:
-    """Load the data set that `section.name` refers to: python-stdlib, a file, a folder or a hub id."""
-    import datasets  # imported here because it is slow, and only one process per machine needs it
-
-    name, path, split = section.name, Path(section.name), section.split
-    if section.subset_name is not None and (name == "python-stdlib" or path.is_file()):
-        raise UserError(f"dataset.subset_name={section.subset_name!r}, but {name} has no subsets; remove it")
-    if name == "python-stdlib":
-        if split != "train":
-            raise UserError(f"dataset.split={split!r}, but {name} has only the split 'train'; remove it")
-        return datasets.Dataset.from_dict({section.text_column: python_stdlib()})
-    if path.is_file():
-        if path.suffix not in FILE_TYPES:
-            raise UserError(f"dataset.name={name!r} has file type {path.suffix!r}; use one of {', '.join(FILE_TYPES)}")
-        options = {"sample_by": "document"} if path.suffix == ".txt" else {}  # one document per file, not per line
-        return datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split=split, **options)
-    if path.is_dir() and {file.suffix for file in path.rglob("*")} & FILE_TYPES.keys() == {".txt"}:
-        return datasets.load_dataset("text", data_dir=name, split=split, sample_by="document")
-    if not path.is_dir() and (path.suffix in FILE_TYPES or path.is_absolute() or name.startswith(".")):
-        raise UserError(f"dataset.name={name!r}: there is no such file or folder; check the path")
-    return datasets.load_dataset(name, section.subset_name, split=split)
-
-
-def load_documents(section: DatasetSection) -> Any:
-    """Load the data set as a `datasets.Dataset` with one document per row.
-
-    Raises:
-        UserError: the data set does not exist, cannot be read, or has no text in the column `text_column`.
-    """
-    try:
-        documents = _load_named(section)
-    except UserError:
-        raise
-    except Exception as error:  # unknown on the hub, no network, broken file, unknown split, ...
-        raise UserError(
-            f"dataset.name={section.name!r} cannot be loaded ({first_line(error)}); use a hub id, a folder, a file or "
-            f"'python-stdlib'"
-        ) from None
-    dtypes = {name: str(getattr(feature, "dtype", "nested")) for name, feature in documents.features.items()}
-    if dtypes.get(section.text_column) not in ("string", "large_string"):
-        text_columns = [name for name, dtype in dtypes.items() if dtype in ("string", "large_string")]
-        raise UserError(
-            f"dataset.text_column={section.text_column!r} of {section.name} has no text; use one of {text_columns}"
-        )
-    return documents
-
-
-def _key(*parts: str) -> str:
-    """Hash of everything that a cached file depends on, for its name."""
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+BATCH_BYTES = 2**20  # of text that is tokenised at a time
+BPE_CHARACTERS = 2**28  # maximum number of characters to train a BPE on
+LONG_WORD = re.compile(r"\S{256}(?=\S)")
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE (Sennrich et al. 2015, arXiv:1508.07909; Radford et al. 2019) of `vocab_size` tokens."""
+    """Train a byte-level BPE (Sennrich et al. 2015, arXiv:1508.07909; Radford et al. 2019) of `vocab_size` tokens on
+    the first BPE_CHARACTERS characters of the texts.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
@@ -106,28 +48,42 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
-    bpe.train_from_iterator(texts, trainer)
+    bpe.train_from_iterator(_short_words(texts), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT)
 
 
-def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Any) -> PreTrainedTokenizerBase:
+def _short_words(texts: Iterator[str]) -> Iterator[str]:
+    """Cut words of more than 256 characters, because the time of a BPE's training is quadratic in a word's length."""
+    left = BPE_CHARACTERS
+    for text in texts:
+        start = 0
+        for end in [*(match.end() for match in LONG_WORD.finditer(text)), len(text)]:
+            yield text[start:end]
+            start = end
+        left -= len(text)
+        if left <= 0:
+            logger.info("the BPE is trained on the first %s characters only", f"{BPE_CHARACTERS:,}")
+            return
+
+
+def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Documents) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the run. If `model.tokenizer` is "bpe", train one, unless it is in the cache.
 
     Raises:
         UserError: the tokenizer cannot be loaded, or has more tokens than the model's vocabulary.
     """
     if config.model.tokenizer == "bpe":
-        folder = CACHE / f"bpe-{_key(documents._fingerprint, config.dataset.text_column, str(model_config.vocab_size))}"
-        with FileLock(f"{folder}.lock"):
-            if not folder.exists():
-                logger.info(
-                    "training a byte-level BPE of %d tokens on %s", model_config.vocab_size, config.dataset.name
-                )
-                tokenizer = train_bpe(_texts(documents, config.dataset.text_column), model_config.vocab_size)
-                tokenizer.save_pretrained(f"{folder}.tmp")
-                os.replace(f"{folder}.tmp", folder)
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+
+        def write(folder: Path) -> None:
+            logger.info("training a byte-level BPE of %d tokens on %s", model_config.vocab_size, documents.name)
+            train_bpe((piece.text for piece in documents.pieces()), model_config.vocab_size).save_pretrained(folder)
+
+        return PreTrainedTokenizerFast.from_pretrained(
+            cached("bpe", f"{documents.key} {model_config.vocab_size}", write)
+        )
     name = config.model.tokenizer or config.model.name
+    if not Path(name).is_dir():
+        connect(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
@@ -144,60 +100,84 @@ def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Any) ->
     return tokenizer
 
 
-def _texts(documents: Any, column: str) -> Iterator[str]:
-    """Iterate over the texts of the documents that have one."""
-    for document in documents.select_columns(column):
-        if document[column] is not None:
-            yield document[column]
+class TokenisedBlocks(Dataset[np.ndarray | UserError]):
+    """The tokens of each batch of blocks. The end-of-sequence token follows each document, if the tokenizer has one.
 
-
-def _write_tokens(documents: Any, tokenizer: PreTrainedTokenizerBase, config: Config, dtype: type, path: Path) -> None:
-    """Write the tokens of all documents to one .npy file. The end-of-sequence token follows each document, if the
-    tokenizer has one.
+    A UserError is an item, because a loader would add a traceback to one that is raised in another process.
     """
-    column, end = config.dataset.text_column, [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
-    def tokenise(batch: dict[str, list[str | None]]) -> dict[str, list[list[int]]]:
-        texts = [text for text in batch[column] if text]
-        ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        return {"ids": [document + end for document in ids]}
+    def __init__(
+        self, documents: Documents, batches: list[list[Block]], tokenizer: PreTrainedTokenizerBase, dtype: type
+    ) -> None:
+        self.read, self.batches, self.tokenizer, self.dtype = documents.read, batches, tokenizer, dtype
+        self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
-    rows = documents.map(
-        tokenise,
-        batched=True,
-        batch_size=100,
-        remove_columns=documents.column_names,
-        num_proc=config.dataset.num_proc if config.dataset.num_proc > 1 else None,
-        new_fingerprint=path.stem,
-        desc="Tokenising",
-    ).with_format("arrow")
+    def __len__(self) -> int:
+        return len(self.batches)
 
-    def chunks() -> Iterator[np.ndarray]:
-        for batch in rows.iter(1000):
-            yield from (chunk.flatten().to_numpy() for chunk in batch["ids"].chunks)
-
-    # The first pass counts the tokens, the second copies them, so neither rows nor stream need to fit into memory.
-    stream = np.lib.format.open_memmap(f"{path}.tmp", mode="w+", dtype=dtype, shape=(sum(map(len, chunks())),))
-    start = 0
-    for chunk in chunks():
-        stream[start : start + len(chunk)] = chunk
-        start += len(chunk)
-    stream.flush()
-    os.replace(f"{path}.tmp", path)
+    def __getitem__(self, i: int) -> np.ndarray | UserError:
+        try:
+            pieces = [piece for block in self.batches[i] for piece in self.read(block) if piece.text]
+        except UserError as error:
+            return error
+        options = {"add_special_tokens": False, "verbose": False, "return_attention_mask": False}
+        ids = self.tokenizer([piece.text for piece in pieces], **options)["input_ids"] if pieces else []
+        tokens: list[np.ndarray] = [
+            np.array(those + self.end if piece.ends_document else those, self.dtype)
+            for piece, those in zip(pieces, ids, strict=True)
+        ]
+        return np.concatenate([np.array([], self.dtype), *tokens])
 
 
-def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, rules: str) -> Path:
-    """Save a tokenizer in the cache, unless it is there, and return its folder.
+def _in_batches(blocks: list[Block]) -> list[list[Block]]:
+    """Group consecutive blocks, so that a tokenizer with several threads gets several texts."""
+    batches: list[list[Block]] = []
+    size = BATCH_BYTES
+    for block in blocks:
+        if size >= BATCH_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(block)
+        size += block.size
+    return batches
 
-    Args:
-        rules: description of how the tokenizer turns text into tokens.
-    """
-    folder = CACHE / f"tokenizer-{_key(rules, json.dumps(tokenizer.init_kwargs, default=str, sort_keys=True))}"
-    if not folder.exists():
-        shutil.rmtree(f"{folder}.tmp", ignore_errors=True)
-        tokenizer.save_pretrained(f"{folder}.tmp")
-        os.replace(f"{folder}.tmp", folder)
-    return folder
+
+def _start_worker(worker: int) -> None:
+    ignore_stop_signals(worker)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads do not survive a fork
+
+
+def _write_tokens(
+    documents: Documents, tokenizer: PreTrainedTokenizerBase, processes: int, dtype: type, path: Path
+) -> None:
+    """Write the tokens of all documents to one .npy file."""
+    batches = _in_batches(documents.blocks)
+    loader = DataLoader(
+        TokenisedBlocks(documents, batches, tokenizer, dtype),
+        batch_size=None,
+        collate_fn=lambda tokens: tokens,  # not as tensors, which would need shared memory
+        num_workers=processes if processes > 1 else 0,
+        multiprocessing_context="fork" if processes > 1 else None,
+        worker_init_fn=_start_worker,
+    )
+    size = sum(block.size for block in documents.blocks)
+    progress = tqdm(total=size, unit="B", unit_scale=True, desc="Tokenising", mininterval=1)
+    with path.open("wb") as file, progress:
+        # numpy leaves room in a header for any number of items, so the final header has the same size.
+        header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (0,)}
+        np.lib.format.write_array_header_1_0(file, header)
+        start, count = file.tell(), 0
+        for batch, tokens in zip(batches, loader, strict=True):
+            if isinstance(tokens, UserError):
+                raise tokens
+            file.write(tokens.tobytes())
+            count += len(tokens)
+            progress.update(sum(block.size for block in batch))
+        if count == 0:
+            raise UserError(f"dataset.name={documents.name!r} has no text; choose other data")
+        file.seek(0)
+        np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
+        assert file.tell() == start
 
 
 def write_tokens(config: Config, model_config: LlamaConfig) -> tuple[Path, Path]:
@@ -209,21 +189,17 @@ def write_tokens(config: Config, model_config: LlamaConfig) -> tuple[Path, Path]
     Raises:
         UserError: see `load_documents` and `load_tokenizer`.
     """
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with FileLock(CACHE / "lock"):  # another run on this machine may need the same files
-        documents = load_documents(config.dataset)
-        if config.training.num_samples is not None:
-            documents = documents.select(range(min(config.training.num_samples, len(documents))))
-        tokenizer = load_tokenizer(config, model_config, documents)
-        rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
-        dtype = np.uint16 if model_config.vocab_size <= 2**16 else np.uint32
-        key = _key(
-            documents._fingerprint, config.dataset.text_column, rules, str(tokenizer.eos_token_id), dtype.__name__
-        )
-        path = CACHE / f"tokens-{key}.npy"
-        if not path.exists():
-            _write_tokens(documents, tokenizer, config, dtype, path)
-        return path, _write_tokenizer(tokenizer, rules)
+    documents = load_documents(config.dataset, config.training.num_samples)
+    tokenizer = load_tokenizer(config, model_config, documents)
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+    dtype = np.uint16 if model_config.vocab_size <= 2**16 else np.uint32
+    key = repr((documents.key, rules, tokenizer.eos_token_id, dtype.__name__))
+    name = "tokens.npy"
+    folder = cached(
+        "tokens", key, lambda new: _write_tokens(documents, tokenizer, config.dataset.num_proc, dtype, new / name)
+    )
+    key = f"{rules} {json.dumps(tokenizer.init_kwargs, default=str, sort_keys=True)}"
+    return folder / name, cached("tokenizer", key, lambda new: tokenizer.save_pretrained(new))
 
 
 def load_tokens(config: Config, model_config: LlamaConfig) -> tuple[np.ndarray, Path]:

@@ -1,0 +1,114 @@
+"""Tokenising a large file: speed compared with the tokenizer alone, and peak memory.
+
+    python -m benchmarks.tokens --mb 1000
+
+The tokenizer alone gets texts of 64 KiB in memory, 1 MiB at a time, and its token ids are dropped. Peak memory is that
+of the largest process; at the beginning, a process that has imported the libraries uses about 400 MiB.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from benchmarks.side_by_side import machine, print_markdown
+from picotron.text.document_files import BLOCK_BYTES
+from picotron.text.documents import python_stdlib
+from picotron.text.tokens import train_bpe, write_tokens
+from tests.support.oracle import make_config, tiny_llama
+
+VOCABULARY = 4096
+
+
+def texts() -> Iterator[str]:
+    """Yield the files of the standard library, again and again."""
+    return itertools.cycle([path.read_text(encoding="utf-8", errors="replace") for path in python_stdlib()])
+
+
+def write_file(path: Path, size: int) -> None:
+    """Write a .txt or .jsonl file of at least `size` bytes."""
+    with path.open("w") as file:
+        for text in texts():
+            file.write(text if path.suffix == ".txt" else json.dumps({"text": text}) + "\n")
+            if file.tell() >= size:
+                return
+
+
+def tokenizer_alone(folder: Path, size: int) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "bpe")
+    left = size
+    while left > 0:
+        text = "".join(itertools.islice(texts(), 100))
+        for start in range(0, len(text), 16 * BLOCK_BYTES):
+            batch = text[start : start + 16 * BLOCK_BYTES]
+            tokenizer([batch[i : i + BLOCK_BYTES] for i in range(0, len(batch), BLOCK_BYTES)], verbose=False)
+            left -= len(batch)
+
+
+def picotron(folder: Path, name: str, processes: int) -> None:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(dir=folder)
+    config = make_config(
+        dataset__name=str(folder / name), dataset__num_proc=processes, model__tokenizer=str(folder / "bpe")
+    )
+    write_tokens(config, tiny_llama(vocab_size=VOCABULARY))
+
+
+def timed(connection: Any, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Send the seconds that a call takes, and the peak memory of the largest process in MiB."""
+    start = time.perf_counter()
+    function(*arguments)
+    peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    connection.send((time.perf_counter() - start, max(peaks) / 1024))
+
+
+def measure(function: Callable[..., None], *arguments: Any) -> tuple[float, float]:
+    """Run `timed` in a new process."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=timed, args=(theirs, function, arguments))
+    process.start()
+    result: tuple[float, float] = ours.recv()
+    process.join()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=int, default=100, help="size of each file in MB [100]")
+    parser.add_argument("--turns", type=int, default=2, help="runs of each variant [2]")
+    options = parser.parse_args()
+    size, cores = options.mb * 10**6, os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        train_bpe(itertools.islice(texts(), 600), VOCABULARY).save_pretrained(folder / "bpe")
+        variants: dict[str, tuple[Any, ...]] = {"tokenizer alone": (tokenizer_alone, folder, size)}
+        for file in ("a.txt", "a.jsonl"):
+            write_file(folder / file, size)
+            for processes in (1, cores):
+                variants[f"picotron, {Path(file).suffix}, num_proc {processes}"] = (picotron, folder, file, processes)
+        results: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+        for _ in range(options.turns):
+            for name, variant in variants.items():
+                results[name].append(measure(*variant))
+        baseline = results["tokenizer alone"]
+        rows = [("", "MB/s", "relative speed", "peak memory, MiB")]
+        for name, turns in results.items():
+            rate = options.mb / statistics.median(seconds for seconds, _ in turns)
+            speed = statistics.median(b / s for (b, _), (s, _) in zip(baseline, turns, strict=True))
+            rows.append((name, f"{rate:.2f}", f"{speed:.2f}", f"{max(memory for _, memory in turns):,.0f}"))
+    print(f"\n{options.mb} MB per file, vocabulary of {VOCABULARY:,}; {machine()}")
+    print_markdown(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Cache of tokens and tokenizers: folders that are complete, checked, and written by one process at a time."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import xxhash
+from filelock import FileLock, Timeout
+
+from picotron.errors import UserError
+
+logger = logging.getLogger("picotron")
+
+CHECKSUMS = "checksums.json"
+UNFINISHED = ".unfinished"  # suffix of an entry that is being written
+
+
+def cache_folder() -> Path:
+    """Return the folder of the cache: `picotron` in XDG_CACHE_HOME, by default in ~/.cache.
+
+    Raises:
+        UserError: there is no home folder.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "picotron")
+    except RuntimeError:
+        raise UserError("there is no home folder for the cache; set XDG_CACHE_HOME to a folder") from None
+
+
+def cached(kind: str, key: str, write: Callable[[Path], None]) -> Path:
+    """Return the folder of a cache entry. If there is none, or if it is damaged, call `write(new_folder)` first.
+
+    Args:
+        kind, key: name of the entry, and a string that determines its contents.
+
+    Raises:
+        UserError: the cache cannot be written.
+    """
+    entry = cache_folder() / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+    if _is_intact(entry):
+        return entry
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(entry):
+            if not _is_intact(entry):  # no other process has written it meanwhile
+                _delete_unfinished(entry.parent)
+                _write(entry, write)
+    except OSError as error:
+        raise UserError(
+            f"the cache {entry.parent} cannot be written: {error.strerror}; free some space, or set XDG_CACHE_HOME to "
+            f"another folder"
+        ) from None
+    return entry
+
+
+def _write(entry: Path, write: Callable[[Path], None]) -> None:
+    """Write an entry under another name, and rename it when it is complete."""
+    new = entry.with_name(entry.name + UNFINISHED)
+    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+    new.mkdir()
+    if entry.exists():
+        logger.warning("%s is damaged and is written again", entry)
+    try:
+        write(new)
+        checksums = {str(path.relative_to(new)): _checksum(path) for path in new.rglob("*") if path.is_file()}
+        (new / CHECKSUMS).write_text(json.dumps(checksums))
+        shutil.rmtree(entry, ignore_errors=True)
+        new.rename(entry)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def _is_intact(entry: Path) -> bool:
+    """Whether an entry exists, with the contents that were written."""
+    try:
+        checksums = json.loads((entry / CHECKSUMS).read_text())
+        return bool(checksums) and all(_checksum(entry / name) == value for name, value in checksums.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while data := file.read(2**22):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _lock(entry: Path) -> Iterator[None]:
+    """Context in which no other process writes the entry."""
+    lock = FileLock(entry.with_name(f"{entry.name}.lock"))
+    try:
+        lock.acquire(timeout=1)
+    except Timeout:
+        logger.info("waiting for another process that writes %s", entry)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _delete_unfinished(folder: Path) -> None:
+    """Delete what processes that were killed had written of their entries."""
+    for path in folder.glob(f"*{UNFINISHED}"):
+        lock = FileLock(path.with_name(f"{path.name.removesuffix(UNFINISHED)}.lock"))
+        with contextlib.suppress(Timeout), lock.acquire(timeout=0):
+            shutil.rmtree(path)

@@ -1,0 +1,237 @@
+"""Readers of data files: the texts of .txt, .jsonl, .json and .parquet files, in blocks of about 64 KiB.
+
+A file can be larger than memory. So a `Block` only names a part of a file, and the process that tokenises the block
+reads it.
+"""
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from picotron.errors import UserError, first_line
+
+BLOCK_BYTES = 2**16
+WINDOW = 2**14  # bytes or characters after the end of a block in which to look for a place to cut
+ROWS = 100  # rows of a table that are read at a time
+
+
+class Block(NamedTuple):
+    """Part of a data set.
+
+    Args:
+        path: its file; for a data set of the hub, the name of the data set.
+        start, end: range of bytes of a .txt or .jsonl file; for other types, range of records or rows.
+        size: approximate number of bytes, for progress bars.
+    """
+
+    path: Path
+    start: int
+    end: int
+    size: int
+
+
+class Piece(NamedTuple):
+    """Text of a document, or a part of it if it is long, and whether the document ends with it."""
+
+    text: str
+    ends_document: bool
+
+
+def _good_cut(window: str | bytes) -> int:
+    """Position in a window at which to cut a text, preferably one at which the pre-tokenizers of GPT-2 and Llama 3 cut
+    as well, so that the tokens do not change: after a line break that no other white space precedes or follows; else
+    before a single space; else before other white space; else at the first character.
+    """
+    for pattern in (r"\S\n(?=\S)", r"\S(?= \S)", r"\S(?=\s)"):
+        match = re.search(pattern, window) if isinstance(window, str) else re.search(pattern.encode(), window)
+        if match:
+            return match.end()
+    continuation = bytes(range(0x80, 0xC0))  # bytes of a UTF-8 character after its first one
+    return 0 if isinstance(window, str) else len(window) - len(window.lstrip(continuation))
+
+
+def cut(text: str) -> Iterator[Piece]:
+    """Cut a document into pieces of the size of a block."""
+    start = 0
+    while len(text) - start > BLOCK_BYTES + WINDOW:
+        end = start + BLOCK_BYTES
+        end += _good_cut(text[end : end + WINDOW])
+        yield Piece(text[start:end], False)
+        start = end
+    yield Piece(text[start:], True)
+
+
+def _bytes(block: Block) -> bytes:
+    try:
+        with block.path.open("rb") as file:
+            file.seek(block.start)
+            return file.read(block.end - block.start)
+    except OSError as error:
+        raise UserError(f"{block.path} cannot be read: {error.strerror}") from None
+
+
+def _text_blocks(path: Path, _: int) -> tuple[list[Block], int]:
+    """Blocks of a text file, which is one document."""
+    size, start, blocks = path.stat().st_size, 0, []
+    with path.open("rb") as file:
+        while start < size:
+            end = start + BLOCK_BYTES
+            if end + WINDOW < size:
+                file.seek(end)
+                end += _good_cut(file.read(WINDOW))
+            else:
+                end = size
+            blocks.append(Block(path, start, end, end - start))
+            start = end
+    return blocks, 1
+
+
+def _read_text(block: Block, column: str, errors: str = "strict") -> Iterator[Piece]:
+    try:
+        text = _bytes(block).decode("utf-8-sig" if block.start == 0 else "utf-8", errors)
+    except UnicodeDecodeError as error:
+        place = block.start + error.start
+        raise UserError(f"{block.path} is not UTF-8 at byte {place:,} ({error.reason}); convert the file") from None
+    yield Piece(text.replace("\r\n", "\n").replace("\r", "\n"), block.end == block.path.stat().st_size)
+
+
+def _line_blocks(path: Path, limit: int) -> tuple[list[Block], int]:
+    """Blocks of a file with a record per line, and the number of records."""
+    start, end, count, blocks = 0, 0, 0, []
+    with path.open("rb") as file:
+        for line in file:
+            end += len(line)
+            count += not line.isspace()
+            if end - start >= BLOCK_BYTES or count == limit:
+                blocks.append(Block(path, start, end, end - start))
+                start = end
+            if count == limit:
+                return blocks, count
+    return [*blocks, Block(path, start, end, end - start)] if end > start else blocks, count
+
+
+def _text_of(record: Any, column: str) -> str | None:
+    """Return the text of a record, or None if it is null.
+
+    Raises:
+        UserError: the record has no valid text in this column.
+    """
+    if not isinstance(record, dict):
+        raise UserError(f"it should hold an object {{...}}, not a {type(record).__name__}")
+    text = record.get(column, 0)
+    if text is not None and not isinstance(text, str):
+        columns = [name for name, value in record.items() if isinstance(value, str)]
+        raise UserError(f"dataset.text_column={column!r} has no text there; use one of {columns}")
+    if text and re.search("[\ud800-\udfff]", text):
+        raise UserError("its text has half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+    return text
+
+
+def _read_lines(block: Block, column: str) -> Iterator[Piece]:
+    for number, line in enumerate(_bytes(block).split(b"\n"), start=1):
+        try:
+            text = _text_of(json.loads(line), column) if line.strip() else None
+        except (ValueError, RecursionError) as error:
+            number += _bytes(Block(block.path, 0, block.start, 0)).count(b"\n")
+            if isinstance(error, json.JSONDecodeError):
+                raise UserError(
+                    f"{block.path}, line {number:,}, column {error.colno:,}: not valid JSON ({error.msg})"
+                ) from None
+            raise UserError(f"{block.path}, line {number:,}: {first_line(error)}") from None
+        if text is not None:
+            yield from cut(text)
+
+
+def _records(path: Path) -> list[Any] | None:
+    """Read the records of a .json file that holds one JSON array. Returns None if it has a record per line instead."""
+    with path.open("rb") as file:
+        if not file.read(WINDOW).lstrip().startswith(b"["):
+            return None
+    try:
+        records: list[Any] = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON: {first_line(error)}") from None
+    return records
+
+
+def _json_blocks(path: Path, limit: int) -> tuple[list[Block], int]:
+    """A single block for a JSON array, which is read at once."""
+    records = _records(path)
+    if records is None:
+        return _line_blocks(path, limit)
+    count = min(limit, len(records))
+    return [Block(path, 0, count, path.stat().st_size)], count
+
+
+def _read_json(block: Block, column: str) -> Iterator[Piece]:
+    records = _records(block.path)
+    if records is None:
+        yield from _read_lines(block, column)
+        return
+    for number, record in enumerate(records[: block.end], start=1):
+        try:
+            text = _text_of(record, column)
+        except UserError as error:
+            raise UserError(f"{block.path}, record {number:,}: {error}") from None
+        if text is not None:
+            yield from cut(text)
+
+
+@contextlib.contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """Open a parquet file. Errors of its reader become UserErrors."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield file
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} is not a valid parquet file: {first_line(error)}") from None
+
+
+def _row_blocks(path: Path, limit: int) -> tuple[list[Block], int]:
+    """A block for each row group of a parquet file."""
+    start, blocks = 0, []
+    with _parquet(path) as file:
+        for group in range(file.metadata.num_row_groups):
+            rows = file.metadata.row_group(group)
+            end = min(limit, start + rows.num_rows)
+            if end > start:
+                blocks.append(Block(path, start, end, rows.total_byte_size))
+            start = end
+    return blocks, start
+
+
+def _read_rows(block: Block, column: str) -> Iterator[Piece]:
+    with _parquet(block.path) as file:
+        types = {field.name: str(field.type) for field in file.schema_arrow}
+        text_columns = [name for name, kind in types.items() if kind in ("string", "large_string", "string_view")]
+        if column not in text_columns:
+            raise UserError(
+                f"dataset.text_column={column!r}: {block.path} has no text there; use one of {text_columns}"
+            )
+        start = 0
+        for group in range(file.metadata.num_row_groups):
+            end = start + file.metadata.row_group(group).num_rows
+            if start <= block.start < end:
+                left = block.end - block.start
+                for batch in file.iter_batches(ROWS, row_groups=[group], columns=[column]):
+                    for text in batch.column(0).to_pylist()[:left]:
+                        if text is not None:
+                            yield from cut(text)
+                    left = max(0, left - batch.num_rows)
+            start = end
+
+
+READERS: dict[str, tuple[Callable[[Path, int], tuple[list[Block], int]], Callable[..., Iterator[Piece]]]] = {
+    ".py": (_text_blocks, functools.partial(_read_text, errors="replace")),
+    ".txt": (_text_blocks, _read_text),
+    ".jsonl": (_line_blocks, _read_lines),
+    ".json": (_json_blocks, _read_json),
+    ".parquet": (_row_blocks, _read_rows),
+}

@@ -1,0 +1,156 @@
+"""Documents of a data set: which files it has, or which rows of a data set on the hub."""
+
+import functools
+import hashlib
+import logging
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from picotron.config import Dataset as DatasetSection
+from picotron.errors import UserError, first_line
+from picotron.hub import connect
+from picotron.text.document_files import READERS, ROWS, Block, Piece, cut
+
+logger = logging.getLogger("picotron")
+
+FILE_TYPES = (".txt", ".jsonl", ".json", ".parquet")
+PYTHON_STDLIB = "python-stdlib"
+
+
+class Documents(NamedTuple):
+    """A data set.
+
+    Args:
+        name: name in the config.
+        key: string that changes with the data.
+        blocks: all blocks, in order.
+        read: function that yields the pieces of a block.
+    """
+
+    name: str
+    key: str
+    blocks: list[Block]
+    read: Callable[[Block], Iterator[Piece]]
+
+    def pieces(self) -> Iterator[Piece]:
+        return (piece for block in self.blocks for piece in self.read(block))
+
+
+def load_documents(section: DatasetSection, limit: int | None = None) -> Documents:
+    """Find the documents of a data set: all, or the first `limit` of them.
+
+    Raises:
+        UserError: the data set does not exist or cannot be read.
+    """
+    name, path = section.name, Path(section.name)
+    if name != PYTHON_STDLIB and not path.exists():
+        if path.suffix in FILE_TYPES or path.is_absolute() or name.startswith("."):
+            raise UserError(f"dataset.name={name!r}: there is no such file or folder; check the path")
+        return _hub_documents(section, limit)
+    if section.subset_name is not None:
+        raise UserError(f"dataset.subset_name={section.subset_name!r}, but {name} has no subsets; remove it")
+    if section.split != "train":
+        raise UserError(
+            f"dataset.split={section.split!r}, but {name} has only the split 'train'; remove it (training.num_samples "
+            f"selects the first documents)"
+        )
+    files, kind = (python_stdlib(), ".py") if name == PYTHON_STDLIB else find_files(path)
+    find_blocks, read = READERS[kind]
+    blocks: list[Block] = []
+    left = sys.maxsize if limit is None else limit
+    try:
+        for file in files:
+            new, count = find_blocks(file, left)
+            blocks += new
+            left -= count
+            if left == 0:
+                break
+        state = [(os.path.abspath(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    except OSError as error:
+        raise UserError(f"{error.filename or name} cannot be read: {error.strerror}; check its permissions") from None
+    key = hashlib.sha256(repr((state, section.text_column, limit)).encode()).hexdigest()
+    return Documents(name, key, blocks, functools.partial(read, column=section.text_column))
+
+
+def find_files(path: Path) -> tuple[list[Path], str]:
+    """List the files of a data set, a file or a folder, in sorted order. Hidden files and those of other types than
+    FILE_TYPES are left out.
+
+    Returns:
+        The files, and their type.
+
+    Raises:
+        UserError: no file has a known type, or there are files of several types.
+    """
+    if not path.is_dir():
+        if path.suffix not in FILE_TYPES:
+            types = ", ".join(FILE_TYPES)
+            raise UserError(f"dataset.name={str(path)!r} has file type {path.suffix!r}; use one of {types}")
+        return [path], path.suffix
+    found: dict[str, list[Path]] = {}
+    others = 0
+    for file in sorted(path.rglob("*")):
+        if not file.is_file() or any(part.startswith(".") for part in file.relative_to(path).parts):
+            continue
+        if file.suffix in FILE_TYPES:
+            found.setdefault(file.suffix, []).append(file)
+        else:
+            others += 1
+    if len(found) != 1:
+        counts = " and ".join(f"{len(files)} {kind}" for kind, files in found.items()) or "none"
+        raise UserError(
+            f"dataset.name={str(path)!r} should have files of one of the types {', '.join(FILE_TYPES)}, but it has "
+            f"{counts}; name a file, or a folder with files of one type"
+        )
+    ((kind, files),) = found.items()
+    size = sum(file.stat().st_size for file in files)
+    ignored = f"; {others:,} files of other types are ignored" if others else ""
+    logger.info("%s: %s %s files, %s bytes%s", path, f"{len(files):,}", kind, f"{size:,}", ignored)
+    return files, kind
+
+
+def python_stdlib() -> list[Path]:
+    """List the source files of this Python's standard library in a fixed order: real text that every machine has.
+
+    Excluded are tests, installed packages and tables (character sets, the help texts of pydoc).
+    """
+    excluded = {"site-packages", "dist-packages", "ensurepip", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+    found: list[Path] = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = set(folders) - excluded  # os.walk does not enter the others
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)
+
+
+def _hub_documents(section: DatasetSection, limit: int | None) -> Documents:
+    """Download a data set of the hub, unless it is in the cache of `datasets`."""
+    connect(section.name)  # before the import, which reads whether to work offline
+    import datasets  # imported here because it is slow, and only one process per machine needs it
+
+    name, column = section.name, section.text_column
+    try:
+        rows = datasets.load_dataset(name, section.subset_name, split=section.split)
+    except Exception as error:  # unknown on the hub, no network, unknown split, ...
+        raise UserError(
+            f"dataset.name={name!r} cannot be loaded ({first_line(error)}); use a hub id, a folder, a file or "
+            f"{PYTHON_STDLIB!r}"
+        ) from None
+    types = {name: str(getattr(feature, "dtype", "nested")) for name, feature in rows.features.items()}
+    text_columns = [name for name, kind in types.items() if kind in ("string", "large_string")]
+    if column not in text_columns:
+        raise UserError(f"dataset.text_column={column!r} of {name} has no text; use one of {text_columns}")
+    count = len(rows) if limit is None else min(limit, len(rows))
+
+    def read(block: Block) -> Iterator[Piece]:
+        for text in rows[block.start : block.end][column]:
+            if text is not None:
+                yield from cut(text)
+
+    size = int(ROWS * (rows.dataset_size or 0) / max(1, len(rows)))
+    starts = range(0, count, ROWS)
+    blocks = [Block(Path(name), start, min(start + ROWS, count), size) for start in starts]
+    return Documents(name, f"{rows._fingerprint} {column} {count}", blocks, read)
