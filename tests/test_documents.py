@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -69,6 +69,7 @@ def test_pieces_have_the_tokens_of_the_document(tmp_path: Path, name: str, bpe: 
     assert list(itertools.chain(*bpe(pieces)["input_ids"])) == bpe(LONG[name])["input_ids"]
 
 
+@example(text="\r\n\n", size=1)
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(alphabet="ab \n\t\r é日🙂", max_size=200), size=st.integers(1, 40))
 def test_any_text_survives_blocks_of_any_size(tmp_path_factory: pytest.TempPathFactory, text: str, size: int) -> None:
@@ -164,7 +165,7 @@ def test_a_changed_file_has_another_key(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', r"line 2: .*; use one of \['body'\]"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"line 1: its text has half of a surrogate pair"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"line 1: 'utf-8' codec can't decode byte 0xff"),
-        ("a.jsonl", b"[" * 100_000, r"line 1: maximum recursion depth"),
+        ("a.jsonl", b"[" * 100_000, r"a\.jsonl, line 1[:,]"),
         ("a.jsonl", b"\n" * 70_000 + b"{", r"line 70,001, column 2"),
         ("a.json", b'[{"text": "a"}, {"n": 1}]', r"a\.json, record 2: dataset\.text_column='text' has no text there"),
         ("a.json", b"[1", r"a\.json is not valid JSON: Expecting ',' delimiter"),

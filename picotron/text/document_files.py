@@ -50,8 +50,10 @@ def _good_cut(window: str | bytes) -> int:
         match = re.search(pattern, window) if isinstance(window, str) else re.search(pattern.encode(), window)
         if match:
             return match.end()
+    if isinstance(window, str):
+        return 0
     continuation = bytes(range(0x80, 0xC0))  # bytes of a UTF-8 character after its first one
-    return 0 if isinstance(window, str) else len(window) - len(window.lstrip(continuation))
+    return len(window) - len(window.lstrip(continuation)) or int(window.startswith(b"\n"))  # not inside of \r\n
 
 
 def cut(text: str) -> Iterator[Piece]:
