@@ -124,7 +124,7 @@ def last(values: Sequence[float]) -> float:
 
 def write_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Write metrics.csv."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -132,7 +132,7 @@ def write_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def escape_dollars(name: str) -> str:
     """Escape a name for matplotlib, which typesets text between two dollar signs as a formula."""
-    return name.replace("$", r"\$")
+    return name.encode(errors="replace").decode().replace("$", r"\$")
 
 
 def draw_losses(runs: Sequence[Run], axes: Any) -> None:
@@ -161,7 +161,7 @@ def draw_memory(runs: Sequence[Run], rows: Sequence[dict[str, Any]], axes: Any) 
     """Plot throughput against peak memory: a point for each run, a colour for each layout."""
     points_of_layout = defaultdict(list)
     for run, row in zip(runs, rows, strict=True):
-        if f"median_{RATE}" in row:
+        if f"median_{RATE}" in row and "memory_gb" in row:
             points_of_layout[run.layout].append((row["memory_gb"], row[f"median_{RATE}"]))
     axes.set(xlabel="peak memory per device in GB, on the rank that needs most", ylabel="tokens/s per device")
     for layout, points in sorted(points_of_layout.items()):

@@ -2,10 +2,11 @@
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 
 
-def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
+def number(kind: type[int] | type[float], least: float, most: float = sys.float_info.max) -> Callable[[str], float]:
     """Return a type for argparse: finite numbers from `least` to `most`. Other words end the program."""
 
     def parse(word: str) -> float:
@@ -13,9 +14,9 @@ def number(kind: type[int] | type[float], least: float, most: float = math.inf) 
             value = kind(word)
         except ValueError:
             value = math.nan
-        if math.isfinite(value) and least <= value <= most:
+        if least <= value <= most:
             return value
-        limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        limits = f"of at least {least}" if most == sys.float_info.max else f"from {least} to {most}"
         raise argparse.ArgumentTypeError(f"{word!r} should be {'an integer' if kind is int else 'a number'} {limits}")
 
     return parse

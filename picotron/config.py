@@ -6,6 +6,7 @@
 
 import json
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -14,8 +15,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    NonNegativeInt,
-    PositiveInt,
     ValidationInfo,
     WithJsonSchema,
     field_validator,
@@ -23,6 +22,10 @@ from pydantic import (
 )
 
 from picotron.schedules.schedules import SCHEDULES, check_name
+
+Positive = Annotated[int, Field(gt=0, le=2**40)]
+NonNegative = Annotated[int, Field(ge=0, le=2**40)]
+Processes = Annotated[int, Field(gt=0, le=4096)]
 
 
 class Section(BaseModel):
@@ -34,25 +37,26 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def check_text(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, str) and ("\0" in value or (not value and info.field_name != "load_path")):
-            raise ValueError(f"{value!r} should have at least one character, and no null character")
+        empty = value == "" and info.field_name != "load_path"
+        if empty or (isinstance(value, str) and re.search("[\0\ud800-\udfff]", value)):
+            raise ValueError(f"{value!r} should be UTF-8 text with at least one character, and no null character")
         return value
 
 
 class Distributed(Section):
-    tp_size: PositiveInt = 1
+    tp_size: Positive = 1
     """number of tensor-parallel ranks, each of which holds a shard of every matrix"""
     sequence_parallel: bool = False
     """with tp_size > 1, also shard the activations of norms and residual additions, along the sequence"""
-    cp_size: PositiveInt = 1
+    cp_size: Positive = 1
     """number of context-parallel ranks, each of which holds a shard of every sequence"""
     cp_sharding: Literal["zigzag", "contiguous"] = "zigzag"
     """positions of each shard: zigzag balances the attention work, contiguous gives the last rank the most"""
     cp_engine: Literal["ring", "all_gather", "ulysses"] = "ring"
     """context-parallel attention: ring and all_gather exchange keys and values, ulysses distributes heads instead"""
-    pp_size: PositiveInt = 1
+    pp_size: Positive = 1
     """number of pipeline ranks, each of which holds some of the layers"""
-    dp_size: PositiveInt = 1
+    dp_size: Positive = 1
     """number of data-parallel ranks, each of which trains on different sequences of the batch"""
     pp_engine: Annotated[
         str,
@@ -60,7 +64,7 @@ class Distributed(Section):
         WithJsonSchema({"anyOf": [{"enum": list(SCHEDULES)}, {"type": "string", "pattern": "^csv:."}]}),
     ] = "1f1b"
     """pipeline schedule for pp_size > 1: a name, or csv:FILE to read the schedule from a file"""
-    pp_chunks: PositiveInt | None = None
+    pp_chunks: Positive | None = None
     """stages per pipeline rank, for interleaved_1f1b and looped_bfs; null: the default of the schedule"""
     pp_layout: str | None = None
     """contents of the stages, such as Et*2|tt|tL (E embedding, t layer, L head, | next stage); null: balanced costs"""
@@ -88,11 +92,11 @@ class Distributed(Section):
 class Model(Section):
     name: str
     """hub id of a model, or local folder with a config.json"""
-    num_hidden_layers: PositiveInt | None = None
+    num_hidden_layers: Positive | None = None
     """number of decoder layers; null: the value in the model's config.json"""
-    num_attention_heads: PositiveInt | None = None
+    num_attention_heads: Positive | None = None
     """number of query heads; null: the value in the model's config.json"""
-    num_key_value_heads: PositiveInt | None = None
+    num_key_value_heads: Positive | None = None
     """number of key/value heads; null: the value in the model's config.json"""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """dtype of weights and activations; gradients and optimizer state are in float32 or wider"""
@@ -107,25 +111,25 @@ class Model(Section):
 
 
 class Training(Section):
-    seed: NonNegativeInt = 42
+    seed: NonNegative = 42
     """seed of the initial weights and of the order of the data"""
     learning_rate: float = Field(3e-4, gt=0)
     """learning rate after the warm-up"""
-    total_train_steps: PositiveInt = 200
+    total_train_steps: Positive = 200
     """number of optimizer steps, and length of the learning-rate schedule"""
-    seq_length: PositiveInt = 1024
+    seq_length: Positive = 1024
     """tokens per sequence"""
-    micro_batch_size: PositiveInt = 1
+    micro_batch_size: Positive = 1
     """sequences per forward pass on each data-parallel rank"""
-    gradient_accumulation_steps: PositiveInt = 1
+    gradient_accumulation_steps: Positive = 1
     """micro-batches per optimizer step"""
-    num_samples: PositiveInt | None = None
+    num_samples: Positive | None = None
     """use only the first N documents of the data set; null: all"""
-    max_tokens: PositiveInt | None = None
+    max_tokens: Positive | None = None
     """end the run after N tokens, if that comes before total_train_steps; null: no limit"""
     lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
     """shape of the learning rate's decay after the warm-up"""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: NonNegative = 0
     """steps over which the learning rate first rises linearly"""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """final learning rate of cosine and linear, as a fraction of learning_rate"""
@@ -143,9 +147,9 @@ class Training(Section):
     """full: keep only the input of each layer and recompute its other activations in backward; none: keep all"""
     compile: bool = False
     """apply torch.compile to each decoder layer"""
-    eval_frequency: NonNegativeInt = 0
+    eval_frequency: NonNegative = 0
     """steps between evaluations of the loss on held-out data; 0: no evaluation"""
-    eval_steps: PositiveInt = 10
+    eval_steps: Positive = 10
     """global batches per evaluation, held out from the end of the training data"""
 
     @model_validator(mode="after")
@@ -173,9 +177,9 @@ class Dataset(Section):
     """configuration of a hub data set; null: its default"""
     split: str = "train"
     """split of a hub data set, or a slice of one, such as train[:1000]"""
-    num_workers: NonNegativeInt = 0
+    num_workers: Annotated[int, Field(ge=0, le=4096)] = 0
     """processes per rank that read batches ahead; 0: the training process reads them"""
-    num_proc: PositiveInt = 1
+    num_proc: Processes = 1
     """processes that tokenise the data set; 1: the training process, with several threads"""
     text_column: str = "text"
     """column that holds the text of a document"""
@@ -186,11 +190,11 @@ class Dataset(Section):
 class Checkpoint(Section):
     save_dir: str = "ckpt"
     """folder for all outputs of the run"""
-    save_frequency: NonNegativeInt = 0
+    save_frequency: NonNegative = 0
     """steps between checkpoints, with one more at the end of the run; 0: none, unless a signal stops the run"""
     load_path: str = ""
     """checkpoint to resume from, "latest" (the newest in save_dir), or model folder to start from; "": none"""
-    keep_last: NonNegativeInt = 0
+    keep_last: NonNegative = 0
     """keep only the newest N checkpoints; 0: keep all"""
     async_save: bool = False
     """copy a checkpoint to host memory and write it in the background, while training continues"""
@@ -205,9 +209,9 @@ class Logging(Section):
     """name of the wandb project"""
     run_name: str | None = None
     """name of the wandb run; null: wandb chooses one"""
-    log_frequency: PositiveInt = 1
+    log_frequency: Positive = 1
     """steps between lines on the console; metrics.jsonl has a line for every step"""
-    trace_steps: list[PositiveInt] | None = None
+    trace_steps: list[Positive] | None = None
     """steps in which to record when each action runs, with pp_size > 1 (on GPUs they are slower); null: none"""
 
 
@@ -215,13 +219,13 @@ def read_string(value: Any) -> Any:
     """Parse a string that holds JSON ("4" is 4, "false" is False). Any other value is returned unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 
 class Environment(Section):
     OMP_NUM_THREADS: Annotated[
-        PositiveInt, BeforeValidator(read_string), WithJsonSchema({"type": ["integer", "string"]})
+        Processes, BeforeValidator(read_string), WithJsonSchema({"type": ["integer", "string"]})
     ] = 1
     """CPU threads per process"""
     TOKENIZERS_PARALLELISM: Annotated[

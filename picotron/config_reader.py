@@ -83,7 +83,7 @@ def _sentence(error: Any) -> str:
     if error["type"] == "value_error":
         return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
     # The value of a section, a list or an object is not shown: it may be long, or contain a secret.
-    if len(error["loc"]) == 1 or isinstance(error["input"], dict | list):
+    if len(error["loc"]) == 1 or error["loc"][0] == "environment" or isinstance(error["input"], dict | list):
         return f"{key}: {error['msg'].replace('Input should', 'it should')}"
     return f"{key}={json.dumps(error['input'], default=str)}: {error['msg'].replace('Input should', 'it should')}"
 
@@ -136,7 +136,8 @@ def _apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
     while words:
         key = words.pop(0)
         if not key.startswith("--") or "." not in key:
-            raise UserError(f"unexpected argument {key!r}; overrides look like --training.learning_rate 1e-3")
+            shown = f"{key.partition('=')[0]!r}" if key.startswith("-") else "without a key"  # it may be a secret
+            raise UserError(f"unexpected argument {shown}; overrides look like --training.learning_rate 1e-3")
         if not words or (words[0].startswith("--")):
             raise UserError(f"{key} needs a value; for example {key} 1")
         name = key.removeprefix("--")

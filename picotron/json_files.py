@@ -1,6 +1,7 @@
 """Reader of JSON that people, editors and other programs may have damaged."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ def parse_json(text: str | bytes, source: str) -> Any:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {twice!r} occurs twice in an object; keep one of them")
     return data
 

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -71,10 +72,25 @@ def init_process_group(config: Config, device: torch.device) -> None:
 
 def ignore_stop_signals(_: int) -> None:
     """Initialise a data-loader worker. Terminals and schedulers signal workers, too, but the run still needs them to
-    finish its step.
+    finish its step. A worker ends with its parent, even while it waits for somebody to read its results.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def print_line(line: str) -> None:
+    """Print a line. Once the terminal or the reader of a pipe is gone, output is dropped, and the run continues."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class StopSignals:

@@ -21,6 +21,7 @@ from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.data import Progress
 from picotron.errors import UserError, first_line
+from picotron.launch import print_line
 from picotron.run_folder import create, user_error_on_failure
 from picotron.schedules.costs import model_cost
 
@@ -87,14 +88,15 @@ def _start_wandb(config: Config, run_id: str | None) -> Any:
         "project": config.logging.project_name,
         "name": config.logging.run_name,
         "dir": config.checkpoint.save_dir,
+        # Without git, there is no diff.patch of uncommitted changes, which may hold secrets.
+        "settings": {"init_timeout": WANDB_SECONDS, "disable_git": True},
     }
     if run_id is not None:
         arguments |= {"id": run_id, "resume": "allow"}
     try:
         if wandb.login(prompt=False, verify=False):
             logger.info("connecting to Weights & Biases")
-            settings = {"init_timeout": WANDB_SECONDS}
-            return wandb.init(**arguments, config=config.model_dump(), mode="online", settings=settings)
+            return wandb.init(**arguments, config=config.model_dump(), mode="online")
         reason = "there is no login"
     except wandb.errors.Error as error:
         reason = first_line(error)
@@ -205,14 +207,13 @@ class Metrics:
         evaluated = "eval_loss" in record
         if evaluated or record["step"] % self.config.logging.log_frequency == 0 or record["step"] == 1:
             mfu = "" if record["mfu"] is None else f" | mfu {record['mfu']:.1%}"
-            print(
+            print_line(
                 f"step {record['step']:>4} | loss {record['loss']:.4f} | grad norm {record['grad_norm']:.3f} | "
                 f"lr {record['learning_rate']:.1e} | {record['tokens']:,} tokens | "
-                f"{record['tokens_per_second']:,.0f} tokens/s{mfu} | {record['memory_gb']:.2f} GB",
-                flush=True,
+                f"{record['tokens_per_second']:,.0f} tokens/s{mfu} | {record['memory_gb']:.2f} GB"
             )
         if evaluated:
-            print(f"step {record['step']:>4} | eval loss {record['eval_loss']:.4f}", flush=True)
+            print_line(f"step {record['step']:>4} | eval loss {record['eval_loss']:.4f}")
 
     def close(self) -> None:
         """Finish the wandb run, and log the first and last loss and the folder of the outputs."""

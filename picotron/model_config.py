@@ -35,6 +35,7 @@ class Limits(BaseModel):
     initializer_range: Annotated[float, Field(ge=0)] = 0
     rms_norm_eps: Annotated[float, Field(ge=0)] = 0
     pad_token_id: Annotated[int, Field(ge=-1)] | None = None
+    num_labels: Annotated[int, Field(ge=0, le=2**16)] = 2  # transformers makes a table of this size
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False

@@ -28,7 +28,9 @@ from picotron.schedules.trace import traces
 
 logger = logging.getLogger("picotron")
 
-CLAIMS: list[IO[str]] = []  # open files, so that their locks last
+CLAIMS: list[IO[str]] = []  # open files, so that their locks last; a forked worker may live longer than the run
+os.register_at_fork(after_in_child=lambda: [claim.close() for claim in CLAIMS])
+LARGEST = 1e30  # number in a record, so that it can be averaged and plotted
 UNFINISHED = ".unfinished"  # suffix of a checkpoint folder that is being written or deleted
 
 
@@ -48,7 +50,7 @@ def claim_save_dir(config: Config) -> None:
                 f"checkpoint.save_dir={name!r} is a model folder, and its config.json must be kept; choose another"
             )
         if int(os.environ.get("RANK", 0)) == 0:
-            _claim(Path(name, ".lock"))
+            _claim(Path(name, ".run_lock"))
     except OSError as error:
         raise UserError(
             f"checkpoint.save_dir={name!r} cannot be written: {error.strerror}; choose another folder"
@@ -139,8 +141,9 @@ def read_records(path: Path, until: float = math.inf) -> tuple[list[dict[str, An
             record = parse_json(line, f"line {number} of {path.name}")
             if not isinstance(record, dict) or type(record.get("step")) is not int or record.get("loss") is None:
                 raise UserError(f"line {number} of {path.name} is not the record of a step")
-            if not all(value is None or type(value) in (int, float) for value in record.values()):
-                raise UserError(f"line {number} of {path.name} has a value that is no number")
+            values = (value for value in record.values() if value is not None)
+            if not all(type(value) in (int, float) and not abs(value) > LARGEST for value in values):
+                raise UserError(f"line {number} of {path.name} has a value that is no number, or beyond {LARGEST:g}")
             records.append(record)
         except UserError as error:
             problem = problem or str(error)
@@ -174,7 +177,8 @@ def begin_run(config: Config, resumed_step: int | None) -> list[dict[str, Any]]:
     if resumed_step is None:
         old += [path for path in (metrics, config_file) if path.exists()]
     with user_error_on_failure(save_dir):
-        if old:
+        records, problem = ([], "") if resumed_step is None else read_records(metrics, resumed_step)
+        if old or problem:
             archive = new_archive_folder(save_dir)
             if resumed_step is not None and metrics.exists():
                 shutil.copy(metrics, archive)
@@ -183,9 +187,8 @@ def begin_run(config: Config, resumed_step: int | None) -> list[dict[str, Any]]:
             logger.info(
                 "moved files of an earlier run from %s to %s: %s", save_dir, archive, [path.name for path in old]
             )
-        records, problem = ([], "") if resumed_step is None else read_records(metrics, resumed_step)
         if problem:
-            logger.warning("%s: %s; damaged lines are left out", save_dir, problem)
+            logger.warning("%s: %s; damaged lines are left out, and kept in %s", save_dir, problem, archive)
         if resumed_step is not None and metrics.exists():
             write_atomically(metrics, "".join(json.dumps(record) + "\n" for record in records))
         write_atomically(config_file, config.model_dump_json(indent=2) + "\n")

@@ -72,7 +72,7 @@ BAD = [
     (changed(logging__log_frequency=0), r"logging\.log_frequency=0: it should be greater than 0"),
     (
         changed(environment__OMP_NUM_THREADS="many"),
-        r"environment\.OMP_NUM_THREADS=\"many\": it should be a valid integer",
+        r"environment\.OMP_NUM_THREADS: it should be a valid integer",
     ),
     (
         changed(distributed__pp_size=2, distributed__use_cpu=False, distributed__backend="gloo"),

@@ -85,7 +85,7 @@ def test_template_has_only_keys_of_the_schema() -> None:
             ["--config", "FILE", "--seed", "1"],
             "unexpected argument '--seed'; overrides look like --training.learning_rate",
         ),
-        (["--config", "FILE", "extra"], "unexpected argument 'extra'"),
+        (["--config", "FILE", "extra"], "unexpected argument without a key"),
         (["--config", "FILE", "--training.sed", "1"], r"unknown key training\.sed; did you mean training\.seed\?"),
         (["--config", "FILE", "--training.seed", "one"], r'training\.seed="one": it should be a valid integer'),
     ],

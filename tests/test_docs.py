@@ -60,6 +60,7 @@ def test_fast_commands_print_the_output_on_the_page(page: Path) -> None:
     check_outputs(page, "fast")
 
 
+@pytest.mark.processes
 @pytest.mark.parity
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", pages_with("slow"), ids=lambda page: page.name)

@@ -171,7 +171,7 @@ def test_outputs_do_not_follow_links(tmp_path: Path) -> None:
     (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match="symbolic links"):
         open(tmp_path / "run" / "metrics.jsonl", "a", opener=create).close()
-    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    (tmp_path / "run" / ".run_lock").symlink_to(tmp_path / "precious")
     with pytest.raises(UserError, match="cannot be written"):
         claim_save_dir(config)
     assert (tmp_path / "precious").read_text() == "keep me"
@@ -195,7 +195,7 @@ def test_unwritable_folder_and_model_folder_are_rejected_as_save_dir(tmp_path: P
     with pytest.raises(UserError, match=r"is a model folder, and its config\.json must be kept; choose another"):
         claim_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/model"))
     claim_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/deep/new/folder"))
-    assert [path.name for path in (tmp_path / "deep/new/folder").iterdir()] == [".lock"]
+    assert [path.name for path in (tmp_path / "deep/new/folder").iterdir()] == [".run_lock"]
 
 
 def log_with_wandb(folder: str, login: str, checkpoint: Any = None) -> dict[str, Any]:

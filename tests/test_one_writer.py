@@ -82,3 +82,43 @@ def test_a_closed_terminal_ends_a_run_with_a_checkpoint(
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=60) == 128 + signal.SIGHUP
     assert list(checkpoint_folders(tmp_path / "run")) == [metrics(tmp_path / "run")[-1]["step"]]
+
+
+def test_a_terminal_that_is_gone_does_not_end_a_run_without_a_checkpoint(home: Path, tmp_path: Path) -> None:
+    """Writing to a terminal that was closed fails, before the signal that tells of it is looked at."""
+    ours, theirs = os.openpty()
+    words = [sys.executable, "train.py", "--config", "template/base_config.json"]
+    words += arguments(tmp_path / "run", 1, 1, **MANY_STEPS)
+    environment = {**os.environ, "HOME": str(home)}
+    process = subprocess.Popen(words, env=environment, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    steps = tmp_path / "run" / "metrics.jsonl"
+    while not steps.exists():
+        os.read(ours, 10_000)  # the terminal shows what it gets
+    os.close(ours)
+    before = len(metrics(tmp_path / "run"))
+    wait_until(lambda: len(metrics(tmp_path / "run")) > before + 2)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    assert list(checkpoint_folders(tmp_path / "run")) == [metrics(tmp_path / "run")[-1]["step"]]
+
+
+def test_processes_that_tokenise_end_with_a_run_that_is_killed(home: Path, tmp_path: Path) -> None:
+    """They do not keep the folder's claim, either, and the next run tokenises from the beginning."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(('{"text": "' + "def f(x): return x " * 200 + '"}\n') * 4_000)
+    words = [sys.executable, "train.py", "--config", "template/base_config.json", "--dataset.name", str(data)]
+    words += arguments(tmp_path / "run", 1, 1, **MANY_STEPS, **{"dataset.num_proc": 2, "training.max_tokens": 64})
+    environment = {**os.environ, "HOME": str(home)}
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    unfinished = home / ".cache" / "picotron"
+    wait_until(lambda: any(path.stat().st_size > 10**6 for path in unfinished.glob("tokens-*.unfinished/tokens.npy")))
+    workers = children.read_text().split()
+    assert len(workers) >= 2
+    process.kill()
+    process.communicate(timeout=30)
+    wait_until(lambda: not any(Path("/proc", worker).exists() for worker in workers), seconds=30)
+    again = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert again.returncode == 0, again.stderr
+    assert list(unfinished.glob("*.unfinished")) == []

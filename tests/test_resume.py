@@ -223,7 +223,7 @@ def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        ".lock",
+        ".run_lock",
         "config.json",
         "metrics.jsonl",
         "step_00000003",

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.errors import UserError
+from picotron.run_folder import write_atomically
 from picotron.schedules.actions import parse_action
 from picotron.schedules.simulate import Span
 from picotron.schedules.trace import trace_line, trace_path
@@ -96,7 +97,7 @@ def write_trace(save_dir: str, step: int, spans: list[Span]) -> None:
     lines = [trace_line(rank, span) + "\n" for rank, rank_spans in enumerate(spans_by_rank) for span in rank_spans]
     path = trace_path(save_dir, step)
     try:
-        path.write_text("".join(lines))
+        write_atomically(path, "".join(lines))
     except OSError as error:
         raise UserError(
             f"the trace {path} cannot be written: {error.strerror}; free some space, or choose another save_dir"

@@ -88,7 +88,7 @@ class Job:
 
         The claim lasts until every process that has the descriptor has closed it, has ended or was killed.
         """
-        with (self.folder / ".lock").open("w") as lock:
+        with os.fdopen(os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -159,7 +159,7 @@ def cancel(job: Job, job_id: str) -> None:
 def slurm_job_id(job: Job) -> str | None:
     """Id of the job's latest submission to Slurm; None if it was not submitted."""
     word = read_word(job.folder / "slurm_job_id.txt")
-    return word if re.fullmatch(r"[0-9_+.]+", word) else None
+    return word if re.fullmatch(r"[0-9]+", word) else None
 
 
 def log_file(job: Job) -> Path:

@@ -81,7 +81,7 @@ def _is_intact(entry: Path) -> bool:
     try:
         checksums = json.loads((entry / CHECKSUMS).read_text())
         return bool(checksums) and all(_checksum(entry / name) == value for name, value in checksums.items())
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 

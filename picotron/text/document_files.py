@@ -138,7 +138,9 @@ def _read_lines(block: Block, column: str) -> Iterator[Piece]:
         try:
             text = _text_of(json.loads(line), column) if line.strip() else None
         except (ValueError, RecursionError) as error:
-            number += _bytes(Block(block.path, 0, block.start, 0)).count(b"\n")
+            starts = range(0, block.start, BLOCK_BYTES)
+            before = (Block(block.path, start, min(start + BLOCK_BYTES, block.start), 0) for start in starts)
+            number += sum(_bytes(each).count(b"\n") for each in before)
             if isinstance(error, json.JSONDecodeError):
                 raise UserError(
                     f"{block.path}, line {number:,}, column {error.colno:,}: not valid JSON ({error.msg})"

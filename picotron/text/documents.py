@@ -13,7 +13,7 @@ from typing import NamedTuple
 from picotron.config import Dataset as DatasetSection
 from picotron.errors import UserError, first_line
 from picotron.hub import connect
-from picotron.text.document_files import READERS, ROWS, Block, Piece, cut
+from picotron.text.document_files import BLOCK_BYTES, READERS, ROWS, Block, Piece, cut
 
 logger = logging.getLogger("picotron")
 
@@ -143,6 +143,7 @@ def _hub_documents(section: DatasetSection, limit: int | None) -> Documents:
     text_columns = [name for name, kind in types.items() if kind in ("string", "large_string")]
     if column not in text_columns:
         raise UserError(f"dataset.text_column={column!r} of {name} has no text; use one of {text_columns}")
+    rows = rows.select_columns([column])  # others, such as images, would be decoded
     count = len(rows) if limit is None else min(limit, len(rows))
 
     def read(block: Block) -> Iterator[Piece]:
@@ -150,7 +151,7 @@ def _hub_documents(section: DatasetSection, limit: int | None) -> Documents:
             if text is not None:
                 yield from cut(text)
 
-    size = int(ROWS * (rows.dataset_size or 0) / max(1, len(rows)))
+    size = int(ROWS * (rows.dataset_size or 0) / max(1, len(rows))) or BLOCK_BYTES
     starts = range(0, count, ROWS)
     blocks = [Block(Path(name), start, min(start + ROWS, count), size) for start in starts]
     return Documents(name, f"{rows._fingerprint} {column} {count}", blocks, read)

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from picotron.errors import UserError, first_line
 from picotron.hub import connect
 from picotron.launch import ignore_stop_signals
 from picotron.text.cache import cached
-from picotron.text.document_files import Block
+from picotron.text.document_files import Block, Piece
 from picotron.text.documents import Documents, load_documents
 
 logger = logging.getLogger("picotron")
@@ -28,7 +29,7 @@ logger = logging.getLogger("picotron")
 END_OF_TEXT = "<|endoftext|>"
 BATCH_BYTES = 2**20  # of text that is tokenised at a time
 BPE_CHARACTERS = 2**28  # maximum number of characters to train a BPE on
-LONG_WORD = re.compile(r"\S{256}(?=\S)")
+LONG_WORD = re.compile(r"\S{256}(?=\S)|\s{256}(?=\s)")
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -116,17 +117,30 @@ class TokenisedBlocks(Dataset[np.ndarray | UserError]):
         return len(self.batches)
 
     def __getitem__(self, i: int) -> np.ndarray | UserError:
+        options = {"add_special_tokens": False, "verbose": False, "return_attention_mask": False}
+        tokens: list[np.ndarray] = [np.array([], self.dtype)]
+        pieces = (piece for block in self.batches[i] for piece in self.read(block) if piece.text)
         try:
-            pieces = [piece for block in self.batches[i] for piece in self.read(block) if piece.text]
+            while some := _some(pieces):
+                ids = self.tokenizer([piece.text for piece in some], **options)["input_ids"]
+                tokens += [
+                    np.array(those + self.end if piece.ends_document else those, self.dtype)
+                    for piece, those in zip(some, ids, strict=True)
+                ]
         except UserError as error:
             return error
-        options = {"add_special_tokens": False, "verbose": False, "return_attention_mask": False}
-        ids = self.tokenizer([piece.text for piece in pieces], **options)["input_ids"] if pieces else []
-        tokens: list[np.ndarray] = [
-            np.array(those + self.end if piece.ends_document else those, self.dtype)
-            for piece, those in zip(pieces, ids, strict=True)
-        ]
-        return np.concatenate([np.array([], self.dtype), *tokens])
+        return np.concatenate(tokens)
+
+
+def _some(pieces: Iterator[Piece]) -> list[Piece]:
+    """Return the next pieces, until they have BATCH_BYTES characters together; a block can be larger."""
+    some, size = [], 0
+    for piece in pieces:
+        some.append(piece)
+        size += len(piece.text)
+        if size >= BATCH_BYTES:
+            break
+    return some
 
 
 def _in_batches(blocks: list[Block]) -> list[list[Block]]:
@@ -212,11 +226,12 @@ def load_tokens(config: Config, model_config: LlamaConfig) -> tuple[np.ndarray, 
     Raises:
         UserError: see `load_documents` and `load_tokenizer`.
     """
-    paths = [write_tokens(config, model_config)] if pgm.process_group_manager.local_rank == 0 else [(Path(), Path())]
+    local_rank = pgm.process_group_manager.local_rank
+    mine = write_tokens(config, model_config) if local_rank == 0 else None
+    paths: list[Any] = [None] * dist.get_world_size()
     # A separate group with a long timeout, because tokenising may take longer than the default timeout of collectives.
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
-    dist.barrier(group)
-    dist.broadcast_object_list(paths, src=0, group=group)
+    dist.all_gather_object(paths, mine, group=group)
     dist.destroy_process_group(group)
-    tokens, tokenizer = paths[0]
+    tokens, tokenizer = paths[dist.get_rank() - local_rank]  # of this machine, whose ranks have consecutive numbers
     return np.load(tokens, mmap_mode="r"), tokenizer
