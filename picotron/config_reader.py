@@ -85,7 +85,7 @@ def _sentence(error: Any) -> str:
     # The value of a section, a list or an object is not shown: it may be long, or contain a secret.
     if len(error["loc"]) == 1 or error["loc"][0] == "environment" or isinstance(error["input"], dict | list):
         return f"{key}: {error['msg'].replace('Input should', 'it should')}"
-    return f"{key}={json.dumps(error['input'], default=str)}: {error['msg'].replace('Input should', 'it should')}"
+    return f"{key}={json.dumps(error['input'], default=str)[:200]}: {error['msg'].replace('Input should', 'it should')}"
 
 
 def parse_config(data: dict[str, Any]) -> Config:

@@ -98,11 +98,13 @@ TRAIN_WORDS = [
     "--distributed.pp_layout E(t*10000)*10000|L", "--distributed.pp_layout ((((", "--distributed.pp_chunks 3",
     "--training.gradient_accumulation_steps 1000000000000", "--distributed.backend nccl", "--training.warmup_steps 1000",
     "--checkpoint.save_dir=", "--dataset.name=", "--training.learning_rate nan", "--training.learning_rate inf", "--training.learning_rate 0",
-    "--training.eval_frequency 100000", "--training.adam_beta1 1", "--training.min_lr_ratio 2",
+    "HF_TOKEN=hf_secret", "environment.HF_TOKEN=hf_secret", "-environment.HF_TOKEN=hf_secret", "--training.seed 1 hf_secret",
+    "--environment.OMP_NUM_THREADS hf_secret", "--dataset.num_proc 1000000", "--training.seed " + "[" * 100_000, "--training.seed 1" + "0" * 400,
+    "--checkpoint.save_dir \udc80", "--training.eval_frequency 100000", "--training.adam_beta1 1", "--training.min_lr_ratio 2",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", TRAIN_WORDS)
+@pytest.mark.parametrize("words", TRAIN_WORDS, ids=lambda words: repr(words[:60]))
 def test_command_lines_of_train(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     base = [] if words.startswith("--config") else BASE
     assert "hf_secret" not in assert_rejected(lambda: train([*base, *words.split(" ")]), capsys)
@@ -121,7 +123,7 @@ MODEL_CONFIGS: list[Any] = [
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}, {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8},
         {"rope_type": 5, "rope_theta": 1e4}, {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     )),
-    {"pad_token_id": 10**6}, {"pad_token_id": "x"}, {"pad_token_id": -5}, {"hidden_act": "gelu"}, {"hidden_act": None}, {"attention_dropout": 0.5},
+    {"pad_token_id": 10**6}, {"num_labels": 10**9}, {"pad_token_id": "x"}, {"pad_token_id": -5}, {"hidden_act": "gelu"}, {"hidden_act": None}, {"attention_dropout": 0.5},
     {"rms_norm_eps": -1}, {"rms_norm_eps": None}, {"initializer_range": "x"}, {"initializer_range": -1}, {"tie_word_embeddings": "yes"},
     {"attention_bias": 1}, {"max_position_embeddings": 0}, {"max_position_embeddings": "x"}, {"quantization_config": {"bits": 4}}, {"sliding_window": 5},
 ]  # fmt: skip

@@ -56,13 +56,13 @@ def test_schedule_files(content: bytes, folder: Path, capsys: pytest.CaptureFixt
 
 DRAW_WORDS = [
     "--schedule none", "--schedule csv:x", "--pp 0", "--pp -1", "--pp x", "--pp 1e3", "--pp 100000000", "--pp 100000 --microbatches 100000",
-    "--microbatches 0", "--microbatches 1000000000000", "--microbatches nan", "--chunks 0", "--chunks 2", "--p2p nan", "--p2p inf", "--p2p -1",
+    "--microbatches 0", "--microbatches 1000000000000", "--microbatches nan", "--chunks 0", "--chunks 2", "--p2p nan", "--p2p inf", "--pp 1" + "0" * 400, "--step 1" + "0" * 400, "--p2p -1",
     "--p2p x", "--out a.png", "--out a", "--out /no/such/folder/a.svg", "--out /", "--out .svg/", "--csv no.csv", "--csv .", "--csv /",
     "--measured no", "--measured .", "--measured @", "--measured @ --step 0", "--measured @ --step x", "--measured @ --step 7", "--all --schedule 1f1b",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", DRAW_WORDS)
+@pytest.mark.parametrize("words", DRAW_WORDS, ids=lambda words: repr(words[:60]))
 def test_command_lines_of_draw(words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_rejected(lambda: draw.main(words.replace("@", str(folder)).split()), capsys)
 
@@ -133,7 +133,7 @@ def test_configs_of_a_sweep(content: bytes, folder: Path, capsys: pytest.Capture
 
 RECORDS = [
     b"", b"\n", b"\xff\n", b"{\n", b"[]\n", b"null\n", b"1\n", b"{}\n", b'{"step": "x"}\n', b'{"step": 1, "loss": "x"}\n', b'{"step": 1, "loss": []}\n',
-    b"\0\n", b'{"step": 1}\n', b"[" * 100_000 + b"\n", b'{"step": 1, "step": 2}\n', b'{"step": true}\n', b'{"step": 1.5}\n',
+    b"\0\n", b'{"step": 1}\n', b"[" * 100_000 + b"\n", b'{"step": 1, "step": 2}\n', b'{"step": true}\n', b'{"step": 2, "loss": 1e308}\n', b'{"step": 2, "loss": 1' + b"0" * 400 + b"}\n", b'{"step": 1.5}\n',
 ]  # fmt: skip
 
 

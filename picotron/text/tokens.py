@@ -77,7 +77,10 @@ def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Documen
 
         def write(folder: Path) -> None:
             logger.info("training a byte-level BPE of %d tokens on %s", model_config.vocab_size, documents.name)
-            train_bpe((piece.text for piece in documents.pieces()), model_config.vocab_size).save_pretrained(folder)
+            size = min(sum(block.size for block in documents.blocks), BPE_CHARACTERS)
+            few = size < 2**24  # are read in a few seconds
+            with tqdm(total=size, unit="B", unit_scale=True, desc="Reading", mininterval=1, disable=few) as progress:
+                train_bpe(_counted(documents, progress), model_config.vocab_size).save_pretrained(folder)
 
         return PreTrainedTokenizerFast.from_pretrained(
             cached("bpe", f"{documents.key} {model_config.vocab_size}", write)
@@ -99,6 +102,13 @@ def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Documen
             f"choose another model.tokenizer"
         )
     return tokenizer
+
+
+def _counted(documents: Documents, progress: Any) -> Iterator[str]:
+    """Yield the texts of all documents, and count the bytes that are read."""
+    for block in documents.blocks:
+        yield from (piece.text for piece in documents.read(block))
+        progress.update(block.size)
 
 
 class TokenisedBlocks(Dataset[np.ndarray | UserError]):
