@@ -13,8 +13,8 @@ SECONDS = 5
 
 @functools.cache
 def is_reachable() -> bool:
-    """Whether the hub answers. Otherwise the libraries that download from it work offline, in this process: with what
-    has been downloaded before, and without their own attempts, which take up to a minute.
+    """Return whether the hub answers. If not, switch its client libraries to offline mode for this process: they then
+    use only downloaded files, and do not retry for up to a minute.
     """
     if constants.HF_HUB_OFFLINE:
         return False
@@ -30,5 +30,5 @@ def is_reachable() -> bool:
 
 def connect(name: str) -> None:
     """Log that `name` is looked for on the hub, and work offline if there is no connection."""
-    logger.info("%s is no local folder; looking for it on the Hugging Face Hub", name)
+    logger.info("%s is not a local folder; looking for it on the Hugging Face Hub", name)
     is_reachable()

@@ -12,10 +12,10 @@ def parse_json(text: str | bytes, source: str) -> Any:
     """Parse JSON.
 
     Args:
-        source: its place, for error messages.
+        source: name of the file or line, for error messages.
 
     Raises:
-        UserError: it is not JSON, it is nested too deeply, or an object has a key twice.
+        UserError: the text is not JSON, is nested too deeply, or has an object with a duplicate key.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique_keys)
@@ -23,7 +23,7 @@ def parse_json(text: str | bytes, source: str) -> Any:
         place = f"line {error.lineno:,}, column {error.colno:,}"
         raise UserError(f"{source} is not valid JSON: {error.msg} at {place}") from None
     except RecursionError:
-        raise UserError(f"{source} is not valid JSON for this program: it is nested too deeply") from None
+        raise UserError(f"{source} is nested too deeply; simplify it") from None
     except ValueError as error:  # not UTF-8, a key that occurs twice, a number with too many digits
         raise UserError(f"{source} is not valid JSON: {first_line(error)}") from None
 

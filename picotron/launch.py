@@ -116,7 +116,7 @@ class StopSignals:
         """Number of a signal that any rank has received, or 0: the same on every rank. Every rank must call this."""
         if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT and not StopSignals.received:
             StopSignals.received = signal.SIGTERM
-            logger.error("torchrun was killed")
+            logger.error("torchrun has ended; this run writes a checkpoint and exits")
         number = torch.tensor(self.received)
         all_reduce(number, self.group, dist.ReduceOp.MAX)
         if number:

@@ -221,7 +221,7 @@ class Metrics:
             self.wandb.finish()
         uniform = math.log(self.vocab_size)  # loss of a model that gives all tokens the same probability
         if math.isnan(self.last_loss):
-            logger.info("nothing was trained: the checkpoint is at the end of the run")
+            logger.info("no steps were run: the checkpoint is already at total_train_steps or max_tokens")
         else:
             logger.info("loss %.4f -> %.4f (a uniform guess has %.4f)", self.first_loss, self.last_loss, uniform)
         logger.info("config.json and metrics.jsonl are in %s", Path(self.config.checkpoint.save_dir).resolve())

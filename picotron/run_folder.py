@@ -58,7 +58,8 @@ def claim_save_dir(config: Config) -> None:
 
 
 def _claim(path: Path) -> None:
-    """Lock a file that says who has locked it. The lock ends with the process, because the file is never closed.
+    """Lock a file that names the process, host and start time of its owner. The lock ends with the process, because the
+    file is never closed.
 
     Raises:
         UserError: another process holds the lock.
@@ -129,7 +130,7 @@ def read_records(path: Path, until: float = math.inf) -> tuple[list[dict[str, An
 
     Returns:
         The records, and the first problem of the file, or "". Damaged lines are skipped; a last line that a killed run
-        left unfinished is no problem.
+        left unfinished is not a problem.
     """
     try:
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
@@ -143,7 +144,7 @@ def read_records(path: Path, until: float = math.inf) -> tuple[list[dict[str, An
                 raise UserError(f"line {number} of {path.name} is not the record of a step")
             values = (value for value in record.values() if value is not None)
             if not all(type(value) in (int, float) and not abs(value) > LARGEST for value in values):
-                raise UserError(f"line {number} of {path.name} has a value that is no number, or beyond {LARGEST:g}")
+                raise UserError(f"line {number} of {path.name} has a value that is not a number, or beyond {LARGEST:g}")
             records.append(record)
         except UserError as error:
             problem = problem or str(error)

@@ -149,21 +149,21 @@ def test_a_changed_file_has_another_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"abc\xff", r"a\.txt is not UTF-8 at byte 3 \(invalid start byte\); convert the file"),
+        ("a.txt", b"abc\xff", r"a\.txt is not UTF-8 at byte 3 \(invalid start byte\); convert the file to UTF-8"),
         ("a.txt", b"a" * 70_000 + b" \x80" + b"b" * 20_000, r"a\.txt is not UTF-8 at byte 70,001"),
         (
             "a.jsonl",
             b'{"text": "a"}\n\n{"text": }\n',
             r"a\.jsonl, line 3, column 10: not valid JSON \(Expecting value\)",
         ),
-        ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a\.jsonl, line 2: it should hold an object \{\.\.\.\}, not a list"),
+        ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a\.jsonl, line 2: expected an object \{\.\.\.\}, but found a list"),
         (
             "a.jsonl",
             b'{"text": "a"}\n{"text": 1}\n',
             r"a\.jsonl, line 2: dataset\.text_column='text' has no text there",
         ),
         ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', r"line 2: .*; use one of \['body'\]"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', r"line 1: its text has half of a surrogate pair"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"line 1: the text has an unpaired surrogate"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"line 1: 'utf-8' codec can't decode byte 0xff"),
         ("a.jsonl", b"[" * 100_000, r"a\.jsonl, line 1[:,]"),
         ("a.jsonl", b"\n" * 70_000 + b"{", r"line 70,001, column 2"),

@@ -48,7 +48,7 @@ def find_folder(name: str) -> Path:
 def file_name(name: Any) -> str:
     """Return a name from an index. Raises ValueError unless it is the name of a file in the same folder."""
     if not isinstance(name, str) or not name or name == ".." or Path(name).name != name:
-        raise ValueError(f"its index names {name!r}, which is no file name")
+        raise ValueError(f"the index names {name!r}, which is not a file name")
     return name
 
 

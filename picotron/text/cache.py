@@ -77,7 +77,7 @@ def _write(entry: Path, write: Callable[[Path], None]) -> None:
 
 
 def _is_intact(entry: Path) -> bool:
-    """Whether an entry exists, with the contents that were written."""
+    """Return whether an entry exists and matches its checksums."""
     try:
         checksums = json.loads((entry / CHECKSUMS).read_text())
         return bool(checksums) and all(_checksum(entry / name) == value for name, value in checksums.items())
@@ -109,7 +109,7 @@ def _lock(entry: Path) -> Iterator[None]:
 
 
 def _delete_unfinished(folder: Path) -> None:
-    """Delete what processes that were killed had written of their entries."""
+    """Delete the incomplete entries of killed processes."""
     for path in folder.glob(f"*{UNFINISHED}"):
         lock = FileLock(path.with_name(f"{path.name.removesuffix(UNFINISHED)}.lock"))
         with contextlib.suppress(Timeout), lock.acquire(timeout=0):

@@ -97,7 +97,9 @@ def _read_text(block: Block, column: str, errors: str = "strict") -> Iterator[Pi
         text = _bytes(block).decode("utf-8-sig" if block.start == 0 else "utf-8", errors)
     except UnicodeDecodeError as error:
         place = block.start + error.start
-        raise UserError(f"{block.path} is not UTF-8 at byte {place:,} ({error.reason}); convert the file") from None
+        raise UserError(
+            f"{block.path} is not UTF-8 at byte {place:,} ({error.reason}); convert the file to UTF-8"
+        ) from None
     yield Piece(text.replace("\r\n", "\n").replace("\r", "\n"), block.end == block.path.stat().st_size)
 
 
@@ -123,13 +125,13 @@ def _text_of(record: Any, column: str) -> str | None:
         UserError: the record has no valid text in this column.
     """
     if not isinstance(record, dict):
-        raise UserError(f"it should hold an object {{...}}, not a {type(record).__name__}")
+        raise UserError(f"expected an object {{...}}, but found a {type(record).__name__}")
     text = record.get(column, 0)
     if text is not None and not isinstance(text, str):
         columns = [name for name, value in record.items() if isinstance(value, str)]
         raise UserError(f"dataset.text_column={column!r} has no text there; use one of {columns}")
     if text and re.search("[\ud800-\udfff]", text):
-        raise UserError("its text has half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+        raise UserError("the text has an unpaired surrogate (\\ud800 to \\udfff), which is not a character; remove it")
     return text
 
 

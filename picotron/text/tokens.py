@@ -114,7 +114,7 @@ def _counted(documents: Documents, progress: Any) -> Iterator[str]:
 class TokenisedBlocks(Dataset[np.ndarray | UserError]):
     """The tokens of each batch of blocks. The end-of-sequence token follows each document, if the tokenizer has one.
 
-    A UserError is an item, because a loader would add a traceback to one that is raised in another process.
+    A UserError is returned as an item, because a loader adds a traceback to an error that a worker raises.
     """
 
     def __init__(
