@@ -65,6 +65,9 @@ def init_process_group(config: Config, device: torch.device) -> None:
     """Connect to the other processes that torchrun started; without torchrun, form a group of one."""
     backend = config.distributed.backend or ("nccl" if device.type == "cuda" else "gloo")
     if "RANK" in os.environ:
+        one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+        if one_machine and sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo need not be reachable from other machines
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -190,3 +190,27 @@ def test_killed_stage_ends_the_run_within_30_seconds(home: Path, tmp_path: Path)
     assert end - killed.stat().st_mtime < 30
     assert "Signal 9 (SIGKILL)" in result.stderr
     assert len(metrics(tmp_path / "run")) == 1
+
+
+def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> None:
+    """The addresses of the listening sockets of two ranks, as the first rank sees them after the first step."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys; sys.path.insert(0, '.')\n"
+        "import os, train\n"
+        "from picotron.metrics import Metrics\n"
+        "def log(self, record):\n"
+        "    for line in open('/proc/net/tcp').read().splitlines()[1:]:\n"
+        "        fields = line.split()\n"
+        "        links = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd') if fd.isdigit() and os.path.exists(f'/proc/self/fd/{fd}')]\n"
+        "        if fields[3] == '0A' and f'socket:[{fields[9]}]' in links:\n"
+        "            print('listening on', fields[1].split(':')[0], flush=True)\n"
+        "Metrics.log = log\n"
+        "train.exit_on_error(train.main)\n"
+    )
+    words = arguments(tmp_path / "run", 2, 1, **{"training.max_tokens": 64})
+    result = subprocess.run(
+        [*TORCHRUN, "2", str(program), "--config", "template/base_config.json", *words],
+        env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=True, timeout=240,
+    )  # fmt: skip
+    assert set(re.findall("listening on (.*)", result.stdout)) == {"0100007F"}  # 127.0.0.1
