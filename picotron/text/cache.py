@@ -16,7 +16,7 @@ from picotron.errors import UserError
 
 logger = logging.getLogger("picotron")
 
-CHECKSUMS = "checksums.json"
+CHECKSUMS = ".json"  # suffix of the file with the checksums of an entry
 UNFINISHED = ".unfinished"  # suffix of an entry that is being written
 
 
@@ -68,7 +68,7 @@ def _write(entry: Path, write: Callable[[Path], None]) -> None:
     try:
         write(new)
         checksums = {str(path.relative_to(new)): _checksum(path) for path in new.rglob("*") if path.is_file()}
-        (new / CHECKSUMS).write_text(json.dumps(checksums))
+        entry.with_name(entry.name + CHECKSUMS).write_text(json.dumps(checksums))
         shutil.rmtree(entry, ignore_errors=True)
         new.rename(entry)
     except BaseException:
@@ -79,7 +79,7 @@ def _write(entry: Path, write: Callable[[Path], None]) -> None:
 def _is_intact(entry: Path) -> bool:
     """Return whether an entry exists and matches its checksums."""
     try:
-        checksums = json.loads((entry / CHECKSUMS).read_text())
+        checksums = json.loads(entry.with_name(entry.name + CHECKSUMS).read_text())
         return bool(checksums) and all(_checksum(entry / name) == value for name, value in checksums.items())
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
