@@ -55,6 +55,7 @@ bench: $(STAMP) ## compare speed and memory with transformers and with torch's o
 	$(BIN)/python -m benchmarks.schedules
 	$(BIN)/python -m benchmarks.context_parallel
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.tokens
 
 clean: ## remove .venv and the tools' caches, not the outputs of runs
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache
