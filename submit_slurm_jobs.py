@@ -18,6 +18,7 @@ from picotron.arguments import number
 from picotron.config import Config
 from picotron.config_reader import load_config
 from picotron.errors import UserError
+from picotron.run_folder import write_atomically
 from picotron.sweep.jobs import ACTIVE, STATUSES, Job, find_jobs
 from picotron.sweep.local_jobs import run_local_jobs
 from picotron.sweep.slurm import (
@@ -123,7 +124,7 @@ def submit_jobs(jobs: dict[Job, Config], all_jobs: list[Job], options: argparse.
     for job in jobs:
         after = queue[-options.nb_slurm_array] if 0 < (options.nb_slurm_array or 0) <= len(queue) else None
         command = sbatch_command(job, resources[job], sbatch_options, options.grace, after)
-        (job.folder / "job.slurm").write_text(render(job, resources[job], env_setup, options.grace))
+        write_atomically(job.folder / "job.slurm", render(job, resources[job], env_setup, options.grace))
         if options.dry_run:
             print(shlex.join(command))
             queue.append(f"ID_OF_{job.name}")

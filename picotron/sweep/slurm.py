@@ -18,6 +18,7 @@ import jinja2
 
 from picotron.config import Config
 from picotron.errors import UserError
+from picotron.run_folder import write_atomically
 from picotron.sweep.jobs import ACTIVE, ENDED, OUT_OF_MEMORY, Job, Status, read_word, stop_options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,7 +147,7 @@ def submit(job: Job, command: list[str]) -> str:
     except UserError as error:
         job.set_status(before)
         raise UserError(f"{job.folder} was not submitted: {error}") from None
-    (job.folder / "slurm_job_id.txt").write_text(job_id + "\n")
+    write_atomically(job.folder / "slurm_job_id.txt", job_id + "\n")
     return job_id
 
 
