@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from picotron.config import Dataset
 from picotron.errors import UserError
 from picotron.text import document_files
-from picotron.text.document_files import BLOCK_BYTES, WINDOW, cut
+from picotron.text.document_files import BLOCK_BYTES, WINDOW, Piece, cut
 from picotron.text.documents import Documents, load_documents
 from picotron.text.tokens import train_bpe
 
@@ -23,10 +23,14 @@ def documents_of(path: Path | str, limit: int | None = None, **keys: str) -> Doc
     return load_documents(Dataset(name=str(path), **keys), limit)
 
 
+def pieces_of(documents: Documents) -> Iterator[Piece]:
+    return (piece for block in documents.blocks for piece in documents.read(block))
+
+
 def texts(documents: Documents) -> Iterator[str]:
     """Yield the documents, joined from their pieces."""
     text = ""
-    for piece in documents.pieces():
+    for piece in pieces_of(documents):
         text += piece.text
         if piece.ends_document:
             yield text
@@ -56,8 +60,8 @@ def test_pieces_of_a_long_document_are_bounded_and_complete(tmp_path: Path, name
     file.write_text(text if kind == "txt" else json.dumps({"text": text}))
     documents = documents_of(file)
     assert list(texts(documents)) == [text]
-    assert max(len(piece.text) for piece in documents.pieces()) <= BLOCK_BYTES + WINDOW
-    assert len(list(documents.pieces())) > 2
+    assert max(len(piece.text) for piece in pieces_of(documents)) <= BLOCK_BYTES + WINDOW
+    assert len(list(pieces_of(documents))) > 2
     if kind == "txt":
         assert max(block.end - block.start for block in documents.blocks) <= BLOCK_BYTES + WINDOW
 
@@ -65,7 +69,7 @@ def test_pieces_of_a_long_document_are_bounded_and_complete(tmp_path: Path, name
 @pytest.mark.parametrize("name", ["code", "prose on one line", "indented"])
 def test_pieces_have_the_tokens_of_the_document(tmp_path: Path, name: str, bpe: PreTrainedTokenizerFast) -> None:
     (tmp_path / "a.txt").write_text(LONG[name])
-    pieces = [piece.text for piece in documents_of(tmp_path / "a.txt").pieces()]
+    pieces = [piece.text for piece in pieces_of(documents_of(tmp_path / "a.txt"))]
     assert list(itertools.chain(*bpe(pieces)["input_ids"])) == bpe(LONG[name])["input_ids"]
 
 
@@ -81,7 +85,7 @@ def test_any_text_survives_blocks_of_any_size(tmp_path_factory: pytest.TempPathF
         (folder / "a.txt").write_text(text, newline="")
         (folder / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in (text, "end")))
         expected = text.replace("\r\n", "\n").replace("\r", "\n")
-        assert "".join(piece.text for piece in documents_of(folder / "a.txt").pieces()) == expected
+        assert "".join(piece.text for piece in pieces_of(documents_of(folder / "a.txt"))) == expected
         assert list(texts(documents_of(folder / "b.jsonl"))) == [text, "end"]
 
 
@@ -176,10 +180,10 @@ def test_a_changed_file_has_another_key(tmp_path: Path) -> None:
 def test_bad_data_are_reported_with_their_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        list(documents_of(tmp_path / name).pieces())
+        list(pieces_of(documents_of(tmp_path / name)))
 
 
 def test_a_parquet_file_without_the_column_is_rejected(tmp_path: Path) -> None:
     pandas.DataFrame({"n": [1], "body": ["a"]}).to_parquet(tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"text_column='text': .*a\.parquet has no text there; use one of \['body'\]"):
-        list(documents_of(tmp_path / "a.parquet").pieces())
+        list(pieces_of(documents_of(tmp_path / "a.parquet")))

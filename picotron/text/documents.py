@@ -36,9 +36,6 @@ class Documents(NamedTuple):
     blocks: list[Block]
     read: Callable[[Block], Iterator[Piece]]
 
-    def pieces(self) -> Iterator[Piece]:
-        return (piece for block in self.blocks for piece in self.read(block))
-
 
 def load_documents(section: DatasetSection, limit: int | None = None) -> Documents:
     """Find the documents of a data set: all, or the first `limit` of them.

@@ -78,8 +78,8 @@ def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Documen
         def write(folder: Path) -> None:
             logger.info("training a byte-level BPE of %d tokens on %s", model_config.vocab_size, documents.name)
             size = min(sum(block.size for block in documents.blocks), BPE_CHARACTERS)
-            few = size < 2**24  # are read in a few seconds
-            with tqdm(total=size, unit="B", unit_scale=True, desc="Reading", mininterval=1, disable=few) as progress:
+            quick = size < 2**24  # a few seconds need no progress bar
+            with tqdm(total=size, unit="B", unit_scale=True, desc="Reading", mininterval=1, disable=quick) as progress:
                 train_bpe(_counted(documents, progress), model_config.vocab_size).save_pretrained(folder)
 
         return PreTrainedTokenizerFast.from_pretrained(
@@ -131,26 +131,28 @@ class TokenisedBlocks(Dataset[np.ndarray | UserError]):
         tokens: list[np.ndarray] = [np.array([], self.dtype)]
         pieces = (piece for block in self.batches[i] for piece in self.read(block) if piece.text)
         try:
-            while some := _some(pieces):
-                ids = self.tokenizer([piece.text for piece in some], **options)["input_ids"]
+            while batch := _next_batch(pieces):
+                ids = self.tokenizer([piece.text for piece in batch], **options)["input_ids"]
                 tokens += [
                     np.array(those + self.end if piece.ends_document else those, self.dtype)
-                    for piece, those in zip(some, ids, strict=True)
+                    for piece, those in zip(batch, ids, strict=True)
                 ]
         except UserError as error:
             return error
         return np.concatenate(tokens)
 
 
-def _some(pieces: Iterator[Piece]) -> list[Piece]:
-    """Return the next pieces, until they have BATCH_BYTES characters together; a block can be larger."""
-    some, size = [], 0
+def _next_batch(pieces: Iterator[Piece]) -> list[Piece]:
+    """Return the next pieces, with at least BATCH_BYTES characters in total unless they are the last ones. (A block of
+    a parquet file can have many more.)
+    """
+    batch, size = [], 0
     for piece in pieces:
-        some.append(piece)
+        batch.append(piece)
         size += len(piece.text)
         if size >= BATCH_BYTES:
             break
-    return some
+    return batch
 
 
 def _in_batches(blocks: list[Block]) -> list[list[Block]]:
@@ -168,7 +170,7 @@ def _in_batches(blocks: list[Block]) -> list[list[Block]]:
 
 def _start_worker(worker: int) -> None:
     ignore_stop_signals(worker)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads do not survive a fork
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has none of the tokenizer's threads
 
 
 def _write_tokens(
