@@ -43,10 +43,11 @@ from picotron.config_reader import (
 )
 from picotron.errors import UserError
 from picotron.explain.estimate import Memory, bubble, rank_memory
+from picotron.files import write_atomically
 from picotron.json_files import read_object
 from picotron.model_config import load_model_config
 from picotron.parallelize import check_layout
-from picotron.run_folder import new_archive_folder, write_atomically
+from picotron.run_folder import new_archive_folder
 from picotron.sweep.combinations import (
     FLAGS,
     GLOBAL_BATCH,

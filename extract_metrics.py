@@ -10,6 +10,7 @@ Throughput and MFU exclude the first steps of a run (--warmup), which also alloc
 
 import argparse
 import csv
+import io
 import logging
 import sys
 from collections import Counter, defaultdict
@@ -23,6 +24,7 @@ from picotron.arguments import number
 from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.errors import UserError
+from picotron.files import write_atomically
 from picotron.json_files import read_object
 from picotron.run_folder import read_records
 from picotron.sweep.jobs import Job, find_jobs
@@ -124,10 +126,11 @@ def last(values: Sequence[float]) -> float:
 
 def write_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Write metrics.csv."""
-    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    table = io.StringIO()
+    writer = csv.DictWriter(table, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, table.getvalue().encode(errors="surrogateescape"))
 
 
 def escape_dollars(name: str) -> str:
@@ -186,7 +189,9 @@ def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], folder: Path) -> N
         plot(axes)
         if axes.get_legend_handles_labels()[1]:
             figure.legend(loc="outside right upper", fontsize=7, ncols=1 + len(axes.lines) // 30)
-        figure.savefig(folder / f"{name}.png", dpi=150)
+        image = io.BytesIO()
+        figure.savefig(image, dpi=150)
+        write_atomically(folder / f"{name}.png", image.getvalue())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -18,7 +18,7 @@ from picotron.arguments import number
 from picotron.config import Config
 from picotron.config_reader import load_config
 from picotron.errors import UserError
-from picotron.run_folder import write_atomically
+from picotron.files import write_atomically
 from picotron.sweep.jobs import ACTIVE, STATUSES, Job, find_jobs
 from picotron.sweep.local_jobs import run_local_jobs
 from picotron.sweep.slurm import (

@@ -20,7 +20,7 @@ def parse_json(text: str | bytes, source: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno:,}, column {error.colno:,}"
+        place = f"line {error.lineno:,}, column {error.colno:,}" if "\n" in error.doc else f"column {error.colno:,}"
         raise UserError(f"{source} is not valid JSON: {error.msg} at {place}") from None
     except RecursionError:
         raise UserError(f"{source} is nested too deeply; simplify it") from None

@@ -24,10 +24,13 @@ PARENT = os.getppid()
 
 
 def set_up_logging() -> None:
-    """Log progress on rank 0, and only errors on the other ranks."""
-    rank = int(os.environ.get("RANK", 0))
+    """Log progress on rank 0, warnings on the first rank of every machine, and only errors on the other ranks."""
+    first_of_machine = int(os.environ.get("LOCAL_RANK", 0)) == 0
     logger.addHandler(logging.StreamHandler(sys.stdout))
-    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    if int(os.environ.get("RANK", 0)) == 0:
+        logger.setLevel(logging.INFO)
+    else:
+        logger.setLevel(logging.WARNING if first_of_machine else logging.ERROR)
 
 
 def check_world_size(distributed: Distributed, world_size: int) -> None:
@@ -67,7 +70,9 @@ def init_process_group(config: Config, device: torch.device) -> None:
     if "RANK" in os.environ:
         one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
         if one_machine and sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo need not be reachable from other machines
+            # The processes need not be reachable from other machines.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

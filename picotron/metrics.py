@@ -21,8 +21,9 @@ from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.data import Progress
 from picotron.errors import UserError, first_line
+from picotron.files import create
 from picotron.launch import print_line
-from picotron.run_folder import create, user_error_on_failure
+from picotron.run_folder import user_error_on_failure
 from picotron.schedules.costs import model_cost
 
 logger = logging.getLogger("picotron")

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from picotron.config import Config
 from picotron.errors import UserError
+from picotron.files import create, write_atomically
 from picotron.json_files import parse_json
 from picotron.schedules.trace import traces
 
@@ -64,11 +65,12 @@ def _claim(path: Path) -> None:
     Raises:
         UserError: another process holds the lock.
     """
-    lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+", errors="replace")
+    lock = open(path, "a+", errors="replace", opener=create)  # noqa: SIM115 -- never closed
     CLAIMS.append(lock)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        lock.seek(0)
         raise UserError(
             f"checkpoint.save_dir={str(path.parent)!r} is being written by another run ({lock.read().strip()}); wait "
             f"until it ends, or choose another folder"
@@ -76,7 +78,7 @@ def _claim(path: Path) -> None:
     except OSError as error:  # some network file systems have no locks
         logger.warning("%s cannot be locked (%s); make sure that no other run writes there", path, error.strerror)
         return
-    lock.truncate()
+    lock.truncate(0)
     started = time.strftime("%Y-%m-%d %H:%M:%S")
     lock.write(f"process {os.getpid()} on {platform.node()}, started at {started}\n")
     lock.flush()
@@ -194,17 +196,3 @@ def begin_run(config: Config, resumed_step: int | None) -> list[dict[str, Any]]:
             write_atomically(metrics, "".join(json.dumps(record) + "\n" for record in records))
         write_atomically(config_file, config.model_dump_json(indent=2) + "\n")
     return records
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that readers, and a crash, see either the complete old file or the complete new one."""
-    new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)  # of a process that was killed, or a link to another file
-    with new.open("x", encoding="utf-8") as file:
-        file.write(text)
-    new.replace(path)
-
-
-def create(path: str, flags: int) -> int:
-    """Open or create a file, but do not follow a link to another file."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)

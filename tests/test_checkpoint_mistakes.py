@@ -61,7 +61,7 @@ DAMAGES = {
     "config": r"config\.json is damaged: the checksum",
     "no state": r"trainer_state\.json is missing, so training cannot resume from this folder; use another checkpoint",
     "flipped state": r"trainer_state\.json is damaged \(checksum mismatch\); use another checkpoint",
-    "empty state": r"trainer_state\.json is not valid JSON: Expecting value at line 1, column 1; use another",
+    "empty state": r"trainer_state\.json is not valid JSON: Expecting value at column 1; use another",
     "foreign state": r"trainer_state\.json holds a JSON list; it should hold an object \{\.\.\.\}; use another",
 }
 

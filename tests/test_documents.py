@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pandas
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -103,9 +105,10 @@ def test_a_folder_has_the_files_of_one_type_in_sorted_order(tmp_path: Path, capl
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
+    (tmp_path / "linked").symlink_to(tmp_path / "deep")
     with caplog.at_level("INFO", "picotron"):
         assert list(texts(documents_of(tmp_path))) == ["a.txt", "deep/b.txt", "test.txt", "train.txt"]
-    assert caplog.messages == [f"{tmp_path}: 4 .txt files, 32 bytes; 3 files of other types are ignored"]
+    assert caplog.messages == [f"{tmp_path}: 4 .txt files, 32 bytes; ignored: 3 other files, 1 linked folders"]
 
 
 def test_a_folder_with_several_types_is_rejected(tmp_path: Path) -> None:
@@ -132,13 +135,35 @@ def test_json_files_hold_an_array_or_a_record_per_line(tmp_path: Path, kind: str
     assert list(texts(documents_of(tmp_path / "a.json", 3))) == ["a", "b"]
 
 
-def test_parquet_row_groups_are_blocks(tmp_path: Path) -> None:
-    rows = [f"row {i}" for i in range(1_000)]
-    pandas.DataFrame({"n": range(1_000), "text": rows}).to_parquet(tmp_path / "a.parquet", row_group_size=300)
+def test_blocks_of_parquet_files_can_be_read_in_any_order(tmp_path: Path) -> None:
+    rows = [f"row {i} {'x' * 1_000}" for i in range(1_000)]
+    pandas.DataFrame({"n": range(1_000), "text": rows}).to_parquet(
+        tmp_path / "a.parquet", row_group_size=300, compression=None, use_dictionary=False
+    )
     documents = documents_of(tmp_path / "a.parquet")
-    assert [(block.start, block.end) for block in documents.blocks] == [(0, 300), (300, 600), (600, 900), (900, 1_000)]
+    assert len(documents.blocks) > 12
+    assert {300, 600, 900} < {block.start for block in documents.blocks}  # of the row groups
+    assert max(block.size for block in documents.blocks) <= BLOCK_BYTES
     assert list(texts(documents)) == rows
     assert list(texts(documents_of(tmp_path / "a.parquet", 437))) == rows[:437]
+    order = [3, 4, 9, 9, 2, 12, 0]
+    expected = [rows[i] for n in order for i in range(documents.blocks[n].start, documents.blocks[n].end)]
+    assert [piece.text for n in order for piece in documents.read(documents.blocks[n])] == expected
+
+
+def test_bad_rows_of_parquet_files_are_reported_with_their_number(tmp_path: Path) -> None:
+    text = pyarrow.array([b"a", b"b", b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet, row 3: the text is not UTF-8 \(invalid start byte\)"):
+        list(pieces_of(documents_of(tmp_path / "a.parquet")))
+
+
+def test_blocks_are_only_found_when_they_are_needed(tmp_path: Path) -> None:
+    """A start with cached tokens needs only the names, sizes and times of the files."""
+    (tmp_path / "a.json").write_text("[1")
+    documents = documents_of(tmp_path / "a.json")
+    with pytest.raises(UserError, match="not valid JSON"):
+        _ = documents.blocks
 
 
 def test_a_changed_file_has_another_key(tmp_path: Path) -> None:
@@ -158,7 +183,7 @@ def test_a_changed_file_has_another_key(tmp_path: Path) -> None:
         (
             "a.jsonl",
             b'{"text": "a"}\n\n{"text": }\n',
-            r"a\.jsonl, line 3, column 10: not valid JSON \(Expecting value\)",
+            r"a\.jsonl, line 3: the record is not valid JSON: Expecting value at column 10",
         ),
         ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a\.jsonl, line 2: expected an object \{\.\.\.\}, but found a list"),
         (
@@ -168,9 +193,14 @@ def test_a_changed_file_has_another_key(tmp_path: Path) -> None:
         ),
         ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', r"line 2: .*; use one of \['body'\]"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"line 1: the text has an unpaired surrogate"),
-        ("a.jsonl", b'{"text": "\xff"}\n', r"line 1: 'utf-8' codec can't decode byte 0xff"),
-        ("a.jsonl", b"[" * 100_000, r"a\.jsonl, line 1[:,]"),
-        ("a.jsonl", b"\n" * 70_000 + b"{", r"line 70,001, column 2"),
+        (
+            "a.jsonl",
+            b'{"text": "\xff"}\n',
+            r"line 1: the record is not valid JSON: 'utf-8' codec can't decode byte 0xff",
+        ),
+        ("a.jsonl", b"[" * 100_000, r"a\.jsonl, line 1: the record is nested too deeply"),
+        ("a.jsonl", b"\n" * 70_000 + b"{", r"line 70,001: the record .* at column 2"),
+        ("a.jsonl", b'{"text": "a", "text": "b"}\n', r"line 1: .*the key 'text' occurs twice"),
         ("a.json", b'[{"text": "a"}, {"n": 1}]', r"a\.json, record 2: dataset\.text_column='text' has no text there"),
         ("a.json", b"[1", r"a\.json is not valid JSON: Expecting ',' delimiter"),
         ("a.parquet", b"PAR1 nothing", r"a\.parquet is not a valid parquet file"),

@@ -12,7 +12,7 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.schedules.plan import training_schedule
-from picotron.schedules.schedule_csv import write_csv
+from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import SCHEDULES, build
 from tests.support.oracle import assert_close, assert_equals_training, tiny_llama
 from tests.support.training import Loader, all_stages, batches, layout_name, pipeline_config, step_of, train, wrapped
@@ -143,7 +143,7 @@ def test_schedule_from_a_file_equals_transformers(pool: WorkerPool, tmp_path: Pa
     config = pipeline_config(f"csv:{path}", 2)
     assert training_schedule(config).placement == "V"
     check_step(pool, config, num_hidden_layers=6, tie_word_embeddings=True)
-    write_csv(build("1f1b", 2, 3).programs, path)  # 1F1B, which has a hand-written loop as well
+    path.write_text(as_csv(build("1f1b", 2, 3).programs))  # 1F1B, which has a hand-written loop as well
     check_step(pool, config, num_hidden_layers=6)
 
 

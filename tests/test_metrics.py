@@ -15,10 +15,11 @@ import torch.distributed as dist
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.data import Progress
 from picotron.errors import UserError
+from picotron.files import create
 from picotron.metrics import Metrics, peak_flops
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run_folder import begin_run, claim_save_dir, create, read_records
+from picotron.run_folder import begin_run, claim_save_dir, read_records
 from picotron.schedules.costs import model_cost
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.worker_pool import WorkerPool
@@ -169,8 +170,9 @@ def test_outputs_do_not_follow_links(tmp_path: Path) -> None:
     begin_run(config, None)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]
     (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "precious")
-    with pytest.raises(OSError, match="symbolic links"):
-        open(tmp_path / "run" / "metrics.jsonl", "a", opener=create).close()
+    for mode in ("a", "wb", "r+b"):
+        with pytest.raises(OSError, match="symbolic links"):
+            open(tmp_path / "run" / "metrics.jsonl", mode, opener=create).close()
     (tmp_path / "run" / ".run_lock").symlink_to(tmp_path / "precious")
     with pytest.raises(UserError, match="cannot be written"):
         claim_save_dir(config)
@@ -230,6 +232,7 @@ def test_wandb_logs_on_rank_0_and_falls_back_to_offline(pool: WorkerPool, tmp_pa
     assert first["logged"] == [(1, 1.5), (2, 2.5)]
     assert first["mode"] == ("online" if login == "good" else "offline")
     assert first["done"]
+    assert first["settings"] == {"init_timeout": 20, "disable_git": True}
     assert second == {"logged": []}  # only rank 0 logs to wandb
 
 

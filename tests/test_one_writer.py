@@ -103,7 +103,10 @@ def test_a_terminal_that_is_gone_does_not_end_a_run_without_a_checkpoint(home: P
     assert list(checkpoint_folders(tmp_path / "run")) == [metrics(tmp_path / "run")[-1]["step"]]
 
 
-def test_processes_that_tokenise_end_with_a_run_that_is_killed(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_processes_that_tokenise_end_with_a_run_that_is_killed(
+    home: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     """They do not keep the folder's claim, either, and the next run tokenises from the beginning."""
     data = tmp_path / "data.jsonl"
     data.write_text(('{"text": "' + "def f(x): return x " * 200 + '"}\n') * 4_000)
@@ -116,8 +119,12 @@ def test_processes_that_tokenise_end_with_a_run_that_is_killed(home: Path, tmp_p
     wait_until(lambda: any(path.stat().st_size > 10**6 for path in unfinished.glob("tokens-*.unfinished/tokens.npy")))
     workers = children.read_text().split()
     assert len(workers) >= 2
-    process.kill()
-    process.communicate(timeout=30)
+    process.send_signal(number)
+    errors = process.communicate(timeout=30)[1].decode()
+    assert "Traceback" not in errors
+    if number == signal.SIGINT:
+        assert errors.endswith("[rank 0] interrupted\n")
+        assert list(unfinished.glob("*.unfinished")) == []
     wait_until(lambda: not any(Path("/proc", worker).exists() for worker in workers), seconds=30)
     again = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert again.returncode == 0, again.stderr

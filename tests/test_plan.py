@@ -8,7 +8,7 @@ import pytest
 
 from picotron.errors import UserError
 from picotron.schedules.plan import plan_pipeline
-from picotron.schedules.schedule_csv import write_csv
+from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import SCHEDULES, build
 from tests.support.oracle import make_config, tiny_llama
 
@@ -41,7 +41,7 @@ from tests.support.oracle import make_config, tiny_llama
     ],
 )
 def test_mismatch_is_rejected_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    write_csv(build("1f1b", 2, 4).programs, tmp_path / "1f1b.csv")
+    (tmp_path / "1f1b.csv").write_text(as_csv(build("1f1b", 2, 4).programs))
     keys: dict[str, Any] = {"pp_engine": "zb_h1", "pp_size": 2, "training__gradient_accumulation_steps": 4, **changes}
     keys["pp_engine"] = keys["pp_engine"].replace("FILE", f"{tmp_path}/1f1b.csv")
     config = make_config(**{key if "__" in key else f"distributed__{key}": value for key, value in keys.items()})

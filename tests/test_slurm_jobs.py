@@ -147,6 +147,9 @@ def test_batch_script_quotes_names_with_shell_syntax(make_job: Callable[..., Job
     assert options == ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=8", "--kill-on-bad-exit=1"]
     assert torchrun[:7] == [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "4"]
     assert torchrun[torchrun.index("--rdzv_endpoint") + 1].endswith(":15003")
+    assert re.fullmatch("15003-[0-9a-f]{32}", run_id := torchrun[torchrun.index("--rdzv_id") + 1])
+    subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env=environment, check=True)
+    assert run_id not in (tmp_path / "words").read_text()  # a new one for each run
     assert torchrun[-1] == "77"
     assert arguments == [str(Path("train.py").absolute()), "--config", str(job.config_file), *job.overrides]
     assert not list(tmp_path.rglob("executed"))

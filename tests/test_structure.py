@@ -1,6 +1,7 @@
 """The rules of the code base that a program can check."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ PARALLEL = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_pa
 # Layers of the package, from bottom to top. A module or folder imports only from lower lines, or from its own folder.
 LAYERS = """
     errors text_table arguments
-    json_files hub
+    files json_files hub
     schedules
     config
     config_reader process_group_manager collectives model_config
@@ -75,7 +76,7 @@ def test_schedules_import_only_the_standard_library() -> None:
     for path in Path("picotron/schedules").glob("*.py"):
         others = {name.split(".")[0] for name in imports(path)} - {"picotron"}
         assert others <= sys.stdlib_module_names, path
-        assert rooms(path) <= {"arguments", "errors", "json_files", "text_table", "schedules"}, path
+        assert rooms(path) <= {"arguments", "errors", "files", "json_files", "text_table", "schedules"}, path
 
 
 def test_light_programs_do_not_import_torch() -> None:
@@ -129,3 +130,18 @@ def test_only_torchrun_and_secrets_come_from_the_environment() -> None:
                 assert ast.literal_eval(node.args[0]) in allowed, path
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
                 assert ast.literal_eval(node.slice) in allowed, path
+
+
+def test_files_are_written_without_following_links() -> None:
+    for path in [*PACKAGE, *Path().glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or path.name == "files.py":
+                continue
+            function = ast.unparse(node.func)
+            assert function.rpartition(".")[2] not in ("write_text", "write_bytes"), path
+            if function == "os.open":
+                assert re.search("O_RDONLY|devnull", ast.unparse(node)), path
+            elif function.rpartition(".")[2] == "open":
+                strings = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+                writes = any(set(str(value)) <= set("rwaxbt+") and set(str(value)) & set("wax+") for value in strings)
+                assert not writes or "opener=create" in ast.unparse(node), path

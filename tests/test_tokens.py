@@ -1,6 +1,8 @@
 """Tokenising data sets: documents and tokenizers, streams of tokens, and rejected data sets."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -155,7 +157,7 @@ def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
         ({"dataset__name": "FOLDER/a.csvx"}, r"has file type '\.csvx'; use one of \.txt, \.jsonl, \.json, \.parquet"),
         (
             {"dataset__name": "FOLDER/broken.jsonl", "model__tokenizer": "TOKENIZER"},
-            r"broken\.jsonl, line 1, column 13: not valid JSON \(Expecting ',' delimiter\)",
+            r"broken\.jsonl, line 1: the record is not valid JSON: Expecting ',' delimiter at column 13",
         ),
         (
             {"dataset__name": "FOLDER/good.jsonl", "dataset__text_column": "body", "model__tokenizer": "TOKENIZER"},
@@ -194,3 +196,38 @@ def test_tokenising_rejects_bad_data_sets_and_tokenizers(
     with pytest.raises(UserError, match=message) as error:
         load_tokens(config, tiny_llama(vocab_size=61 if "61" in message else 300))
     assert len(str(error.value).splitlines()) == 1
+
+
+MEMORY = """
+import resource, sys
+from picotron.text.tokens import write_tokens
+from tests.support.oracle import make_config, tiny_llama
+peaks = []
+for name in sys.argv[2:]:
+    write_tokens(make_config(dataset__name=name, model__tokenizer=sys.argv[1]), tiny_llama(vocab_size=300))
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
+print(*peaks)
+"""
+
+
+@pytest.mark.processes
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: str) -> None:
+    """Peak memory in MiB after a short text, and after 8 MiB of each type, in a single document and row group."""
+    import pandas
+
+    line = "def f(x):\n    return x + 1\n"
+    text = line * (2**23 // len(line))
+    (tmp_path / "short.txt").write_text(line)
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    rows = pandas.DataFrame({"text": [line * 40] * (2**23 // len(line) // 40)})
+    rows.to_parquet(tmp_path / "a.parquet", row_group_size=2**20)
+    names = [str(tmp_path / name) for name in ("short.txt", "a.txt", "a.parquet", "a.jsonl")]
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY, tokenizer, *names], capture_output=True, text=True, check=True, timeout=240
+    )
+    short, *others = map(float, result.stdout.split())
+    txt, parquet, jsonl = (peak - short for peak in others)
+    assert txt < 100
+    assert parquet < 100
+    assert jsonl < 100

@@ -213,4 +213,4 @@ def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> N
         [*TORCHRUN, "2", str(program), "--config", "template/base_config.json", *words],
         env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=True, timeout=240,
     )  # fmt: skip
-    assert set(re.findall("listening on (.*)", result.stdout)) == {"0100007F"}  # 127.0.0.1
+    assert set(re.findall("listening on ([0-9A-F]{8})", result.stdout)) == {"0100007F"}  # 127.0.0.1

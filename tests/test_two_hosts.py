@@ -15,6 +15,7 @@ from tests.support.program import run as run_program
 
 NAMES = ("picotron-h0", "picotron-h1")
 ADDRESSES = ("10.99.7.1", "10.99.7.2")
+TP = {"distributed.tp_size": 2}
 
 
 def ip(command: str, **more: bool) -> subprocess.CompletedProcess[str]:
@@ -48,31 +49,56 @@ def hosts() -> Iterator[list[list[str]]]:
             shutil.rmtree(file.parent, ignore_errors=True)
 
 
-@pytest.mark.parity
-def test_two_hosts_write_the_metrics_of_one_host(hosts: list[list[str]], home: Path, tmp_path: Path) -> None:
-    """torchrun gets the arguments of template/base_job.slurm."""
-    keys = {"distributed.tp_size": 2}
+def run_on(hosts: list[list[str]], home: Path, folder: Path, *words: list[str]) -> list[tuple[int, str]]:
+    """Train on both hosts, each with a cache of its own. torchrun gets the arguments of template/base_job.slurm.
+
+    Args:
+        words: further arguments of train.py, for each host.
+
+    Returns:
+        The exit code and the output of each host.
+    """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
     torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:29400", "--rdzv_id", "1"]
-    command = [*torchrun, "train.py", "--config", "template/base_config.json"]
-    command += arguments(tmp_path / "two", 1, 4, **keys)
-    one = run_program(home, 2, *arguments(tmp_path / "one", 1, 4, **keys))
-    assert one.returncode == 0, one.stderr
+    command = [*torchrun, "train.py", "--config", "template/base_config.json", *arguments(folder / "two", 1, 4, **TP)]
     processes = [
         subprocess.Popen(
-            [*host, *command], env={**os.environ, "HOME": str(home)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [*host, *command, *more],
+            env={**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(folder / f"cache{i}")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
-        for host in hosts
+        for i, (host, more) in enumerate(zip(hosts, words, strict=True))
     ]
     try:
         outputs = [process.communicate(timeout=120)[0].decode() for process in processes]
     finally:
         for process in processes:
             process.send_signal(signal.SIGKILL)
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.parity
+def test_two_hosts_write_the_metrics_of_one_host(hosts: list[list[str]], home: Path, tmp_path: Path) -> None:
+    one = run_program(home, 2, *arguments(tmp_path / "one", 1, 4, **TP))
+    assert one.returncode == 0, one.stderr
+    results = run_on(hosts, home, tmp_path, [], [])
+    assert [code for code, _ in results] == [0, 0], results
     fields = ("step", "loss", "grad_norm", "learning_rate", "tokens")
     two, one_host = (
         [[line[field] for field in fields] for line in metrics(tmp_path / name)] for name in ("two", "one")
     )
     assert len(two) == 4
     assert two == one_host
+    for i in range(2):
+        assert list(tmp_path.glob(f"cache{i}/picotron/tokens-*/tokens.npy"))
+
+
+@pytest.mark.parity
+def test_two_hosts_with_different_data_are_rejected(hosts: list[list[str]], home: Path, tmp_path: Path) -> None:
+    for i in range(2):
+        (tmp_path / f"{i}.txt").write_text(f"def f(x): return x + {i}\n" * 9_999)
+    words = [["--dataset.name", str(tmp_path / f"{i}.txt"), "--model.tokenizer", "bpe"] for i in range(2)]
+    for code, output in run_on(hosts, home, tmp_path, *words):
+        assert code
+        assert f"error: {NAMES[0]} and {NAMES[1]} have different tokens or tokenizers for dataset.name=" in output

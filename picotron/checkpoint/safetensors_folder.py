@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from picotron.errors import UserError, first_line
+from picotron.files import create
 from picotron.hub import connect
 from picotron.json_files import read_object
 from picotron.weights import Index
@@ -145,8 +146,8 @@ class FileWriter:
         self.ranges: list[ByteRange] = []
         self.error: OSError | None = None
         try:
-            # No O_TRUNC: other processes may have written their ranges already.
-            self.file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb", buffering=0)
+            # Not truncated: other processes may have written their ranges already.
+            self.file = open(path, "r+b", buffering=0, opener=create)  # noqa: SIM115 -- closed by close()
         except OSError as error:
             self.error = error
 

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.errors import UserError
-from picotron.run_folder import write_atomically
+from picotron.files import write_atomically
 from picotron.schedules.actions import parse_action
 from picotron.schedules.simulate import Span
 from picotron.schedules.trace import trace_line, trace_path

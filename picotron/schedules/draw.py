@@ -18,9 +18,10 @@ from typing import Any
 
 from picotron.arguments import number
 from picotron.errors import UserError
+from picotron.files import create
 from picotron.schedules.actions import Overlapped
 from picotron.schedules.draw_svg import as_page, as_svg
-from picotron.schedules.schedule_csv import read_csv, write_csv
+from picotron.schedules.schedule_csv import as_csv, read_csv
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.simulate import Costs, Timeline, computes, simulate, summary
 from picotron.schedules.trace import read_trace
@@ -83,15 +84,16 @@ def write(timelines: Mapping[str, Timeline], path: Path) -> None:
     if len(timelines) > 1 and path.suffix != ".html":
         raise UserError(f"--out {path} can hold only one schedule; use an .html file")
     try:
-        match path.suffix:
-            case ".svg":
-                path.write_text(as_svg(timeline), encoding="utf-8")
-            case ".html":
-                path.write_text(as_page("Pipeline schedules", timelines), encoding="utf-8")
-            case ".json":
-                path.write_text(as_trace(timeline))
-            case ".csv":
-                write_csv(timeline.programs, path)
+        with open(path, "w", encoding="utf-8", opener=create) as file:
+            match path.suffix:
+                case ".svg":
+                    file.write(as_svg(timeline))
+                case ".html":
+                    file.write(as_page("Pipeline schedules", timelines))
+                case ".json":
+                    file.write(as_trace(timeline))
+                case ".csv":
+                    file.write(as_csv(timeline.programs))
     except OSError as error:
         raise UserError(f"cannot write --out {path}: {error.strerror}") from None
 

@@ -13,8 +13,9 @@ from picotron.schedules.actions import AnyAction, Placement, Schedule, parse_act
 from picotron.schedules.checker import check
 
 
-def write_csv(programs: Sequence[Sequence[AnyAction]], path: str | Path) -> None:
-    Path(path).write_text("".join(",".join(map(str, program)) + "\n" for program in programs))
+def as_csv(programs: Sequence[Sequence[AnyAction]]) -> str:
+    """Return the contents of a schedule's CSV file."""
+    return "".join(",".join(map(str, program)) + "\n" for program in programs)
 
 
 def read_csv(path: str | Path) -> Schedule:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from picotron.errors import UserError
+from picotron.files import create, write_atomically
 
 logger = logging.getLogger("picotron")
 
@@ -77,9 +78,7 @@ class Job:
 
     def set_status(self, status: Status) -> None:
         """Write status.txt atomically."""
-        temporary = self.folder / f".status.{os.getpid()}"
-        temporary.write_text(status + "\n")
-        temporary.replace(self.folder / "status.txt")
+        write_atomically(self.folder / "status.txt", status + "\n")
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[int | None]:
@@ -88,7 +87,7 @@ class Job:
 
         The claim lasts until every process that has the descriptor has closed it, has ended or was killed.
         """
-        with os.fdopen(os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as lock:
+        with open(self.folder / ".lock", "a", opener=create) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

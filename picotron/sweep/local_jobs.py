@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from picotron.config import Config
+from picotron.files import create
 from picotron.sweep.jobs import OUT_OF_MEMORY, Job, Status, stop_options
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
@@ -52,7 +53,7 @@ def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: 
         signal.signal(number, signal.default_int_handler)
     (job.folder / "slurm_job_id.txt").unlink(missing_ok=True)  # Slurm no longer knows the state of this job
     job.set_status("running")
-    with (job.folder / "log_local.out").open("a+b") as log:
+    with open(job.folder / "log_local.out", "a+b", opener=create) as log:
         start, ended = log.tell(), None
         # A separate session, so that the terminal sends Ctrl-C to this process only, which then stops torchrun.
         process = subprocess.Popen(

@@ -13,6 +13,7 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from picotron.errors import UserError
+from picotron.files import write_atomically
 
 logger = logging.getLogger("picotron")
 
@@ -58,6 +59,11 @@ def cached(kind: str, key: str, write: Callable[[Path], None]) -> Path:
     return entry
 
 
+def checksums(entry: Path) -> str:
+    """Return the checksums of an entry's files, as JSON: the same for the same contents."""
+    return entry.with_name(entry.name + CHECKSUMS).read_text()
+
+
 def _write(entry: Path, write: Callable[[Path], None]) -> None:
     """Write an entry under another name, and rename it when it is complete."""
     new = entry.with_name(entry.name + UNFINISHED)
@@ -67,8 +73,8 @@ def _write(entry: Path, write: Callable[[Path], None]) -> None:
         logger.warning("%s is damaged and is written again", entry)
     try:
         write(new)
-        checksums = {str(path.relative_to(new)): _checksum(path) for path in new.rglob("*") if path.is_file()}
-        entry.with_name(entry.name + CHECKSUMS).write_text(json.dumps(checksums))
+        by_name = {str(path.relative_to(new)): _checksum(path) for path in sorted(new.rglob("*")) if path.is_file()}
+        write_atomically(entry.with_name(entry.name + CHECKSUMS), json.dumps(by_name))
         shutil.rmtree(entry, ignore_errors=True)
         new.rename(entry)
     except BaseException:
@@ -79,8 +85,8 @@ def _write(entry: Path, write: Callable[[Path], None]) -> None:
 def _is_intact(entry: Path) -> bool:
     """Return whether an entry exists and matches its checksums."""
     try:
-        checksums = json.loads(entry.with_name(entry.name + CHECKSUMS).read_text())
-        return bool(checksums) and all(_checksum(entry / name) == value for name, value in checksums.items())
+        by_name = json.loads(checksums(entry))
+        return bool(by_name) and all(_checksum(entry / name) == value for name, value in by_name.items())
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
@@ -100,7 +106,7 @@ def _lock(entry: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=1)
     except Timeout:
-        logger.info("waiting for another process that writes %s", entry)
+        logger.warning("waiting for another process that writes %s", entry)
         lock.acquire()
     try:
         yield

@@ -6,13 +6,14 @@ reads it.
 
 import contextlib
 import functools
-import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from picotron.errors import UserError, first_line
+from picotron.json_files import parse_json, read_json
 
 BLOCK_BYTES = 2**16
 WINDOW = 2**14  # bytes or characters after the end of a block in which to look for a place to cut
@@ -138,16 +139,12 @@ def _text_of(record: Any, column: str) -> str | None:
 def _read_lines(block: Block, column: str) -> Iterator[Piece]:
     for number, line in enumerate(_bytes(block).split(b"\n"), start=1):
         try:
-            text = _text_of(json.loads(line), column) if line.strip() else None
-        except (ValueError, RecursionError) as error:
+            text = _text_of(parse_json(line, "the record"), column) if line.strip() else None
+        except UserError as error:
             starts = range(0, block.start, BLOCK_BYTES)
             before = (Block(block.path, start, min(start + BLOCK_BYTES, block.start), 0) for start in starts)
             number += sum(_bytes(each).count(b"\n") for each in before)
-            if isinstance(error, json.JSONDecodeError):
-                raise UserError(
-                    f"{block.path}, line {number:,}, column {error.colno:,}: not valid JSON ({error.msg})"
-                ) from None
-            raise UserError(f"{block.path}, line {number:,}: {first_line(error)}") from None
+            raise UserError(f"{block.path}, line {number:,}: {error}") from None
         if text is not None:
             yield from cut(text)
 
@@ -157,10 +154,7 @@ def _records(path: Path) -> list[Any] | None:
     with path.open("rb") as file:
         if not file.read(WINDOW).lstrip().startswith(b"["):
             return None
-    try:
-        records: list[Any] = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {first_line(error)}") from None
+    records: list[Any] = read_json(path)
     return records
 
 
@@ -201,37 +195,65 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def _row_blocks(path: Path, limit: int) -> tuple[list[Block], int]:
-    """A block for each row group of a parquet file."""
+    """Blocks of a parquet file, each in a single row group."""
     start, blocks = 0, []
     with _parquet(path) as file:
-        for group in range(file.metadata.num_row_groups):
-            rows = file.metadata.row_group(group)
-            end = min(limit, start + rows.num_rows)
-            if end > start:
-                blocks.append(Block(path, start, end, rows.total_byte_size))
+        for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
+            end = min(limit, start + group.num_rows)
+            bytes_per_row = max(1, group.total_byte_size // max(1, group.num_rows))
+            step = max(1, BLOCK_BYTES // bytes_per_row)
+            for first in range(start, end, step):
+                last = min(first + step, end)
+                blocks.append(Block(path, first, last, (last - first) * bytes_per_row))
             start = end
     return blocks, start
 
 
+class Rows:
+    """Rows of a column of a parquet file, in ascending order.
+
+    A parquet file can only be decoded from the beginning of a row group, which may hold the whole file. So a process
+    keeps its latest reader, and continues with it if the next block comes later in the same file.
+    """
+
+    latest: ClassVar["Rows | None"] = None
+
+    def __init__(self, path: Path, column: str) -> None:
+        self.source, self.next, self.values = (path, column, os.getpid()), 0, self._values(path, column)
+
+    @staticmethod
+    def _values(path: Path, column: str) -> Iterator[Any]:
+        with _parquet(path) as file:
+            types = {field.name: str(field.type) for field in file.schema_arrow}
+            text_columns = [name for name, kind in types.items() if kind in ("string", "large_string", "string_view")]
+            if column not in text_columns:
+                raise UserError(f"dataset.text_column={column!r}: {path} has no text there; use one of {text_columns}")
+            for batch in file.iter_batches(ROWS, columns=[column]):
+                yield from batch.column(0)
+
+    @classmethod
+    def read(cls, block: Block, column: str) -> Iterator[str | None]:
+        """Yield the values of the rows of a block."""
+        rows = cls.latest
+        if rows is None or rows.source != (block.path, column, os.getpid()) or rows.next > block.start:
+            rows = cls.latest = Rows(block.path, column)
+        for value in rows.values:
+            rows.next += 1
+            if rows.next > block.start:
+                yield value.as_py()
+            if rows.next == block.end:
+                return
+
+
 def _read_rows(block: Block, column: str) -> Iterator[Piece]:
-    with _parquet(block.path) as file:
-        types = {field.name: str(field.type) for field in file.schema_arrow}
-        text_columns = [name for name, kind in types.items() if kind in ("string", "large_string", "string_view")]
-        if column not in text_columns:
-            raise UserError(
-                f"dataset.text_column={column!r}: {block.path} has no text there; use one of {text_columns}"
-            )
-        start = 0
-        for group in range(file.metadata.num_row_groups):
-            end = start + file.metadata.row_group(group).num_rows
-            if start <= block.start < end:
-                left = block.end - block.start
-                for batch in file.iter_batches(ROWS, row_groups=[group], columns=[column]):
-                    for text in batch.column(0).to_pylist()[:left]:
-                        if text is not None:
-                            yield from cut(text)
-                    left = max(0, left - batch.num_rows)
-            start = end
+    values = Rows.read(block, column)
+    for row in range(block.start, block.end):
+        try:
+            text = next(values)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{block.path}, row {row + 1:,}: the text is not UTF-8 ({error.reason})") from None
+        if text is not None:
+            yield from cut(text)
 
 
 READERS: dict[str, tuple[Callable[[Path, int], tuple[list[Block], int]], Callable[..., Iterator[Piece]]]] = {

@@ -1,5 +1,6 @@
 """Documents of a data set: which files it has, or which rows of a data set on the hub."""
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -7,8 +8,8 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from picotron.config import Dataset as DatasetSection
 from picotron.errors import UserError, first_line
@@ -21,20 +22,26 @@ FILE_TYPES = (".txt", ".jsonl", ".json", ".parquet")
 PYTHON_STDLIB = "python-stdlib"
 
 
-class Documents(NamedTuple):
+@dataclass(frozen=True)
+class Documents:
     """A data set.
 
     Args:
         name: name in the config.
         key: string that changes with the data.
-        blocks: all blocks, in order.
+        find_blocks: function that returns all blocks, in order.
         read: function that yields the pieces of a block.
     """
 
     name: str
     key: str
-    blocks: list[Block]
+    find_blocks: Callable[[], list[Block]]
     read: Callable[[Block], Iterator[Piece]]
+
+    @functools.cached_property
+    def blocks(self) -> list[Block]:
+        """All blocks. They are only found when they are needed, because all lines of .jsonl files are read for this."""
+        return self.find_blocks()
 
 
 def load_documents(section: DatasetSection, limit: int | None = None) -> Documents:
@@ -56,21 +63,33 @@ def load_documents(section: DatasetSection, limit: int | None = None) -> Documen
             f"selects the first documents)"
         )
     files, kind = (python_stdlib(), ".py") if name == PYTHON_STDLIB else find_files(path)
-    find_blocks, read = READERS[kind]
-    blocks: list[Block] = []
-    left = sys.maxsize if limit is None else limit
-    try:
-        for file in files:
-            new, count = find_blocks(file, left)
-            blocks += new
-            left -= count
-            if left == 0:
-                break
+    blocks_of_file, read = READERS[kind]
+
+    def find_blocks() -> list[Block]:
+        blocks: list[Block] = []
+        left = sys.maxsize if limit is None else limit
+        with _user_error_on_failure(name):
+            for file in files:
+                new, count = blocks_of_file(file, left)
+                blocks += new
+                left -= count
+                if left == 0:
+                    break
+        return blocks
+
+    with _user_error_on_failure(name):
         state = [(os.path.abspath(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = hashlib.sha256(repr((state, section.text_column, limit)).encode()).hexdigest()
+    return Documents(name, key, find_blocks, functools.partial(read, column=section.text_column))
+
+
+@contextlib.contextmanager
+def _user_error_on_failure(name: str) -> Iterator[None]:
+    """Context in which a failure to read raises a UserError."""
+    try:
+        yield
     except OSError as error:
         raise UserError(f"{error.filename or name} cannot be read: {error.strerror}; check its permissions") from None
-    key = hashlib.sha256(repr((state, section.text_column, limit)).encode()).hexdigest()
-    return Documents(name, key, blocks, functools.partial(read, column=section.text_column))
 
 
 def find_files(path: Path) -> tuple[list[Path], str]:
@@ -87,13 +106,16 @@ def find_files(path: Path) -> tuple[list[Path], str]:
         if path.suffix not in FILE_TYPES:
             types = ", ".join(FILE_TYPES)
             raise UserError(f"dataset.name={str(path)!r} has file type {path.suffix!r}; use one of {types}")
+        logger.info("%s: %s bytes", path, f"{path.stat().st_size:,}")
         return [path], path.suffix
     found: dict[str, list[Path]] = {}
-    others = 0
+    others, links = 0, 0
     for file in sorted(path.rglob("*")):
-        if not file.is_file() or any(part.startswith(".") for part in file.relative_to(path).parts):
+        if any(part.startswith(".") for part in file.relative_to(path).parts):
             continue
-        if file.suffix in FILE_TYPES:
+        if file.is_dir():
+            links += file.is_symlink()
+        elif file.is_file() and file.suffix in FILE_TYPES:
             found.setdefault(file.suffix, []).append(file)
         else:
             others += 1
@@ -105,7 +127,7 @@ def find_files(path: Path) -> tuple[list[Path], str]:
         )
     ((kind, files),) = found.items()
     size = sum(file.stat().st_size for file in files)
-    ignored = f"; {others:,} files of other types are ignored" if others else ""
+    ignored = f"; ignored: {others:,} other files, {links:,} linked folders" if others or links else ""
     logger.info("%s: %s %s files, %s bytes%s", path, f"{len(files):,}", kind, f"{size:,}", ignored)
     return files, kind
 
@@ -144,11 +166,17 @@ def _hub_documents(section: DatasetSection, limit: int | None) -> Documents:
     count = len(rows) if limit is None else min(limit, len(rows))
 
     def read(block: Block) -> Iterator[Piece]:
-        for text in rows[block.start : block.end][column]:
+        try:
+            texts = rows[block.start : block.end][column]
+        except Exception as error:  # of arrow or of its files
+            raise UserError(
+                f"rows {block.start + 1:,} to {block.end:,} of {name} cannot be read ({first_line(error)})"
+            ) from None
+        for text in texts:
             if text is not None:
                 yield from cut(text)
 
     size = int(ROWS * (rows.dataset_size or 0) / max(1, len(rows))) or BLOCK_BYTES
     starts = range(0, count, ROWS)
     blocks = [Block(Path(name), start, min(start + ROWS, count), size) for start in starts]
-    return Documents(name, f"{rows._fingerprint} {column} {count}", blocks, read)
+    return Documents(name, f"{rows._fingerprint} {column} {count}", lambda: blocks, read)

@@ -4,6 +4,7 @@ import datetime
 import json
 import logging
 import os
+import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,10 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase, Pr
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.errors import UserError, first_line
+from picotron.files import create
 from picotron.hub import connect
 from picotron.launch import ignore_stop_signals
-from picotron.text.cache import cached
+from picotron.text.cache import cached, checksums
 from picotron.text.document_files import Block, Piece
 from picotron.text.documents import Documents, load_documents
 
@@ -188,7 +190,7 @@ def _write_tokens(
     )
     size = sum(block.size for block in documents.blocks)
     progress = tqdm(total=size, unit="B", unit_scale=True, desc="Tokenising", mininterval=1)
-    with path.open("wb") as file, progress:
+    with open(path, "wb", opener=create) as file, progress:
         # numpy leaves room in a header for any number of items, so the final header has the same size.
         header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (0,)}
         np.lib.format.write_array_header_1_0(file, header)
@@ -236,14 +238,23 @@ def load_tokens(config: Config, model_config: LlamaConfig) -> tuple[np.ndarray, 
         The tokens, and the folder of the tokenizer.
 
     Raises:
-        UserError: see `load_documents` and `load_tokenizer`.
+        UserError: the machines have different data; see also `load_documents` and `load_tokenizer`.
     """
     local_rank = pgm.process_group_manager.local_rank
-    mine = write_tokens(config, model_config) if local_rank == 0 else None
-    paths: list[Any] = [None] * dist.get_world_size()
+    mine = None
+    if local_rank == 0:
+        tokens, tokenizer = write_tokens(config, model_config)
+        mine = tokens, tokenizer, checksums(tokens.parent) + checksums(tokenizer), platform.node()
+    found: list[Any] = [None] * dist.get_world_size()
     # A separate group with a long timeout, because tokenising may take longer than the default timeout of collectives.
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
-    dist.all_gather_object(paths, mine, group=group)
+    dist.all_gather_object(found, mine, group=group)
     dist.destroy_process_group(group)
-    tokens, tokenizer = paths[dist.get_rank() - local_rank]  # of this machine, whose ranks have consecutive numbers
+    hosts = {digest: host for _, _, digest, host in filter(None, found)}
+    if len(hosts) > 1:
+        raise UserError(
+            f"{' and '.join(hosts.values())} have different tokens or tokenizers for dataset.name="
+            f"{config.dataset.name!r}; copy the same data and tokenizer to all machines"
+        )
+    tokens, tokenizer, _, _ = found[dist.get_rank() - local_rank]  # of this machine, whose ranks are consecutive
     return np.load(tokens, mmap_mode="r"), tokenizer
