@@ -1,0 +1,185 @@
+"""A rank of a training run on a fake GPU: tensors have shapes and a CUDA device but no memory, and nothing is computed.
+
+    restart_with_fake_cuda()
+    with fake_cuda_rank(config, model_config, rank=3) as run, OperationsOfInterest():
+        loss = run.train_step(run.model, run.data_loader)
+
+The step is that of train.py, and autograd works as on a GPU, in a thread of the device. So a `TorchDispatchMode`, such
+as OperationsOfInterest here, sees every operation of forward, backward and the optimizer with the shapes, dtypes and
+devices that it has on a GPU. Two things stand behind this: torch's FakeTensorMode, and a device that never answers with
+an error, see fake_cuda.cpp. The latter has to be in the process before torch is, so a program either restarts itself or
+is started with the variables of `fake_cuda_environment`. The other ranks do not exist, see `fake_rank`.
+
+Data-dependent operations, such as `.item()`, raise an error, because a fake tensor has no value; a dispatch mode that
+expects them has to answer them itself.
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+
+from picotron import parallelize
+from picotron.config import Config
+from picotron.context_parallel.context_parallel import sequence_order
+from picotron.data import MicroBatchDataLoader
+from picotron.data_parallel.data_parallel import DataParallel
+from picotron.explain.fake_group import fake_rank
+from picotron.metrics import Metrics
+from picotron.optimizer import AdamW, make_scheduler
+from picotron.schedules.plan import PipelinePlan
+from picotron.train_step import Step, make_evaluation, make_train_step
+from picotron.weights import Index
+
+SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+LIBRARY = "libpicotron_fake_cuda.so"
+DEVICE = torch.device("cuda", 0)
+
+
+def obstacle() -> str | None:
+    """Return why a fake GPU is impossible here, or None."""
+    if shutil.which("g++") is None:
+        return "a fake GPU needs the C++ compiler g++"
+    version = importlib.metadata.version("torch")
+    if torch.version.cuda or torch.version.hip:
+        return f"a fake GPU needs torch's build for CPUs, not {version}, which has its own CUDA device"
+    return None
+
+
+def fake_cuda_environment(folder: Path) -> dict[str, str]:
+    """Compile the fake device into `folder`. Returns the variables of the environment with which Python loads it."""
+    assert obstacle() is None, obstacle()
+    torch_folder = Path(torch.__file__).parent
+    paths = [f"-I{torch_folder}/include", f"-L{torch_folder}/lib", f"-Wl,-rpath,{torch_folder}/lib"]
+    library = folder / LIBRARY
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", *paths, str(SOURCE), "-o", str(library)]
+    subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
+    return {**os.environ, "LD_PRELOAD": str(library)}
+
+
+def restart_with_fake_cuda() -> None:
+    """Run this program again with the fake device, and exit with its status; return if it already has the device."""
+    if Path(os.environ.pop("LD_PRELOAD", "")).name == LIBRARY:  # removed for the programs that this one starts
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        sys.exit(subprocess.run(sys.orig_argv, env=fake_cuda_environment(Path(folder)), check=False).returncode)
+
+
+class FakeDataLoader:
+    """torch's DataLoader without memory: pinned memory, which the real one uses for a GPU, needs a driver."""
+
+    def __init__(self, dataset: Any, batch_sampler: Iterable[list[int]], pin_memory: bool, **_: Any) -> None:
+        assert pin_memory, "the CPU would wait for copies to the GPU"
+        self.dataset, self.batch_sampler = dataset, batch_sampler
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for rows in self.batch_sampler:
+            yield torch.empty(len(rows), self.dataset.seq_length + 1, dtype=torch.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeRun:
+    """The objects of a rank in train.py."""
+
+    config: Config
+    model_config: LlamaConfig
+    plan: PipelinePlan
+    model: DataParallel
+    optimizer: AdamW
+    scheduler: Any
+    data_loader: MicroBatchDataLoader
+    metrics: Metrics
+    train_step: Step
+    evaluate: Step
+
+
+def define_kernels() -> torch.library.Library:
+    """Declare kernels for two operations, which are decomposed into several on a device without them. Autograd would
+    then save other tensors than on a GPU. FakeTensorMode never calls them.
+
+    Returns:
+        The declarations, which last as long as this object.
+    """
+
+    def kernel(*arguments: Any) -> Any:
+        raise AssertionError("a CUDA tensor is not fake")
+
+    library = torch.library.Library("aten", "IMPL", "CUDA")
+    for name in ("_fused_rms_norm", "silu_backward"):
+        library.impl(name, kernel)
+    return library
+
+
+def fake_weights(name: str, shape: torch.Size, index: Index) -> Tensor:
+    """A `ReadTensor` of weights without memory."""
+    return torch.empty(shape)[index]
+
+
+@contextlib.contextmanager
+def fake_cuda_rank(
+    config: Config,
+    model_config: LlamaConfig,
+    rank: int = 0,
+    device_name: str = "NVIDIA H200",
+    observer: TorchDispatchMode | None = None,
+) -> Iterator[FakeRun]:
+    """Play a rank on a fake GPU. Yields its objects; inside of the context, all new tensors are fake.
+
+    Args:
+        config: config of the run, with `use_cpu` and `compile` switched off.
+        device_name: name of the GPU, from which the metrics take its peak FLOP/s.
+        observer: dispatch mode that sees all operations, from the allocation of the parameters on.
+    """
+    assert not config.distributed.use_cpu
+    assert not config.training.compile, "torch.compile generates code for the GPU, which needs a driver"
+    plan, dtype = parallelize.check_layout(config, model_config), getattr(torch, config.model.dtype)
+    kernels = define_kernels()
+    with contextlib.ExitStack() as stack:
+        # The three functions that would call the driver.
+        stack.enter_context(mock.patch("picotron.data.DataLoader", FakeDataLoader))
+        stack.enter_context(mock.patch("torch.cuda.get_device_name", return_value=device_name))
+        stack.enter_context(mock.patch("torch.cuda.max_memory_allocated", return_value=0))
+        stack.callback(sequence_order.cache_clear)  # fake tensors cannot be used in the context of another rank
+        stack.enter_context(fake_rank(rank, config.distributed))
+
+        # On the meta device, `Module.to` replaces parameters in a way that fake tensors do not support, so the model is
+        # built with ordinary meta tensors until its parameters are allocated.
+        materialise = parallelize.materialise
+
+        def materialise_as_fake(*arguments: Any) -> None:
+            stack.enter_context(FakeTensorMode())
+            stack.enter_context(observer or contextlib.nullcontext())
+            materialise(*arguments)
+
+        with mock.patch.object(parallelize, "materialise", materialise_as_fake):
+            model = parallelize.build_model(config, model_config, plan, DEVICE, dtype, fake_weights)
+        optimizer = AdamW(model.parameters(), config.training, config.model.use_fused_adam)
+        one_sequence = np.zeros(config.training.seq_length + 1, np.uint16)  # used again for every sample
+        yield FakeRun(
+            config=config,
+            model_config=model_config,
+            plan=plan,
+            model=model,
+            optimizer=optimizer,
+            scheduler=make_scheduler(optimizer, config.training),
+            data_loader=MicroBatchDataLoader(one_sequence, config, DEVICE),
+            metrics=Metrics(config, model_config, DEVICE, dtype),
+            train_step=make_train_step(config, model_config, plan, DEVICE, dtype),
+            evaluate=make_evaluation(config, model_config, plan, DEVICE, dtype),
+        )
+    del kernels
