@@ -130,7 +130,7 @@ def json_schema() -> dict[str, Any]:
     return schema
 
 
-def _apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
+def apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
     """Apply overrides of the form `--section.key value` or `--section.key=value` to `data`, in place."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     while words:
@@ -184,5 +184,5 @@ def parse_command_line(arguments: list[str]) -> Options:
     if known.config is None:
         raise UserError("no config given; use --config FILE, for example --config template/base_config.json")
     data = read_object(Path(known.config))
-    _apply_overrides(data, overrides)
+    apply_overrides(data, overrides)
     return Options(parse_config(data), known.explain)

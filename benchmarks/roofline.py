@@ -1,0 +1,295 @@
+"""Estimate of the time of a training step on a GPU that this machine need not have: every operation, priced.
+
+    python -m benchmarks.roofline --model llama-3.2-1b --hardware H200
+    python -m benchmarks.roofline --model smollm-1.7b --distributed.tp_size 2 --training.activation_checkpointing full
+
+The real step of rank 0 runs on a fake GPU (see tests/support/fake_cuda.py). An operation takes as long as its FLOPs at
+the rate that large products or attention reach, or as its bytes at the memory's bandwidth, whichever is longer, and at
+least as long as the launch of a kernel. This is an estimate: it knows nothing of caches, of small or uneven shapes, or
+of time in which the GPU waits for the CPU, and communication does not overlap computation.
+
+With torch.compile, element-wise operations of a layer that follow each other become one kernel, which reads what comes
+from outside and writes what is needed outside. The second column estimates that.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
+
+from picotron.arguments import number
+from picotron.config import Config
+from picotron.config_reader import apply_overrides, parse_config
+from picotron.errors import UserError
+from picotron.explain.fake_group import FakeGroup
+from picotron.metrics import peak_flops
+from picotron.optimizer import clip_grad_norm
+from picotron.schedules.costs import model_cost
+from picotron.text_table import text_table
+from tests.support.fake_cuda import fake_cuda_rank, restart_with_fake_cuda
+from tests.support.shapes import SHAPES, model_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Rates that well-written kernels reach, not those of the data sheet.
+
+    Args:
+        name: name of the device, as CUDA reports it.
+        products, attention, attention_backward: FLOP/s in bfloat16; attention with heads of 64, causal.
+        wide_products: FLOP/s of products in float32.
+        memory: bytes/s.
+        link: bytes/s that a rank sends to others in the same machine.
+        launch: shortest time of a kernel, in seconds.
+    """
+
+    name: str
+    products: float
+    attention: float
+    attention_backward: float
+    wide_products: float
+    memory: float
+    link: float
+    launch: float = 2e-6
+
+
+# Assumed, not measured: about three quarters of the data sheets' bfloat16 FLOP/s for products and 85 % of the memory's
+# bandwidth. Attention as in figures 5 and 6 of Shah et al. 2024 (arXiv:2407.08608), for cuDNN and short sequences.
+HARDWARE = {
+    "H100": Hardware("NVIDIA H100 80GB HBM3", 700e12, 400e12, 330e12, 50e12, 2.85e12, 360e9),
+    "H200": Hardware("NVIDIA H200", 720e12, 400e12, 330e12, 50e12, 4.1e12, 360e9),
+}
+ELEMENTWISE = ("norms", "rotation, SwiGLU, residuals")  # what torch.compile fuses
+GROUPS = (
+    "matrices", "attention", *ELEMENTWISE, "loss", "gradient accumulation", "communication", "clipping", "AdamW",
+)  # fmt: skip
+CALLERS = {  # (file, function) on the stack: group of the operations below it
+    ("cross_entropy.py", "forward"): "loss",
+    ("cross_entropy.py", "backward"): "loss",
+    ("data_parallel.py", "_accumulate"): "gradient accumulation",
+    ("optimizer.py", "clip_grad_norm"): "clipping",
+    ("optimizer.py", "step"): "AdamW",
+    ("optimizer.py", "zero_grad"): "AdamW",
+}
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm")
+FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_local_scalar_dense")
+
+
+class Operation(NamedTuple):
+    """An operation on the GPU.
+
+    Args:
+        group: one of GROUPS.
+        seconds: estimate of its time if it runs alone.
+        reads, writes: bytes, by storage.
+    """
+
+    group: str
+    seconds: float
+    reads: dict[int, int]
+    writes: dict[int, int]
+
+
+class Recorder(TorchDispatchMode):
+    """Prices every operation that it sees."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        super().__init__()
+        self.hardware = hardware
+        self.operations: list[Operation] = []
+        self.storages: list[Any] = []  # kept, so that no two have the same address
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__ if hasattr(function, "overloadpacket") else str(function)
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_cuda]
+        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.is_cuda]
+        if name in FREE or not (inputs or outputs):
+            return result
+        changed = self._changed(function, args, kwargs or {})
+        given = {each.untyped_storage()._cdata for each in inputs}
+        new = [each for each in outputs if each.untyped_storage()._cdata not in given]
+        if new or changed:  # otherwise it only makes a view
+            self._add(name, inputs, [*changed, *new])
+        return result
+
+    @staticmethod
+    def _changed(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+        """Inputs that the operation changes in place."""
+        changed = []
+        for i, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                changed += tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
+        return [each for each in changed if isinstance(each, Tensor) and each.is_cuda]
+
+    def _add(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        self.storages += [each.untyped_storage() for each in outputs]
+        reads, writes = _bytes(inputs), _bytes(outputs)
+        moved = sum(reads.values()) + sum(writes.values())
+        if name in ("gather", "embedding", "index_select"):  # reads only the chosen rows
+            moved = 2 * sum(writes.values())
+        elif name == "scatter_add_":
+            moved = 3 * min(each.nbytes for each in inputs)
+        hardware, seconds = self.hardware, 0.0
+        if name in PRODUCTS:
+            a, b = [each for each in inputs if each.dim() >= 2 and not any(each is out for out in outputs)][-2:]
+            rate = hardware.products if a.dtype == torch.bfloat16 else hardware.wide_products
+            seconds = 2 * a.numel() * b.size(-1) / rate
+        elif "scaled_dot_product" in name:
+            q, k = inputs[1:3] if "backward" in name else inputs[:2]  # the first input of backward is a gradient
+            product = 2 * q.numel() * k.size(2) / 2  # FLOPs of q k', half of which are masked
+            seconds = 2 * product / hardware.attention
+            if "backward" in name:
+                seconds = 5 * product / hardware.attention_backward
+        seconds = max(seconds, moved / hardware.memory, hardware.launch)
+        self.operations.append(Operation(_group(name), seconds, reads, writes))
+
+    @contextlib.contextmanager
+    def communication(self) -> Iterator[None]:
+        """Context of a step. Adds the time of its messages, one after the other."""
+        FakeGroup.messages.clear()
+        yield
+        for message, count in FakeGroup.messages.items():
+            seconds = count * max(message.sent / self.hardware.link, 10 * self.hardware.launch)
+            self.operations.append(Operation("communication", seconds, {}, {}))
+
+
+def _bytes(tensors: list[Tensor]) -> dict[int, int]:
+    return {each.untyped_storage()._cdata: each.numel() * each.itemsize for each in tensors}
+
+
+def _group(name: str) -> str:
+    """Group of an operation, from the stack and from its name."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        caller = frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name
+        if caller in CALLERS:
+            return CALLERS[caller]
+        frame = frame.f_back
+    if name in PRODUCTS:
+        return "matrices"
+    if "scaled_dot_product" in name:
+        return "attention"
+    return "norms" if "norm" in name else "rotation, SwiGLU, residuals"
+
+
+def eager(operations: list[Operation], hardware: Hardware) -> dict[str, float]:
+    """Seconds of each group."""
+    seconds = dict.fromkeys(GROUPS, 0.0)
+    for operation in operations:
+        seconds[operation.group] += operation.seconds
+    return seconds
+
+
+def compiled(operations: list[Operation], hardware: Hardware) -> dict[str, float]:
+    """Seconds of each group if neighbouring element-wise operations are one kernel. Its time is divided among its
+    groups in proportion to the times of their separate operations.
+    """
+    last_read = {storage: i for i, operation in enumerate(operations) for storage in operation.reads}
+    seconds = dict.fromkeys(GROUPS, 0.0)
+    kernel: list[int] = []
+    for i, operation in enumerate([*operations, None]):
+        if operation is not None and operation.group in ELEMENTWISE:
+            kernel.append(i)
+            continue
+        if kernel:
+            written: dict[int, int] = {}
+            moved = 0
+            for j in kernel:
+                moved += sum(size for storage, size in operations[j].reads.items() if storage not in written)
+                written |= operations[j].writes
+            moved += sum(size for storage, size in written.items() if last_read.get(storage, 0) > kernel[-1])
+            separate = defaultdict(float)
+            for j in kernel:
+                separate[operations[j].group] += operations[j].seconds
+            fused = min(max(moved / hardware.memory, hardware.launch), sum(separate.values()))
+            for group, part in separate.items():
+                seconds[group] += fused * part / sum(separate.values())
+            kernel = []
+        if operation is not None:
+            seconds[operation.group] += operation.seconds
+    return seconds
+
+
+def record(config: Config, model_config: LlamaConfig, hardware: Hardware) -> list[Operation]:
+    """Return the operations of a training step of rank 0: the second one, because the first one creates states."""
+    recorder = Recorder(hardware)
+    with fake_cuda_rank(config, model_config, device_name=hardware.name) as run:
+        for step in range(2):
+            with recorder if step else contextlib.nullcontext(), recorder.communication():
+                run.train_step(run.model, run.data_loader)
+                clip_grad_norm(run.model, config.training.max_grad_norm)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            if step == 0:
+                recorder.operations.clear()
+    return recorder.operations
+
+
+def report(config: Config, model_config: LlamaConfig, hardware: Hardware) -> str:
+    """Format the table of a step, with a bar for each group, and the MFU."""
+    operations = record(config, model_config, hardware)
+    columns = [eager(operations, hardware), compiled(operations, hardware)]
+    totals = [sum(column.values()) for column in columns]
+    rows = [["", "eager, ms", "share", "compiled, ms", "share", ""]]
+    for group in GROUPS:
+        cells = [
+            f"{column[group] * 1e3:,.1f}  {column[group] / total:.1%}".split("  ")
+            for column, total in zip(columns, totals, strict=True)
+        ]
+        rows.append([group, *cells[0], *cells[1], "#" * round(40 * columns[1][group] / totals[1])])
+    rows.append(["total", f"{totals[0] * 1e3:,.1f}", "", f"{totals[1] * 1e3:,.1f}", "", ""])
+    training = config.training
+    tokens = config.global_batch_size * training.seq_length / config.distributed.world_size
+    flops, peak = (
+        model_cost(model_config, training.seq_length).flops * tokens,
+        peak_flops(hardware.name, torch.bfloat16),
+    )
+    assert peak is not None
+    rows.append(["MFU", *(cell for total in totals for cell in (f"{flops / total / peak:.1%}", "")), ""])
+    return text_table(rows, first_number=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="smollm-1.7b")
+    parser.add_argument("--hardware", choices=HARDWARE, default="H200")
+    parser.add_argument("--micro_batch_tokens", type=number(int, 1), default=8192, help="[%(default)s]")
+    options, overrides = parser.parse_known_args()
+    restart_with_fake_cuda()
+    shape = SHAPES[options.model]
+    length = min(shape["max_position_embeddings"], 4096)
+    data: dict[str, Any] = {
+        "distributed": {},
+        "model": {"name": options.model, "dtype": "bfloat16"},
+        "training": {
+            "seq_length": length,
+            "micro_batch_size": max(1, options.micro_batch_tokens // length),
+            "gradient_accumulation_steps": 4,
+        },
+        "dataset": {"name": "python-stdlib", "num_workers": 0},
+    }
+    try:
+        apply_overrides(data, overrides)
+        config, model_config, hardware = parse_config(data), model_of(options.model), HARDWARE[options.hardware]
+        table = report(config, model_config, hardware)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    training = config.training
+    print(
+        f"Estimate for {options.model} on {hardware.name}: {training.gradient_accumulation_steps} micro-batches of "
+        f"{training.micro_batch_size} x {training.seq_length} tokens, bfloat16; nothing was run on a GPU\n\n{table}"
+    )
+
+
+if __name__ == "__main__":
+    main()
