@@ -164,7 +164,11 @@ class Recorder(TorchDispatchMode):
 
 
 def _bytes(tensors: list[Tensor]) -> dict[int, int]:
-    return {each.untyped_storage()._cdata: each.numel() * each.itemsize for each in tensors}
+    """Bytes of tensors by storage. (A bucket is the storage of several gradients.)"""
+    sizes: dict[int, int] = defaultdict(int)
+    for each in tensors:
+        sizes[each.untyped_storage()._cdata] += each.numel() * each.itemsize
+    return sizes
 
 
 def _group(name: str) -> str:
