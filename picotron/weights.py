@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,6 +12,9 @@ from transformers import LlamaConfig
 
 from picotron.collectives import all_reduce
 from picotron.model import Llama
+
+TILE = 256  # rows and columns of a matrix that are drawn at a time
+ALL = slice(None)
 
 Index = tuple[slice, ...]
 ReadTensor = Callable[[str, torch.Size, Index], Tensor]
@@ -118,8 +122,9 @@ def initial_weights(config: LlamaConfig, seed: int) -> ReadTensor:
     """Return a reader of initial weights with transformers' distribution: normal with standard deviation
     `initializer_range`; biases are 0 and norms 1.
 
-    Each parameter has its own CPU generator, seeded by (seed, name), and is drawn in full. So every rank that needs a
-    shard of it gets the same numbers, in any layout.
+    A matrix consists of tiles of TILE rows and columns. Each tile has its own CPU generator, seeded by (seed, name,
+    number of the tile), and a rank draws only the tiles that its shard overlaps. So the numbers do not depend on the
+    layout.
     """
 
     def draw(name: str, shape: torch.Size, index: Index) -> Tensor:
@@ -127,11 +132,23 @@ def initial_weights(config: LlamaConfig, seed: int) -> ReadTensor:
             return torch.ones(shape)[index]
         if name.endswith(".bias"):
             return torch.zeros(shape)[index]
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        weight = torch.normal(0.0, config.initializer_range, shape, generator=generator)
-        if name.endswith("embed_tokens.weight") and config.pad_token_id is not None:
-            weight[config.pad_token_id] = 0.0  # the padding token's embedding is 0 and gets no gradient
-        return weight[index]
+        (first_row, last_row, _), (first_column, last_column, _) = (
+            each.indices(size) for each, size in zip((*index, ALL, ALL), shape, strict=False)
+        )
+        top, left = first_row // TILE * TILE, first_column // TILE * TILE
+        bottom, right = (
+            min(-(-last // TILE) * TILE, size) for last, size in zip((last_row, last_column), shape, strict=True)
+        )
+        weight = torch.empty(bottom - top, right - left)
+        seed_of_name = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:4], "little")
+        for i, j in itertools.product(range(top, bottom, TILE), range(left, right, TILE)):
+            tile = weight[i - top : i - top + TILE, j - left : j - left + TILE]
+            # torch's CPU generators use 32 bits of a seed. Consecutive seeds make the tiles of a matrix differ.
+            number = i // TILE * -(-shape[1] // TILE) + j // TILE
+            generator = torch.Generator().manual_seed((seed_of_name + number) % 2**32)
+            tile.copy_(torch.normal(0.0, config.initializer_range, tile.shape, generator=generator))
+        if name.endswith("embed_tokens.weight") and config.pad_token_id in range(top, bottom):
+            weight[config.pad_token_id - top] = 0.0  # the padding token's embedding is 0 and gets no gradient
+        return weight[first_row - top : last_row - top, first_column - left : last_column - left]
 
     return draw

@@ -1,5 +1,6 @@
 """The model: logits and gradients equal those of transformers' LlamaForCausalLM with the same weights, in float64."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig
 
+from picotron import weights
 from picotron.config import Model
 from picotron.errors import UserError
 from picotron.model import Llama, math_attention
 from picotron.model_config import check_supported, load_model_config
-from picotron.weights import initial_weights
+from picotron.weights import ALL, initial_weights
 from tests.support.oracle import assert_close, oracle_model, our_model, tiny_llama
 
 LLAMA3 = {
@@ -119,6 +121,27 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
     assert not torch.equal(other.lm_head.weight, small.lm_head.weight)
     matrices = [w for name, w in large.state_dict().items() if w.ndim == 2]
     assert len({w.flatten()[0].item() for w in matrices}) == len(matrices)  # no two matrices start with the same number
+
+
+def test_shards_are_slices_of_the_same_initial_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank draws only the tiles that its shard overlaps."""
+    monkeypatch.setattr(weights, "TILE", 8)
+    name, shape = "model.embed_tokens.weight", torch.Size([37, 21])
+    draw = initial_weights(tiny_llama(pad_token_id=20), seed=3)
+    full = draw(name, shape, ())
+    assert full[20].count_nonzero() == 0
+    assert len({full[i, j].item() for i in range(0, 37, 8) for j in range(0, 21, 8)}) == 5 * 3
+    for first, last in itertools.combinations((0, 3, 8, 19, 20, 21, 24, 37), 2):
+        assert torch.equal(draw(name, shape, (slice(first, last),)), full[first:last])
+    for first, last in itertools.combinations((0, 5, 8, 21), 2):
+        assert torch.equal(draw(name, shape, (ALL, slice(first, last))), full[:, first:last])
+    drawn: list[int] = []
+    normal = torch.normal
+    monkeypatch.setattr(
+        torch, "normal", lambda *args, **kwargs: (drawn.append(args[2].numel()), normal(*args, **kwargs))[1]
+    )
+    draw(name, shape, (slice(8, 16),))
+    assert sum(drawn) == 8 * 21
 
 
 def test_initial_weights_have_the_distribution_of_transformers() -> None:
