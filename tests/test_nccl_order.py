@@ -12,8 +12,10 @@ import torch
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.pipeline_parallel import pipeline_parallel
+from picotron.pipeline_parallel import executor, pipeline_parallel
 from picotron.pipeline_parallel.pp_communications import pipeline_communicate
+from picotron.schedules.actions import AnyAction, Schedule
+from picotron.schedules.checker import add_communication
 from picotron.schedules.plan import training_schedule
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import SCHEDULES, build
@@ -63,6 +65,7 @@ def pipeline(folder: Path, engine: str, pp: int, micro_batches: int, chunks: int
 
 
 def several_groups(layout: dict[str, Any], micro_batches: int = 3) -> list[Program]:
+    """Record a layout. The embeddings are tied, so the ends of a pipeline form another group."""
     keys = {"pp_engine": "1f1b", "pp_size": 1} | layout
     config = pipeline_config(keys.pop("pp_engine"), keys.pop("pp_size"), micro_batches, training__eval_steps=1, **keys)
     return recorded(config, tied=True)
@@ -73,7 +76,7 @@ def assert_finishes(programs: list[Program], seeds: int = 1) -> None:
     times = [Play(programs, one_at_a_time=True).run()]
     for seed, longest, one_at_a_time in itertools.product(range(seeds), (0.1, 10.0), (False, True)):
         times.append(with_random_times(programs, random.Random(seed), longest, one_at_a_time).run())
-    assert len(set(times)) > 2 * seeds
+    assert len(set(times)) > 2 * seeds, "the times are not random"
 
 
 def with_random_times(programs: list[Program], rng: random.Random, longest: float, one_at_a_time: bool) -> Play:
@@ -181,6 +184,26 @@ def test_1f1b_that_sends_before_it_receives_hangs(tmp_path: Path, monkeypatch: p
         Play(programs).run()
     waits = re.findall(r"rank \d waits in send of \S+ \[2, 16, 32\] to rank \d", str(deadlock.value))
     assert [re.findall(r"rank (\d)", wait) for wait in waits] == [["0", "1"], ["1", "0"], ["0", "1"]]
+
+
+@pytest.mark.parametrize("engine", [each for each in ENGINES if "afab" not in each and each != "1f1b"])
+def test_an_executor_that_receives_only_when_it_must_hangs(
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each receive moves to the action that needs it. Then two ranks send to each other before they receive."""
+
+    def receive_late(schedule: Schedule) -> list[list[AnyAction]]:
+        programs = []
+        for program in add_communication(schedule):
+            receives = {each._replace(kind=each.kind[-1]): each for each in program if each.parts[0].kind[:4] == "RECV"}
+            others = (action for action in program if action not in receives.values())
+            late = [[*(receives[p.result] for p in a.parts if p.result in receives), a] for a in others]
+            programs.append(list(itertools.chain(*late)))
+        return programs
+
+    monkeypatch.setattr(executor, "add_communication", receive_late)
+    with pytest.raises(Deadlock, match="rank 0 waits in send"):
+        Play(pipeline(tmp_path, engine, 2, 4)).run()
 
 
 def test_a_norm_that_is_summed_over_pp_before_tp_on_some_ranks_hangs() -> None:

@@ -91,6 +91,9 @@ def creation(operation: Operation) -> Meeting:
 def match(programs: Sequence[Program]) -> list[dict[int, list[Meeting]]]:
     """Return `meetings_of` all ranks.
 
+    Collectives meet by their place in the order of their group. So two equal ones in a different order are not found:
+    the results would be wrong, but no rank would hang.
+
     Raises:
         Mismatch: two calls that meet differ, or a rank lacks a call, never waits for an operation, or uses a group
             first for a batch of messages.
