@@ -1,0 +1,177 @@
+"""NCCL's rules of order: play the programs of all ranks on them, and find out whether every rank finishes.
+
+`nccl_programs` records the programs of real steps. The rules are those of PyTorch [P] and NCCL [N], each in its worst
+case:
+
+- Each process group has one stream per rank. Its operations run there one after the other, in the order of the calls.
+  An operation starts when the compute stream has reached the call and the previous operation of the stream has ended.
+  (Recent versions of PyTorch run collectives without async_op in the compute stream. This makes no difference, because
+  NCCL never runs two operations of one communicator at the same time.)
+- A collective ends when all ranks of the group have started it. A message ends when its sender and its receiver have
+  started it; nothing is buffered, although NCCL buffers small messages. A batch ends when all its messages have ended,
+  which do not wait for each other. [N, Point-to-point communication]
+- `Work.wait()` makes the compute stream wait, not the CPU. [P, Synchronous and asynchronous collective operations] If
+  the CPU waited, too, the same programs would hang: an operation that is called after a wait starts after it anyway.
+- The first operation of a group creates its communicator, for which the CPU waits for all ranks of the group. It must
+  not be a batch of messages, in which some ranks may not take part. [P, batch_isend_irecv]
+- Operations of different groups run independently, or, with `one_at_a_time`, also one after the other. NCCL promises
+  only the latter, because operations of several communicators may not fit on a GPU together. So all ranks must call
+  them in an order in which they can run one at a time. [N, Using multiple NCCL communicators concurrently] This assumes
+  that a GPU starts operations in the order of the calls, as with NCCL_LAUNCH_ORDER_IMPLICIT=1, or that all operations
+  in flight fit, see `most_in_flight`.
+
+No rule involves a choice: each operation has its place in one stream, and its partners on other ranks. So whether all
+ranks finish does not depend on the durations of computations and messages; only the time of the step does.
+
+[P] https://docs.pytorch.org/docs/stable/distributed.html
+[N] https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage.html
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+
+from tests.support.nccl_calls import Compute, Event, Meeting, Operation, Program, Wait, creation, match, operations
+
+
+class Deadlock(AssertionError):
+    """Ranks that wait for each other."""
+
+
+class Rank:
+    """The state of one rank: its compute stream, and the streams of its groups.
+
+    Attributes:
+        position: index of the event that the compute stream has reached.
+        time: time on the compute stream.
+        streams: operations that have been called and have not ended, with the times of their calls, by stream.
+        free: time at which the last operation of each stream ended.
+        ended: times at which operations ended, by handle.
+    """
+
+    def __init__(self, number: int, program: Program, meetings: dict[int, list[Meeting]]) -> None:
+        self.number, self.program, self.meetings = number, program, meetings
+        self.position, self.time = 0, 0.0
+        self.streams: dict[str, deque[tuple[Operation, float]]] = defaultdict(deque)
+        self.free: dict[str, float] = defaultdict(float)
+        self.ended: dict[int, float] = {}
+        self.by_handle = {operation.handle: operation for operation in operations(program)}
+
+
+class Play:
+    """One step of all ranks.
+
+    Args:
+        cost: function that returns the time that the compute stream needs for an event: a computation, or that between
+            two calls.
+        transfer: function that returns the time of a collective or message, once all its ranks have started it.
+        one_at_a_time: whether an operation waits for the earlier operations of other groups, too.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        cost: Callable[[Event], float] = lambda event: float(isinstance(event, Compute)),
+        transfer: Callable[[], float] = lambda: 0.0,
+        one_at_a_time: bool = False,
+    ) -> None:
+        self.ranks = [Rank(i, *each) for i, each in enumerate(zip(programs, match(programs), strict=True))]
+        self.cost, self.transfer, self.one_at_a_time = cost, transfer, one_at_a_time
+        self.arrived: dict[Meeting, dict[int, float]] = defaultdict(dict)
+        self.ends: dict[Meeting, float] = {}
+
+    def run(self) -> float:
+        """Play all programs, and return the time at which the last rank finishes.
+
+        Raises:
+            Deadlock: some ranks never finish.
+        """
+        while any(self.advance(rank) for rank in self.ranks):
+            pass
+        stuck = [rank for rank in self.ranks if rank.position < len(rank.program)]
+        if stuck:
+            raise Deadlock(self.cycle(stuck[0]))
+        return max(rank.time for rank in self.ranks)
+
+    def advance(self, rank: Rank) -> bool:
+        """Run a rank until it waits for another one. Returns whether anything happened."""
+        happened = False
+        while self.advance_streams(rank) or self.advance_compute(rank):
+            happened = True
+        return happened
+
+    def advance_compute(self, rank: Rank) -> bool:
+        """Run the next event of the compute stream, unless the event waits."""
+        if rank.position == len(rank.program):
+            return False
+        event = rank.program[rank.position]
+        if isinstance(event, Wait):
+            if event.handle not in rank.ended:
+                return False
+            rank.time = max(rank.time, rank.ended[event.handle])
+        elif isinstance(event, Operation):
+            created = self.meet(creation(event), rank, rank.time)
+            if created is None:
+                return False
+            rank.time = max(rank.time, created)
+            rank.streams[self.stream_of(event)].append((event, rank.time))
+        rank.time += self.cost(event)
+        rank.position += 1
+        return True
+
+    def advance_streams(self, rank: Rank) -> bool:
+        """Run the first operation of each stream, unless it waits for another rank."""
+        happened = False
+        for name, stream in rank.streams.items():
+            while stream:
+                operation, called = stream[0]
+                start = max(called, rank.free[name])
+                ends = [self.meet(meeting, rank, start) for meeting in rank.meetings[operation.handle]]
+                if None in ends:
+                    break
+                rank.ended[operation.handle] = rank.free[name] = max(ends)
+                stream.popleft()
+                happened = True
+        return happened
+
+    def meet(self, meeting: Meeting, rank: Rank, time: float) -> float | None:
+        """Let a rank arrive, and return when the meeting ends, or None if another rank has not arrived."""
+        arrived = self.arrived[meeting]
+        arrived.setdefault(rank.number, time)
+        if len(arrived) < len(meeting.ranks):
+            return None
+        if meeting not in self.ends:
+            duration = 0.0 if meeting.kind == "creation" else self.transfer()
+            self.ends[meeting] = max(arrived.values()) + duration
+        return self.ends[meeting]
+
+    def stream_of(self, operation: Operation) -> str:
+        return "all groups" if self.one_at_a_time else operation.group
+
+    # ---------------------------------------------------------------------------------------- description of a deadlock
+
+    def cycle(self, rank: Rank) -> str:
+        """Describe the ranks that wait for each other, beginning with a rank that never finishes."""
+        obstacles = [(rank, self.obstacle(rank))]
+        while True:
+            rank, operation = obstacles[-1]
+            meeting = self.unmet(rank, operation)
+            other = self.ranks[next(each for each in meeting.ranks if each not in self.arrived[meeting])]
+            stream = other.streams[self.stream_of(operation)]
+            is_called = any(meeting in other.meetings[called.handle] for called, _ in stream)
+            obstacles.append((other, stream[0][0] if is_called else self.obstacle(other)))
+            if obstacles[-1] in obstacles[:-1]:
+                break
+        waits = [f"rank {rank.number} waits in {operation}" for rank, operation in obstacles]
+        return "deadlock: " + ", because\n".join(waits[obstacles.index(obstacles[-1]) :])
+
+    def obstacle(self, rank: Rank) -> Operation:
+        """Return the operation that blocks a rank's compute stream: the first one in the stream that it waits for."""
+        event = rank.program[rank.position]
+        if isinstance(event, Wait):
+            return rank.streams[self.stream_of(rank.by_handle[event.handle])][0][0]
+        assert isinstance(event, Operation)
+        return event
+
+    def unmet(self, rank: Rank, operation: Operation) -> Meeting:
+        meetings = [creation(operation), *rank.meetings[operation.handle]]
+        return next(meeting for meeting in meetings if len(self.arrived[meeting]) < len(meeting.ranks))

@@ -1,0 +1,153 @@
+"""Programs for `nccl_order`: everything that a training step and an evaluation ask of NCCL, rank by rank.
+
+As in `explain`, one process plays each rank of a layout, alone, in process groups that transfer nothing. These groups
+record every call with its place in the order of all calls of the rank. The model is real, but tiny, and on the CPU; the
+values that it computes are meaningless.
+"""
+
+import contextlib
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, ClassVar
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import LlamaConfig
+
+from picotron import parallelize
+from picotron.config import Config
+from picotron.data import MicroBatchDataLoader
+from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.explain.explain import run_step
+from picotron.explain.fake_group import OPERATIONS, call_site
+from picotron.metrics import global_mean
+from picotron.pipeline_parallel import recorder
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.train_step import make_evaluation
+from picotron.weights import Index
+from tests.support.nccl_calls import Compute, Operation, Part, Program, Wait
+from tests.support.training import CPU
+
+SmallBuckets = functools.partial(DataParallelBucket, bucket_mb=0.02)  # several for each stage of a tiny model
+
+
+class Handle(dist.Work):
+    """Handle of an operation, which records the wait for it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.program = number, RecordingGroup.program
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.program.append(Wait(self.number))
+        return True
+
+
+class RecordingGroup(dist.ProcessGroup):
+    """A process group that appends its operations to `program`.
+
+    It has no messages outside of batches, for which NCCL would create other communicators.
+    """
+
+    program: ClassVar[Program]  # of the rank that is played
+    name: str  # identical on all ranks, because they create all groups in the same order
+
+    def collective(self, operation: str, *arguments: Any) -> Handle:
+        tensors = [each[0] if isinstance(each, list) and each else each for each in arguments]
+        full = max((each for each in tensors if isinstance(each, Tensor)), key=Tensor.numel)
+        reduces = operation in ("all-reduce", "reduce-scatter")
+        name = f"{operation} ({arguments[-1].reduceOp.op.name})" if reduces else operation
+        return self.record(Part(name, describe(full)))
+
+    def record(self, *parts: Part) -> Handle:
+        number, ranks = len(self.program), tuple(dist.get_process_group_ranks(self))
+        self.program.append(Operation(number, self.name, ranks, parts, call_site(sys._getframe(1))))
+        return Handle(number)
+
+    def getBackendName(self) -> str:
+        return "recording"
+
+
+for method, operation in OPERATIONS.items():
+    if operation not in ("send", "receive"):
+        setattr(RecordingGroup, method, functools.partialmethod(RecordingGroup.collective, operation))
+
+
+def new_group(options: Any, _: Any) -> RecordingGroup:
+    group = RecordingGroup(options.group_rank, options.group_size)
+    group.name = options.group_id
+    return group
+
+
+dist.Backend.register_backend("recording", new_group, extended_api=True, devices=["cpu"])
+
+
+def describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def record_batch(messages: list[dist.P2POp]) -> list[dist.Work]:
+    """Record the messages as one operation: on NCCL, `batch_isend_irecv` starts them together."""
+    names = {dist.isend: "send", dist.irecv: "receive"}
+    parts = [Part(names[each.op], describe(each.tensor), each.peer) for each in messages]
+    return [messages[0].group.record(*parts)]
+
+
+def record_computation(_: str, rank: int, stage: str, action: str) -> None:
+    """Record a forward or backward that `record_action` logs. (It also logs messages and reductions.)"""
+    if not re.search("SEND|R", action):
+        RecordingGroup.program.append(Compute(action))
+
+
+class WithoutCuda(TorchFunctionMode):
+    """Creates tensors for the GPU on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return function(*args, **kwargs | ({"device": CPU} if kwargs.get("device") == "cuda" else {}))
+
+
+@contextlib.contextmanager
+def recorded_rank(rank: int, config: Config) -> Iterator[Program]:
+    """Play one rank of a layout, and record its program."""
+    layout, program = config.distributed, []
+    RecordingGroup.program = program
+    dist.init_process_group("recording", store=dist.HashStore(), rank=rank, world_size=layout.world_size)
+    try:
+        # On NCCL, the grid communicates once in the groups that have messages.
+        with mock.patch.object(dist, "get_backend", return_value="nccl"), WithoutCuda():
+            setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+        with (
+            mock.patch.object(dist, "batch_isend_irecv", record_batch),
+            mock.patch.object(parallelize, "DataParallelBucket", SmallBuckets),
+            mock.patch.object(recorder.logger, "debug", record_computation),
+        ):
+            yield program
+    finally:
+        dist.destroy_process_group()
+
+
+def record_rank(rank: int, config: Config, model_config: LlamaConfig, device: torch.device = CPU) -> Program:
+    """Record a training step, with clipping, optimizer and metrics, and the evaluation after it."""
+    plan, dtype = parallelize.check_layout(config, model_config), getattr(torch, config.model.dtype)
+
+    def weights(name: str, shape: torch.Size, index: Index) -> Tensor:
+        return torch.zeros(shape, device=device)[index]
+
+    with recorded_rank(rank, config) as program:
+        model = parallelize.build_model(config, model_config, plan, device, dtype, weights)
+        loader = MicroBatchDataLoader(np.zeros(config.training.seq_length + 1, np.uint16), config, device)
+        run_step(model, loader, config, model_config, plan)
+        global_mean(make_evaluation(config, model_config, plan, device, dtype)(model, loader))
+    return program
+
+
+def record(config: Config, model_config: LlamaConfig) -> list[Program]:
+    """Record the programs of all ranks."""
+    return [record_rank(rank, config, model_config) for rank in range(config.distributed.world_size)]
