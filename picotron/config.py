@@ -145,8 +145,8 @@ class Training(Section):
     """global gradient norm above which gradients are scaled down to it; null: no clipping"""
     activation_checkpointing: Literal["none", "full"] = "none"
     """full: keep only the input of each layer and recompute its other activations in backward; none: keep all"""
-    compile: bool = False
-    """apply torch.compile to each decoder layer"""
+    compile: bool | None = None
+    """apply torch.compile to each decoder layer; null applies it on GPUs"""
     eval_frequency: NonNegative = 0
     """steps between evaluations of the loss on held-out data; 0: no evaluation"""
     eval_steps: Positive = 10

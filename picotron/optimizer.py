@@ -43,10 +43,11 @@ class AdamW(torch.optim.AdamW):
         for parameter, master in self.masters.items():
             master.grad = main_grad(parameter)
         super().step()
-        for parameter, master in self.masters.items():
+        for master in self.masters.values():
             master.grad = None  # the gradients stay in main_grad
-            if master is not parameter:
-                parameter.copy_(master)
+        rounded = {p: master for p, master in self.masters.items() if master is not p}
+        if rounded:
+            torch._foreach_copy_(list(rounded), list(rounded.values()))
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the tensors that the next step of a parameter depends on: `exp_avg`, `exp_avg_sq`, and `master` if it
@@ -74,8 +75,7 @@ class AdamW(torch.optim.AdamW):
                 read(parameter, name, tensor)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        for parameter in self.masters:
-            main_grad(parameter).zero_()
+        torch._foreach_zero_([main_grad(parameter) for parameter in self.masters])
 
 
 def learning_rate_factor(training: Training) -> Callable[[int], float]:

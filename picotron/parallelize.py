@@ -54,7 +54,8 @@ def build_model(
         stage = PipelineParallel(llama, plan)  # removes the layers of other stages
         apply_context_parallel(stage, config.distributed)  # swaps the attention function
     materialise(llama, device, weights)
-    for layer in llama.model.layers.values() if config.training.compile else ():
+    compiled = device.type == "cuda" if config.training.compile is None else config.training.compile
+    for layer in llama.model.layers.values() if compiled else ():
         layer.compile()
     return DataParallelBucket(stage, parameters_by_stage=stage.parameters_by_stage())  # adds gradient buffers and hooks
 

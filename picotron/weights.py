@@ -5,9 +5,11 @@ import hashlib
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from picotron.collectives import all_reduce
 from picotron.model import Llama
 
 Index = tuple[slice, ...]
@@ -69,6 +71,26 @@ def main_grad(parameter: Tensor) -> Tensor:
 def set_main_grad(parameter: Tensor, buffer: Tensor) -> None:
     """Let `main_grad(parameter)` be `buffer`."""
     parameter.main_grad = buffer  # type: ignore[attr-defined]
+
+
+def sum_partial_gradients(model: nn.Module) -> None:
+    """Sum the `main_grad`s of parameters of which several tp ranks hold replicas, but use them in different
+    computations: norms and biases with sequence parallelism, and key/value heads that several ranks share.
+
+    A module lists these parameters in a dict `partial_gradients`, each with the group of its replicas. The sum is only
+    needed once per step, so the gradients of a group are sent together.
+    """
+    by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for module in model.modules():
+        for name, group in getattr(module, "partial_gradients", {}).items():
+            if (parameter := getattr(module, name)) is not None:  # a layer without bias
+                by_group.setdefault(group, []).append(main_grad(parameter))
+    for group, gradients in by_group.items():
+        total = torch.cat([gradient.flatten() for gradient in gradients])
+        all_reduce(total, group)
+        sums = total.split([gradient.numel() for gradient in gradients])
+        for gradient, total_gradient in zip(gradients, sums, strict=True):
+            gradient.copy_(total_gradient.view_as(gradient))
 
 
 def copy_shard(tensor: Tensor, name: str, shard: Shard | None, read: ReadTensor) -> None:

@@ -99,7 +99,7 @@ def test_command_line_rejects_bad_arguments(tmp_path: Path, arguments: list[str]
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not valid JSON: .*line 1"),
+        ("{", "is not valid JSON: .*column 2"),
         ("[1]", "holds a JSON list; it should hold an object"),
         ("", "is not valid JSON"),
     ],

@@ -100,10 +100,10 @@ class LiveMemory(torch.utils._python_dispatch.TorchDispatchMode):
         self.live -= size
 
 
-def peak_of_loss(tokens: int) -> int:
+def peak_of_loss(tokens: int, width: int = 4) -> int:
     """Return the peak number of live elements in forward and backward, excluding the inputs x and weight."""
     grid = setup_process_group_manager(1, 1, 1, 1)
-    x, weight = torch.randn(1, tokens, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    x, weight = torch.randn(1, tokens, width, requires_grad=True), torch.randn(1000, width, requires_grad=True)
     targets = torch.zeros(1, tokens, dtype=torch.long)
     with LiveMemory() as memory:
         linear_cross_entropy(x, weight, targets, 0, 1000, grid.tp_group).backward()
@@ -114,6 +114,26 @@ def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary(pool: Wor
     few, many = (pool.run(peak_of_loss, 1, tokens)[0] for tokens in (1024, 10240))
     assert 512 * 1000 <= few <= 3 * 512 * 1000 + 20 * 1024
     assert many - few <= 20 * (10240 - 1024)  # a few elements per token, not 1,000
+
+
+def test_backward_scales_the_gradients_in_place(pool: WorkerPool) -> None:
+    """The gradient of the weight, (V, D), exists once."""
+    assert pool.run(peak_of_loss, 1, 1, 4000)[0] < 1.1 * 1000 * 4000
+
+
+def second_backward() -> str:
+    grid = setup_process_group_manager(1, 1, 1, 1)
+    x, weight, targets = loss_inputs(16, [])
+    loss = linear_cross_entropy(x.requires_grad_(), weight, targets, 0, 16, grid.tp_group)
+    loss.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="a second backward") as error:
+        loss.backward()
+    return str(error.value)
+
+
+def test_a_second_backward_is_rejected(pool: WorkerPool) -> None:
+    """Its gradients would be scaled twice."""
+    assert pool.run(second_backward, 1)
 
 
 def loss_traffic() -> list[tuple[str, int]]:

@@ -12,6 +12,8 @@ from torch import nn
 from picotron.config import Config
 from picotron.data_parallel import bucket as bucket_module
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
+from picotron.explain.fake_group import fake_rank
+from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.weights import main_grad
 from tests.support.oracle import (
@@ -200,19 +202,17 @@ def test_second_backward_without_finish_grad_sync_raises(pool: WorkerPool) -> No
         pool.run(two_reductions, 1)
 
 
-def bucket_sizes() -> list[int]:
-    setup_process_group_manager(1, 1, 1, 1)
-    model = DataParallelBucket(our_model(tiny_llama(hidden_size=512, intermediate_size=2048, num_attention_heads=8)))
+@pytest.mark.parametrize(("dp", "mib"), [(1, 25), (2, 25), (16, 64)])
+def test_buckets_have_a_minimum_size_that_grows_with_the_group(dp: int, mib: int) -> None:
+    config = tiny_llama(hidden_size=1024, intermediate_size=8192, num_attention_heads=8, num_hidden_layers=6)
+    with fake_rank(0, make_config(distributed__dp_size=dp).distributed), torch.device("meta"):
+        model = DataParallelBucket(Llama(config))
     in_order = [p for bucket in model.buckets for p in bucket.parameters]
     assert in_order == list(model.parameters())[::-1]
-    return [bucket.buffer.numel() * 8 for bucket in model.buckets]
-
-
-def test_buckets_hold_at_most_25_mib(pool: WorkerPool) -> None:
-    sizes = pool.run(bucket_sizes, 1)[0]
+    sizes = [bucket.buffer.nbytes / 2**20 for bucket in model.buckets]
     assert len(sizes) > 3
-    assert max(sizes) <= 25 * 2**20
-    assert min(sizes[:-1]) > 10 * 2**20
+    assert mib <= min(sizes[:-1])
+    assert max(sizes) < mib + 33  # the largest matrix has 32 MiB, and the vectors before it are in its bucket
 
 
 def fail_on_rank_1() -> None:

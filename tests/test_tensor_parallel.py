@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from picotron.checkpoint.safetensors_folder import SafetensorsFolder
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.errors import UserError
-from picotron.model import Llama
+from picotron.model import Llama, rope
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from picotron.weights import initial_weights, materialise
@@ -66,6 +66,7 @@ def loss_and_gradients(config: LlamaConfig, tp: int, sequence_parallel: bool, ch
         logits = model(ids)
     loss = wrapped(ids, target_ids=targets)
     loss.backward()
+    wrapped.finish_grad_sync()
     return {"logits": logits, "loss": loss.detach(), "gradients": gathered(model, "main_grad")}
 
 
@@ -104,6 +105,7 @@ def compiled_gradients(sequence_parallel: bool) -> dict[str, Tensor]:
     ids, targets = batch()
     wrapped = DataParallelBucket(model)
     wrapped(ids, target_ids=targets).backward()
+    wrapped.finish_grad_sync()
     return gathered(model, "main_grad")
 
 
@@ -114,12 +116,30 @@ def test_compiled_layers_have_the_same_gradients(pool: WorkerPool, sequence_para
         assert_close(gradient, expected[name], what=name)
 
 
+def graph_breaks(sequence_parallel: bool) -> list[str]:
+    setup_process_group_manager(2, 1, 1, 1)
+    model = parallel_model(model_of("gqa, padded vocabulary"), sequence_parallel)
+    x = torch.zeros(2, 16 // (1 + sequence_parallel), model.config.hidden_size, dtype=torch.float64)
+    tables = rope(model.config, torch.arange(16)[None])
+    explanation = torch._dynamo.explain(model.model.layers["0"])(x, *(table.double() for table in tables))
+    return [str(reason.reason) for reason in explanation.break_reasons]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
+def test_compiled_layers_break_only_at_their_four_communications(pool: WorkerPool, sequence_parallel: bool) -> None:
+    """Those in attention and MLP also break the layer, from which both are called."""
+    reasons = pool.run(graph_breaks, 2, sequence_parallel)[0]
+    assert len(reasons) == 6
+    assert all("torch.compiler.disable" in reason for reason in reasons), reasons
+
+
 def gradient_through_gathered_logits(config: LlamaConfig, tp: int) -> dict[str, Tensor]:
     setup_process_group_manager(tp, 1, 1, 1)
     model = parallel_model(config, False)
     wrapped = DataParallelBucket(model)
     ids, targets = batch()
     F.cross_entropy(wrapped(ids).flatten(0, 1), targets.flatten()).backward()
+    wrapped.finish_grad_sync()
     return gathered(model, "main_grad")
 
 
@@ -164,9 +184,10 @@ def bfloat16_gradients(config: LlamaConfig, tp: int, sequence_parallel: bool, ch
     materialise(model, CPU, initial_weights(config, 42))
     wrapped = DataParallelBucket(model)
     ids, targets = batch()
-    for _ in range(3):
+    for i in range(3):
+        wrapped.require_backward_grad_sync = i == 2
         (wrapped(ids, target_ids=targets) / 3).backward()
-        wrapped.finish_grad_sync()
+    wrapped.finish_grad_sync()
     gradients = gathered(model, "main_grad")
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
     return gradients

@@ -42,16 +42,19 @@ class Bucket:
 
 
 def make_buckets(parameters: list[nn.Parameter], group: dist.ProcessGroup, megabytes: float) -> list[Bucket]:
-    """Fill buckets of up to `megabytes` MiB in the given order. A parameter that is larger gets its own bucket."""
+    """Fill buckets of at least `megabytes` MiB, except the last one, in the given order. (With an upper limit instead,
+    a norm's weight between two large matrices would have a bucket to itself.)
+    """
     buckets: list[Bucket] = []
     filling: list[nn.Parameter] = []
     size = 0.0
     for parameter in parameters:
-        same = filling and (parameter.dtype, parameter.device) == (filling[0].dtype, filling[0].device)
-        needed = parameter.numel() * accumulation_dtype(parameter).itemsize / 2**20
-        if filling and (not same or size + needed > megabytes):
+        if filling and (parameter.dtype, parameter.device) != (filling[0].dtype, filling[0].device):
             buckets.append(Bucket(filling, group))
             filling, size = [], 0.0
         filling.append(parameter)
-        size += needed
+        size += parameter.numel() * accumulation_dtype(parameter).itemsize / 2**20
+        if size >= megabytes:
+            buckets.append(Bucket(filling, group))
+            filling, size = [], 0.0
     return [*buckets, Bucket(filling, group)] if filling else buckets

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from picotron import process_group_manager as pgm
 from picotron.data_parallel.bucket import Bucket, make_buckets
-from picotron.weights import main_grad
+from picotron.weights import main_grad, sum_partial_gradients
+
+MIB_PER_RANK = 4.0  # Megatron-core's default buckets have as much: a million float32 gradients per data-parallel rank
 
 
 class DataParallel(nn.Module):
@@ -24,7 +26,7 @@ class DataParallel(nn.Module):
     pipeline, the previous stage can run its backward while this stage's gradients are still being averaged.
 
     Args:
-        bucket_mb: size of a bucket in MiB.
+        bucket_mb: minimum size of a bucket in MiB.
         parameters_by_stage: the parameters of each pipeline stage on this rank, which are complete together, see
             `start_grad_sync`; by default, all parameters form stage 0.
 
@@ -101,8 +103,10 @@ class DataParallel(nn.Module):
             self._reduce(bucket)
 
     def finish_grad_sync(self) -> None:
-        """Wait until every gradient is the average. Buckets that are still pending are reduced first: a parameter that
-        got no gradient in the last backward may hold one from an earlier micro-batch.
+        """Wait until every gradient is the average, and sum those that are partial, see `sum_partial_gradients`.
+
+        Buckets that are still pending are reduced first: a parameter that got no gradient in the last backward may hold
+        one from an earlier micro-batch.
         """
         while self.pending_buckets:
             self._reduce(self.pending_buckets.pop(0))
@@ -110,6 +114,7 @@ class DataParallel(nn.Module):
             bucket.wait()
             bucket.reset()
         self.pending_buckets = list(self.buckets)
+        sum_partial_gradients(self.module)
 
     def _reduce(self, bucket: Bucket) -> None:
         raise NotImplementedError
@@ -132,16 +137,18 @@ class DataParallelBucket(DataParallel):
     """Averages gradients in buckets of `bucket_mb` MiB, while backward computes the next ones.
 
     A collective has a fixed cost, so a few large ones beat many small ones; but a bucket is sent only when it is full,
-    so several medium-sized buckets overlap better than one huge bucket.
+    so several medium-sized buckets overlap better than one huge bucket. A ring of n ranks sends a bucket in n parts, so
+    the default grows with n: 25 MiB, as in DistributedDataParallel, but at least MIB_PER_RANK for each rank.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
         parameters_by_stage: Mapping[int, Sequence[nn.Parameter]] | None = None,
     ) -> None:
-        super().__init__(module, bucket_mb, parameters_by_stage)
+        default = max(25.0, MIB_PER_RANK * pgm.process_group_manager.cp_dp_world_size)
+        super().__init__(module, default if bucket_mb is None else bucket_mb, parameters_by_stage)
 
     def _reduce(self, bucket: Bucket) -> None:
         bucket.launch()

@@ -95,7 +95,7 @@ def call_site(frame: FrameType | None) -> str:
             found = frame
             if module not in CARRIERS:
                 break
-        elif found is not None and module != "torch.autograd.function":
+        elif found is not None and module not in ("torch.autograd.function", "torch._dynamo.eval_frame"):
             break
         frame = frame.f_back
     assert found is not None, "the operation was not called by picotron"

@@ -29,25 +29,22 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import accumulation_dtype
 from picotron.errors import UserError
 from picotron.model import Llama, RMSNorm
 from picotron.process_group_manager import new_groups
 from picotron.split_backward import compute_or_defer, gradient_edges, is_deferring
 from picotron.tensor_parallel.cross_entropy import linear_cross_entropy
 from picotron.tensor_parallel.tp_communications import (
+    SEQUENCE,
     AllGather,
     CopyToRanks,
     GatherFromRanks,
-    ReduceFromRanks,
-    ReduceScatter,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
+    sum_over_ranks,
 )
 from picotron.weights import Shard
-
-SEQUENCE = 1  # the dimension of (B, T, D) that sequence parallelism shards
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -91,26 +88,12 @@ class ColumnParallel(torch.autograd.Function):
         return finish_dx(), None, None, *weight_gradients
 
 
-def summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return `parameter` with a gradient that is summed over `group`, in float32 or wider: the group's ranks hold
-    replicas of it, but use them in different computations.
-    """
-    if not torch.is_grad_enabled():
-        return parameter
-    return CopyToRanks.apply(parameter.to(accumulation_dtype(parameter)), group).to(parameter.dtype)
-
-
 @torch.compiler.disable  # torch.compile cannot overlap these collectives, and matrix products gain nothing from it
 def column_parallel(x: Tensor, *linears: "ColumnParallelLinear") -> list[Tensor]:
     """Apply column-parallel layers to the same x: (B, T, D), or its shard (B, T/tp, D) -> (B, T, outputs/tp) each."""
     first = linears[0]
-    ys = ColumnParallel.apply(
-        x, first.group, first.sequence_parallel, *(linear.summed_over_replicas(linear.weight) for linear in linears)
-    )
-    return [
-        y if linear.bias is None else y + linear.summed_over_replicas(linear.bias)
-        for y, linear in zip(ys, linears, strict=True)
-    ]
+    ys = ColumnParallel.apply(x, first.group, first.sequence_parallel, *(linear.weight for linear in linears))
+    return [y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears, strict=True)]
 
 
 class ColumnParallelLinear(nn.Module):
@@ -129,14 +112,10 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
-        self.replica_group = replica_group
+        self.partial_gradients = {} if replica_group is None else {"weight": replica_group, "bias": replica_group}
         self.shards = {"weight": shard, "bias": shard}
         self.weight = nn.Parameter(linear.weight.new_empty(shard.size, linear.in_features))
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.new_empty(shard.size))
-
-    def summed_over_replicas(self, parameter: Tensor) -> Tensor:
-        """Return `parameter` with a gradient that is summed over its replicas."""
-        return parameter if self.replica_group is None else summed_gradient(parameter, self.replica_group)
 
     def forward(self, x: Tensor) -> Tensor:
         return column_parallel(x, self)[0]
@@ -151,17 +130,15 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
         self.shards = {"weight": shard}  # the bias is replicated
+        self.partial_gradients = {"bias": self.group} if sequence_parallel else {}
         self.linear_fn: Callable[..., Tensor] = F.linear
         self.weight = nn.Parameter(linear.weight.new_empty(linear.out_features, shard.size))
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.new_empty(linear.out_features))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear_fn(x, self.weight)  # (B, T, D), partial, so the bias is added after the sum
-        if not self.sequence_parallel:
-            y = ReduceFromRanks.apply(y, self.group)
-            return y if self.bias is None else y + self.bias
-        y = ReduceScatter.apply(y, SEQUENCE, self.group)  # (B, T/tp, D)
-        return y if self.bias is None else y + summed_gradient(self.bias, self.group)
+        y = sum_over_ranks(y, self.group, self.sequence_parallel)
+        return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -183,11 +160,7 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (input_ids < self.start) | (input_ids >= self.stop)
         y = F.embedding((input_ids - self.start).masked_fill(elsewhere, 0), self.weight, self.padding_idx)
         y = y.masked_fill(elsewhere[..., None], 0.0)  # (B, T, D), partial: one rank has the row, the others have zeros
-        return (
-            ReduceScatter.apply(y, SEQUENCE, self.group)
-            if self.sequence_parallel
-            else ReduceFromRanks.apply(y, self.group)
-        )
+        return sum_over_ranks(y, self.group, self.sequence_parallel)
 
 
 class VocabParallelHead(ColumnParallelLinear):
@@ -208,17 +181,6 @@ class VocabParallelHead(ColumnParallelLinear):
         x = AllGather.apply(x, SEQUENCE, self.group) if self.sequence_parallel else CopyToRanks.apply(x, self.group)
         shard = self.shards["weight"]
         return linear_cross_entropy(x, self.weight, target_ids, shard.start, shard.stop - shard.start, self.group)
-
-
-class SequenceParallelRMSNorm(RMSNorm):
-    """RMSNorm of x (B, T/tp, D). Each rank applies the weight to different tokens, so the gradients are summed."""
-
-    def __init__(self, norm: RMSNorm) -> None:
-        super().__init__(norm.weight.numel(), norm.eps)
-        self.weight, self.group = norm.weight, pgm.process_group_manager.tp_group
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, summed_gradient(self.weight, self.group), self.eps)
 
 
 def check_tensor_parallel(config: LlamaConfig, tp_size: int) -> None:
@@ -272,7 +234,6 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
         model.tie_weights()
         return model
 
-    norm = SequenceParallelRMSNorm if sequence_parallel else lambda norm: norm
     queries = _even_shard(config.num_attention_heads * config.head_dim)
     kv = _kv_shard(config.num_key_value_heads, config.head_dim)
     hidden = _even_shard(config.intermediate_size)
@@ -281,10 +242,7 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
     replica_group = new_groups(grid.view(-1, kv.replicas).tolist()) if kv.replicas > 1 else None
     decoder = untyped.model
     decoder.embed_tokens = VocabParallelEmbedding(decoder.embed_tokens, vocabulary, sequence_parallel)
-    decoder.norm = norm(decoder.norm)
     for layer in decoder.layers.values():
-        layer.input_layernorm = norm(layer.input_layernorm)
-        layer.post_attention_layernorm = norm(layer.post_attention_layernorm)
         attention, mlp = layer.self_attn, layer.mlp
         attention.project_fn = mlp.project_fn = column_parallel
         attention.q_proj = ColumnParallelLinear(attention.q_proj, queries, sequence_parallel)
@@ -294,5 +252,9 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, hidden, sequence_parallel)
         mlp.up_proj = ColumnParallelLinear(mlp.up_proj, hidden, sequence_parallel)
         mlp.down_proj = RowParallelLinear(mlp.down_proj, dataclasses.replace(hidden, dim=1), sequence_parallel)
+    if sequence_parallel:
+        norms: list[Any] = [module for module in model.modules() if isinstance(module, RMSNorm)]
+        for each in norms:  # each rank applies its weight to different tokens
+            each.partial_gradients = {"weight": pgm.process_group_manager.tp_group}
     model.tie_weights()
     return model

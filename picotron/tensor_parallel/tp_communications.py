@@ -26,6 +26,7 @@ from torch import Tensor
 from picotron.collectives import all_gather_single, all_reduce, reduce_scatter_single
 
 Group = dist.ProcessGroup
+SEQUENCE = 1  # the dimension of (B, T, D) that sequence parallelism shards
 
 
 def start_all_gather(shard: Tensor, dim: int, group: Group) -> Callable[[], Tensor]:
@@ -84,13 +85,10 @@ class CopyToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        ctx.set_materialize_grads(False)
         return full.view_as(full)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
-        if gradient is None:  # deferred, see `split_backward`
-            return None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return start_all_reduce(gradient, ctx.group)(), None
 
 
@@ -143,3 +141,9 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return start_all_gather(gradient, ctx.dim, ctx.group)(), None, None
+
+
+@torch.compiler.disable
+def sum_over_ranks(partial: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+    """Sum partial (B, T, D) over the ranks: to (B, T, D), or with sequence parallelism to a shard, (B, T/tp, D)."""
+    return ReduceScatter.apply(partial, SEQUENCE, group) if sequence_parallel else ReduceFromRanks.apply(partial, group)
