@@ -68,7 +68,8 @@ def memory_gb(device: torch.device) -> float:
 
 def peak_memory(device: torch.device) -> Tensor:
     """Maximum of `memory_gb` over all ranks, a scalar."""
-    memory = torch.tensor(memory_gb(device), dtype=torch.float64, device=device)
+    # torch.tensor would copy the number from the CPU, and wait for the GPU.
+    memory = torch.full((), memory_gb(device), dtype=torch.float64, device=device)
     all_reduce(memory, None, dist.ReduceOp.MAX)
     return memory
 
@@ -167,11 +168,13 @@ class Metrics:
             UserError: on every rank, if the loss or the gradient norm is NaN or infinite.
         """
         grid = pgm.process_group_manager
-        memory = peak_memory(self.device)
+        numbers = torch.stack((peak_memory(self.device), global_mean(loss), grad_norm.double()))
+        # The only time in a step that the CPU waits for the GPU.
+        memory, mean_loss, norm = (number.item() for number in numbers.cpu())
         record: dict[str, Any] = {
             "step": progress.step,
-            "loss": global_mean(loss).item(),
-            "grad_norm": grad_norm.item(),
+            "loss": mean_loss,
+            "grad_norm": norm,
             "learning_rate": learning_rate,
         }
         for name in ("loss", "grad_norm"):
@@ -189,7 +192,7 @@ class Metrics:
             "tokens_per_second": rate,
             "tokens_per_second_per_gpu": rate / grid.world_size,
             "mfu": self.peak_flops and self.flops_per_step / step_time / (self.peak_flops * grid.world_size),
-            "memory_gb": memory.item(),
+            "memory_gb": memory,
         }
         return record
 
