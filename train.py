@@ -97,11 +97,10 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
             progress = progress.after_step(config)
-            record = metrics.end_step(progress, loss, grad_norm, learning_rate)
+            record, stop = metrics.end_step(progress, loss, grad_norm, learning_rate, signals.number())
             if eval_loader and progress.step % training.eval_frequency == 0:
                 record["eval_loss"] = global_mean(evaluate(model, eval_loader)).item()
             metrics.log(record)
-            stop = signals.agreed()
             writer.check()
             if writer.is_due(progress) or stop:
                 writer.save(progress)

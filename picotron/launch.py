@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from picotron.collectives import all_reduce
 from picotron.config import Config, Distributed
 from picotron.errors import UserError
 
@@ -111,7 +110,6 @@ class StopSignals:
     received = 0  # the signal's number
 
     def __init__(self) -> None:
-        self.group = dist.new_group(backend="gloo")
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._note)
@@ -120,16 +118,12 @@ class StopSignals:
     def _note(number: int, _: Any) -> None:
         StopSignals.received = number
 
-    def agreed(self) -> int:
-        """Number of a signal that any rank has received, or 0: the same on every rank. Every rank must call this."""
+    def number(self) -> int:
+        """Return the number of the signal that this rank has received, or 0."""
         if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT and not StopSignals.received:
             StopSignals.received = signal.SIGTERM
             logger.error("torchrun has ended; this run writes a checkpoint and exits")
-        number = torch.tensor(self.received)
-        all_reduce(number, self.group, dist.ReduceOp.MAX)
-        if number:
-            logger.info("%s: the run ends after this step", signal.Signals(int(number)).name)
-        return int(number)
+        return StopSignals.received
 
 
 def exit_on_error(main: Callable[[], None]) -> None:

@@ -5,6 +5,7 @@ import logging
 import math
 import re
 import resource
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -66,12 +67,12 @@ def memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
-def peak_memory(device: torch.device) -> Tensor:
-    """Maximum of `memory_gb` over all ranks, a scalar."""
-    # torch.tensor would copy the number from the CPU, and wait for the GPU.
-    memory = torch.full((), memory_gb(device), dtype=torch.float64, device=device)
-    all_reduce(memory, None, dist.ReduceOp.MAX)
-    return memory
+def max_over_ranks(device: torch.device, *numbers: float) -> Tensor:
+    """Maximum of each number over all ranks, a vector on the device."""
+    # torch.tensor would copy the numbers from the CPU, and wait for the GPU.
+    maxima = torch.stack([torch.full((), number, dtype=torch.float64, device=device) for number in numbers])
+    all_reduce(maxima, None, dist.ReduceOp.MAX)
+    return maxima
 
 
 def global_mean(loss: Tensor) -> Tensor:
@@ -152,7 +153,9 @@ class Metrics:
         """Start the step's clock. The time between steps, in which checkpoints are saved, is not measured."""
         self.start = time.perf_counter()
 
-    def end_step(self, progress: Progress, loss: Tensor, grad_norm: Tensor, learning_rate: float) -> dict[str, Any]:
+    def end_step(
+        self, progress: Progress, loss: Tensor, grad_norm: Tensor, learning_rate: float, stop: int = 0
+    ) -> tuple[dict[str, Any], int]:
         """Stop the step's clock, and return the step's record. Every rank must call this.
 
         Args:
@@ -160,17 +163,19 @@ class Metrics:
             loss: mean loss of this rank's tokens in the step, 0 if its stage has no loss; a scalar on the device.
             grad_norm: global gradient norm before clipping; a scalar on the device.
             learning_rate: learning rate of the step.
+            stop: number of the stop signal that this rank has received, or 0.
 
         Returns:
-            The record, for `log`.
+            The record, for `log`, and the number of a stop signal that any rank has received, or 0.
 
         Raises:
             UserError: on every rank, if the loss or the gradient norm is NaN or infinite.
         """
         grid = pgm.process_group_manager
-        numbers = torch.stack((peak_memory(self.device), global_mean(loss), grad_norm.double()))
+        maxima = max_over_ranks(self.device, memory_gb(self.device), stop)
+        numbers = torch.stack((*maxima, global_mean(loss), grad_norm.double()))
         # The only time in a step that the CPU waits for the GPU.
-        memory, mean_loss, norm = (number.item() for number in numbers.cpu())
+        memory, any_stop, mean_loss, norm = (number.item() for number in numbers.cpu())
         record: dict[str, Any] = {
             "step": progress.step,
             "loss": mean_loss,
@@ -194,7 +199,9 @@ class Metrics:
             "mfu": self.peak_flops and self.flops_per_step / step_time / (self.peak_flops * grid.world_size),
             "memory_gb": memory,
         }
-        return record
+        if any_stop:
+            logger.info("%s: the run ends after this step", signal.Signals(int(any_stop)).name)
+        return record, int(any_stop)
 
     def log(self, record: dict[str, Any]) -> None:
         """Write a record to metrics.jsonl, wandb and the console."""

@@ -96,7 +96,7 @@ def log_steps(folder: str, losses: list[float], wandb: bool = False, checkpoint:
         metrics.start_step()
         progress = progress.after_step(config)
         mine = torch.tensor(loss + dist.get_rank(), dtype=torch.float64)  # on two ranks, the mean is loss + 0.5
-        metrics.log(metrics.end_step(progress, mine, torch.tensor(2.0, dtype=torch.float64), 0.1))
+        metrics.log(metrics.end_step(progress, mine, torch.tensor(2.0, dtype=torch.float64), 0.1)[0])
     metrics.close()
 
 

@@ -15,10 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from picotron.data import Progress
 from picotron.launch import StopSignals
+from picotron.metrics import Metrics
+from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint
 from tests.support.checkpoints import first_half, mistake, run_config, tensors_of, train
-from tests.support.oracle import tiny_llama
+from tests.support.oracle import make_config, tiny_llama
 from tests.support.program import TORCHRUN, arguments, metrics, same_records
 from tests.support.program import run as run_program
 from tests.support.worker_pool import WorkerError, WorkerPool
@@ -112,13 +115,20 @@ def test_run_on_a_full_disk_resumes_after_space_is_freed(pool: WorkerPool, token
     assert list(checkpoint_folders(small_disk)) == [5]
 
 
-def signal_on_one_rank(number: int) -> tuple[int, int, int]:
-    signals = StopSignals()
-    before = signals.agreed()
+def signal_on_one_rank(folder: str, number: int) -> tuple[int, int, int]:
+    setup_process_group_manager(1, 1, 1, 3)
+    config = make_config(checkpoint__save_dir=folder, distributed__dp_size=3)
+    results = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64)
+    signals, one = StopSignals(), torch.ones(())
+
+    def stop() -> int:
+        return results.end_step(Progress(step=1), one, one, 0.1, signals.number())[1]
+
+    before = stop()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # torchrun repeats the signal
-    after = signals.agreed()
+    after = stop()
     StopSignals.received = 0
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(each, signal.SIG_DFL)
@@ -126,8 +136,8 @@ def signal_on_one_rank(number: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_signal_on_one_rank_stops_all_ranks(pool: WorkerPool, number: int) -> None:
-    assert pool.run(signal_on_one_rank, 3, number) == [(0, number, rank) for rank in range(3)]
+def test_signal_on_one_rank_stops_all_ranks(pool: WorkerPool, tmp_path: Path, number: int) -> None:
+    assert pool.run(signal_on_one_rank, 3, str(tmp_path), number) == [(0, number, rank) for rank in range(3)]
 
 
 # ------------------------------------------------------------------------------------------------------ whole programs

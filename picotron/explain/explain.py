@@ -23,7 +23,7 @@ from picotron.config import Config
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.explain.fake_group import FakeGroup, Message, fake_rank
-from picotron.metrics import global_mean, peak_memory
+from picotron.metrics import global_mean, max_over_ranks
 from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model, check_layout, unwrap
@@ -59,7 +59,7 @@ def run_step(
     loss = train_step(model, data_loader)
     clip_grad_norm(model, config.training.max_grad_norm)
     optimizer.step()
-    peak_memory(first.device)
+    max_over_ranks(first.device, 0.0, 0.0)  # memory and stop signals
     global_mean(loss)
 
     return Step(
