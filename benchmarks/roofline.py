@@ -15,9 +15,12 @@ from outside and writes what is needed outside. The second column estimates that
 import argparse
 import contextlib
 import dataclasses
+import json
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,17 +29,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
-from picotron.arguments import number
 from picotron.config import Config
 from picotron.config_reader import apply_overrides, parse_config
 from picotron.errors import UserError
 from picotron.explain.fake_group import FakeGroup
 from picotron.metrics import peak_flops
+from picotron.model_config import load_model_config
 from picotron.optimizer import clip_grad_norm
 from picotron.schedules.costs import model_cost
 from picotron.text_table import text_table
-from tests.support.fake_cuda import fake_cuda_rank, restart_with_fake_cuda
-from tests.support.shapes import SHAPES, model_of
+from tests.support.fake_cuda import fake_cuda_rank, obstacle, restart_with_fake_cuda
+from tests.support.shapes import SHAPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,10 @@ class Hardware:
 HARDWARE = {
     "H100": Hardware("NVIDIA H100 80GB HBM3", 700e12, 400e12, 330e12, 50e12, 2.85e12, 360e9),
     "H200": Hardware("NVIDIA H200", 720e12, 400e12, 330e12, 50e12, 4.1e12, 360e9),
+}
+BATCHES = {  # a micro-batch of 8,192 tokens
+    "smollm-1.7b": {"seq_length": 2048, "micro_batch_size": 4},
+    "llama-3.2-1b": {"seq_length": 4096, "micro_batch_size": 2},
 }
 ELEMENTWISE = ("norms", "rotation, SwiGLU, residuals")  # what torch.compile fuses
 GROUPS = (
@@ -264,34 +271,40 @@ def report(config: Config, model_config: LlamaConfig, hardware: Hardware) -> str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="smollm-1.7b")
-    parser.add_argument("--hardware", choices=HARDWARE, default="H200")
-    parser.add_argument("--micro_batch_tokens", type=number(int, 1), default=8192, help="[%(default)s]")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="keys of the config can be overridden as for train.py, such as --distributed.tp_size 2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", default="smollm-1.7b", help=f"{', '.join(SHAPES)}, a folder or a hub id [%(default)s]"
+    )
+    parser.add_argument("--hardware", choices=HARDWARE, default="H200", help="[%(default)s]")
     options, overrides = parser.parse_known_args()
+    if problem := obstacle():
+        sys.exit(f"error: {problem}")
     restart_with_fake_cuda()
-    shape = SHAPES[options.model]
-    length = min(shape["max_position_embeddings"], 4096)
-    data: dict[str, Any] = {
-        "distributed": {},
-        "model": {"name": options.model, "dtype": "bfloat16"},
-        "training": {
-            "seq_length": length,
-            "micro_batch_size": max(1, options.micro_batch_tokens // length),
-            "gradient_accumulation_steps": 4,
-        },
-        "dataset": {"name": "python-stdlib", "num_workers": 0},
-    }
-    try:
-        apply_overrides(data, overrides)
-        config, model_config, hardware = parse_config(data), model_of(options.model), HARDWARE[options.hardware]
-        table = report(config, model_config, hardware)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    with tempfile.TemporaryDirectory() as folder:
+        if options.model in SHAPES:
+            Path(folder, "config.json").write_text(json.dumps(SHAPES[options.model]))
+        name = folder if options.model in SHAPES else options.model
+        data: dict[str, Any] = {
+            "distributed": {},
+            "model": {"name": name, "dtype": "bfloat16"},
+            "training": {"gradient_accumulation_steps": 4, **BATCHES.get(options.model, {})},
+            "dataset": {"name": "python-stdlib", "num_workers": 0},
+            "checkpoint": {"save_dir": folder},
+        }
+        try:
+            apply_overrides(data, overrides)
+            config, hardware = parse_config(data), HARDWARE[options.hardware]
+            table = report(config, load_model_config(config.model), hardware)
+        except UserError as error:
+            sys.exit(f"error: {error}")
     training = config.training
     print(
         f"Estimate for {options.model} on {hardware.name}: {training.gradient_accumulation_steps} micro-batches of "
-        f"{training.micro_batch_size} x {training.seq_length} tokens, bfloat16; nothing was run on a GPU\n\n{table}"
+        f"{training.micro_batch_size} x {training.seq_length} tokens, {config.model.dtype}; nothing ran on a GPU\n\n{table}"
     )
 
 

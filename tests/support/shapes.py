@@ -2,26 +2,19 @@
 
 from typing import Any
 
-from transformers import LlamaConfig
-
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm-1.7b": {
-        "vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
         "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048,
-        "tie_word_embeddings": True, "rope_theta": 10000.0,
+        "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     },
     "llama-3.2-1b": {
-        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
-        "tie_word_embeddings": True, "rope_theta": 500000.0,
+        "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
         "rope_scaling": {
             "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
     },
 }  # fmt: skip
-
-
-def model_of(name: str) -> LlamaConfig:
-    """Return the config of a model in SHAPES."""
-    return LlamaConfig(**SHAPES[name], pad_token_id=None)
