@@ -11,13 +11,13 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from picotron import process_group_manager as pgm
 from picotron.config import Training
 from picotron.context_parallel.context_parallel import accumulate_gradients, blockwise_attention, visible_blocks
 from picotron.context_parallel.positions import local_positions
-from picotron.model import RMSNorm, fused_attention, math_attention
+from picotron.model import RMSNorm, fused_attention, math_attention, rope
 from picotron.optimizer import AdamW
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.split_backward import defer_weight_grads, run_deferred, split_backward
@@ -28,8 +28,16 @@ from tests.support.oracle import our_model, relative_error, tiny_llama
 
 # Rounding to bfloat16 is an error of up to 2^-9 = 2e-3, and a backward rounds several times. In float32, rounding is an
 # error of up to 6e-8, and kernels may split the numbers into several TF32 numbers. A wrong mask, scale or sum is an
-# error of 0.1 to 1.
+# error of 0.1 to 1. (Rotary angles of thousands of radians, in float32, get the limit of bfloat16.)
 LIMITS = {torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-9}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 CP_RANKS = 4
 HEADS = 8
 
@@ -221,6 +229,17 @@ def optimizer_errors(device: torch.device, dtype: torch.dtype) -> list[float]:
     return [largest_error(found, expected) for found in (masters, torchs(wide, fused=True))]
 
 
+def rope_errors(device: torch.device, dtype: torch.dtype, positions: int) -> list[float]:
+    """Compare cosines and sines with those of exact angles: (position in float64) x (transformers' frequencies)."""
+    config = tiny_llama(head_dim=64, rope_parameters=LLAMA3_ROPE, max_position_embeddings=131072)
+    transformers, ids = LlamaRotaryEmbedding(config), torch.arange(positions, device=device)[None]
+    angles = ids.double()[0, :, None] * transformers.inv_freq.to(device)
+    expected = [angles.cos(), angles.sin()]
+    found = [each[0, :, 0] for each in rope(config, ids)]
+    theirs = [each[0, :, :32] for each in transformers.to(device)(torch.empty(0, device=device), ids)]
+    return [largest_error(each, expected) for each in (found, theirs)]
+
+
 def split_errors(device: torch.device, dtype: torch.dtype) -> list[float]:
     """Compare a model's gradients, of a backward in two halves, with those of a normal backward."""
     config = tiny_llama(initializer_range=0.05)
@@ -253,6 +272,8 @@ def other_checks(options: Options) -> Iterator[Check]:
             ("`AdamW`, 3 steps", "300 x 200, and 200", master_dtype, optimizer_errors, ()),
             ("`split_backward` of a model", "3 layers", dtype, split_errors, ()),
         ]
+        if dtype == torch.float32:  # whatever the dtype of the model
+            checks.append(("`rope`, llama3", "8192 positions", torch.bfloat16, rope_errors, (8192,)))
         for kernel, size, precision, function, sizes in checks:
             run = functools.partial(function, options.device, dtype, *sizes)
             yield Check([kernel, name_of(dtype), size], run, LIMITS[precision])

@@ -1,4 +1,4 @@
-"""Training on this machine's GPUs, compared with one process of transformers: one process, and every layout that fits."""
+"""Training on one GPU and in every layout that the GPUs allow, compared with one process of transformers."""
 
 import functools
 import itertools
@@ -12,21 +12,13 @@ from transformers import LlamaConfig
 
 from picotron.config import Config
 from picotron.schedules.schedules import SCHEDULES
-from tests.gpu.kernels import name_of
+from tests.gpu.kernels import LLAMA3_ROPE, name_of
 from tests.gpu.report import Check, Lines, Options, checked, header
 from tests.parity import LAYOUTS, features, largest_errors, settings
 from tests.support.oracle import make_config, oracle_training, random_tokens, relative_error, tiny_llama
 from tests.support.training import train
 from tests.support.worker_pool import CONTEXT, WorkerPool
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 KINDS = ("losses", "grad_norms", "gradients")
 
 
@@ -39,9 +31,8 @@ def errors_of(result: dict[str, Any], reference: dict[str, Any]) -> list[float]:
 
 # --------------------------------------------------------------------------------------------------------- one process
 
-# The limits are for mistakes, which change the first digits. Both trainers compute the rotary angles in float32 even if
-# all other numbers are in float64, and on a GPU, the same formula may be rounded in two ways. In bfloat16, both trainers
-# are about as far from float64.
+# A mistake changes the first digits. Both trainers compute rotary angles in float32 even if all other numbers are in
+# float64, and on a GPU, two ways to write a formula may round differently. In bfloat16, both are far from float64.
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
