@@ -29,17 +29,20 @@ def versions(device: torch.device) -> dict[str, str]:
     return found
 
 
+REPEATS = 10  # of an operation, between two times
+
+
 def matmul_rate(device: torch.device, size: int) -> float:
     """Measure the FLOP/s of a product of two random bfloat16 matrices."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / median_seconds(lambda: a @ b, device, repeats=20)
+    return REPEATS * 2 * size**3 / median_seconds(lambda: [a @ b for _ in range(REPEATS)], device)
 
 
 def copy_rate(device: torch.device, size: int) -> float:
     """Measure the bytes per second, read and written, of a copy within the device's memory."""
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * size / median_seconds(lambda: target.copy_(source), device, repeats=20)
+    return REPEATS * 2 * size / median_seconds(lambda: [target.copy_(source) for _ in range(REPEATS)], device)
 
 
 def machine_section(options: Options) -> Lines:

@@ -56,7 +56,7 @@ class Section:
 
 
 SECTIONS = {
-    "machine": Section("The machine", machine_section, 90),
+    "machine": Section("The machine", machine_section, 150),  # includes the start of the process
     "kernels": Section("Kernels and hand-written backwards", kernels_section, 120),
     "transformers": Section("One process", transformers_section, 90),
     "layouts": Section("Layouts", layouts_section, 240),

@@ -245,7 +245,7 @@ def measured_row(workload: Workload, trainer: Trainer, found: dict[tuple[str, st
     seconds, memory = measure(trainer.prepare, workload.device)
     found[workload.name, trainer.name] = seconds
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    name = f"{trainer.name} ({graphs} graphs)" if trainer.compiled else trainer.name
+    name = f"{trainer.name} (graphs: {graphs})" if trainer.compiled else trainer.name
 
     tokens, device = workload.tokens_per_step, workload.device
     flops = model_cost(workload.model, workload.config().training.seq_length).flops * tokens

@@ -16,7 +16,6 @@ from picotron.config_reader import parse_config
 from picotron.model import Llama
 from picotron.weights import initial_weights, materialise
 
-
 CPU = torch.device("cpu")
 
 
@@ -95,7 +94,7 @@ def oracle_training(
         dtype: dtype of the computation; in bfloat16, weights and gradients are in float32, with autocast.
 
     Returns:
-        The losses, the gradient norms, the gradients of the first step and the final weights.
+        The losses, the gradient norms, the gradients of the first step and the final weights, all on the CPU.
     """
     training, batch = config.training, config.global_batch_size
     wide = accumulation_dtype(torch.empty(0, dtype=dtype))
@@ -124,14 +123,14 @@ def oracle_training(
             logits = model(input_ids=rows[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1).to(wide), rows[:, 1:].flatten())
         loss.backward()
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        gradients = gradients or {name: p.grad.cpu().clone() for name, p in model.named_parameters()}
         limit = float("inf") if training.max_grad_norm is None else training.max_grad_norm
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         losses.append(loss.item())
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+    weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
     return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": weights}
 
 

@@ -150,12 +150,13 @@ def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
 
 
 def gathered(model: nn.Module, attribute: str) -> dict[str, Tensor]:
-    """Gather the unsharded parameters (`data`) or gradients (`main_grad`) by name from all tp ranks."""
+    """Gather the unsharded parameters (`data`) or gradients (`main_grad`) by name from all tp ranks, to the CPU."""
     grid, whole = pgm.process_group_manager, {}
     for name, parameter, shard in parameters_and_shards(model):
         local = getattr(parameter, attribute).clone()
         parts = [torch.empty_like(local) for _ in range(grid.tp_world_size)]
         dist.all_gather(parts, local, group=grid.tp_group)
+        local, parts = local.cpu(), [part.cpu() for part in parts]
         if shard is None:
             for part in parts:
                 assert torch.equal(part, parts[0]), f"{name} differs between ranks"
