@@ -91,9 +91,9 @@ def hangs(options: Options) -> Lines:
 def test_a_failing_section_loses_no_lines_and_no_other_section(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    functions = {"raises": raises, "dies": dies, "hangs": hangs, "succeeds": succeeds}
+    functions = {"raises": raises, "dies": dies, "succeeds": succeeds, "hangs": hangs}
     sections = {
-        name: Section(f"Section {name}", each, 1 if name == "hangs" else 60) for name, each in functions.items()
+        name: Section(f"Section {name}", each, 2 if name == "hangs" else 60) for name, each in functions.items()
     }
     with mock.patch.object(program, "SECTIONS", sections):
         assert program.main(["--cpu", "--out", str(tmp_path / "page.md")]) == 1
@@ -106,7 +106,7 @@ def test_a_failing_section_loses_no_lines_and_no_other_section(
         "before the crash",
         "the worker died",
         "before it hangs",
-        "no answer within 1 s",
+        "no answer within 2 s",
         "all is well",
     ):
         assert expected in text
