@@ -77,10 +77,10 @@ class Result:
 
 def write_lines(lines: Callable[[Options], Lines], options: Options, path: Path) -> None:
     """Run a section and append its lines to a file, each of them as soon as it is there."""
-    warnings.simplefilter("default")
     if options.on_gpu:
         torch.cuda.set_device(options.device)
-    with path.open("w") as file:
+    with warnings.catch_warnings(), path.open("w") as file:
+        warnings.simplefilter("default")  # shown, while the workers of tests raise them
         for line in lines(options):
             print(line, file=file, flush=True)
 
