@@ -6,7 +6,7 @@ NPROC ?= 8
 CONFIG ?= template/base_config.json
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-fast parity lint schema docs bench clean
+.PHONY: help setup train test test-fast parity lint schema docs bench gpu clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -56,6 +56,9 @@ bench: $(STAMP) ## compare speed and memory with transformers and with torch's o
 	$(BIN)/python -m benchmarks.context_parallel
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.tokens
+
+gpu: $(STAMP) ## check and measure on this machine's GPUs, write docs/gpu.md
+	$(BIN)/python -m tests.gpu $(ARGS)
 
 clean: ## remove .venv and the tools' caches, not the outputs of runs
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache

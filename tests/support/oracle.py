@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from picotron.collectives import accumulation_dtype
 from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.model import Llama
 from picotron.weights import initial_weights, materialise
+
+CPU = torch.device("cpu")
 
 
 def tiny_llama(**changes: Any) -> LlamaConfig:
@@ -54,10 +57,11 @@ def our_model(config: LlamaConfig, dtype: torch.dtype = torch.float64, seed: int
 
 
 def oracle_model(
-    config: LlamaConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64
+    config: LlamaConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64, device: torch.device = CPU
 ) -> LlamaForCausalLM:
     """Return transformers' model with these weights, exact in float64."""
-    model = LlamaForCausalLM(config).to(dtype)
+    with device:  # the rotary frequencies, too, are computed there: in float32, devices round differently
+        model = LlamaForCausalLM(config).to(dtype)
     model.load_state_dict(weights, strict=True)
     return with_exact_norms(model)
 
@@ -77,14 +81,24 @@ def random_tokens(count: int = 6000, vocab_size: int = 61) -> np.ndarray:
     return np.random.default_rng(0).integers(vocab_size, size=count).astype(np.uint16)
 
 
-def oracle_training(config: Config, model_config: LlamaConfig, tokens: np.ndarray) -> dict[str, Any]:
+def oracle_training(
+    config: Config,
+    model_config: LlamaConfig,
+    tokens: np.ndarray,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device = CPU,
+) -> dict[str, Any]:
     """Train on one process, without shuffling the data.
 
+    Args:
+        dtype: dtype of the computation; in bfloat16, weights and gradients are in float32, with autocast.
+
     Returns:
-        The losses, the gradient norms, the gradients of the first step and the final weights.
+        The losses, the gradient norms, the gradients of the first step and the final weights, all on the CPU.
     """
     training, batch = config.training, config.global_batch_size
-    model = oracle_model(model_config, our_model(model_config, seed=training.seed).state_dict())
+    wide = accumulation_dtype(torch.empty(0, dtype=dtype))
+    model = oracle_model(model_config, our_model(model_config, wide, training.seed).state_dict(), wide, device)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -104,18 +118,19 @@ def oracle_training(config: Config, model_config: LlamaConfig, tokens: np.ndarra
     ])  # fmt: skip
     losses, norms, gradients = [], [], {}
     for step in range(total):
-        rows = windows[step * batch : (step + 1) * batch]
-        logits = model(input_ids=rows[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        rows = windows[step * batch : (step + 1) * batch].to(device)
+        with torch.autocast(device.type, dtype, enabled=dtype != wide):
+            logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).to(wide), rows[:, 1:].flatten())
         loss.backward()
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        gradients = gradients or {name: p.grad.cpu().clone() for name, p in model.named_parameters()}
         limit = float("inf") if training.max_grad_norm is None else training.max_grad_norm
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         losses.append(loss.item())
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+    weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
     return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": weights}
 
 

@@ -28,6 +28,11 @@ from tests.support.oracle import make_config, random_tokens
 CPU = torch.device("cpu")
 
 
+def device_of(config: Config) -> torch.device:
+    """Return the device of a training: this process's GPU, unless the config says `use_cpu`."""
+    return CPU if config.distributed.use_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
 def layout_name(value: Any) -> str | None:
     """Return the id of a parametrized test: `pp2 tp2` for {"pp_size": 2, "tp_size": 2}."""
     return " ".join(f"{k.removesuffix('_size')}{v}" for k, v in value.items()) if isinstance(value, dict) else None
@@ -53,7 +58,8 @@ def wrapped(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torc
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     weights = initial_weights(model_config, config.training.seed)
-    return build_model(config, model_config, plan_pipeline(config, model_config), CPU, dtype, weights)
+    plan, device = plan_pipeline(config, model_config), device_of(config)
+    return build_model(config, model_config, plan, device, dtype, weights)
 
 
 def stage_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> PipelineParallel:
@@ -63,7 +69,7 @@ def stage_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = tor
 
 def step_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> Any:
     """Return the training step of train.py."""
-    return make_train_step(config, model_config, plan_pipeline(config, model_config), CPU, dtype)
+    return make_train_step(config, model_config, plan_pipeline(config, model_config), device_of(config), dtype)
 
 
 def batches(count: int) -> list[dict[str, Any]]:
@@ -101,7 +107,7 @@ def train_steps(
     llama = unwrap(model)
     fingerprint = data_fingerprint(tokens, config)
     progress = checkpoint.progress(fingerprint) if checkpoint else Progress()
-    loader = MicroBatchDataLoader(tokens, config, CPU, progress.samples)
+    loader = MicroBatchDataLoader(tokens, config, device_of(config), progress.samples)
     take_step = step_of(config, model_config, getattr(torch, config.model.dtype))
     optimizer = AdamW(model.parameters(), config.training, fused=config.model.use_fused_adam)
     if checkpoint:
@@ -134,7 +140,7 @@ def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
 
     Returns losses and gradient norms, and the full gradients of the first step and full weights at the end.
     """
-    model = wrapped(config, model_config)
+    model = wrapped(config, model_config, getattr(torch, config.model.dtype))
     llama = model.module.module
     losses, norms, gradients = train_steps(model, config, model_config, lambda: all_stages(llama, "main_grad"))
     return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": all_stages(llama, "data")}
@@ -144,12 +150,13 @@ def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
 
 
 def gathered(model: nn.Module, attribute: str) -> dict[str, Tensor]:
-    """Gather the unsharded parameters (`data`) or gradients (`main_grad`) by name from all tp ranks."""
+    """Gather the unsharded parameters (`data`) or gradients (`main_grad`) by name from all tp ranks, to the CPU."""
     grid, whole = pgm.process_group_manager, {}
     for name, parameter, shard in parameters_and_shards(model):
         local = getattr(parameter, attribute).clone()
         parts = [torch.empty_like(local) for _ in range(grid.tp_world_size)]
         dist.all_gather(parts, local, group=grid.tp_group)
+        local, parts = local.cpu(), [part.cpu() for part in parts]
         if shard is None:
             for part in parts:
                 assert torch.equal(part, parts[0]), f"{name} differs between ranks"

@@ -11,6 +11,7 @@ import datetime
 import gc
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import pickle
 import tempfile
 import time
@@ -32,7 +33,7 @@ class WorkerError(AssertionError):
     """Failure on one or more ranks, with their tracebacks."""
 
 
-def _work(connection: multiprocessing.connection.Connection) -> None:
+def _work(connection: multiprocessing.connection.Connection, backend: str) -> None:
     """Serve requests: receive (function, arguments, rank, size, rendezvous file), send (succeeded, result)."""
     torch.set_num_threads(1)
     warnings.filterwarnings("error", module="picotron")
@@ -42,7 +43,7 @@ def _work(connection: multiprocessing.connection.Connection) -> None:
             function, arguments, rank, size, rendezvous = pickle.loads(connection.recv_bytes())
             store = dist.FileStore(rendezvous, size)
             timeout = datetime.timedelta(seconds=60)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
             answer = (True, function(*arguments))
             if dist.is_initialized():
                 dist.barrier()  # other ranks may still be connecting to this one
@@ -60,17 +61,19 @@ def _work(connection: multiprocessing.connection.Connection) -> None:
 
 
 class WorkerPool:
-    def __init__(self) -> None:
+    """The processes. `backend` is that of their groups. Processes that use GPUs need the context `spawn`."""
+
+    def __init__(self, backend: str = "gloo", context: multiprocessing.context.BaseContext = CONTEXT) -> None:
+        self.backend, self.context = backend, context
         self.processes: list[Any] = []
         self.connections: list[multiprocessing.connection.Connection] = []
         atexit.register(self.close)
 
     def _grow(self, size: int) -> None:
         while len(self.processes) < size:
-            ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(
-                target=_work, args=(theirs,)
-            )  # not a daemon, because daemons cannot start data workers
+            ours, theirs = self.context.Pipe()
+            # not a daemon, because daemons cannot start data workers
+            process = self.context.Process(target=_work, args=(theirs, self.backend))  # type: ignore[attr-defined]
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -84,7 +87,7 @@ class WorkerPool:
         self.processes, self.connections = [], []
 
     def run(self, function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120) -> list[Any]:
-        """Run `function(*arguments)` in a new gloo group of `size` processes. Returns the results by rank.
+        """Run `function(*arguments)` in a new group of `size` processes. Returns the results by rank.
 
         `function` is pickled by name, so it must be defined at the top level of a module.
 

@@ -1,0 +1,209 @@
+"""Training on one GPU and in every layout that the GPUs allow, compared with one process of transformers."""
+
+import functools
+import itertools
+import math
+import multiprocessing
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from picotron.config import Config
+from picotron.schedules.schedules import SCHEDULES
+from tests.gpu.kernels import LLAMA3_ROPE, name_of
+from tests.gpu.report import Check, Lines, Options, checked, header
+from tests.parity import LAYOUTS, features, largest_errors, settings
+from tests.support.oracle import make_config, oracle_training, random_tokens, relative_error, tiny_llama
+from tests.support.training import train
+from tests.support.worker_pool import CONTEXT, WorkerPool
+
+
+def errors_of(result: dict[str, Any], reference: dict[str, Any]) -> list[float]:
+    """Return the relative errors of the losses, the gradient norms and the first step's gradients."""
+    found = [relative_error(result[kind], reference[kind]) for kind in ("losses", "grad_norms")]
+    gradients = reference["gradients"]
+    return [*found, max(relative_error(result["gradients"][name], each) for name, each in gradients.items())]
+
+
+# --------------------------------------------------------------------------------------------------------- one process
+
+# A mistake changes the first digits. Both trainers compute rotary angles in float32 even if all other numbers are in
+# float64, and on a GPU, two ways to write a formula may round differently. In bfloat16, both are far from float64.
+LIMITS = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+def one_process(options: Options) -> tuple[Config, LlamaConfig]:
+    """Return the training that both trainers do on one process: five steps of two micro-batches."""
+    config = make_config(
+        distributed__use_cpu=not options.on_gpu,
+        training__total_train_steps=5,
+        training__seq_length=128 if options.on_gpu else 16,
+        training__gradient_accumulation_steps=2,
+        training__learning_rate=1e-3,
+        dataset__shuffle=False,
+    )
+    sizes = {
+        "num_hidden_layers": 4,
+        "initializer_range": 0.02,
+        "rope_parameters": LLAMA3_ROPE,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+    }
+    if options.on_gpu:
+        sizes |= {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 4096}
+    return config, tiny_llama(**sizes)
+
+
+def with_dtype(config: Config, dtype: torch.dtype) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": name_of(dtype)})})
+
+
+def transformers_section(options: Options) -> Lines:
+    """Yield the section of the report."""
+    config, model_config = one_process(options)
+
+    @functools.cache
+    def transformers(dtype: torch.dtype) -> dict[str, Any]:
+        return oracle_training(config, model_config, random_tokens(), dtype, options.device)
+
+    def picotron(dtype: torch.dtype) -> dict[str, Any]:
+        return train(with_dtype(config, dtype), model_config)
+
+    def checks() -> Iterator[Check]:
+        for dtype, (name, trainer) in itertools.product(
+            (torch.float64, torch.float32, torch.bfloat16), {"picotron": picotron, "transformers": transformers}.items()
+        ):
+            if (name, dtype) != ("transformers", torch.float64):  # the reference itself
+
+                def errors(trainer: Any = trainer, dtype: torch.dtype = dtype) -> Sequence[float]:
+                    return errors_of(trainer(dtype), transformers(torch.float64))
+
+                limit = LIMITS[dtype] if name == "picotron" else math.inf
+                yield Check([name, name_of(dtype)], errors, limit, judged=3)
+
+    yield "Five steps of training from the same weights on the same data. The reference is transformers' `LlamaForCausalLM` with"
+    yield "torch's `AdamW` on one process, in float64 on the same device. In bfloat16, picotron has bfloat16 weights and float32"
+    yield "master weights, and transformers has float32 weights under autocast. An error is the largest |a - b| divided by the"
+    yield "largest |b|, over the losses, over the gradient norms, and over each gradient of the first step."
+    yield from header("trainer", "dtype", "losses", "gradient norms", "gradients", "limit", "result")
+    yield from checked(checks(), columns=3)
+
+
+# -------------------------------------------------------------------------------------------------------- every layout
+
+# Layouts of two ranks; tests.parity has those of four and more.
+TWO_RANKS = [
+    "dp2 untied kv4",
+    "tp2 tied kv4",
+    "tp2 sp untied kv1",
+    *(
+        f"cp2 {sharding} {engine} tied kv8"
+        for sharding in ("zigzag", "contiguous")
+        for engine in ("ring", "all_gather", "ulysses")
+    ),
+    *(f"pp2 {schedule} tied kv4" for schedule in SCHEDULES),
+]
+# Several processes can share a GPU if they communicate through gloo, which has no messages from GPU to GPU.
+SHARED = ["dp2 untied kv4", "tp2 tied kv4", "tp2 sp untied kv1", "dp2 x tp2 sp tied kv4"]
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "activation checkpointing": {"training": {"activation_checkpointing": "full"}},
+    "plain attention": {"model": {"use_flash_attention": False}},
+    "AdamW not fused": {"model": {"use_fused_adam": False}},
+    "compiled": {"training": {"compile": True}},
+    "compiled, activation checkpointing": {"training": {"compile": True, "activation_checkpointing": "full"}},
+}
+
+
+def layout_run(
+    name: str, options: Options, changes: dict[str, dict[str, Any]], backend: str | None = None
+) -> tuple[Config, LlamaConfig]:
+    """Return the run of a layout of tests.parity on this machine's devices."""
+    config, model_config = settings(name)
+    layout = config.distributed
+    blocks = layout.cp_size > 1 and layout.cp_engine != "ulysses"  # has no kernel for float64 on GPUs
+    data = config.model_dump()
+    data["distributed"] |= {"use_cpu": not options.on_gpu, "backend": backend}
+    data["model"]["dtype"] = "float32" if blocks else "float64"
+    for section, keys in changes.items():
+        data[section] |= keys
+    model_config.hidden_size, model_config.head_dim = 64, 8  # kernels on GPUs need a multiple of 8
+    return Config.model_validate(data), model_config
+
+
+def train_on(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
+    """Train on this rank's GPU. Ranks share GPUs if there are not enough."""
+    if not config.distributed.use_cpu:
+        torch.cuda.set_device(torch.distributed.get_rank() % torch.cuda.device_count())
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # shown, while the workers of tests raise them
+        return train(config, model_config)
+
+
+@functools.cache
+def expected(device: torch.device, layers: int, kv_heads: int, tied: bool) -> dict[str, Any]:
+    """Return the training of transformers in float64, on one process."""
+    config, model_config = layout_run(f"dp1 {'tied' if tied else 'untied'} kv{kv_heads}", Options(on_gpu=False), {})
+    model_config.num_hidden_layers = layers
+    return oracle_training(config, model_config, random_tokens(), device=device)
+
+
+def layout_errors(pool: WorkerPool, device: torch.device, config: Config, model_config: LlamaConfig) -> list[float]:
+    reference = expected(
+        device, model_config.num_hidden_layers, model_config.num_key_value_heads, model_config.tie_word_embeddings
+    )
+    results = pool.run(train_on, config.distributed.world_size, config, model_config, timeout=100)
+    return list(largest_errors(results, reference).values())
+
+
+def layout_checks(options: Options, pools: dict[str, WorkerPool]) -> Iterator[Check]:
+    gpus = torch.cuda.device_count() if options.on_gpu else 2
+    main = "nccl" if options.on_gpu else "gloo"
+    options_of_one_rank = [each for each in VARIANTS if options.compiled or "compiled" not in each]
+    larger = [name for name in [*TWO_RANKS, *LAYOUTS] if math.prod(ranks_of(name)) <= gpus]
+    for name, text, changes in [
+        *((name, "", {}) for name in ("dp1 untied kv4", "dp1 tied kv1", "dp1 tied kv8")),
+        *(("dp1 tied kv4", text, VARIANTS[text]) for text in options_of_one_rank),
+        *((name, "", {}) for name in larger),
+    ]:
+        yield layout_check(name, text, options, changes, pools, main)
+    if options.on_gpu and gpus < 4:
+        for name in SHARED:
+            yield layout_check(name, "ranks share GPUs", options, {}, pools, "gloo")
+
+
+def ranks_of(name: str) -> list[int]:
+    found = features(name)
+    return [found[axis] for axis in ("dp", "pp", "cp", "tp")]
+
+
+def layout_check(
+    name: str,
+    text: str,
+    options: Options,
+    changes: dict[str, dict[str, Any]],
+    pools: dict[str, WorkerPool],
+    backend: str,
+) -> Check:
+    config, model_config = layout_run(name, options, changes, backend)
+    limit = LIMITS[getattr(torch, config.model.dtype)]
+    cells = [", ".join(filter(None, (name, text))), config.model.dtype, backend]
+    return Check(cells, lambda: layout_errors(pools[backend], options.device, config, model_config), limit, judged=2)
+
+
+def layouts_section(options: Options) -> Lines:
+    """Yield the section of the report."""
+    context = multiprocessing.get_context("spawn") if options.on_gpu else CONTEXT
+    pools = {backend: WorkerPool(backend, context) for backend in ("nccl", "gloo")}
+    yield "Ten steps of a small model in every layout that the GPUs allow, with one rank per GPU unless the row says otherwise."
+    yield "The reference is transformers on one process, in float64 on one GPU. Ring attention and its all-gather variant have no"
+    yield "kernel for float64 on GPUs, so these layouts run in float32. [parity.md](parity.md) explains the names and the errors."
+    yield "The limit is for losses and gradients: after ten steps of AdamW in float32, weights differ where gradients are about 0."
+    yield from header("layout", "dtype", "backend", "loss", "gradients", "weights", "limit", "result")
+    try:
+        yield from checked(layout_checks(options, pools), columns=3)
+    finally:
+        for pool in pools.values():
+            pool.close()
