@@ -8,13 +8,12 @@ the rate that large products or attention reach, or as its bytes at the memory's
 least as long as the launch of a kernel. This is an estimate: it knows nothing of caches, of small or uneven shapes, or
 of time in which the GPU waits for the CPU, and communication does not overlap computation.
 
-With torch.compile, element-wise operations of a layer that follow each other become one kernel, which reads what comes
-from outside and writes what is needed outside. The second column estimates that.
+With torch.compile, neighbouring element-wise operations become one kernel, which reads what comes from outside and
+writes what is needed outside. The second column estimates that.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
+from benchmarks.hardware import HARDWARE, Hardware
 from picotron.config import Config
 from picotron.config_reader import apply_overrides, parse_config
 from picotron.errors import UserError
@@ -41,36 +41,6 @@ from picotron.text_table import text_table
 from tests.support.fake_cuda import fake_cuda_rank, obstacle, restart_with_fake_cuda
 from tests.support.shapes import SHAPES
 
-
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    """Rates that well-written kernels reach, not those of the data sheet.
-
-    Args:
-        name: name of the device, as CUDA reports it.
-        products, attention, attention_backward: FLOP/s in bfloat16; attention with heads of 64, causal.
-        wide_products: FLOP/s of products in float32.
-        memory: bytes/s.
-        link: bytes/s that a rank sends to others in the same machine.
-        launch: shortest time of a kernel, in seconds.
-    """
-
-    name: str
-    products: float
-    attention: float
-    attention_backward: float
-    wide_products: float
-    memory: float
-    link: float
-    launch: float = 2e-6
-
-
-# Assumed, not measured: about three quarters of the data sheets' bfloat16 FLOP/s for products and 85 % of the memory's
-# bandwidth. Attention as in figures 5 and 6 of Shah et al. 2024 (arXiv:2407.08608), for cuDNN and short sequences.
-HARDWARE = {
-    "H100": Hardware("NVIDIA H100 80GB HBM3", 700e12, 400e12, 330e12, 50e12, 2.85e12, 360e9),
-    "H200": Hardware("NVIDIA H200", 720e12, 400e12, 330e12, 50e12, 4.1e12, 360e9),
-}
 BATCHES = {  # a micro-batch of 8,192 tokens
     "smollm-1.7b": {"seq_length": 2048, "micro_batch_size": 4},
     "llama-3.2-1b": {"seq_length": 4096, "micro_batch_size": 2},
@@ -286,7 +256,7 @@ def main() -> None:
     restart_with_fake_cuda()
     with tempfile.TemporaryDirectory() as folder:
         if options.model in SHAPES:
-            Path(folder, "config.json").write_text(json.dumps(SHAPES[options.model]))
+            Path(folder, "config.json").write_text(json.dumps({"model_type": "llama", **SHAPES[options.model]}))
         name = folder if options.model in SHAPES else options.model
         data: dict[str, Any] = {
             "distributed": {},

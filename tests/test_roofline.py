@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from benchmarks.roofline import GROUPS, HARDWARE, Operation, compiled, eager
+from benchmarks.hardware import HARDWARE
+from benchmarks.roofline import GROUPS, Operation, compiled, eager
 from tests.support.fake_cuda import obstacle
 
 H200 = HARDWARE["H200"]

@@ -25,19 +25,12 @@ from picotron.tensor_parallel.cross_entropy import linear_cross_entropy
 from picotron.weights import set_main_grad
 from tests.gpu.report import Check, Lines, Options, checked, header
 from tests.support.oracle import our_model, relative_error, tiny_llama
+from tests.support.shapes import LLAMA3_ROPE
 
 # Rounding to bfloat16 is an error of up to 2^-9 = 2e-3, and a backward rounds several times. In float32, rounding is an
 # error of up to 6e-8, and kernels may split the numbers into several TF32 numbers. A wrong mask, scale or sum is an
 # error of 0.1 to 1. (Rotary angles of thousands of radians, in float32, get the limit of bfloat16.)
 LIMITS = {torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-9}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 CP_RANKS = 4
 HEADS = 8
 

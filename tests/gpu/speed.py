@@ -29,34 +29,11 @@ from picotron.schedules.costs import model_cost
 from picotron.schedules.plan import plan_pipeline
 from picotron.train_step import make_train_step
 from picotron.weights import Index, ReadTensor
-from tests.gpu.kernels import LLAMA3_ROPE
 from tests.gpu.report import Lines, Options, header, row, seconds_of
+from tests.support.shapes import SHAPES
 
 MICRO_BATCHES = 4
 BASELINE = "transformers, autocast"
-SMOLLM = {
-    "vocab_size": 49152,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
-LLAMA = {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": LLAMA3_ROPE,
-}
 TINY = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 Step = Callable[[], Any]
 
@@ -84,7 +61,7 @@ class Workload:
         if self.device.type == "cpu":
             groups = shape["num_attention_heads"] // shape["num_key_value_heads"]
             shape |= TINY | {"num_key_value_heads": 4 // groups, "head_dim": 16}
-        model = LlamaConfig(**shape, tie_word_embeddings=True, pad_token_id=None)
+        model = LlamaConfig(**shape, pad_token_id=None)
         check_supported(model)
         return model
 
@@ -115,8 +92,8 @@ class Workload:
 def workloads(options: Options) -> list[Workload]:
     """Return the models, with micro-batches of 8,192 tokens."""
     return [
-        Workload("SmolLM-1.7B", SMOLLM, 4, 2048, options.device),
-        Workload("Llama-3.2-1B", LLAMA, 2, 4096, options.device),
+        Workload("SmolLM-1.7B", SHAPES["smollm-1.7b"], 4, 2048, options.device),
+        Workload("Llama-3.2-1B", SHAPES["llama-3.2-1b"], 2, 4096, options.device),
     ]
 
 

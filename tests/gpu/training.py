@@ -13,10 +13,11 @@ from transformers import LlamaConfig
 
 from picotron.config import Config
 from picotron.schedules.schedules import SCHEDULES
-from tests.gpu.kernels import LLAMA3_ROPE, name_of
+from tests.gpu.kernels import name_of
 from tests.gpu.report import Check, Lines, Options, checked, header
 from tests.parity import LAYOUTS, features, largest_errors, settings
 from tests.support.oracle import make_config, oracle_training, random_tokens, relative_error, tiny_llama
+from tests.support.shapes import LLAMA3_ROPE
 from tests.support.training import train
 from tests.support.worker_pool import CONTEXT, WorkerPool
 
