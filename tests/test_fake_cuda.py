@@ -3,8 +3,7 @@
 import json
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -14,24 +13,32 @@ from tests.support.fake_cuda_layouts import LAYOUTS, MEMORY, Layout
 from tests.support.fake_cuda_steps import MISTAKES
 
 pytestmark = pytest.mark.processes
-Reports = dict[str, list[dict[str, Any]]]
+ReportsOf = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """Reports of the ranks, by the names that the selected tests have as parameters. One process plays all of them."""
+def reports_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReportsOf]:
+    """Function that returns the reports of a layout's ranks. One process plays the layouts of all selected tests, and
+    the function waits until it has played this one.
+    """
     if reason := obstacle():
         pytest.skip(reason)
     tests = [item for item in request.session.items if item.module is request.module]
-    names = dict.fromkeys(item.callspec.params["name"] for item in tests if hasattr(item, "callspec"))
+    names = dict.fromkeys(item.callspec.params["name"] for item in tests)
     program = [sys.executable, "-m", "tests.support.fake_cuda_steps", *names]
     environment = fake_cuda_environment(tmp_path_factory.mktemp("fake_cuda"))
-    result = subprocess.run(program, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    reports: Reports = defaultdict(list)
-    for line in result.stdout.splitlines():
-        report = json.loads(line)
-        reports[report["name"]].append(report)
-    return reports
+    reports: dict[str, list[dict[str, Any]]] = {}
+    with subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True) as process:
+
+        def wait_for(name: str) -> list[dict[str, Any]]:
+            while name not in reports:
+                line = process.stdout.readline()
+                assert line, f"the program has ended with status {process.wait()}"
+                reports.update(json.loads(line))
+            return reports[name]
+
+        yield wait_for
+        process.kill()
 
 
 def names(layouts: dict[str, Layout]) -> Iterable[Any]:
@@ -40,20 +47,17 @@ def names(layouts: dict[str, Layout]) -> Iterable[Any]:
 
 
 @pytest.mark.parametrize("name", names(LAYOUTS))
-def test_a_step_waits_for_the_gpu_only_once_for_its_metrics(reports: Reports, name: str) -> None:
+def test_a_step_waits_for_the_gpu_only_once_for_its_metrics(reports_of: ReportsOf, name: str) -> None:
     config, _ = LAYOUTS[name].configs()
     layout = config.distributed
     expected = {"metrics": {"copy from cuda to cpu in metrics.py end_step": 1}}
     if layout.cp_size > 1 and layout.cp_engine == "ulysses":  # in the first step of a run, which here is an evaluation
         expected["evaluation"] = {"copy from cpu to cuda in context_parallel.py sequence_order": 1}
-    tokens = {
-        "cpu to cuda in data.py __next__": 2 * config.training.gradient_accumulation_steps
-    }  # evaluation, training
-    assert reports[name]
-    for report in reports[name]:
+    micro_batches = 2 * config.training.gradient_accumulation_steps  # those of the evaluation and of the training step
+    for report in reports_of(name):
         assert report["error"] is None, f"rank {report['rank']}: {report['error']}"
         assert report["found"] == expected
-        assert report["copies"] == tokens
+        assert report["copies"] == {"cpu to cuda in data.py __next__": micro_batches}
 
 
 FOUND = {  # once in each of the two micro-batches
@@ -69,8 +73,8 @@ RAISED = {"boolean index": "DynamicOutputShapeException", "tensor on the CPU": "
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_in_a_micro_batch_is_found(reports: Reports, name: str) -> None:
-    [report] = reports[name]
+def test_a_mistake_in_a_micro_batch_is_found(reports_of: ReportsOf, name: str) -> None:
+    [report] = reports_of(name)
     if name in RAISED:
         assert RAISED[name] in report["error"]
     else:
@@ -79,8 +83,7 @@ def test_a_mistake_in_a_micro_batch_is_found(reports: Reports, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", names(MEMORY))
-def test_estimated_memory_matches_the_peak_of_a_step(reports: Reports, name: str) -> None:
-    assert reports[name]
-    for report in reports[name]:
+def test_estimated_memory_matches_the_peak_of_a_step(reports_of: ReportsOf, name: str) -> None:
+    for report in reports_of(name):
         assert report["estimated_state"] == pytest.approx(report["state"], rel=0.001)
         assert report["estimated_peak"] == pytest.approx(report["peak"], rel=0.01)

@@ -62,4 +62,10 @@ def measure(config: Config, model_config: LlamaConfig, rank: int) -> dict[str, i
         run.optimizer.step()
     layout = config.distributed
     estimate = rank_memory(config, model_config, run.plan)[rank // (layout.cp_size * layout.tp_size) % layout.pp_size]
-    return {"state": state, "peak": memory.peak, "estimated_state": estimate.state, "estimated_peak": estimate.total}
+    return {
+        "rank": rank,
+        "state": state,
+        "peak": memory.peak,
+        "estimated_state": estimate.state,
+        "estimated_peak": estimate.total,
+    }

@@ -1,6 +1,9 @@
 """Training steps on a fake GPU, and a report of each: what makes the CPU wait, and which operations mix devices.
 
-python -m tests.support.fake_cuda_steps "tp8 sequence parallel" "pp2 zbv"      # one line of JSON for each rank
+    python -m tests.support.fake_cuda_steps "tp8 sequence parallel" "pp2 zbv"
+
+prints a line of JSON for each of these layouts: its name and the reports of its ranks. Names are those of `LAYOUTS`,
+`MEMORY` and `MISTAKES`.
 """
 
 import contextlib
@@ -144,27 +147,22 @@ def report(config: Config, model_config: LlamaConfig, rank: int) -> dict[str, An
             run.metrics.end_step(Progress().after_step(config), loss, norm, 1e-3)
     except Exception:
         error = f"{waits.phase}: {traceback.format_exc()}"
-    return {"error": error, "found": waits.found, "copies": waits.copies}
+    return {"rank": rank, "error": error, "found": waits.found, "copies": waits.copies}
 
 
-def play(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the report of each rank of a layout, or that of a single process with a mistake."""
+def play(name: str) -> list[dict[str, Any]]:
+    """Return the reports of all ranks of a layout that differ, or that of a single process with a mistake."""
     layout = MEMORY.get(name) or LAYOUTS["single" if name in MISTAKES else name]
     config, model_config = layout.configs()
-    for rank in ranks_of(config.distributed):
-        if name in MEMORY:
-            result = measure(config, model_config, rank)
-        else:
-            with mistake_in_micro_batches(MISTAKES.get(name)):
-                result = report(config, model_config, rank)
-        yield {"name": name, "rank": rank, **result}
+    run = measure if name in MEMORY else report
+    with mistake_in_micro_batches(MISTAKES.get(name)):
+        return [run(config, model_config, rank) for rank in ranks_of(config.distributed)]
 
 
 def main() -> None:
     restart_with_fake_cuda()
     for name in sys.argv[1:] or [*LAYOUTS, *MISTAKES, *MEMORY]:
-        for result in play(name):
-            print(json.dumps(result), flush=True)
+        print(json.dumps({name: play(name)}), flush=True)
 
 
 if __name__ == "__main__":
