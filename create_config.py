@@ -248,7 +248,7 @@ def table(planned: Sequence[PlannedJob]) -> str:
             f"{p.config.global_batch_size * training.seq_length:,}",
             f"{max(memory.parameters for memory in p.memory):,}",
             f"{p.bubble:.1%}",
-            f"{heaviest.state / GIB:.3f} + {heaviest.activations / GIB:.3f} = {heaviest.total / GIB:.3f}",
+            f"{heaviest.state / GIB:.3f} + {(heaviest.total - heaviest.state) / GIB:.3f} = {heaviest.total / GIB:.3f}",
         ))  # fmt: skip
     return text_table(rows)
 
@@ -272,8 +272,8 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
     unchanged = write_configs(planned, folder, options.overwrite)
     print(table(planned))
     print(
-        "(GiB/rank: weights, gradients and optimizer + activations, on the rank that needs most; formulas in "
-        f"picotron/explain/estimate.py)\n\n{len(planned)} configs in {folder}: {len(planned) - unchanged} written, "
+        "(GiB/rank: weights, gradients and optimizer + activations and temporary tensors, on the rank that needs most; "
+        f"formulas in picotron/explain/estimate.py)\n\n{len(planned)} configs in {folder}: {len(planned) - unchanged} written, "
         f"{unchanged} unchanged; {len(chosen) - len(planned)} of {len(chosen)} combinations left out. "
         "To run them on this machine:"
     )

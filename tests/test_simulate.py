@@ -117,6 +117,17 @@ def test_w_frees_the_activations_of_a_split_backward() -> None:
     assert peak("") == 0
 
 
+def test_peak_counts_deferred_units_and_temporary_memory() -> None:
+    def peak(text: str) -> int:
+        program = [parse_action(action) for action in text.split()]
+        return peak_activations(program, {0: 10}, deferred={0: 7}, temporary={("F", 0): 1, ("B", 0): 3, ("I", 0): 4})
+
+    assert peak("0F0 0B0 0F1 0B1") == 10 + 3
+    assert peak("0F0 0I0 0W0") == 10 + 4
+    assert peak("0F0 0I0 0F1 0W0 0I1 0W1") == 7 + 10 + 1
+    assert peak("0F0 0I0 0F1 0I1 0W0 0W1") == 7 + 10 + 4
+
+
 # --------------------------------------------------------------------------------------------------------- costs
 
 

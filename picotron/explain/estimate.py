@@ -34,17 +34,31 @@ without dropout and scores. Without a fused kernel, or with Ulysses, autograd sa
     on a GPU, not in bfloat16           k and v of H heads each, except with cp_engine "ring" or "all_gather"
     cp_engine is "ulysses"              y twice, before and after its all-to-all
 
-With activation_checkpointing "full", a layer saves only x: D numbers, or D / t with sequence parallelism. Backward
-recomputes the other tensors, for one layer of a rank at a time.
+With activation_checkpointing "full", a layer saves only x: D numbers, or D / t with sequence parallelism.
 
 All layers of a stage share the rotary angles, d numbers per token. The last stage also saves, for each micro-batch, the
 input of the last norm and the gradient of its output, which the loss computes in its forward (`LinearCrossEntropy`):
 2 D per token; and the gradient of the head's matrix, D V / t in float32 or wider.
 
 A rank's activations are this sum times the number of micro-batches that the schedule has in flight, see
-`simulate.peak_activations`. (Where a schedule splits backward into I and W, I keeps the inputs of all projections and
-the gradients of their outputs for W, about as much.) Temporary tensors are not counted: gradients of activations,
-logits of a chunk, buffers for messages, and the allocator's rounding. Nor are tensors that torch.compile saves.
+`simulate.peak_activations`. Where a schedule splits backward into I and W, each layer keeps for W the inputs of all
+projections and the gradients of their outputs. These are 4 D + (2 H d + 2 K d + 3 F) / t numbers per token, or with
+sequence parallelism 2 D less and 2 D / t more.
+
+Temporary tensors add to the activations while a forward or a backward runs:
+
+    moment                              temporary tensors
+    the loss computes a chunk           its input, D per token; and the logits of this chunk and of the one before it,
+                                        in float32 or wider and, if that is different, in the model's dtype
+    the loss's backward                 the gradient of the head's matrix in the model's dtype, D V / t numbers
+    backward of an MLP                  the gradients of x and of gate, up and h, less h, which is freed (but not in I):
+                                        D + 2 F / t per token; or if that is more, the gradients of x, h and
+                                        down_proj's matrix: D + F / t per token, and D F / t
+
+In the backward of an MLP, the loss has freed what it saved. With activation_checkpointing "full", the other tensors of
+the layer have been recomputed. If the embedding and the head share a matrix on one stage, the head's part of the
+gradient waits for that of the embedding. Not counted are other temporary tensors, such as buffers for messages, and
+what the allocator rounds up and cannot use. torch.compile saves less than these formulas say.
 """
 
 import dataclasses
@@ -62,13 +76,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The memory of a rank in bytes, and its number of parameters."""
+    """The memory of a rank in bytes, and its number of parameters.
+
+    Args:
+        activations: peak of the tensors that autograd saves.
+        temporary: difference to the peak of saved and temporary tensors together.
+    """
 
     parameters: int
     weights: int
     gradients: int
     optimizer: int
     activations: int
+    temporary: int
 
     @property
     def state(self) -> int:
@@ -77,7 +97,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.state + self.activations
+        return self.state + self.activations + self.temporary
 
 
 class Sizes(NamedTuple):
@@ -142,8 +162,50 @@ def stage_bytes(config: Config, model: "LlamaConfig", s: Sizes, stage: Stage) ->
     full = config.training.activation_checkpointing == "full"
     layer = s.tokens * s.shard * s.number if full else layer_bytes(config, s)
     angles = s.tokens * model.head_dim * s.number
-    head = s.tokens * (norm_bytes(config, s) + s.D * s.number) + s.vocabulary * s.D * s.wide
-    return len(stage.layers) * layer + bool(stage.layers) * angles + stage.has_head * head
+    return len(stage.layers) * layer + bool(stage.layers) * angles + stage.has_head * head_bytes(config, s)
+
+
+def head_bytes(config: Config, s: Sizes) -> int:
+    """Bytes that the last norm and the loss save per micro-batch."""
+    return s.tokens * (norm_bytes(config, s) + s.D * s.number) + s.vocabulary * s.D * s.wide
+
+
+def loss_chunk(config: Config, s: Sizes) -> int:
+    """Number of tokens whose logits are computed together: `cross_entropy.chunk_tokens`, without torch."""
+    return 512 if config.distributed.use_cpu else max(512, 2**28 // s.vocabulary)
+
+
+def temporary_in_forward(config: Config, s: Sizes, stage: Stage) -> int:
+    """Bytes of temporary tensors in the forward of a stage with the head, the only forward that needs many."""
+    chunks = 2 * loss_chunk(config, s)  # the buffers of a chunk exist until those of the next one replace them
+    logits = min(s.tokens, chunks) * s.vocabulary * (s.wide + (s.number if s.number < s.wide else 0))
+    return stage.has_head * (s.tokens * s.D * s.number + logits)
+
+
+def deferred_bytes(s: Sizes, stage: Stage) -> int:
+    """Bytes that a stage keeps per micro-batch between I and W."""
+    return len(stage.layers) * s.tokens * (2 * s.shard + 2 * s.D + 2 * s.queries + 2 * s.kv + 3 * s.F) * s.number
+
+
+def temporary_in_backward(config: Config, model: "LlamaConfig", s: Sizes, stage: Stage, split: bool) -> int:
+    """Bytes of temporary tensors in the backward of a stage, in addition to all that the stage has saved.
+
+    Args:
+        split: whether the backward is an I, which computes no gradients of matrices and frees less.
+    """
+    head_gradient = stage.has_head * s.vocabulary * s.D * s.number
+    if not stage.layers:
+        return head_gradient
+    mlp = s.F * (3 * s.tokens if split else max(2 * s.tokens, s.tokens + s.D)) + s.tokens * s.shard
+    layers = mlp * s.number - stage.has_head * head_bytes(config, s)
+    if config.training.activation_checkpointing == "full":
+        x = s.tokens * s.shard * s.number  # the part of a layer's tensors that is saved
+        layers += layer_bytes(config, s) - x
+        if split:  # in the first layer, whose backward is last, all others keep tensors for W instead of x
+            layers += (len(stage.layers) - 1) * (deferred_bytes(s, stage) // len(stage.layers) - x)
+    if model.tie_word_embeddings and stage.has_embedding:
+        layers += head_gradient
+    return max(head_gradient, layers)
 
 
 def rank_parameters(config: Config, model: "LlamaConfig", stages: list[Stage]) -> int:
@@ -162,11 +224,23 @@ def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> lis
     for rank, program in enumerate(plan.schedule.programs):
         stages = plan.stages_of(rank)
         parameters = rank_parameters(config, model, list(stages.values()))
-        activations = peak_activations(program, {i: stage_bytes(config, model, s, stages[i]) for i in stages})
-        if config.training.activation_checkpointing == "full" and any(stage.layers for stage in stages.values()):
-            activations += layer_bytes(config, s)
+        in_order = [part for action in program for part in action.parts[::-1]]  # as the executor runs overlapped pairs
+        saved = {i: stage_bytes(config, model, s, stage) for i, stage in stages.items()}
+        deferred = {i: deferred_bytes(s, stage) for i, stage in stages.items()}
+        temporary = {("F", i): temporary_in_forward(config, s, stage) for i, stage in stages.items()}
+        for i, stage in stages.items():
+            for kind in ("B", "I"):
+                temporary[kind, i] = temporary_in_backward(config, model, s, stage, split=kind == "I")
+        activations = peak_activations(in_order, saved, deferred)
         memories.append(
-            Memory(parameters, parameters * s.number, parameters * s.wide, parameters * optimizer, activations)
+            Memory(
+                parameters=parameters,
+                weights=parameters * s.number,
+                gradients=parameters * s.wide,
+                optimizer=parameters * optimizer,
+                activations=activations,
+                temporary=peak_activations(in_order, saved, deferred, temporary) - activations,
+            )
         )
     return memories
 

@@ -148,24 +148,34 @@ def _deadlock(schedule: Schedule, todo: Sequence[deque[AnyAction]], finished: Ma
     return f"deadlock: pp rank {rank} waits {chain}; {remedies[0]}"
 
 
-def peak_activations(program: Sequence[AnyAction], sizes: Mapping[int, int] | None = None) -> int:
+def peak_activations(
+    program: Sequence[AnyAction],
+    sizes: Mapping[int, int] | None = None,
+    deferred: Mapping[int, int] | None = None,
+    temporary: Mapping[tuple[str, int], int] | None = None,
+) -> int:
     """Return the most activations that a rank holds at a time, in units of one micro-batch in one stage.
 
-    A forward allocates a unit when it starts, and its B frees the unit when it ends. An I frees nothing, because its W
-    needs the activations; the W frees them when it ends. An overlapped pair needs the units of both its parts. A
-    forward without a backward, in an evaluation, keeps no activations.
+    A forward allocates a unit when it starts, and its B frees the unit when it ends. After an I, its W needs a unit of
+    about the same size, which it frees when it ends. An overlapped pair needs the units of both its parts. A forward
+    without a backward, in an evaluation, keeps no activations.
 
     Args:
         sizes: size of a unit in each stage; by default 1.
+        deferred: size of the unit between I and W; by default that of the whole unit.
+        temporary: size of what an action needs in addition while it runs, by its (kind, stage); by default 0.
     """
     parts = [part for action in program for part in action.parts]
     kept = {(part.stage, part.microbatch) for part in parts if part.kind in ("B", "W")}
     units = dict.fromkeys((part.stage for part in parts), 1) if sizes is None else sizes
+    freed = {("B", stage): size for stage, size in units.items()}
+    for stage, size in (deferred or units).items():
+        freed |= {("I", stage): units[stage] - size, ("W", stage): size}
     live = peak = 0
     for action in program:
         live += sum(units[p.stage] for p in action.parts if p.kind == "F" and (p.stage, p.microbatch) in kept)
-        peak = max(peak, live)
-        live -= sum(units[p.stage] for p in action.parts if p.kind in ("B", "W"))
+        peak = max(peak, live + max((temporary or {}).get((p.kind, p.stage), 0) for p in action.parts))
+        live -= sum(freed.get((p.kind, p.stage), 0) for p in action.parts)
     return peak
 
 

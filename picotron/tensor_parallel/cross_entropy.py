@@ -81,6 +81,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                 gradient = torch.mul(exponentials, scale[:, None], out=logits)
                 torch.mm(gradient, weight, out=dx[chunk])
                 add_product(dweight, gradient.t(), x[chunk])
+                del gradient
+            del logits, exponentials  # frees their memory before the next chunk's are allocated
         ctx.gradients = dx, dweight
         ctx.dtype = weight.dtype
         return loss / count

@@ -141,13 +141,12 @@ def fake_cuda_rank(
     """Play a rank on a fake GPU. Yields its objects; inside of the context, all new tensors are fake.
 
     Args:
-        config: config of the run, with `use_cpu` switched off; `compile` is ignored.
+        config: config of the run. Its `compile` is ignored, because torch.compile needs a driver.
         device_name: name of the GPU, from which the metrics take its peak FLOP/s.
         observer: dispatch mode that sees all operations, from the allocation of the parameters on.
     """
     assert not config.distributed.use_cpu
-    training = config.training.model_copy(update={"compile": False})  # torch.compile would need a driver
-    config = config.model_copy(update={"training": training})
+    config = config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})
     plan, dtype = parallelize.check_layout(config, model_config), getattr(torch, config.model.dtype)
     kernels = define_kernels()
     with contextlib.ExitStack() as stack:

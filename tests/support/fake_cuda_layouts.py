@@ -1,0 +1,152 @@
+"""The layouts whose steps run on a fake GPU."""
+
+import dataclasses
+from typing import Any
+
+from transformers import LlamaConfig
+
+from picotron.config import Config, Distributed
+from tests.support.oracle import make_config, tiny_llama
+
+ENGINES = ("afab", "1f1b", "looped_bfs", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
+FULL = {"training__activation_checkpointing": "full"}
+BIAS = {"attention_bias": True, "mlp_bias": True}
+TIED = {"tie_word_embeddings": True}
+TINY = {
+    "vocab_size": 1003,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+SMOLLM = {
+    "vocab_size": 49152,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+}
+LLAMA_1B = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Changes of the config (without a section, of `distributed`) and of the model.
+
+    Args:
+        core: whether the layout is part of `make test`, not only of `make parity`.
+    """
+
+    config: dict[str, Any]
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+    core: bool = False
+
+    def configs(self) -> tuple[Config, LlamaConfig]:
+        """Return the config of a run and that of its model. Only a pipeline needs several layers and micro-batches."""
+        pp = self.config.get("pp_size", 1)
+        settings = {
+            "use_cpu": False,
+            "model__dtype": "bfloat16",
+            "training__seq_length": 64,
+            "training__gradient_accumulation_steps": 2 * pp,
+            "training__eval_steps": 1,
+            **self.config,
+        }
+        keys = {key if "__" in key else f"distributed__{key}": value for key, value in settings.items()}
+        return make_config(**keys), tiny_llama(**{**TINY, "num_hidden_layers": 2 * pp, **self.model})
+
+
+def ranks_of(layout: Distributed) -> list[int]:
+    """Return the ranks that differ: the first one of each pp rank, and the last one of the pipeline."""
+    per_stage = layout.cp_size * layout.tp_size
+    ranks = layout.pp_size * per_stage
+    return sorted({*range(0, ranks, per_stage), ranks - 1})
+
+
+def _layouts() -> dict[str, Layout]:
+    layouts = {
+        "single": Layout({}, core=True),
+        "single tied": Layout({}, TIED),
+        "single bias": Layout({}, BIAS),
+        "single head size 80": Layout({}, {"head_dim": 80}),
+        "single float32": Layout({"model__dtype": "float32"}, core=True),
+        "single math attention": Layout({"model__use_flash_attention": False}),
+        "single unfused": Layout({"model__use_fused_adam": False}, core=True),
+        "single checkpointing": Layout(FULL, core=True),
+        "dp2": Layout({"dp_size": 2}),
+        "dp2 tied": Layout({"dp_size": 2}, TIED),
+        "tp2": Layout({"tp_size": 2}),
+        "tp2 tied bias": Layout({"tp_size": 2}, TIED | BIAS),
+        "tp2 sequence parallel": Layout({"tp_size": 2, **SEQUENCE_PARALLEL}),
+        "tp2 sequence parallel bias": Layout({"tp_size": 2, **SEQUENCE_PARALLEL}, BIAS),
+        "tp8 sequence parallel": Layout({"tp_size": 8, **SEQUENCE_PARALLEL}, core=True),  # two ranks share a k/v head
+        "tp2 checkpointing": Layout({"tp_size": 2, **FULL}),
+        "tp2 sequence parallel checkpointing": Layout({"tp_size": 2, **SEQUENCE_PARALLEL, **FULL}),
+        "cp4 tp2 sequence parallel": Layout({"cp_size": 4, "tp_size": 2, **SEQUENCE_PARALLEL}),
+        "cp2 checkpointing": Layout({"cp_size": 2, **FULL}),
+        "cp2 float32": Layout({"cp_size": 2, "model__dtype": "float32"}, core=True),
+        "cp2 ulysses float32": Layout({"cp_size": 2, "cp_engine": "ulysses", "model__dtype": "float32"}),
+        "pp2 cp2": Layout({"pp_size": 2, "cp_size": 2}),
+        "pp2 zbv checkpointing": Layout({"pp_size": 2, "pp_engine": "zbv", **FULL}),
+    }
+    for engine in ("ring", "all_gather", "ulysses"):
+        for sharding in ("zigzag", "contiguous"):
+            config = {"cp_size": 2, "cp_engine": engine, "cp_sharding": sharding}
+            layouts[f"cp2 {engine} {sharding}"] = Layout(config, core=sharding == "zigzag")
+    for engine in ENGINES:
+        config = {"pp_size": 2, "pp_engine": engine}
+        layouts[f"pp2 {engine}"] = Layout(config)
+        config |= {"dp_size": 2, "tp_size": 2, **SEQUENCE_PARALLEL}
+        layouts[f"dp2 pp2 tp2 {engine} tied"] = Layout(config, TIED, core=engine in ("1f1b", "zbv"))
+    return layouts
+
+
+def _memory_layouts() -> dict[str, Layout]:
+    smollm = {"training__micro_batch_size": 4, "training__seq_length": 2048}
+    layouts = {
+        "SmolLM-1.7B": Layout(smollm, SMOLLM, core=True),
+        "SmolLM-1.7B checkpointing": Layout(smollm | FULL, SMOLLM, core=True),
+    }
+    llama = {"training__micro_batch_size": 2, "training__seq_length": 4096}
+    layouts |= {
+        "Llama-3.2-1B": Layout(llama, LLAMA_1B, core=True),
+        "Llama-3.2-1B checkpointing": Layout(llama | FULL, LLAMA_1B, core=True),
+    }
+    for name, config in (
+        ("float32", {"model__dtype": "float32"}),
+        ("tp2", {"tp_size": 2}),
+        ("tp2 sequence parallel", {"tp_size": 2, **SEQUENCE_PARALLEL}),
+        ("tp2 sequence parallel checkpointing", {"tp_size": 2, **SEQUENCE_PARALLEL, **FULL}),
+        ("pp2 tp2 zb_h1", {"pp_size": 2, "tp_size": 2, **SEQUENCE_PARALLEL, "pp_engine": "zb_h1"}),
+        *((f"cp2 {engine}", {"cp_size": 2, "cp_engine": engine}) for engine in ("ring", "all_gather", "ulysses")),
+        *((f"pp2 {engine}", {"pp_size": 2, "pp_engine": engine}) for engine in ENGINES),
+        *((f"pp2 {engine} checkpointing", {"pp_size": 2, "pp_engine": engine, **FULL}) for engine in ("1f1b", "zbv")),
+    ):
+        layouts[f"SmolLM-1.7B {name}"] = Layout(smollm | config, SMOLLM)
+    return layouts
+
+
+LAYOUTS = _layouts()
+MEMORY = _memory_layouts()  # layouts whose peak memory is measured

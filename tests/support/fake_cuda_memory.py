@@ -1,0 +1,71 @@
+"""Peak memory of a training step on a fake GPU: bytes of the tensors that exist at the same time."""
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
+
+from picotron.config import Config
+from picotron.explain.estimate import rank_memory
+from picotron.optimizer import clip_grad_norm
+from tests.support.fake_cuda import fake_cuda_rank
+
+BLOCK = 512  # torch's allocator rounds the size of a tensor up to a multiple of it
+
+
+class PeakMemory(TorchDispatchMode):
+    """Counter of the bytes on the GPU. A storage counts from the operation that returns it until nobody refers to it.
+
+    Memory inside of an operation, such as the workspace of a matrix product, is not seen.
+
+    Attributes:
+        current: bytes that exist now.
+        peak: maximum of `current`; may be set to 0 to measure a later phase.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}  # by address of the storage
+        self.current = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_cuda:
+                self.add(leaf)
+        return result
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.sizes:
+            return
+        self.sizes[storage._cdata] = size = -(-storage.nbytes() // BLOCK) * BLOCK
+        self.current += size
+        self.peak = max(self.peak, self.current)
+        weakref.finalize(storage, self.remove, storage._cdata)
+
+    def remove(self, address: int) -> None:
+        self.current -= self.sizes.pop(address)
+
+
+def measure(config: Config, model_config: LlamaConfig, rank: int) -> dict[str, int]:
+    """Measure the bytes of a rank, and compute those of `estimate.py`."""
+    memory = PeakMemory()
+    with fake_cuda_rank(config, model_config, rank, observer=memory) as run:
+        run.optimizer.step()  # allocates its state, as the first step does
+        state, memory.peak = memory.current, 0
+        run.train_step(run.model, run.data_loader)
+        clip_grad_norm(run.model, config.training.max_grad_norm)
+        run.optimizer.step()
+    layout = config.distributed
+    estimate = rank_memory(config, model_config, run.plan)[rank // (layout.cp_size * layout.tp_size) % layout.pp_size]
+    return {
+        "rank": rank,
+        "state": state,
+        "peak": memory.peak,
+        "estimated_state": estimate.state,
+        "estimated_peak": estimate.total,
+    }

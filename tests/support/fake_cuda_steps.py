@@ -1,0 +1,169 @@
+"""Training steps on a fake GPU, and a report of each: what makes the CPU wait, and which operations mix devices.
+
+    python -m tests.support.fake_cuda_steps "tp8 sequence parallel" "pp2 zbv"
+
+prints a line of JSON for each of these layouts: its name and the reports of its ranks. Names are those of `LAYOUTS`,
+`MEMORY` and `MISTAKES`.
+"""
+
+import contextlib
+import json
+import sys
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
+
+from picotron.config import Config
+from picotron.data import MicroBatchDataLoader, Progress
+from picotron.metrics import global_mean
+from picotron.optimizer import clip_grad_norm
+from tests.support.fake_cuda import fake_cuda_rank, restart_with_fake_cuda
+from tests.support.fake_cuda_layouts import LAYOUTS, MEMORY, ranks_of
+from tests.support.fake_cuda_memory import measure
+
+COPIES = {"aten._to_copy.default", "aten.copy_.default"}
+# Mistakes that tests expect to find, as changes of each micro-batch.
+MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "item": lambda batch: batch["input_ids"].max().item(),
+    "comparison in Python": lambda batch: bool(batch["input_ids"].max() > 0),
+    "boolean index": lambda batch: batch["input_ids"][batch["input_ids"] > 0],
+    "assignment to a boolean index": lambda batch: batch["input_ids"].index_put_(
+        (batch["input_ids"] > 0,), batch["input_ids"][0]
+    ),
+    "number copied to the GPU": lambda batch: torch.tensor(1.0, device=batch["input_ids"].device),
+    "tensor copied to the CPU": lambda batch: batch["input_ids"].cpu(),
+    "index on the CPU": lambda batch: batch["input_ids"][:, torch.arange(4)],
+    "scalar on the CPU": lambda batch: batch["input_ids"] + torch.zeros((), dtype=torch.int64),
+    "tensor on the CPU": lambda batch: batch.update(position_ids=torch.zeros_like(batch["input_ids"], device="cpu")),
+}
+
+
+def place(frame: FrameType | None) -> str:
+    """Return the innermost function of picotron on the stack, or "autograd" if there is none, as in backward."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("picotron."):
+            return f"{module.rpartition('.')[2]}.py {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "autograd"
+
+
+class Waits(TorchDispatchMode):
+    """Counter of the operations that make the CPU wait for a GPU, and of those that mix devices.
+
+    Operations whose result has a data-dependent shape, such as boolean indexing, wait, too; FakeTensorMode raises an
+    error for most of them.
+
+    Attributes:
+        phase: the part of the step that runs.
+        found: operations and their places in the code, by phase.
+        copies: copies without a wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = ""
+        self.found: dict[str, Counter[str]] = defaultdict(Counter)
+        self.copies: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, str(func)
+        if name.startswith("prim."):  # a question about a tensor, such as its device
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        devices = {tensor.device.type for tensor in tensors}
+        if name in COPIES:
+            self.note_copy(name, args, kwargs)
+        elif name == "aten._local_scalar_dense.default":
+            if "cuda" in devices:
+                self.note("item")
+            return 1.0 if tensors[0].is_floating_point() else 1  # a fake tensor has no value
+        elif name == "aten.fill_.Tensor":
+            pass  # x[i] = 0.0 passes the number as a tensor on the CPU, from which a GPU's kernel gets it without a wait
+        elif len(devices) > 1:
+            self.note(f"{name} mixes devices")
+        elif name.startswith("aten.index") and "cuda" in devices and any(t.dtype == torch.bool for t in tensors[1:]):
+            self.note(f"{name} has a boolean index")
+        return func(*args, **kwargs)
+
+    def note_copy(self, name: str, args: Any, kwargs: Any) -> None:
+        if name == "aten.copy_.default":
+            target, source = args[0].device.type, args[1].device.type
+            asynchronous = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        else:
+            source = args[0].device.type
+            target = torch.device(kwargs.get("device") or source).type
+            asynchronous = kwargs.get("non_blocking", False)
+        if source == target:
+            return
+        if asynchronous:
+            self.copies[f"{source} to {target} in {place(sys._getframe())}"] += 1
+        else:
+            self.note(f"copy from {source} to {target}")
+
+    def note(self, text: str) -> None:
+        self.found[self.phase][f"{text} in {place(sys._getframe())}"] += 1
+
+
+@contextlib.contextmanager
+def mistake_in_micro_batches(change: Callable[[dict[str, Any]], Any] | None) -> Iterator[None]:
+    """Let `change` process each micro-batch."""
+    load = MicroBatchDataLoader.__next__
+
+    def load_and_change(loader: MicroBatchDataLoader) -> dict[str, Any]:
+        batch = load(loader)
+        if change is not None:
+            change(batch)
+        return batch
+
+    with mock.patch.object(MicroBatchDataLoader, "__next__", load_and_change):
+        yield
+
+
+def report(config: Config, model_config: LlamaConfig, rank: int) -> dict[str, Any]:
+    """Run an evaluation and a training step of a rank, as in the loop of train.py, and report what `Waits` found."""
+    waits, error = Waits(), None
+    try:
+        with fake_cuda_rank(config, model_config, rank) as run, waits:
+            waits.phase = "evaluation"
+            global_mean(run.evaluate(run.model, run.data_loader))
+            waits.phase = "train_step"
+            loss = run.train_step(run.model, run.data_loader)
+            waits.phase = "optimizer"
+            norm = clip_grad_norm(run.model, config.training.max_grad_norm)
+            run.optimizer.step()
+            run.scheduler.step()
+            run.optimizer.zero_grad()
+            waits.phase = "metrics"
+            run.metrics.end_step(Progress().after_step(config), loss, norm, 1e-3)
+    except Exception:
+        error = f"{waits.phase}: {traceback.format_exc()}"
+    return {"rank": rank, "error": error, "found": waits.found, "copies": waits.copies}
+
+
+def play(name: str) -> list[dict[str, Any]]:
+    """Return the reports of all ranks of a layout that differ, or that of a single process with a mistake."""
+    layout = MEMORY.get(name) or LAYOUTS["single" if name in MISTAKES else name]
+    config, model_config = layout.configs()
+    run = measure if name in MEMORY else report
+    with mistake_in_micro_batches(MISTAKES.get(name)):
+        return [run(config, model_config, rank) for rank in ranks_of(config.distributed)]
+
+
+def main() -> None:
+    restart_with_fake_cuda()
+    for name in sys.argv[1:] or [*LAYOUTS, *MISTAKES, *MEMORY]:
+        print(json.dumps({name: play(name)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Steps on a fake GPU, see `tests.support.fake_cuda`: no waits, no mixed devices, and the estimated peak memory."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.fake_cuda import fake_cuda_environment, obstacle
+from tests.support.fake_cuda_layouts import LAYOUTS, MEMORY, Layout
+from tests.support.fake_cuda_steps import MISTAKES
+
+pytestmark = pytest.mark.processes
+ReportsOf = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def reports_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReportsOf]:
+    """Function that returns the reports of a layout's ranks. One process plays the layouts of all selected tests, and
+    the function waits until it has played this one.
+    """
+    if reason := obstacle():
+        pytest.skip(reason)
+    tests = [item for item in request.session.items if item.module is request.module]
+    names = dict.fromkeys(item.callspec.params["name"] for item in tests)
+    program = [sys.executable, "-m", "tests.support.fake_cuda_steps", *names]
+    environment = fake_cuda_environment(tmp_path_factory.mktemp("fake_cuda"))
+    reports: dict[str, list[dict[str, Any]]] = {}
+    with subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True) as process:
+
+        def wait_for(name: str) -> list[dict[str, Any]]:
+            while name not in reports:
+                line = process.stdout.readline()
+                assert line, f"the program has ended with status {process.wait()}"
+                reports.update(json.loads(line))
+            return reports[name]
+
+        yield wait_for
+        process.kill()
+
+
+def names(layouts: dict[str, Layout]) -> Iterable[Any]:
+    """Parameters of a test. Layouts that are not part of the core have the mark `parity`."""
+    return [pytest.param(name, marks=() if layout.core else pytest.mark.parity) for name, layout in layouts.items()]
+
+
+@pytest.mark.parametrize("name", names(LAYOUTS))
+def test_a_step_waits_for_the_gpu_only_once_for_its_metrics(reports_of: ReportsOf, name: str) -> None:
+    config, _ = LAYOUTS[name].configs()
+    layout = config.distributed
+    expected = {"metrics": {"copy from cuda to cpu in metrics.py end_step": 1}}
+    if layout.cp_size > 1 and layout.cp_engine == "ulysses":  # in the first step of a run, which here is an evaluation
+        expected["evaluation"] = {"copy from cpu to cuda in context_parallel.py sequence_order": 1}
+    micro_batches = 2 * config.training.gradient_accumulation_steps  # those of the evaluation and of the training step
+    for report in reports_of(name):
+        assert report["error"] is None, f"rank {report['rank']}: {report['error']}"
+        assert report["found"] == expected
+        assert report["copies"] == {"cpu to cuda in data.py __next__": micro_batches}
+
+
+FOUND = {  # once in each of the two micro-batches
+    "item": "item in train_step.py train_step",
+    "comparison in Python": "item in train_step.py train_step",
+    "assignment to a boolean index": "aten.index_put_.default has a boolean index in train_step.py train_step",
+    "number copied to the GPU": "copy from cpu to cuda in train_step.py train_step",
+    "tensor copied to the CPU": "copy from cuda to cpu in train_step.py train_step",
+    "index on the CPU": "aten.index.Tensor mixes devices in train_step.py train_step",
+    "scalar on the CPU": "aten.add.Tensor mixes devices in train_step.py train_step",
+}
+RAISED = {"boolean index": "DynamicOutputShapeException", "tensor on the CPU": "FakeTensorDeviceMismatchError"}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_micro_batch_is_found(reports_of: ReportsOf, name: str) -> None:
+    [report] = reports_of(name)
+    if name in RAISED:
+        assert RAISED[name] in report["error"]
+    else:
+        assert report["error"] is None
+        assert report["found"]["train_step"] == {FOUND[name]: 2}
+
+
+@pytest.mark.parametrize("name", names(MEMORY))
+def test_estimated_memory_matches_the_peak_of_a_step(reports_of: ReportsOf, name: str) -> None:
+    for report in reports_of(name):
+        assert report["estimated_state"] == pytest.approx(report["state"], rel=0.001)
+        assert report["estimated_peak"] == pytest.approx(report["peak"], rel=0.01)
