@@ -48,8 +48,8 @@ sequence parallelism 2 D less and 2 D / t more.
 Temporary tensors add to the activations while a forward or a backward runs:
 
     moment                              temporary tensors
-    the loss computes a chunk           its input, D per token; and the logits of this chunk and of the one before it,
-                                        in float32 or wider and, if that is different, in the model's dtype
+    the loss computes a chunk           its input, D per token; and the logits of the chunk, in float32 or wider and, if
+                                        that is different, in the model's dtype
     the loss's backward                 the gradient of the head's matrix in the model's dtype, D V / t numbers
     backward of an MLP                  the gradients of x and of gate, up and h, less h, which is freed (but not in I):
                                         D + 2 F / t per token; or if that is more, the gradients of x, h and
@@ -177,8 +177,8 @@ def loss_chunk(config: Config, s: Sizes) -> int:
 
 def temporary_in_forward(config: Config, s: Sizes, stage: Stage) -> int:
     """Bytes of temporary tensors in the forward of a stage with the head, the only forward that needs many."""
-    chunks = 2 * loss_chunk(config, s)  # the buffers of a chunk exist until those of the next one replace them
-    logits = min(s.tokens, chunks) * s.vocabulary * (s.wide + (s.number if s.number < s.wide else 0))
+    logit = s.wide + (s.number if s.number < s.wide else 0)
+    logits = min(s.tokens, loss_chunk(config, s)) * s.vocabulary * logit
     return stage.has_head * (s.tokens * s.D * s.number + logits)
 
 
