@@ -36,10 +36,13 @@ class ProcessGroupManager:
     them (`{axis}_rank`).
 
     Gradients are averaged over `cp_dp`: along both axes, ranks hold the same weights and process different tokens.
+
+    `pp_reverse_group` has the same ranks as `pp_group`. It is for messages to lower pp ranks, see `start_message`.
     """
 
     dp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
+    pp_reverse_group: dist.ProcessGroup
     cp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
     cp_dp_group: dist.ProcessGroup
@@ -70,6 +73,7 @@ class ProcessGroupManager:
         self.grid = torch.arange(self.world_size).view(dp_size, pp_size, cp_size, tp_size)
         for axis, dims in AXES.items():
             self._create_groups(axis, dims)
+        self._create_groups("pp_reverse", AXES["pp"])
 
         self.pp_is_first_stage = self.pp_rank == 0
         self.pp_is_last_stage = self.pp_rank == pp_size - 1
@@ -79,8 +83,9 @@ class ProcessGroupManager:
         self.cp_recv_rank = self.cp_group_ids[(self.cp_rank - 1) % cp_size]  # receive from the previous
         if dist.get_backend() == "nccl":
             # The first communication in a group must involve all its ranks; only then can some of them call
-            # `batch_isend_irecv` without the others.
-            for group in (self.pp_group, self.cp_group):
+            # `batch_isend_irecv` without the others. It also creates the group's communicator, whose buffers take GPU
+            # memory.
+            for group in (self.pp_group, self.pp_reverse_group, self.cp_group):
                 if dist.get_world_size(group) > 1:
                     dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 

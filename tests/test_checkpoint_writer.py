@@ -1,21 +1,27 @@
 """Writing checkpoints: in the background, on full disks, and next to old checkpoints that cannot be deleted."""
 
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
 from picotron.checkpoint import safetensors_folder
+from picotron.checkpoint.host_buffers import HostBuffers
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
 from picotron.data import Progress
 from picotron.optimizer import AdamW
+from picotron.parallelize import unwrap
 from picotron.run_folder import checkpoint_folders
-from tests.support.checkpoints import first_half, mistake, model_of, run, run_config, train, warnings_of
+from tests.support.checkpoints import first_half, mistake, model_of, run, run_config, tensors_of, train, warnings_of
+from tests.support.training import wrapped
 from tests.support.worker_pool import WorkerPool
 
 
@@ -49,6 +55,59 @@ def test_asynchronous_checkpoints_equal_synchronous_ones(pool: WorkerPool, token
         first, second = (checkpoint_folders(tmp_path / name)[step] for name in ("sync", "async"))
         for path in first.glob("*.safetensors"):
             assert path.read_bytes() == (second / path.name).read_bytes(), path
+
+
+def save_twice_in_a_row(config: Config, model_config: LlamaConfig, tokenizer: Path) -> list[list[int]]:
+    """Save the checkpoints of steps 1 and 2, in which all numbers are 1 and 2. The first is written when the second
+    snapshot has been taken, or after 0.3 s without one. Returns the addresses of the buffers after each save.
+    """
+    model = wrapped(config, model_config, getattr(torch, config.model.dtype))
+    optimizer = AdamW(model.parameters(), config.training, fused=True)
+    optimizer.restore(0, lambda parameter, name, tensor: None)
+    writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, tokenizer, "fingerprint")
+    write, snapshot, second_snapshot = CheckpointWriter._write, HostBuffers.snapshot, threading.Event()
+
+    def late(self: CheckpointWriter, progress: Progress, slices: Any) -> None:
+        if progress.step == 1:
+            second_snapshot.wait(0.3)
+        write(self, progress, slices)
+
+    def noticed(self: HostBuffers, tensors: Any) -> Any:
+        copies = snapshot(self, tensors)
+        if addresses:  # of the first save
+            second_snapshot.set()
+        return copies
+
+    addresses: list[list[int]] = []
+    with mock.patch.object(CheckpointWriter, "_write", late), mock.patch.object(HostBuffers, "snapshot", noticed):
+        for step in (1, 2):
+            for each in writer.files.slices():
+                each.tensor.fill_(step)
+            writer.save(Progress(step))
+            addresses.append([buffer.data_ptr() for buffer in writer.buffers.buffers])
+        writer.wait()
+    return addresses
+
+
+def test_second_of_two_saves_in_a_row_reuses_the_buffers_after_the_first_is_written(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path
+) -> None:
+    layout, keys = {"dp_size": 2, "tp_size": 2}, {"checkpoint__async_save": True, "model__dtype": "bfloat16"}
+    addresses = pool.run(save_twice_in_a_row, 4, run_config(tmp_path, layout, **keys), model_of(True), tokenizer)
+    for step in (1, 2):
+        for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
+            tensors = tensors_of(checkpoint_folders(tmp_path)[step], kind)
+            assert tensors
+            assert all((tensor == step).all() for tensor in tensors.values()), (step, kind)
+    for rank, (first, second) in enumerate(addresses):
+        assert first == second
+        assert bool(first) == (rank < 2)  # ranks with dp rank 1 save nothing
+
+
+def test_synchronous_save_allocates_no_buffers(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    """It copies one tensor at a time."""
+    assert pool.run(save_twice_in_a_row, 1, run_config(tmp_path, {}), model_of(True), tokenizer) == [[[], []]]
+    assert list(checkpoint_folders(tmp_path)) == [1, 2]
 
 
 def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: Path, after: int) -> tuple[str, int]:

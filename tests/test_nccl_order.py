@@ -20,7 +20,7 @@ from picotron.schedules.plan import training_schedule
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.simulate import simulate
-from tests.support.nccl_calls import Mismatch, Operation, Program, most_in_flight
+from tests.support.nccl_calls import Event, Mismatch, Operation, Program, most_in_flight, operations
 from tests.support.nccl_order import Deadlock, Play
 from tests.support.nccl_programs import record, record_rank
 from tests.support.oracle import tiny_llama
@@ -110,17 +110,36 @@ def test_steps_never_wait_for_a_value() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_steps_take_as_long_as_simulated(tmp_path: Path, engine: str) -> None:
     """If messages take no time, the order of the messages costs none, either."""
-    cost = {"F": 1, "B": 2, "I": 1, "W": 1}
     for pp, micro_batches in ((2, 4), (4, 6)):
         schedule = build(engine.removeprefix("executor "), pp, micro_batches)
         programs = [until_evaluation(program) for program in pipeline(tmp_path, engine, pp, micro_batches)]
         for one_at_a_time in (False, True):
-            play = Play(
-                programs,
-                cost=lambda e: sum(map(cost.__getitem__, re.findall("[A-Z]", getattr(e, "action", "")))),
-                one_at_a_time=one_at_a_time,
-            )
-            assert play.run() == simulate(schedule).step_time
+            assert Play(programs, forwards, one_at_a_time=one_at_a_time).run() == simulate(schedule).step_time
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_group_for_each_direction_shortens_the_steps_of_the_executor(tmp_path: Path, engine: str) -> None:
+    """Each message takes a tenth of a forward.
+
+    The loops use one group. In AFAB and looped BFS, hardly any messages in opposite directions are in flight together.
+    """
+    programs = [until_evaluation(program) for program in pipeline(tmp_path, engine, 4, 8)]
+    in_one_group = [[first_group(event, program) for event in program] for program in programs]
+    separate, together = (Play(each, forwards, lambda: 0.1).run() for each in (programs, in_one_group))
+    if engine in LOOPS or "afab" in engine or engine == "looped_bfs":
+        assert separate == pytest.approx(together)
+    else:
+        assert separate < (0.95 if engine == "interleaved_1f1b" else 0.995) * together
+
+
+def first_group(event: Event, program: Program) -> Event:
+    """Move an operation to the first group that the program uses, which is the pp group."""
+    return event._replace(group=next(operations(program)).group) if isinstance(event, Operation) else event
+
+
+def forwards(event: Event) -> float:
+    """Return the time of an event, in forwards of one micro-batch in one stage."""
+    return sum(2 if kind == "B" else 1 for kind in re.findall("[A-Z]", getattr(event, "action", "")))
 
 
 def until_evaluation(program: Program) -> Program:
@@ -149,7 +168,7 @@ def calls(program: Program, call_site: str) -> list[int]:
 
 @pytest.mark.parametrize("engine", SCHEDULES)
 def test_swapped_messages_hang(tmp_path: Path, engine: str) -> None:
-    """One rank of two calls two neighbouring, different messages in the wrong order.
+    """One rank of two calls two neighbouring, different messages in the wrong order, and its GPU runs one at a time.
 
     In the loop of 1F1B, four of six such swaps do no harm: each batch has messages in both directions.
     """
@@ -165,7 +184,8 @@ def swap_messages(programs: list[Program]) -> Counter[type[Deadlock] | None]:
         for i, j in itertools.pairwise(messages):
             if program[i].parts != program[j].parts:
                 try:
-                    Play([*programs[:rank], swapped(program, i, j), *programs[rank + 1 :]]).run()
+                    wrong = [*programs[:rank], swapped(program, i, j), *programs[rank + 1 :]]
+                    Play(wrong, one_at_a_time=True).run()
                     outcomes[None] += 1
                 except Deadlock:
                     outcomes[Deadlock] += 1
@@ -190,7 +210,9 @@ def test_1f1b_that_sends_before_it_receives_hangs(tmp_path: Path, monkeypatch: p
 def test_an_executor_that_receives_only_when_it_must_hangs(
     tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each receive moves to the action that needs it. Then two ranks send to each other before they receive."""
+    """Each receive moves to the action that needs it. Then two ranks send to each other before they receive. This hangs
+    if a GPU runs one operation at a time, else it does not, because the messages are in two groups.
+    """
 
     def receive_late(schedule: Schedule) -> list[list[AnyAction]]:
         programs = []
@@ -203,7 +225,7 @@ def test_an_executor_that_receives_only_when_it_must_hangs(
 
     monkeypatch.setattr(executor, "add_communication", receive_late)
     with pytest.raises(Deadlock, match="rank 0 waits in send"):
-        Play(pipeline(tmp_path, engine, 2, 4)).run()
+        Play(pipeline(tmp_path, engine, 2, 4), one_at_a_time=True).run()
 
 
 def test_a_norm_that_is_summed_over_pp_before_tp_on_some_ranks_hangs() -> None:
@@ -227,8 +249,8 @@ def test_a_rank_that_reduces_buckets_in_another_order_is_found() -> None:
 
 def test_messages_before_the_grid_has_communicated_are_found(tmp_path: Path) -> None:
     program, other = pipeline(tmp_path, "1f1b", 2, 2)
-    (first,) = calls(program, "ProcessGroupManager")
-    without = [each[:first] + each[first + 2 :] for each in (program, other)]
+    first, last = calls(program, "ProcessGroupManager")
+    without = [each[:first] + each[last + 2 :] for each in (program, other)]
     with pytest.raises(Mismatch, match="rank 0 uses a group first for a batch"):
         Play(without)
 

@@ -2,13 +2,18 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
+from picotron.pipeline_parallel.pp_communications import (
+    bidirectional_pipeline_communicate,
+    pipeline_communicate,
+    start_message,
+)
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.training import CPU
 from tests.support.worker_pool import WorkerError, WorkerPool
@@ -75,6 +80,22 @@ def every_handle_is_waited_on() -> bool:
 
 def test_messages_are_batched_on_the_pp_group(pool: WorkerPool) -> None:
     assert pool.run(every_handle_is_waited_on, 2) == [True, True]
+
+
+def groups_by_direction() -> list[str]:
+    """Return the groups of a message to the other rank of two and of a message from it."""
+    grid = setup_process_group_manager(1, 1, 2, 1)
+    names = {grid.pp_group: "pp_group", grid.pp_reverse_group: "pp_reverse_group"}
+    with mock.patch.object(dist, "batch_isend_irecv") as batch:
+        for operation in ("send", "recv"):
+            start_message(operation, torch.zeros(1), 1 - grid.pp_rank)
+    return [names[message.group] for call in batch.call_args_list for message in call.args[0]]
+
+
+def test_messages_to_lower_ranks_have_a_separate_group(pool: WorkerPool) -> None:
+    first, last = pool.run(groups_by_direction, 2)
+    assert first == ["pp_group", "pp_reverse_group"]
+    assert last == ["pp_reverse_group", "pp_group"]
 
 
 def wrong_message(kind: str) -> None:

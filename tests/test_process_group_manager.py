@@ -40,6 +40,8 @@ def describe(tp: int, cp: int, pp: int, dp: int) -> dict[str, Any]:
         described[f"{axis} members"] = [r for r in range(grid.world_size) if int(one) >> r & 1]
         assert getattr(grid, f"{axis}_world_size") == dist.get_world_size(group) == len(described[axis])
         assert getattr(grid, f"{axis}_rank") == dist.get_rank(group) == described[axis].index(grid.global_rank)
+    assert dist.get_process_group_ranks(grid.pp_reverse_group) == grid.pp_group_ids
+    assert grid.pp_reverse_group is not grid.pp_group
     described |= {
         name: getattr(grid, name)
         for name in (

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
 from picotron import process_group_manager as pgm
 from picotron.checkpoint.checkpoint import STATE_FILE, TrainerState
+from picotron.checkpoint.host_buffers import HostBuffers
 from picotron.checkpoint.safetensors_folder import ByteRange, write_file
 from picotron.checkpoint.stage_files import StageFiles, TensorSlice, WrittenFile
 from picotron.collectives import all_reduce, run_on_all_ranks
@@ -66,7 +67,7 @@ class CheckpointWriter:
         self.save_dir = Path(config.checkpoint.save_dir)
         # Separate groups, because a background thread may call collectives during training; gloo for data on the CPU.
         self.group, self.step_group = (dist.new_group(backend="gloo") for _ in range(2))
-        self.files = StageFiles(llama, optimizer)
+        self.files, self.buffers = StageFiles(llama, optimizer), HostBuffers()
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
 
@@ -88,10 +89,11 @@ class CheckpointWriter:
         Raises:
             UserError: on every rank, if the checkpoint cannot be written. Earlier checkpoints stay.
         """
-        self.wait()  # at most one checkpoint is in progress
+        self.wait()  # at most one checkpoint is in progress, so no thread reads the buffers that a snapshot overwrites
         slices = self.files.slices() if pgm.process_group_manager.cp_dp_rank == 0 else []
         if self.config.checkpoint.async_save:
-            slices = [dataclasses.replace(each, tensor=each.tensor.to("cpu", copy=True)) for each in slices]
+            copies = self.buffers.snapshot([each.tensor for each in slices])
+            slices = [dataclasses.replace(each, tensor=host) for each, host in zip(slices, copies, strict=True)]
             self.thread = threading.Thread(target=self._write_in_background, args=(progress, slices))
             self.thread.start()
         else:

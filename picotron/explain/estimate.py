@@ -177,7 +177,8 @@ def loss_chunk(config: Config, s: Sizes) -> int:
 
 def temporary_in_forward(config: Config, s: Sizes, stage: Stage) -> int:
     """Bytes of temporary tensors in the forward of a stage with the head, the only forward that needs many."""
-    logits = min(s.tokens, loss_chunk(config, s)) * s.vocabulary * (s.wide + (s.number if s.number < s.wide else 0))
+    logit = s.wide + (s.number if s.number < s.wide else 0)
+    logits = min(s.tokens, loss_chunk(config, s)) * s.vocabulary * logit
     return stage.has_head * (s.tokens * s.D * s.number + logits)
 
 

@@ -79,9 +79,10 @@ def message(operation: str, arguments: Iterable[Any], group: dist.ProcessGroup, 
 
 def axis_of(group: dist.ProcessGroup) -> str:
     grid, ids = pgm.process_group_manager, set(dist.get_process_group_ranks(group))
-    groups = {axis: getattr(grid, f"{axis}_group") for axis in AXES} | {"world": dist.group.WORLD}
+    axes = {getattr(grid, f"{axis}_group"): axis for axis in AXES}
+    axes |= {grid.pp_reverse_group: "pp", dist.group.WORLD: "world"}
     around = next((axis for axis in AXES if ids <= set(getattr(grid, f"{axis}_group_ids"))), "world")
-    return next((axis for axis, other in groups.items() if other is group), f"within {around}")
+    return axes.get(group, f"within {around}")
 
 
 def call_site(frame: FrameType | None) -> str:

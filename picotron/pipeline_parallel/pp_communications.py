@@ -7,8 +7,8 @@
 
 At the ends of the pipeline, where a neighbour is missing, these operations do nothing.
 
-All messages go through `batch_isend_irecv`, on the pp group. (NCCL uses separate communicators for single messages and
-for batches, so a receiver on one would wait forever for a sender on the other.)
+All messages go through `batch_isend_irecv`. (NCCL uses separate communicators for single messages and for batches, so a
+receiver on one would wait forever for a sender on the other.)
 """
 
 from collections.abc import Sequence
@@ -43,16 +43,24 @@ def check_message(tensor: Tensor, shapes: Sequence[int], device: torch.device, d
 def start_message(operation: str, tensor: Tensor, rank: int) -> list[dist.Work]:
     """Start to send `tensor`, or to receive into it. Returns the handles to wait for.
 
+    Messages to lower pp ranks have a separate group. NCCL runs the operations of a group one after the other, so in a
+    single group, a message that waits for its peer would also delay this rank's later messages in the other direction.
+
     Args:
         operation: "send" or "recv".
         rank: pp rank at the other end.
     """
     grid, kinds = pgm.process_group_manager, {"send": dist.isend, "recv": dist.irecv}
-    return dist.batch_isend_irecv([dist.P2POp(kinds[operation], tensor, grid.pp_group_ids[rank], grid.pp_group)])
+    sender, receiver = (grid.pp_rank, rank) if operation == "send" else (rank, grid.pp_rank)
+    group = grid.pp_group if sender < receiver else grid.pp_reverse_group
+    return dist.batch_isend_irecv([dist.P2POp(kinds[operation], tensor, grid.pp_group_ids[rank], group)])
 
 
 def _exchange(messages: list[tuple[str, Tensor]]) -> None:
-    """Start all messages, given as (operation, tensor), in one batch, and wait for them."""
+    """Start all messages, given as (operation, tensor), in one batch, and wait for them.
+
+    One group serves both directions, because a rank waits for each batch before it starts the next one.
+    """
     group = pgm.process_group_manager.pp_group
     kinds = {"send": dist.isend, "recv": dist.irecv}
     batch = [

@@ -2,8 +2,9 @@
 
 The computations and messages of all ranks are put in one total order, that of a simulated step, in which a message is a
 single event for its sender and its receiver. A rank's program consists of its own events in that order. So the first of
-the remaining events can always happen, even in a network where each send waits for its receive; and a rank receives
-the messages of another rank in the order in which they were sent.
+the remaining events can always happen, even in a network where each send waits for its receive, and where a message
+waits for earlier messages of the same rank: for all of them, or for those of its process group. All messages from one
+rank to another are in one group, so they are received in the order in which they were sent.
 """
 
 import itertools

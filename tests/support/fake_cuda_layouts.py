@@ -7,6 +7,7 @@ from transformers import LlamaConfig
 
 from picotron.config import Config, Distributed
 from tests.support.oracle import make_config, tiny_llama
+from tests.support.shapes import SHAPES
 
 ENGINES = ("afab", "1f1b", "looped_bfs", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
@@ -19,35 +20,6 @@ TINY = {
     "intermediate_size": 128,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-}
-SMOLLM = {
-    "vocab_size": 49152,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 2048,
-}
-LLAMA_1B = {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 131072,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-    },
 }
 
 
@@ -124,15 +96,15 @@ def _layouts() -> dict[str, Layout]:
 
 
 def _memory_layouts() -> dict[str, Layout]:
-    smollm = {"training__micro_batch_size": 4, "training__seq_length": 2048}
+    smollm, shape = {"training__micro_batch_size": 4, "training__seq_length": 2048}, SHAPES["smollm-1.7b"]
     layouts = {
-        "SmolLM-1.7B": Layout(smollm, SMOLLM, core=True),
-        "SmolLM-1.7B checkpointing": Layout(smollm | FULL, SMOLLM, core=True),
+        "SmolLM-1.7B": Layout(smollm, shape, core=True),
+        "SmolLM-1.7B checkpointing": Layout(smollm | FULL, shape, core=True),
     }
     llama = {"training__micro_batch_size": 2, "training__seq_length": 4096}
     layouts |= {
-        "Llama-3.2-1B": Layout(llama, LLAMA_1B, core=True),
-        "Llama-3.2-1B checkpointing": Layout(llama | FULL, LLAMA_1B, core=True),
+        "Llama-3.2-1B": Layout(llama, SHAPES["llama-3.2-1b"], core=True),
+        "Llama-3.2-1B checkpointing": Layout(llama | FULL, SHAPES["llama-3.2-1b"], core=True),
     }
     for name, config in (
         ("float32", {"model__dtype": "float32"}),
@@ -144,7 +116,7 @@ def _memory_layouts() -> dict[str, Layout]:
         *((f"pp2 {engine}", {"pp_size": 2, "pp_engine": engine}) for engine in ENGINES),
         *((f"pp2 {engine} checkpointing", {"pp_size": 2, "pp_engine": engine, **FULL}) for engine in ("1f1b", "zbv")),
     ):
-        layouts[f"SmolLM-1.7B {name}"] = Layout(smollm | config, SMOLLM)
+        layouts[f"SmolLM-1.7B {name}"] = Layout(smollm | config, shape)
     return layouts
 
 
