@@ -32,6 +32,7 @@ def test_fused_operations_move_only_what_comes_from_outside_or_is_needed_outside
     assert times == pytest.approx({"matrices": 4, "norms": 1, ROTATION: 1 + 1})
 
 
+@pytest.mark.parity
 @pytest.mark.processes
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 def test_times_of_products_follow_from_the_formula() -> None:

@@ -47,6 +47,7 @@ def show_job(job_id: str, environment: dict[str, str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in output.split() if "=" in word)
 
 
+@pytest.mark.parity
 @pytest.mark.timeout(600)
 def test_sweep_on_slurm_ends_with_the_right_statuses(
     cluster: dict[str, str], make_job: Callable[..., Job], tmp_path: Path

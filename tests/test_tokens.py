@@ -212,15 +212,15 @@ print(*peaks)
 
 @pytest.mark.processes
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: str) -> None:
-    """Peak memory in MiB after a short text, and after 8 MiB of each type, in a single document and row group."""
+    """Peak memory in MiB after a short text, and after 4 MiB of each type, in a single document and row group."""
     import pandas
 
     line = "def f(x):\n    return x + 1\n"
-    text = line * (2**23 // len(line))
+    text = line * (2**22 // len(line))
     (tmp_path / "short.txt").write_text(line)
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
-    rows = pandas.DataFrame({"text": [line * 40] * (2**23 // len(line) // 40)})
+    rows = pandas.DataFrame({"text": [line * 40] * (2**22 // len(line) // 40)})
     rows.to_parquet(tmp_path / "a.parquet", row_group_size=2**20)
     names = [str(tmp_path / name) for name in ("short.txt", "a.txt", "a.parquet", "a.jsonl")]
     result = subprocess.run(
