@@ -1,5 +1,5 @@
-"""Checkpoints of 1.6 GB: time and memory to save and load, compared with torch.distributed.checkpoint (DCP), and the
-time that saving in the background adds to training.
+"""Checkpoints of 1.6 GB: time and memory to save and load, compared with torch.distributed.checkpoint (DCP), the time
+that saving in the background adds to training, and the part of it for which training waits.
 
 python -m benchmarks.checkpoint
 
@@ -13,6 +13,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,8 @@ class Run:
         self.train_step(self.model, self.loader)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # so that a save does not wait for the step
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of picotron's checkpoint for DCP, those that are sharded over tp ranks as DTensors."""
@@ -152,28 +155,32 @@ def save_and_load(rank: int, layout: dict[str, Any], folder: str, turns: int) ->
 
 def in_background(rank: int, layout: dict[str, Any], folder: str, turns: int) -> dict[str, list[float]]:
     """Measure the seconds of STEPS steps: without a checkpoint, and with one after the first step, saved synchronously
-    or in the background, until all of it is on the disk.
+    or in the background, until all of it is on the disk. The key `async, wait` has the seconds for which training waits
+    in `async`.
     """
     sync_run, async_run = (Run(rank, layout, Path(folder) / name, name == "async") for name in ("sync", "async"))
-    results: dict[str, list[float]] = {"alone": [], "sync": [], "async": [], "torch": []}
+    results: dict[str, list[float]] = defaultdict(list)
     for turn in range(turns + 1):
-        for name, measurements in results.items():
+        for name in ("alone", "sync", "async", "torch"):
             run, future = sync_run if name == "sync" else async_run, None
             dist.barrier()
             start = time.perf_counter()
             run.step()
+            trained = time.perf_counter()
             if name in ("sync", "async"):
                 run.save()
             elif name == "torch":
                 future = dcp.async_save(run.tensors(), checkpoint_id=run.folder / "dcp")
+            wait = time.perf_counter() - trained
             for _ in range(STEPS - 1):
                 run.step()
             run.writer.wait()
             if future is not None:
                 future.result()
-            seconds = maximum_over_ranks(time.perf_counter() - start)
+            seconds, wait = maximum_over_ranks(time.perf_counter() - start), maximum_over_ranks(wait)
             if turn:  # the first turn is a warm-up
-                measurements.append(seconds)
+                results[name].append(seconds)
+                results[f"{name}, wait"].append(wait)
             if rank == 0:
                 for path in (run.folder / "dcp", checkpoint_folder(run.folder, run.saved)):
                     shutil.rmtree(path, ignore_errors=True)
@@ -198,13 +205,15 @@ def print_save_and_load(turns: int) -> None:
 
 def print_in_background(turns: int) -> None:
     variants = {"async": "with async_save, s", "torch": "with DCP's async_save, s", "sync": "with synchronous save, s"}
-    rows = [["", f"{STEPS} steps, s", *variants.values()]]
+    waits = {"async, wait": "training waits for async_save, s", "torch, wait": "training waits for DCP's, s"}
+    rows = [["", f"{STEPS} steps, s", *variants.values(), *waits.values()]]
     for name, layout in LAYOUTS.items():
         with tempfile.TemporaryDirectory() as folder:
             results = gather(in_background, 2 if layout else 1, layout, folder, turns)[0]
         alone = results["alone"]
         added = [statistics.median(b - a for a, b in zip(alone, results[key], strict=True)) for key in variants]
-        rows.append([name, f"{statistics.median(alone):.2f}", *(f"{seconds:+.2f}" for seconds in added)])
+        waited = [f"{statistics.median(results[key]):.2f}" for key in waits]
+        rows.append([name, f"{statistics.median(alone):.2f}", *(f"{seconds:+.2f}" for seconds in added), *waited])
     print_markdown(rows)
 
 
