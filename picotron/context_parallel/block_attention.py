@@ -7,8 +7,17 @@ in memory.
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 aten = torch.ops.aten
+
+
+def prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """Return whether torch would choose cuDNN's kernel, as it does in half precision on Hopper GPUs."""
+    if not q.is_cuda:
+        return False
+    choice = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, enable_gqa=q.size(1) != k.size(1))
+    return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -25,6 +34,9 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor
     """
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    if prefers_cudnn(q, k, v, causal):
+        out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
+        return out, lse.squeeze(-1)
     if q.dtype in (torch.float16, torch.bfloat16):
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     queries_per_kv = q.size(1) // k.size(1)  # this kernel needs a key/value head for each query head
@@ -47,6 +59,24 @@ def block_backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, out, lse, 0.0, causal)
     lse = lse.contiguous()  # the kernels ignore its strides
     random_state = torch.zeros((), dtype=torch.int64, device=q.device)  # unused: there is no dropout
+    if prefers_cudnn(q, k, v, causal):
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            dy,
+            q,
+            k,
+            v,
+            out,
+            lse[..., None],
+            random_state,
+            random_state,
+            None,
+            None,
+            None,
+            q.size(2),
+            k.size(2),
+            0.0,
+            causal,
+        )
     if q.dtype in (torch.float16, torch.bfloat16):
         return aten._scaled_dot_product_flash_attention_backward(
             dy, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, random_state, random_state

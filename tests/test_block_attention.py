@@ -1,0 +1,62 @@
+"""Attention to one block of keys on GPUs, as far as tensors without memory show it: the kernels, and their shapes."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from picotron.context_parallel import block_attention
+from picotron.context_parallel.block_attention import block_backward, block_forward
+
+B, H, K, T, S, D = 2, 8, 4, 64, 32, 16
+
+
+def fake(mode: FakeTensorMode, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cuda", 0))
+
+
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records the names of attention kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: object, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        if "scaled_dot_product" in str(function):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("cudnn", "dtype", "kernel"),
+    [
+        (True, torch.bfloat16, "aten._scaled_dot_product_cudnn_attention"),
+        (False, torch.bfloat16, "aten._scaled_dot_product_flash_attention"),
+        (False, torch.float32, "aten._scaled_dot_product_efficient_attention"),
+    ],
+)
+def test_each_kernel_returns_the_same_shapes(cudnn: bool, dtype: torch.dtype, kernel: str) -> None:
+    options = {"dtype": dtype, "device": "meta"}
+    with mock.patch.object(block_attention, "prefers_cudnn", return_value=cudnn), Calls() as calls:
+        q, k, v = (torch.empty(B, heads, tokens, D, **options) for heads, tokens in ((H, T), (K, S), (K, S)))
+        out, lse = block_forward(q, k, v, False)
+        assert (out.shape, out.dtype) == (q.shape, dtype)
+        assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+        gradients = block_backward(torch.empty_like(q), q, out, lse, k, v, False)
+    assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, v.shape]
+    assert calls.names == [f"{kernel}.default", f"{kernel}_backward.default"]
+
+
+@pytest.mark.parametrize(("choice", "expected"), [(3, True), (1, False)])
+def test_cudnn_is_used_where_torch_would_choose_it(choice: int, expected: bool) -> None:
+    mode = FakeTensorMode()
+    q, k = fake(mode, B, H, T, D), fake(mode, B, K, T, D)
+    with mock.patch("torch._fused_sdp_choice", return_value=choice) as ask:
+        assert block_attention.prefers_cudnn(q, k, k, True) is expected
+        assert ask.call_args.kwargs == {"enable_gqa": True}
+        assert not block_attention.prefers_cudnn(torch.zeros(1), torch.zeros(1), torch.zeros(1), True)
