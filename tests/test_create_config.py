@@ -221,6 +221,7 @@ def small(tmp_path: Path) -> str:
     )
 
 
+@pytest.mark.parity
 def test_written_configs_train(home: Path, tmp_path: Path) -> None:
     folder = create(tmp_path, "--world_size", 1, "--grad_acc_steps", 1, 2, exp_name=SHELL_SYNTAX, base=small(tmp_path))
     assert sorted(configs(folder)) == ["grad_acc_steps1", "grad_acc_steps2"]

@@ -114,7 +114,7 @@ def help_of(program: str) -> str:
     """Return the --help output of torchrun or of a program in the repository."""
     if program == "torchrun":
         return get_args_parser().format_help()
-    if program.startswith("benchmarks.") and program != "benchmarks.tokens":  # they share their options
+    if program.startswith("benchmarks.") and program.partition(".")[2] not in ("tokens", "roofline"):  # shared options
         return benchmark_help()
     logger, output = logging.getLogger("picotron"), io.StringIO()
     handlers, level = list(logger.handlers), logger.level

@@ -103,7 +103,8 @@ def test_a_terminal_that_is_gone_does_not_end_a_run_without_a_checkpoint(home: P
     assert list(checkpoint_folders(tmp_path / "run")) == [metrics(tmp_path / "run")[-1]["step"]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.parity)])
+@pytest.mark.parity
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_processes_that_tokenise_end_with_a_run_that_is_killed(
     home: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -210,6 +210,7 @@ print(*peaks)
 """
 
 
+@pytest.mark.parity
 @pytest.mark.processes
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: str) -> None:
     """Peak memory in MiB after a short text, and after 4 MiB of each type, in a single document and row group."""

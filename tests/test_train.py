@@ -37,16 +37,17 @@ def one_process(home: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
     return lines
 
 
-LAYOUTS = [
-    pytest.param({"dp_size": 2}, marks=pytest.mark.parity),
-    pytest.param({"tp_size": 2, "sequence_parallel": "true"}, marks=pytest.mark.parity),
+LAYOUTS: list[dict[str, Any]] = [
+    {"dp_size": 2},
+    {"tp_size": 2, "sequence_parallel": "true"},
     {"pp_size": 2},
-    pytest.param({"cp_size": 2}, marks=pytest.mark.parity),
-    pytest.param({"dp_size": 2, "pp_size": 2, "tp_size": 2}, marks=pytest.mark.parity),
-    pytest.param({"dp_size": 2, "pp_size": 2, "cp_size": 2, "tp_size": 2}, marks=pytest.mark.parity),
+    {"cp_size": 2},
+    {"dp_size": 2, "pp_size": 2, "tp_size": 2},
+    {"dp_size": 2, "pp_size": 2, "cp_size": 2, "tp_size": 2},
 ]
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_writes_the_metrics_of_one_process(
     one_process: list[dict[str, Any]], home: Path, tmp_path: Path, layout: dict[str, Any]
