@@ -18,7 +18,7 @@ from picotron.schedules.simulate import Costs, simulate, summary
 from picotron.weights import Shard, main_grad, parameters_and_shards
 
 
-def buckets(bucket_mb: float = 0.75) -> str:
+def buckets(bucket_mb: float = 0.7) -> str:
     """Draw the quickstart's gradients in buckets, in the order in which they are reduced; a colour for each layer."""
     config = quickstart(dp_size=2)
     with fake_rank(0, config.distributed):
