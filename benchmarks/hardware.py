@@ -26,8 +26,9 @@ class Hardware:
     launch: float = 2e-6
 
 
-# Assumed, not measured: about three quarters of the data sheets' bfloat16 FLOP/s for products and 85 % of the memory's
-# bandwidth. Attention as in figures 5 and 6 of Shah et al. 2024 (arXiv:2407.08608), for cuDNN and short sequences.
+# Assumed, not measured: about three quarters of the data sheets' bfloat16 FLOP/s for products, and 85 % of the
+# bandwidth of memory. Attention lies between FlashAttention-2, which reaches 35 % of an H100's FLOP/s, and
+# FlashAttention-3, which reaches up to 75 %, according to Shah et al. 2024 (arXiv:2407.08608).
 HARDWARE = {
     "H100": Hardware("NVIDIA H100 80GB HBM3", 700e12, 400e12, 330e12, 50e12, 2.85e12, 360e9),
     "H200": Hardware("NVIDIA H200", 720e12, 400e12, 330e12, 50e12, 4.1e12, 360e9),
