@@ -110,10 +110,11 @@ def test_processes_that_tokenise_end_with_a_run_that_is_killed(
 ) -> None:
     """They do not keep the folder's claim, either, and the next run tokenises from the beginning."""
     data = tmp_path / "data.jsonl"
-    data.write_text(('{"text": "' + "def f(x): return x " * 200 + '"}\n') * 16_000)
+    data.write_text(('{"text": "' + "def f(x): return x " * 200 + '"}\n') * 8_000)
     words = [sys.executable, "train.py", "--config", "template/base_config.json", "--dataset.name", str(data)]
     words += arguments(tmp_path / "run", 1, 1, **MANY_STEPS, **{"dataset.num_proc": 2, "training.max_tokens": 64})
     environment = {**os.environ, "HOME": str(home)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and its children, ignore it
     process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     unfinished = home / ".cache" / "picotron"
