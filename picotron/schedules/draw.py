@@ -83,17 +83,18 @@ def write(timelines: Mapping[str, Timeline], path: Path) -> None:
         raise UserError(f"--out {path} must end in .svg, .html, .json (a trace) or .csv (the schedule)")
     if len(timelines) > 1 and path.suffix != ".html":
         raise UserError(f"--out {path} can hold only one schedule; use an .html file")
+    match path.suffix:
+        case ".svg":
+            text = as_svg(timeline)
+        case ".html":
+            text = as_page("Pipeline schedules", timelines)
+        case ".json":
+            text = as_trace(timeline)
+        case _:
+            text = as_csv(timeline.programs)
     try:
         with open(path, "w", encoding="utf-8", opener=create) as file:
-            match path.suffix:
-                case ".svg":
-                    file.write(as_svg(timeline))
-                case ".html":
-                    file.write(as_page("Pipeline schedules", timelines))
-                case ".json":
-                    file.write(as_trace(timeline))
-                case ".csv":
-                    file.write(as_csv(timeline.programs))
+            file.write(text)
     except OSError as error:
         raise UserError(f"cannot write --out {path}: {error.strerror}") from None
 
