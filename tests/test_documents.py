@@ -217,3 +217,20 @@ def test_a_parquet_file_without_the_column_is_rejected(tmp_path: Path) -> None:
     pandas.DataFrame({"n": [1], "body": ["a"]}).to_parquet(tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"text_column='text': .*a\.parquet has no text there; use one of \['body'\]"):
         list(pieces_of(documents_of(tmp_path / "a.parquet")))
+
+
+def test_rows_of_a_hub_data_set_that_cannot_be_read_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["a"] * 150, "n": list(range(150))})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: rows)
+    monkeypatch.setattr("picotron.text.documents.connect", lambda name: None)
+    documents = documents_of("somebody/data")
+    assert list(texts(documents)) == ["a"] * 150
+
+    def fail(self: datasets.Dataset, key: slice) -> None:
+        raise OSError("the file is damaged")
+
+    monkeypatch.setattr(datasets.Dataset, "__getitem__", fail)
+    with pytest.raises(UserError, match=r"rows 101 to 150 of somebody/data cannot be read \(the file is damaged\)"):
+        list(documents.read(documents.blocks[1]))
