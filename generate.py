@@ -20,6 +20,7 @@ from picotron.errors import UserError, first_line
 from picotron.launch import exit_on_error
 from picotron.model import Attention, Llama, fused_attention
 from picotron.model_config import load_model_config
+from picotron.packed_attention import PackedDocuments
 from picotron.run_folder import checkpoint_folders
 from picotron.weights import materialise
 
@@ -36,7 +37,8 @@ class CachedAttention:
         self.max_length, self.length = max_length, 0
         self.keys = self.values = torch.empty(0)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+        assert documents is None, "a prompt is one document"
         start, self.length = self.length, self.length + k.size(2)
         if start == 0:
             self.keys, self.values = (x.new_empty(*x.shape[:2], self.max_length, x.size(3)) for x in (k, v))
@@ -91,7 +93,7 @@ def generate(
     while len(tokens) < len(prompt_ids) + max_new_tokens:
         positions = torch.arange(len(tokens) - len(new), len(tokens), device=device)[None]
         hidden = model.run_layers(model.embed(torch.tensor([new], device=device)), positions)
-        logits = model.logits_or_loss(hidden[:, -1:], None)[0, 0].double()
+        logits = model.logits_or_loss(hidden[:, -1:])[0, 0].double()
         new = [draw(logits, temperature, top_k, generator)]
         if new[0] == end:
             break

@@ -9,6 +9,7 @@ W' is the transpose of W.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,23 +19,32 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 from picotron.collectives import accumulation_dtype
+from picotron.packed_attention import PackedDocuments, attend_per_document, packed_attention
 
-AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionFn = Callable[[Tensor, Tensor, Tensor, PackedDocuments | None], Tensor]
+LossFn = Callable[[Any, Tensor], Tensor]  # function of the head and its input
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
     """Compute causal attention, softmax(q k' / sqrt(d)) v, with PyTorch's best fused kernel.
 
     q (B, H, T, d); k, v (B, K, T, d), where H is a multiple of K -> (B, H, T, d)
+
+    Args:
+        documents: documents that do not attend to each other.
     """
+    if documents is not None:
+        return packed_attention(q, k, v, documents, fused_attention)
     if q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
         # Only the flash kernels read shared k/v heads in place, and on GPUs they support half-precision dtypes only.
         k, v = (heads.repeat_interleave(q.size(1) // heads.size(1), dim=1) for heads in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
 
 
-def math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def math_attention(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
     """Compute `fused_attention` with plain matmul and softmax, which keep the scores (B, H, T, T) in memory."""
+    if documents is not None:
+        return attend_per_document(q, k, v, documents, math_attention)
     with sdpa_kernel(SDPBackend.MATH):
         return fused_attention(q, k, v)
 
@@ -104,13 +114,14 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
         self.o_proj = Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
         B = x.size(0)
         projected = self.project_fn(x, self.q_proj, self.k_proj, self.v_proj)
         # H and K depend on the weights: a tp rank computes H/tp and K/tp heads.
         q, k, v = (each.view(B, -1, each.size(-1) // self.head_dim, self.head_dim) for each in projected)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # (B, T, H, d), (B, T, K, d)
-        y = self.attention_fn(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, T, d)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, H, T, d), (B, K, T, d)
+        y = self.attention_fn(q, k, v, documents)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -137,18 +148,26 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, documents)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Head(nn.Linear):
     """The linear layer that computes the logits of the next token: (B, T, D) -> (B, T, V)."""
 
-    def cross_entropy(self, x: Tensor, target_ids: Tensor) -> Tensor:
-        """Compute the mean loss of predicting target_ids (B, T) from x (B, T, D), a scalar in float32 or wider."""
+    def log_probs(self, x: Tensor, target_ids: Tensor) -> Tensor:
+        """Compute the log-probabilities of target_ids (B, T) given x (B, T, D): (B, T) in float32 or wider."""
         logits = self(x).flatten(0, 1)
-        return F.cross_entropy(logits.to(accumulation_dtype(logits)), target_ids.flatten())
+        losses = F.cross_entropy(logits.to(accumulation_dtype(logits)), target_ids.flatten(), reduction="none")
+        return -losses.view(target_ids.shape)
+
+    def cross_entropy(self, x: Tensor, target_ids: Tensor, target_weights: Tensor | None = None) -> Tensor:
+        """Compute the mean loss of predicting target_ids (B, T) from x (B, T, D), or the sum of the losses times
+        target_weights (B, T). A scalar in float32 or wider.
+        """
+        losses = -self.log_probs(x, target_ids)
+        return losses.mean() if target_weights is None else (losses * target_weights).sum()
 
 
 class Decoder(nn.Module):
@@ -194,38 +213,58 @@ class Llama(nn.Module):
         position_ids: Tensor | None = None,
         hidden_states: Tensor | None = None,
         target_ids: Tensor | None = None,
+        target_weights: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        loss_fn: LossFn | None = None,
     ) -> Tensor:
-        """Compute the logits (B, T, V), or the mean loss, a scalar, if target_ids are given.
+        """Compute the logits (B, T, V), or the loss, a scalar, if target_ids or loss_fn are given.
 
         Args:
             input_ids: (B, T).
             position_ids: position of each token in its sequence, (B, T); by default 0, 1, 2, ...
             hidden_states: input of the layers, (B, T, D); by default the embedded input_ids.
             target_ids: tokens to predict, (B, T).
+            target_weights: weight of each target in the loss, (B, T), which is then a sum; by default a mean.
+            cu_seqlens: boundaries of documents that do not attend to each other, see `PackedDocuments`.
+            loss_fn: function to return instead of the loss, called as `loss_fn(head, x)` with the head's input x.
         """
         x = self.embed(input_ids) if hidden_states is None else hidden_states
         if position_ids is None:
             position_ids = torch.arange(input_ids.size(1), device=x.device)[None]
-        return self.logits_or_loss(self.run_layers(x, position_ids), target_ids)
+        x = self.run_layers(x, position_ids, cu_seqlens=cu_seqlens)
+        return self.logits_or_loss(x, target_ids, target_weights, loss_fn)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embed input_ids: (B, T) -> (B, T, D)."""
         return self.model.embed_tokens(input_ids)
 
-    def run_layers(self, x: Tensor, position_ids: Tensor, layers: Iterable[int] | None = None) -> Tensor:
+    def run_layers(
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        layers: Iterable[int] | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         """Apply the given decoder layers, by default all: x (B, T, D), position_ids (B, T) -> (B, T, D)."""
+        documents = None if cu_seqlens is None else PackedDocuments.of(cu_seqlens, x.device)
         cos, sin = (table.to(x.dtype) for table in rope(self.config, position_ids))
         for name in self.model.layers if layers is None else map(str, layers):
             layer = self.model.layers[name]
             if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(layer, x, cos, sin, documents, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = layer(x, cos, sin)
+                x = layer(x, cos, sin, documents)
         return x
 
-    def logits_or_loss(self, x: Tensor, target_ids: Tensor | None) -> Tensor:
-        """Apply the final norm and the head: x (B, T, D) -> logits (B, T, V), or the mean loss, a scalar, if target_ids
-        (B, T) are given.
-        """
+    def logits_or_loss(
+        self,
+        x: Tensor,
+        target_ids: Tensor | None = None,
+        target_weights: Tensor | None = None,
+        loss_fn: LossFn | None = None,
+    ) -> Tensor:
+        """Apply the final norm and the head: x (B, T, D) -> logits (B, T, V), or the loss, see `forward`."""
         x = self.model.norm(x)
-        return self.lm_head(x) if target_ids is None else self.lm_head.cross_entropy(x, target_ids)
+        if loss_fn is not None:
+            return loss_fn(self.lm_head, x)
+        return self.lm_head(x) if target_ids is None else self.lm_head.cross_entropy(x, target_ids, target_weights)

@@ -55,14 +55,21 @@ def make_train_step(
 
 
 def make_evaluation(
-    config: Config, model_config: LlamaConfig, plan: PipelinePlan, device: torch.device, dtype: torch.dtype
+    config: Config,
+    model_config: LlamaConfig,
+    plan: PipelinePlan,
+    device: torch.device,
+    dtype: torch.dtype,
+    micro_batches: int | None = None,
 ) -> Step:
-    """Return a function that computes the mean loss over the next `eval_steps` global batches, see `evaluate`."""
+    """Return a function that computes the mean loss over a loader's next micro-batches, see `evaluate`.
+
+    Args:
+        micro_batches: number of the loader's micro-batches; by default those of `eval_steps` global batches.
+    """
     training, schedule, shape = config.training, plan.schedule, hidden_states_shape(config, model_config)
     if schedule.chunks == 1:
-        return functools.partial(
-            evaluate, eval_steps=training.eval_steps, tensor_shapes=shape, device=device, dtype=dtype
-        )
-    microbatches = training.eval_steps * training.gradient_accumulation_steps
-    executor = Executor(forward_only(schedule.pp, microbatches, schedule.chunks, schedule.placement))
+        return functools.partial(evaluate, tensor_shapes=shape, device=device, dtype=dtype)
+    micro_batches = micro_batches or training.eval_steps * training.gradient_accumulation_steps
+    executor = Executor(forward_only(schedule.pp, micro_batches, schedule.chunks, schedule.placement))
     return functools.partial(executor, tensor_shapes=shape, device=device, dtype=dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import cross_entropy, tensor_parallel
-from picotron.tensor_parallel.cross_entropy import linear_cross_entropy
+from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy
 from tests.support.oracle import assert_close
 from tests.support.worker_pool import WorkerPool
 
@@ -28,7 +28,9 @@ def sharded_cross_entropy(vocab_size: int, ignored: list[int], chunk: int) -> tu
     local.requires_grad_()
     before, cross_entropy.CHUNK_TOKENS = cross_entropy.CHUNK_TOKENS, chunk
     try:
-        loss = linear_cross_entropy(x, local, targets, shard.start, shard.stop - shard.start, grid.tp_group)
+        loss = linear_cross_entropy(
+            x, local, targets, VocabularyShard(shard.start, shard.stop - shard.start, grid.tp_group)
+        )
     finally:
         cross_entropy.CHUNK_TOKENS = before
     (3 * loss).backward()
@@ -68,7 +70,7 @@ def scaled_gradients(scale: float) -> tuple[Tensor, Tensor]:
     x, weight, targets = (t.bfloat16() if t.is_floating_point() else t for t in loss_inputs(40, []))
     x.requires_grad_()
     weight.requires_grad_()
-    (linear_cross_entropy(x, weight, targets, 0, 40, grid.tp_group) * scale).backward()
+    (linear_cross_entropy(x, weight, targets, VocabularyShard(0, 40, grid.tp_group)) * scale).backward()
     return x.grad.double(), weight.grad.double()
 
 
@@ -106,7 +108,7 @@ def peak_of_loss(tokens: int, width: int = 4) -> int:
     x, weight = torch.randn(1, tokens, width, requires_grad=True), torch.randn(1000, width, requires_grad=True)
     targets = torch.zeros(1, tokens, dtype=torch.long)
     with LiveMemory() as memory:
-        linear_cross_entropy(x, weight, targets, 0, 1000, grid.tp_group).backward()
+        linear_cross_entropy(x, weight, targets, VocabularyShard(0, 1000, grid.tp_group)).backward()
     return memory.peak
 
 
@@ -124,7 +126,7 @@ def test_backward_scales_the_gradients_in_place(pool: WorkerPool) -> None:
 def second_backward() -> str:
     grid = setup_process_group_manager(1, 1, 1, 1)
     x, weight, targets = loss_inputs(16, [])
-    loss = linear_cross_entropy(x.requires_grad_(), weight, targets, 0, 16, grid.tp_group)
+    loss = linear_cross_entropy(x.requires_grad_(), weight, targets, VocabularyShard(0, 16, grid.tp_group))
     loss.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="a second backward") as error:
         loss.backward()
@@ -148,7 +150,7 @@ def loss_traffic() -> list[tuple[str, int]]:
     x, weight, targets = loss_inputs(16, [])
     cross_entropy.all_reduce = counted
     try:
-        linear_cross_entropy(x, weight[:8], targets, 8 * grid.tp_rank, 8, grid.tp_group)
+        linear_cross_entropy(x, weight[:8], targets, VocabularyShard(8 * grid.tp_rank, 8, grid.tp_group))
     finally:
         cross_entropy.all_reduce = original
     return sent

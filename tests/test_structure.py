@@ -18,13 +18,14 @@ LAYERS = """
     files json_files hub
     schedules
     config
-    config_reader process_group_manager collectives model_config
+    config_reader process_group_manager collectives model_config packed_attention
     launch split_backward run_folder model
     sweep weights
     data_parallel tensor_parallel pipeline_parallel context_parallel
     data optimizer text
     metrics parallelize
-    checkpoint train_step
+    checkpoint train_step check_batches
+    batches
     explain
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}

@@ -38,34 +38,15 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_gather_single, reduce_scatter_single
 from picotron.config import Distributed
 from picotron.context_parallel.block_attention import block_backward, block_forward
+from picotron.context_parallel.blocks import BlocksOf, PackedBlock, packed_blocks
 from picotron.context_parallel.cp_communications import ring, start_ring_step
 from picotron.context_parallel.positions import local_positions
 from picotron.errors import UserError
 from picotron.model import Attention, AttentionFn
-
-Block = tuple[slice, slice, bool]
-ALL = slice(None)
+from picotron.packed_attention import PackedDocuments
 
 
-def visible_blocks(source: int, tokens: int, sharding: str) -> list[Block]:
-    """Return which of this rank's queries attend to which keys of cp rank `source`: (queries, keys, causal), as local
-    indices.
-
-    Args:
-        tokens: number of tokens per rank, T/cp.
-    """
-    rank = pgm.process_group_manager.cp_rank
-    if source == rank:
-        return [(ALL, ALL, True)]  # the order of local tokens is that of the sequence, even if other tokens lie between
-    if sharding == "contiguous":
-        return [(ALL, ALL, False)] if source < rank else []
-    # Zigzag: both chunks of this rank lie between the two chunks of an earlier rank, so all queries attend to the first
-    # of these. Both chunks of a later rank lie between the two of this rank, so only its second one attends to them.
-    half = tokens // 2
-    return [(ALL, slice(half), False)] if source < rank else [(slice(half, None), ALL, False)]
-
-
-def accumulate_attention(q: Tensor, kv: Tensor, blocks: list[Block], out: Tensor, lse: Tensor) -> None:
+def accumulate_attention(q: Tensor, kv: Tensor, blocks: list[PackedBlock], out: Tensor, lse: Tensor) -> None:
     """Merge the attention to more blocks of keys and values into `out` and `lse`, in place.
 
     Attention is a weighted mean of values with total weight exp(lse). Two results are merged by averaging them with
@@ -77,37 +58,38 @@ def accumulate_attention(q: Tensor, kv: Tensor, blocks: list[Block], out: Tensor
         out: (B, H, T/cp, d) in float32 or wider; starts at 0.
         lse: (B, H, T/cp) in float32 or wider; starts at -inf, a weight of 0.
     """
-    for queries, keys, causal in blocks:
-        k, v = kv[:, :, :, keys]
-        block_out, block_lse = block_forward(q[:, :, queries], k, v, causal)
-        old_lse = lse[:, :, queries]
+    for rows, queries, keys, causal in blocks:
+        k, v = kv[:, rows, :, keys]
+        block_out, block_lse = block_forward(q[rows, :, queries], k, v, causal)
+        old_lse = lse[rows, :, queries]
         new_lse = torch.logaddexp(old_lse, block_lse)
-        merged = out[:, :, queries]
+        merged = out[rows, :, queries]
         merged.mul_((old_lse - new_lse).exp_()[..., None]).add_((block_lse - new_lse).exp_()[..., None] * block_out)
         old_lse.copy_(new_lse)
 
 
 def accumulate_gradients(
-    dy: Tensor, q: Tensor, kv: Tensor, blocks: list[Block], out: Tensor, lse: Tensor, dq: Tensor, dkv: Tensor
+    dy: Tensor, q: Tensor, kv: Tensor, blocks: list[PackedBlock], out: Tensor, lse: Tensor, dq: Tensor, dkv: Tensor
 ) -> None:
     """Add the contribution of blocks to dq (B, H, T/cp, d) and dkv (2, B, K, T/cp, d), in place.
 
     Args:
         dy, out, lse: those of the attention to all keys.
     """
-    for queries, keys, causal in blocks:
-        block_dy, block_q, block_out, block_lse = (each[:, :, queries] for each in (dy, q, out, lse))
-        k, v = kv[:, :, :, keys]
+    for rows, queries, keys, causal in blocks:
+        block_dy, block_q, block_out, block_lse = (each[rows, :, queries] for each in (dy, q, out, lse))
+        k, v = kv[:, rows, :, keys]
         block_dq, dk, dv = block_backward(block_dy, block_q, block_out, block_lse, k, v, causal)
-        dq[:, :, queries] += block_dq
-        dkv[:, :, :, keys] += torch.stack((dk, dv))
+        dq[rows, :, queries] += block_dq
+        dkv[:, rows, :, keys] += torch.stack((dk, dv))
 
 
-def blockwise_attention(q: Tensor, shards: Iterable[tuple[int, Tensor]], sharding: str) -> tuple[Tensor, Tensor]:
+def blockwise_attention(q: Tensor, shards: Iterable[tuple[int, Tensor]], blocks_of: BlocksOf) -> tuple[Tensor, Tensor]:
     """Compute attention of q (B, H, T/cp, d) to the keys and values of all ranks.
 
     Args:
         shards: (cp rank, its kv) for all ranks, in any order.
+        blocks_of: see `packed_blocks`.
 
     Returns:
         The output (B, H, T/cp, d) in q's dtype, and the log-sum-exp (B, H, T/cp) in float32 or wider.
@@ -117,7 +99,7 @@ def blockwise_attention(q: Tensor, shards: Iterable[tuple[int, Tensor]], shardin
         q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q)),
     )
     for source, kv in shards:
-        accumulate_attention(q, kv, visible_blocks(source, q.size(2), sharding), out, lse)
+        accumulate_attention(q, kv, blocks_of(source, q.size(2)), out, lse)
         del kv  # frees its memory before the next shard is allocated
     return out.to(q.dtype), lse
 
@@ -128,9 +110,9 @@ class RingAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sharding: str) -> Tensor:
-        out, lse = blockwise_attention(q, ring(torch.stack((k, v))), sharding)
-        ctx.sharding = sharding
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks_of: BlocksOf) -> Tensor:
+        out, lse = blockwise_attention(q, ring(torch.stack((k, v))), blocks_of)
+        ctx.blocks_of = blocks_of
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -143,7 +125,7 @@ class RingAttention(torch.autograd.Function):
         receive_sum: Callable[[], Tensor] = functools.partial(dq.new_zeros, ())  # 0 before any rank was visited
         for source, kv in ring(torch.stack((k, v))):
             dkv = torch.zeros_like(kv, dtype=accumulation_dtype(kv))
-            accumulate_gradients(dy, q, kv, visible_blocks(source, q.size(2), ctx.sharding), out, lse, dq, dkv)
+            accumulate_gradients(dy, q, kv, ctx.blocks_of(source, q.size(2)), out, lse, dq, dkv)
             dkv += receive_sum()
             receive_sum = start_ring_step(dkv)
             del kv
@@ -157,9 +139,9 @@ class AllGatherAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sharding: str) -> Tensor:
-        out, lse = blockwise_attention(q, enumerate(gather_from_ranks(torch.stack((k, v)))), sharding)
-        ctx.sharding = sharding
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks_of: BlocksOf) -> Tensor:
+        out, lse = blockwise_attention(q, enumerate(gather_from_ranks(torch.stack((k, v)))), blocks_of)
+        ctx.blocks_of = blocks_of
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -172,8 +154,7 @@ class AllGatherAttention(torch.autograd.Function):
             torch.zeros_like(all_kv, dtype=accumulation_dtype(q)),
         )
         for source, kv in enumerate(all_kv):
-            blocks = visible_blocks(source, q.size(2), ctx.sharding)
-            accumulate_gradients(dy, q, kv, blocks, out, lse, dq, dkv[source])
+            accumulate_gradients(dy, q, kv, ctx.blocks_of(source, q.size(2)), out, lse, dq, dkv[source])
         own_dkv = torch.empty_like(dkv[0])  # (2, B, K, T/cp, d)
         reduce_scatter_single(own_dkv, dkv.flatten(0, 1), group=pgm.process_group_manager.cp_group)
         dk, dv = own_dkv
@@ -210,13 +191,15 @@ class AllToAll(torch.autograd.Function):
 HEADS, SEQUENCE = 1, 2
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, sharding: str, attention_fn: Callable[..., Tensor]) -> Tensor:
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None, *, sharding: str, attention_fn: AttentionFn
+) -> Tensor:
     """Compute attention with all-to-alls around it: (B, H, T/cp, d) -> (B, H/cp, T, d), `attention_fn`, and back."""
     size = pgm.process_group_manager.cp_world_size
     positions, order = sequence_order(q.size(SEQUENCE) * size, size, sharding, q.device)
     # After the all-to-all, tokens are sorted by rank; causal attention needs them in the order of the sequence.
     q, k, v = (AllToAll.apply(x, HEADS, SEQUENCE).index_select(SEQUENCE, order) for x in (q, k, v))
-    return AllToAll.apply(attention_fn(q, k, v).index_select(SEQUENCE, positions), SEQUENCE, HEADS)
+    return AllToAll.apply(attention_fn(q, k, v, documents).index_select(SEQUENCE, positions), SEQUENCE, HEADS)
 
 
 @functools.cache
@@ -261,4 +244,9 @@ def attend_across_ranks(layout: Distributed, attention_fn: AttentionFn) -> Atten
     if layout.cp_engine == "ulysses":
         return functools.partial(ulysses_attention, sharding=layout.cp_sharding, attention_fn=attention_fn)
     function = {"ring": RingAttention, "all_gather": AllGatherAttention}[layout.cp_engine]
-    return lambda q, k, v: function.apply(q, k, v, layout.cp_sharding)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+        blocks_of = functools.partial(packed_blocks, sharding=layout.cp_sharding, documents=documents)
+        return function.apply(q, k, v, blocks_of)
+
+    return attend

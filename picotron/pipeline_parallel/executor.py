@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
+from picotron.errors import UserError
 from picotron.pipeline_parallel.pipeline_parallel import finish_step, sum_losses
 from picotron.pipeline_parallel.pp_communications import check_message, start_message
 from picotron.pipeline_parallel.recorder import record_action
@@ -42,6 +43,7 @@ class Executor:
         self, model: Any, data_loader: Any, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
     ) -> Tensor:
         """Run one step. Arguments and result are those of `train_step_pipeline_afab`."""
+        self.check_micro_batches(data_loader.grad_acc_steps)
         forward_only = self.schedule.forward_only
         batches = [next(data_loader) for _ in range(self.schedule.microbatches)]
         model.require_backward_grad_sync = False  # R starts the reductions instead
@@ -51,6 +53,13 @@ class Executor:
                 step.run(action)
         step.finish()
         return sum_losses(step.losses, device) if forward_only else finish_step(model, step.losses, device)
+
+    def check_micro_batches(self, count: int) -> None:
+        """Raise UserError if a step has another number of micro-batches than the schedule."""
+        if count != self.schedule.microbatches:
+            raise UserError(
+                f"the schedule is for {self.schedule.microbatches} micro-batches, not {count}; make them equal"
+            )
 
 
 class StepState:

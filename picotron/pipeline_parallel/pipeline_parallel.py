@@ -30,7 +30,7 @@ from transformers import LlamaConfig
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.model import Llama
+from picotron.model import Llama, LossFn
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
 from picotron.pipeline_parallel.recorder import record_action
 from picotron.process_group_manager import new_groups
@@ -91,6 +91,9 @@ class PipelineParallel(nn.Module):
         position_ids: Tensor,
         hidden_states: Tensor | None,
         target_ids: Tensor | None = None,
+        target_weights: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        loss_fn: LossFn | None = None,
         stage: int | None = None,
     ) -> Tensor:
         """Run a stage. The first one reads input_ids (B, T/cp), the others hidden_states, see `hidden_states_shape`.
@@ -99,15 +102,15 @@ class PipelineParallel(nn.Module):
             stage: number of the stage; by default this rank's first one.
 
         Returns:
-            Hidden states for the next stage. On the last stage, the mean loss if target_ids (B, T/cp) are given, else
-            logits, see `Llama.logits_or_loss`.
+            Hidden states for the next stage. On the last stage, the loss or the logits, see `Llama.forward`, which
+            explains the other arguments.
         """
         contents = self.stages[min(self.stages) if stage is None else stage]
         x = self.module.embed(input_ids) if contents.has_embedding else hidden_states
         assert x is not None
-        y = self.module.run_layers(x, position_ids, contents.layers)
+        y = self.module.run_layers(x, position_ids, contents.layers, cu_seqlens)
         if contents.has_head:
-            return self.module.logits_or_loss(y, target_ids)
+            return self.module.logits_or_loss(y, target_ids, target_weights, loss_fn)
         return y.view_as(y) if y is hidden_states else y  # an empty stage needs a new tensor that it can deallocate
 
     def parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
@@ -280,21 +283,16 @@ def train_step_pipeline_1f1b(
 
 @torch.no_grad()
 def evaluate(
-    model: Any,
-    data_loader: Any,
-    eval_steps: int,
-    tensor_shapes: Sequence[int],
-    device: torch.device,
-    dtype: torch.dtype,
+    model: Any, data_loader: Any, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Compute the mean loss over the next `eval_steps` global batches, forward only, with or without a pipeline.
+    """Compute the mean loss of the loader's next micro-batches, forward only, with or without a pipeline.
 
     Returns:
         On the last stage, the mean loss over this pipeline's tokens, on the others 0; a scalar on the device.
     """
     losses: list[Tensor] = []
-    for i in range(eval_steps * data_loader.grad_acc_steps):
+    for i in range(data_loader.grad_acc_steps):
         x = pipeline_communicate("recv_forward", device, dtype, shapes=tensor_shapes)
         y = forward_step(model, data_loader, x, i, losses)
         pipeline_communicate("send_forward", device, dtype, y, tensor_shapes)
-    return sum_losses(losses, device) / eval_steps
+    return sum_losses(losses, device)

@@ -1,6 +1,8 @@
-"""Cross entropy of a vocabulary-parallel head: each rank computes the logits of its shard of the vocabulary only."""
+"""Cross entropy and log-probabilities of a vocabulary-parallel head: each rank computes the logits of its shard of the
+vocabulary only.
+"""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from picotron.collectives import accumulation_dtype, all_reduce
 
 CHUNK_TOKENS = 512  # number of tokens whose logits are in memory at the same time, on a CPU
 CHUNK_LOGITS = 2**28  # number of logits in memory at the same time, on a GPU, which needs large products to be fast
+IGNORE_INDEX = -100  # target that does not count, as in torch.nn.functional.cross_entropy
 
 
 def chunk_tokens(device_type: str, vocabulary: int) -> int:
@@ -22,13 +25,69 @@ def chunk_tokens(device_type: str, vocabulary: int) -> int:
     return CHUNK_TOKENS if device_type == "cpu" else max(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary)
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """forward: the mean cross entropy of softmax(x W'), x (B T, D) and W (V/tp, D), and the gradients of x and W.
-    backward: scale these gradients.
+class VocabularyShard(NamedTuple):
+    """The rows of the head's weight that a rank holds.
 
-    W is sharded over tp by rows, one per token of the vocabulary. The ranks exchange three numbers per token of x (the
-    largest logit, the sum of the exponentials, the target's logit), as in section 3 of Shoeybi et al. 2019
-    (arXiv:1909.08053), and never gather the logits.
+    Args:
+        start: token of the first row.
+        rows: number of rows that are tokens; the others, at the end, are padding.
+        group: the tp ranks.
+    """
+
+    start: int
+    rows: int
+    group: dist.ProcessGroup
+
+
+class Softmax(NamedTuple):
+    """Softmax of the logits of C tokens, of which each rank has those of its shard of the vocabulary.
+
+    The ranks exchange three numbers per token (the largest logit, the sum of the exponentials, the target's logit), as
+    in section 3 of Shoeybi et al. 2019 (arXiv:1909.08053), and never gather the logits.
+
+    Args:
+        exponentials: exponentials of the logits minus the token's largest one, (C, V/tp), in float32 or wider.
+        sums: their sums over the whole vocabulary, (C,).
+        log_probs: log-probabilities of the targets, (C,).
+        column: the target's column in this shard, (C,); 0 if it is on another rank.
+        is_local: whether the target is in this shard, (C,).
+    """
+
+    exponentials: Tensor
+    sums: Tensor
+    log_probs: Tensor
+    column: Tensor
+    is_local: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, targets: Tensor, shard: VocabularyShard) -> "Softmax":
+        """Compute the softmax of logits (C, V/tp), which are overwritten if they are in float32 or wider."""
+        wide = accumulation_dtype(logits)
+        logits[:, shard.rows :] = -torch.inf  # padding rows get probability 0
+        column = targets - shard.start
+        is_local = (column >= 0) & (column < shard.rows)
+        column = column.where(is_local, 0)
+        top = logits.amax(-1).to(wide)
+        all_reduce(top, shard.group, dist.ReduceOp.MAX)
+        target_logit = logits.gather(1, column[:, None])[:, 0] - top
+        target_logit = target_logit.where(is_local, 0)  # partial: 0 on all other ranks
+        # A new buffer only if the logits are in bfloat16.
+        exponentials = torch.sub(logits, top[:, None], out=logits if logits.dtype == wide else None).exp_()
+        sums = torch.stack((exponentials.sum(-1), target_logit))
+        all_reduce(sums, shard.group)
+        return cls(exponentials, sums[0], sums[1] - sums[0].log(), column, is_local)
+
+    def gradient(self, scale: Tensor, out: Tensor) -> Tensor:
+        """Compute the logits' gradient of -sum(scale * log_probs), (softmax - onehot) * scale, into `out` (C, V/tp).
+        The exponentials are overwritten.
+        """
+        self.exponentials.scatter_add_(1, self.column[:, None], -(self.sums * self.is_local)[:, None])
+        return torch.mul(self.exponentials, (scale / self.sums)[:, None], out=out)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """forward: the weighted sum of the cross entropies of softmax(x W'), x (B T, D) and W (V/tp, D), and the gradients
+    of x and W. backward: scale these gradients.
 
     Forward processes the tokens in chunks and computes each chunk's gradients while its logits are in memory. This is
     possible because the loss is a scalar, so that backward only has to scale them. Instead of the logits, softmax and
@@ -43,15 +102,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
-        vocab_start: int,
-        vocab_rows: int,
-        group: dist.ProcessGroup,
-        ignore_index: int,
+        target_weights: Tensor,
+        shard: VocabularyShard,
         with_gradients: bool,
     ) -> Tensor:
         wide = accumulation_dtype(x)
-        kept = targets != ignore_index
-        count = kept.sum()
         loss = torch.zeros((), dtype=wide, device=x.device)
         dx = torch.empty_like(x) if with_gradients else None
         dweight = torch.zeros_like(weight, dtype=wide) if with_gradients else None
@@ -59,33 +114,17 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), step):
             chunk = slice(start, start + step)
             logits = x[chunk] @ weight.t()  # (C, V/tp), with C tokens in the chunk
-            logits[:, vocab_rows:] = -torch.inf  # padding rows get probability 0
-            target = targets[chunk] - vocab_start  # (C,), as rows of this rank's shard
-            is_local = (target >= 0) & (target < vocab_rows) & kept[chunk]
-            target = target.where(is_local, 0)
-
-            top = logits.amax(-1).to(wide)
-            all_reduce(top, group, dist.ReduceOp.MAX)
-            target_logit = logits.gather(1, target[:, None])[:, 0] - top
-            target_logit = target_logit.where(is_local, 0)  # partial: 0 on all other ranks
-            # In float32 or wider; a new buffer only if the logits are in bfloat16.
-            exponentials = torch.sub(logits, top[:, None], out=logits if logits.dtype == wide else None).exp_()
-            sums = torch.stack((exponentials.sum(-1), target_logit))
-            all_reduce(sums, group)
-            loss += (sums[0].log() - sums[1]).where(kept[chunk], 0).sum()
-
+            softmax = Softmax.of(logits, targets[chunk], shard)
+            loss -= (softmax.log_probs * target_weights[chunk]).sum()
             if dx is not None and dweight is not None:
-                # d loss / d logits = (softmax - onehot) / count = (exponentials - onehot * sum) / (sum * count)
-                exponentials.scatter_add_(1, target[:, None], -(sums[0] * is_local)[:, None])
-                scale = kept[chunk] / (sums[0] * count)
-                gradient = torch.mul(exponentials, scale[:, None], out=logits)
+                gradient = softmax.gradient(target_weights[chunk], out=logits)
                 torch.mm(gradient, weight, out=dx[chunk])
                 add_product(dweight, gradient.t(), x[chunk])
                 del gradient
-            del logits, exponentials  # frees their memory before the next chunk's are allocated
+            del logits, softmax  # frees their memory before the next chunk's are allocated
         ctx.gradients = dx, dweight
         ctx.dtype = weight.dtype
-        return loss / count
+        return loss
 
     @staticmethod
     @once_differentiable
@@ -94,7 +133,36 @@ class LinearCrossEntropy(torch.autograd.Function):
         (dx, dweight), ctx.gradients = ctx.gradients, None
         # Multiply in the dtype of `gradient`, float32 or wider: a factor of 1/3 rounded to bfloat16 would shift all
         # gradients by 0.2 %.
-        return dx.mul_(gradient[None]), dweight.mul_(gradient).to(ctx.dtype), *[None] * 6
+        return dx.mul_(gradient[None]), dweight.mul_(gradient).to(ctx.dtype), *[None] * 4
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """forward: the log-probabilities (B T,) of the targets under softmax(x W'), x (B T, D) and W (V/tp, D).
+    backward: the gradients of x and W. Both compute the logits, in chunks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
+        ctx.save_for_backward(x, weight, targets)
+        ctx.shard = shard
+        step = chunk_tokens(x.device.type, len(weight))
+        chunks = zip(x.split(step), targets.split(step), strict=True)
+        return torch.cat([Softmax.of(chunk @ weight.t(), ids, shard).log_probs for chunk, ids in chunks])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, targets = ctx.saved_tensors
+        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=accumulation_dtype(weight))
+        step = chunk_tokens(x.device.type, len(weight))
+        for start in range(0, len(x), step):
+            chunk = slice(start, start + step)
+            logits = x[chunk] @ weight.t()
+            gradient = Softmax.of(logits, targets[chunk], ctx.shard).gradient(-dy[chunk], out=logits)
+            torch.mm(gradient, weight, out=dx[chunk])
+            add_product(dweight, gradient.t(), x[chunk])
+            del logits, gradient
+        return dx, dweight.to(weight.dtype), None, None
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -111,21 +179,25 @@ def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
-    vocab_start: int,
-    vocab_rows: int,
-    group: dist.ProcessGroup,
-    ignore_index: int = -100,
+    shard: VocabularyShard,
+    target_weights: Tensor | None = None,
 ) -> Tensor:
-    """Compute the mean cross entropy over the tokens whose target is not `ignore_index`, in float32 or wider.
+    """Compute the sum of the tokens' cross entropies times `target_weights`; by default the mean over the tokens whose
+    target is not IGNORE_INDEX. A scalar in float32 or wider.
 
     Args:
         x: (B, T, D), full; its gradient is partial.
         weight: (V/tp, D), this rank's shard of the vocabulary.
-        targets: (B, T).
-        vocab_start: token of the first row of `weight`.
-        vocab_rows: number of rows of `weight` that are tokens; the others, at the end, are padding.
-        group: the tp ranks.
+        targets, target_weights: (B, T). A target whose weight is 0 can be any number.
     """
-    x, targets = x.flatten(0, 1), targets.flatten()
-    arguments = (vocab_start, vocab_rows, group, ignore_index, torch.is_grad_enabled())
-    return LinearCrossEntropy.apply(x, weight, targets, *arguments)
+    wide = accumulation_dtype(x)
+    if target_weights is None:
+        counts = (targets != IGNORE_INDEX).to(wide)
+        target_weights = counts / counts.sum()
+    flat = x.flatten(0, 1), weight, targets.flatten(), target_weights.to(wide).flatten()
+    return LinearCrossEntropy.apply(*flat, shard, torch.is_grad_enabled())
+
+
+def linear_log_probs(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
+    """Compute the log-probabilities of the targets, (B, T) in float32 or wider. Arguments as above."""
+    return LinearLogProbs.apply(x.flatten(0, 1), weight, targets.flatten(), shard).view(targets.shape)

@@ -33,7 +33,7 @@ from picotron.errors import UserError
 from picotron.model import Llama, RMSNorm
 from picotron.process_group_manager import new_groups
 from picotron.split_backward import compute_or_defer, gradient_edges, is_deferring
-from picotron.tensor_parallel.cross_entropy import linear_cross_entropy
+from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy, linear_log_probs
 from picotron.tensor_parallel.tp_communications import (
     SEQUENCE,
     AllGather,
@@ -165,22 +165,37 @@ class VocabParallelEmbedding(nn.Module):
 
 class VocabParallelHead(ColumnParallelLinear):
     """A head of which each rank computes some of the logits, (B, T, V/tp). Calling the module gathers them, (B, T, V):
-    inference needs that, the loss does not.
+    inference needs that, losses do not. Its inputs x are (B, T, D), or their shards (B, T/tp, D) with sequence
+    parallelism.
+
+    Attributes:
+        vocabulary: the tokens whose logits this rank computes.
     """
 
     def __init__(self, linear: nn.Linear, shard: Shard, sequence_parallel: bool) -> None:
         super().__init__(linear, shard, sequence_parallel)
         self.vocab_size = linear.out_features
+        self.vocabulary = VocabularyShard(shard.start, shard.stop - shard.start, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         logits = GatherFromRanks.apply(super().forward(x), 2, self.group)
         return logits[..., : self.vocab_size]  # without the padding
 
-    def cross_entropy(self, x: Tensor, target_ids: Tensor) -> Tensor:
-        """Compute the mean loss of predicting target_ids (B, T) from x (B, T, D), or its shard (B, T/tp, D)."""
-        x = AllGather.apply(x, SEQUENCE, self.group) if self.sequence_parallel else CopyToRanks.apply(x, self.group)
-        shard = self.shards["weight"]
-        return linear_cross_entropy(x, self.weight, target_ids, shard.start, shard.stop - shard.start, self.group)
+    def local_logits(self, x: Tensor) -> Tensor:
+        """Compute the logits of the tokens in `vocabulary`: (B, T, V/tp), without the padding."""
+        return super().forward(x)[..., : self.vocabulary.rows]
+
+    def log_probs(self, x: Tensor, target_ids: Tensor) -> Tensor:
+        """Compute `Head.log_probs`."""
+        return linear_log_probs(self._full(x), self.weight, target_ids, self.vocabulary)
+
+    def cross_entropy(self, x: Tensor, target_ids: Tensor, target_weights: Tensor | None = None) -> Tensor:
+        """Compute `Head.cross_entropy`."""
+        return linear_cross_entropy(self._full(x), self.weight, target_ids, self.vocabulary, target_weights)
+
+    def _full(self, x: Tensor) -> Tensor:
+        """Return the full x, whose gradient is summed over the tp ranks."""
+        return AllGather.apply(x, SEQUENCE, self.group) if self.sequence_parallel else CopyToRanks.apply(x, self.group)
 
 
 def check_tensor_parallel(config: LlamaConfig, tp_size: int) -> None:

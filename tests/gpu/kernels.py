@@ -15,13 +15,14 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from picotron import process_group_manager as pgm
 from picotron.config import Training
-from picotron.context_parallel.context_parallel import accumulate_gradients, blockwise_attention, visible_blocks
+from picotron.context_parallel.blocks import packed_blocks
+from picotron.context_parallel.context_parallel import accumulate_gradients, blockwise_attention
 from picotron.context_parallel.positions import local_positions
 from picotron.model import RMSNorm, fused_attention, math_attention, rope
 from picotron.optimizer import AdamW
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.split_backward import defer_weight_grads, run_deferred, split_backward
-from picotron.tensor_parallel.cross_entropy import linear_cross_entropy
+from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy
 from picotron.weights import set_main_grad
 from tests.gpu.report import Check, Lines, Options, checked, header
 from tests.support.oracle import our_model, relative_error, tiny_llama
@@ -93,7 +94,8 @@ class AttentionOfAllRanks(torch.autograd.Function):
         shards = [(rank, torch.stack((k, v))[:, :, :, keys]) for rank, keys in each_rank(q, sharding)]
         for _, own in each_rank(q, sharding):
             queries = as_in_the_model(q[:, :, own])
-            out[:, :, own], lse[:, :, own] = blockwise_attention(queries, shards, sharding)
+            blocks_of = functools.partial(packed_blocks, sharding=sharding, documents=None)
+            out[:, :, own], lse[:, :, own] = blockwise_attention(queries, shards, blocks_of)
         ctx.sharding = sharding
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -109,7 +111,7 @@ class AttentionOfAllRanks(torch.autograd.Function):
             for source, keys in shards:
                 kv = torch.stack((k, v))[:, :, :, keys]
                 block_dkv = torch.zeros_like(kv, dtype=lse.dtype)
-                blocks = visible_blocks(source, len(own), ctx.sharding)
+                blocks = packed_blocks(source, len(own), ctx.sharding, None)
                 accumulate_gradients(own_dy, own_q, kv, blocks, own_out, lse[:, :, own], own_dq, block_dkv)
                 dkv[:, :, :, keys] += block_dkv
             dq[:, :, own] = own_dq
@@ -162,7 +164,7 @@ def loss_errors(device: torch.device, dtype: torch.dtype, tokens: int, hidden: i
     group = setup_process_group_manager(1, 1, 1, 1).tp_group
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(x, weight, targets, 0, vocab, group)
+        return linear_cross_entropy(x, weight, targets, VocabularyShard(0, vocab, group))
 
     def torchs(x: Tensor, weight: Tensor) -> Tensor:
         logits = (x @ weight.t()).flatten(0, 1)

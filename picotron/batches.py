@@ -1,0 +1,242 @@
+"""Training steps and forward passes on batches of your own, with a loss of your own, in every layout and schedule.
+
+    step = make_train_step(config, model_config, plan, device, dtype)
+    batches = split_batch({"input_ids": ids, "target_ids": targets, "advantages": advantages}, micro_batches=4)
+    result = train_batch(step, model, batches, loss_fn)
+
+Each micro-batch carries a function that the last stage calls instead of the loss. So the training loops do not change,
+and what the function returns besides the loss stays on the last stage until the step is complete.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from picotron import process_group_manager as pgm
+from picotron.check_batches import Batch, check_batches, check_split
+from picotron.collectives import all_reduce
+from picotron.context_parallel.positions import local_positions
+from picotron.data_parallel.data_parallel import DataParallel
+from picotron.errors import UserError
+from picotron.weights import main_grad
+
+Loss = Tensor | tuple[Tensor, Tensor | float, dict[str, Tensor]]
+MODEL_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
+
+
+class BatchResult(NamedTuple):
+    """The result of `train_batch`, the same on every rank: the loss of the global batch, and the named statistics."""
+
+    loss: float
+    statistics: dict[str, float]
+
+
+class BatchList:
+    """A data loader of micro-batches in a list, for one step."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.batches, self.grad_acc_steps = iter(batches), len(batches)
+
+    def __next__(self) -> Batch:
+        return next(self.batches)
+
+
+def split_batch(batch: Batch, micro_batches: int, cp_sharding: str = "zigzag") -> list[Batch]:
+    """Cut a global batch, which every rank has, into this rank's micro-batches.
+
+    Args:
+        batch: tensors with a first dimension of G sequences, of which `input_ids` is (G, T). Those that begin with (G,
+            T) are cut along the sequence, too, over the cp ranks. `cu_seqlens` has the boundaries of documents among
+            all G T tokens, see `PackedDocuments`. By default, `position_ids` are 0, 1, 2, ... Everything else, such
+            as a number, is passed on as it is.
+        micro_batches: number of micro-batches on each dp rank. Micro-batch i of dp rank r has the sequences that
+            `MicroBatchDataLoader` would give it.
+        cp_sharding: see `local_positions`.
+
+    Raises:
+        UserError: the sequences or their tokens cannot be divided evenly.
+    """
+    grid = pgm.process_group_manager
+    rows = check_split(batch, micro_batches, cp_sharding)
+    sequences, length = batch["input_ids"].shape
+    positions = local_positions(length, grid.cp_world_size, grid.cp_rank, cp_sharding)
+    positions = positions.to(batch["input_ids"].device)
+    batch = {"position_ids": torch.arange(length, device=positions.device).expand(sequences, -1)} | batch
+
+    def cut(value: Any, first: int) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        value = value[first : first + rows]
+        return value[:, positions] if value.shape[1:2] == (length,) else value
+
+    parts = []
+    for i in range(micro_batches):
+        first = (i * grid.dp_world_size + grid.dp_rank) * rows
+        part = {name: cut(value, first) for name, value in batch.items() if name != "cu_seqlens"}
+        if (boundaries := batch.get("cu_seqlens")) is not None:
+            inside = (boundaries >= first * length) & (boundaries <= (first + rows) * length)
+            part["cu_seqlens"] = boundaries[inside] - first * length
+        parts.append(part)
+    return parts
+
+
+def normalise_weights(batches: Sequence[Batch], scope: str = "global") -> list[Batch]:
+    """Scale the `target_weights` of this rank's micro-batches, so that the mean over micro-batches and ranks of the
+    weighted sums of losses is their weighted mean.
+
+    Args:
+        scope: "global" for the weighted mean over the global batch, which depends neither on the layout nor on the
+            micro-batch in which a token is, or "dp_rank" for the mean over dp ranks of the weighted mean of each.
+
+    Raises:
+        UserError: on every rank, if a sum of weights is not positive.
+    """
+    grid = pgm.process_group_manager
+    if scope not in ("global", "dp_rank"):
+        raise UserError(f"scope={scope!r} is unknown; use 'global' or 'dp_rank'")
+    mean = torch.stack([batch["target_weights"].sum(dtype=torch.float64) for batch in batches]).mean()
+    all_reduce(mean, grid.cp_dp_group if scope == "global" else grid.cp_group, dist.ReduceOp.AVG)
+    smallest = mean.clone()
+    all_reduce(smallest, grid.cp_dp_group, dist.ReduceOp.MIN)
+    if not smallest.item() > 0:
+        whole = "the global batch" if scope == "global" else "a data-parallel rank"
+        raise UserError(
+            f"the target_weights of {whole} sum to {smallest.item() * len(batches):g}, but their mean needs a positive sum; "
+            f"give at least one target a weight"
+        )
+    return [batch | {"target_weights": batch["target_weights"].double() / mean} for batch in batches]
+
+
+def cross_entropy(head: Any, x: Tensor, batch: Batch) -> Tensor:
+    """Compute the default loss of a micro-batch: the cross entropy of its `target_ids`."""
+    return head.cross_entropy(x, batch["target_ids"], batch.get("target_weights"))
+
+
+def train_batch(
+    step: Callable[..., Tensor],
+    model: DataParallel,
+    batches: Sequence[Batch],
+    loss_fn: Callable[[Any, Tensor, Batch], Loss] = cross_entropy,
+    losses: list[Tensor] | None = None,
+    scope: str = "global",
+) -> BatchResult:
+    """Run forward and backward for this rank's micro-batches. Gradients end up in `main_grad`, as after `train_step`.
+
+    Args:
+        step: see `make_train_step`.
+        batches: micro-batches, see `split_batch`. `target_weights` are normalised first, see `normalise_weights`.
+        loss_fn: function of the head, its input x (B, T/cp, D) and the micro-batch. The head has `cross_entropy`,
+            `log_probs` and `local_logits`, and is itself a function of x that returns the logits (B, T/cp, V). The
+            result is the loss of the micro-batch, a scalar, or (loss, weight, statistics): then loss and statistics are
+            sums over the micro-batch, and are divided by the sum of the weights of all micro-batches of all ranks. The
+            names of the statistics must be the same in all of them.
+        losses: list that gets the results of `loss_fn` without their gradients, in the order of `batches`, on ranks
+            with the last stage; on the others it is emptied.
+        scope: see `normalise_weights`.
+
+    Raises:
+        UserError: the batches do not fit the step or each other, a loss is not a scalar, or all weights are 0.
+    """
+    check_batches(step, batches)
+    if "target_weights" in batches[0]:
+        batches = normalise_weights(batches, scope)
+    results: dict[int, tuple[Tensor, Tensor | float, dict[str, Tensor]]] = {}  # by micro-batch
+
+    def with_loss(i: int, batch: Batch) -> Batch:
+        def loss(head: Any, x: Tensor) -> Tensor:
+            returned = loss_fn(head, x, batch)
+            value, weight, statistics = returned if isinstance(returned, tuple) else (returned, 1.0, {})
+            if not isinstance(value, Tensor) or value.ndim != 0:
+                found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise UserError(f"loss_fn returned a loss of shape {found}, but it must be a scalar tensor; sum it")
+            results[i] = value.detach(), weight, {name: each.detach() for name, each in statistics.items()}
+            return value
+
+        return _model_inputs(batch, loss)
+
+    step(model, BatchList([with_loss(i, batch) for i, batch in enumerate(batches)]))
+    ordered = [results[i] for i in sorted(results)]
+    if losses is not None:
+        losses[:] = [loss for loss, _, _ in ordered]
+    totals = _sum_over_ranks(ordered)
+    weight = totals.pop("weight")
+    if not weight > 0:
+        raise UserError(f"the weights that loss_fn returned sum to {weight:g}; their sum must be positive")
+    # The step has divided by the number of micro-batches and of ranks, the number of terms, instead of by the weight.
+    terms = len(batches) * pgm.process_group_manager.cp_dp_world_size
+    if weight != terms:
+        torch._foreach_mul_([main_grad(parameter) for parameter in model.parameters()], terms / weight)
+    return BatchResult(totals.pop("loss") / weight, {name: total / weight for name, total in totals.items()})
+
+
+def _model_inputs(batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> Batch:
+    """Return the arguments of the model for a micro-batch."""
+    inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
+    return inputs | {"hidden_states": None, "loss_fn": loss_fn}
+
+
+def _sum_over_ranks(results: Sequence[tuple[Tensor, Tensor | float, dict[str, Tensor]]]) -> dict[str, float]:
+    """Sum losses, weights and statistics over micro-batches and ranks, and pass them from the last stage to all."""
+    grid, totals = pgm.process_group_manager, None
+    if results:
+        device = results[0][0].device
+        rows = [{"loss": loss, "weight": weight, **statistics} for loss, weight, statistics in results]
+        names = sorted(rows[0])
+        if any(sorted(row) != names for row in rows):
+            raise UserError(
+                "loss_fn returned statistics with different names for two micro-batches; return the same names for all"
+            )
+        numbers = [[torch.as_tensor(row[name], dtype=torch.float64, device=device) for name in names] for row in rows]
+        total = torch.stack([torch.stack(row) for row in numbers]).sum(0)
+        all_reduce(total, grid.cp_dp_group)
+        totals = dict(zip(names, total.tolist(), strict=True))
+    found: list[Any] = [None] * grid.pp_world_size
+    dist.all_gather_object(found, totals, group=grid.pp_group)
+    return dict(next(each for each in found if each is not None))
+
+
+def _logits(head: Any, x: Tensor, batch: Batch) -> Tensor:
+    return head(x)
+
+
+def forward_batch(
+    evaluate: Callable[..., Tensor],
+    model: DataParallel,
+    batches: Sequence[Batch],
+    post_hook: Callable[[Any, Tensor, Batch], Any] = _logits,
+) -> Any:
+    """Run forward only, and merge the outputs of the micro-batches.
+
+    Args:
+        evaluate: see `make_evaluation`. Schedules with several stages per rank need its `micro_batches`.
+        batches: micro-batches, see `split_batch`.
+        post_hook: function of the head, its input x (B, T/cp, D) and the micro-batch, see `train_batch`. It returns a
+            tensor that begins with B, or a dict of such tensors; by default the logits (B, T/cp, V).
+
+    Returns:
+        On ranks with the last stage, the outputs in the order of the sequences in `batches`; on the others None.
+
+    Raises:
+        UserError: the batches do not fit the step or each other.
+    """
+    check_batches(evaluate, batches)
+    by_batch: dict[int, Any] = {}
+
+    def with_hook(i: int, batch: Batch) -> Batch:
+        def hook(head: Any, x: Tensor) -> Tensor:
+            by_batch[i] = post_hook(head, x, batch)
+            return x.new_zeros(())  # the loss, which nobody reads
+
+        return _model_inputs(batch, hook)
+
+    with torch.no_grad():
+        evaluate(model, BatchList([with_hook(i, batch) for i, batch in enumerate(batches)]))
+    if not by_batch:
+        return None
+    outputs = [by_batch[i] for i in sorted(by_batch)]
+    if isinstance(outputs[0], dict):
+        return {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
+    return torch.cat(outputs)
