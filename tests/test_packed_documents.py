@@ -1,4 +1,4 @@
-"""Documents packed into rows, weighted targets and own losses: every layout equals transformers on each document alone."""
+"""Packed documents, weighted targets and own losses: every layout equals transformers on each document by itself."""
 
 import functools
 from itertools import pairwise

@@ -1,0 +1,273 @@
+"""Steps and forward passes on a user's batches: results, order, merged outputs, and what is wrong in one sentence."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from picotron import process_group_manager as pgm
+from picotron.batches import cross_entropy, forward_batch, normalise_weights, split_batch, train_batch
+from picotron.errors import UserError
+from picotron.schedules.plan import plan_pipeline
+from picotron.tensor_parallel.tp_communications import sum_over_ranks
+from picotron.train_step import make_evaluation
+from picotron.weights import main_grad
+from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
+from tests.support.training import all_stages, layout_name, step_of, wrapped
+from tests.support.worker_pool import WorkerPool
+
+MODEL = tiny_llama(num_hidden_layers=6)
+IDS = ("input_ids", "target_ids", "position_ids")
+
+
+def global_batch() -> dict[str, Any]:
+    ids = torch.randint(61, (8, 17), generator=torch.Generator().manual_seed(5))
+    return {"input_ids": ids[:, :-1], "target_ids": ids[:, 1:], "number": torch.arange(8), "factor": 0.5}
+
+
+def config_of(layout: dict[str, Any], **changes: Any) -> Any:
+    changes |= {f"distributed__{key}": value for key, value in layout.items()}
+    return make_config(
+        **{"training__gradient_accumulation_steps": 4 // layout.get("dp_size", 1), "training__eval_steps": 1} | changes
+    )
+
+
+def loss_of_three_kinds(head: Any, x: Tensor, batch: dict[str, Any]) -> Tensor:
+    """Compute a loss from the full logits, from log-probabilities, and from this rank's shard of the logits."""
+    tokens, grid = head.vocabulary, pgm.process_group_manager
+    logits, local = head(x), head.local_logits(x)
+    assert_close(local.detach(), logits.detach()[..., tokens.start : tokens.start + tokens.rows])
+    mean_logit = sum_over_ranks(local.sum(-1), grid.tp_group, sequence_parallel=False) / head.vocab_size
+    full = F.cross_entropy(logits.flatten(0, 1), batch["target_ids"].flatten())
+    log_probs = head.log_probs(x, batch["target_ids"])
+    return full + batch["factor"] * log_probs.square().mean() + mean_logit.square().mean()
+
+
+def run_batch(config: Any) -> dict[str, Any]:
+    """Run both kinds of forward pass, then a step, on the same micro-batches."""
+    model, grid = wrapped(config, MODEL), pgm.process_group_manager
+    micro_batches = config.training.gradient_accumulation_steps
+    evaluate = make_evaluation(config, MODEL, plan_pipeline(config, MODEL), CPU, torch.float64, micro_batches)
+    batches, losses = split_batch(global_batch(), micro_batches), [torch.zeros(1)]
+
+    def hook(head: Any, x: Tensor, batch: dict[str, Any]) -> dict[str, Tensor]:
+        return {"log_probs": head.log_probs(x, batch["target_ids"]), "number": batch["number"]}
+
+    logits = forward_batch(evaluate, model, batches)
+    outputs = forward_batch(evaluate, model, batches, hook)
+    assert all(main_grad(parameter).count_nonzero() == 0 for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss, statistics = train_batch(step_of(config, MODEL), model, batches, loss_of_three_kinds, losses)
+    assert statistics == {}
+    return {
+        "dp_rank": grid.dp_rank,
+        "cp_rank": grid.cp_rank,
+        "loss": loss,
+        "losses": losses,
+        "logits": logits,
+        "outputs": outputs,
+        "gradients": all_stages(model.module.module, "main_grad"),
+    }
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"dp_size": 2},
+    {"tp_size": 2},
+    *({"pp_size": 2, "pp_engine": engine} for engine in ("afab", "1f1b", "looped_bfs", "interleaved_1f1b")),
+    *({"pp_size": 2, "pp_engine": engine} for engine in ("zb_h1", "zbv", "dualpipev")),
+    {"pp_size": 3, "dp_size": 2, "pp_engine": "1f1b"},
+    {"pp_size": 2, "tp_size": 2, "sequence_parallel": True, "pp_engine": "zbv"},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+def test_losses_outputs_and_gradients_equal_transformers(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    config, batch = config_of(layout), global_batch()
+    model = oracle_model(MODEL, our_model(MODEL, seed=42).state_dict())
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    log_probs = logits.log_softmax(-1).gather(-1, batch["target_ids"][..., None])[..., 0]
+    loss = (0.5 * log_probs.square() - log_probs + logits.mean(-1).square()).mean(1)
+    loss.mean().backward()
+    size, holders = layout.get("dp_size", 1), 0
+    for result in pool.run(run_batch, config.distributed.world_size, config):
+        assert_close(result["loss"], loss.mean().item(), what="loss")
+        for name, parameter in model.named_parameters():
+            assert_close(result["gradients"][name], parameter.grad, what=name)
+        if result["logits"] is None:
+            assert result["losses"] == []
+            assert result["outputs"] is None
+            continue
+        holders += 1
+        own = torch.arange(8).view(-1, size, 2)[:, result["dp_rank"]].flatten()  # the rows of this dp rank
+        assert_close(torch.stack(result["losses"]), loss[own].detach().view(-1, 2).mean(1), what="losses")
+        assert_close(result["logits"], logits[own].detach(), what="logits")
+        assert_close(result["outputs"]["log_probs"], log_probs[own].detach(), what="log_probs")
+        assert result["outputs"]["number"].tolist() == own.tolist()
+    assert holders == layout.get("tp_size", 1) * size
+
+
+def weighted_loss(layout: dict[str, Any], micro_batches: int, scope: str) -> float:
+    """Return the loss of a step on rows with different weights."""
+    config = config_of(layout, training__gradient_accumulation_steps=micro_batches)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(8, 16, generator=generator) * torch.arange(8)[:, None]
+    batches = split_batch(global_batch() | {"target_weights": weights}, micro_batches)
+    return train_batch(step_of(config, MODEL), wrapped(config, MODEL), batches, scope=scope).loss
+
+
+def in_groups(layout: dict[str, Any]) -> None:
+    config = config_of(layout)
+    wrapped(config, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batches"), [({}, 1), ({}, 8), ({"dp_size": 2}, 2), ({"dp_size": 4}, 1), ({"cp_size": 2}, 4)]
+)
+def test_scopes_of_the_weighted_mean(pool: WorkerPool, layout: dict[str, Any], micro_batches: int) -> None:
+    """The mean over the global batch depends on nothing; that of dp ranks is the mean of each rank's mean."""
+    batch, size = global_batch(), layout.get("dp_size", 1)
+    weights = torch.rand(8, 16, generator=torch.Generator().manual_seed(0)).double() * torch.arange(8)[:, None]
+    model = oracle_model(MODEL, our_model(MODEL, seed=42).state_dict())
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits.detach()
+    losses = F.cross_entropy(logits.flatten(0, 1), batch["target_ids"].flatten(), reduction="none").view(8, 16)
+    by_rank = [torch.arange(8).view(micro_batches, size, -1)[:, rank].flatten() for rank in range(size)]
+    means = [(losses[rows] * weights[rows]).sum() / weights[rows].sum() for rows in by_rank]
+    ranks = size * layout.get("cp_size", 1)
+    for scope, expected in (
+        ("global", (losses * weights).sum() / weights.sum()),
+        ("dp_rank", torch.stack(means).mean()),
+    ):
+        for loss in pool.run(weighted_scope, ranks, layout, micro_batches, scope):
+            assert_close(loss, expected.item(), what=scope)
+
+
+def weighted_scope(layout: dict[str, Any], micro_batches: int, scope: str) -> float:
+    in_groups(layout)
+    return weighted_loss(layout, micro_batches, scope)
+
+
+def message(action: Any) -> str:
+    try:
+        action()
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def mistakes(layout: dict[str, Any]) -> dict[str, str]:
+    """Return the sentence of each mistake on this rank."""
+    config = config_of(layout)
+    model, step = wrapped(config, MODEL), step_of(config, MODEL)
+    parts = split_batch(global_batch(), 4)
+    zeros = [part | {"target_weights": torch.zeros(2, 16)} for part in parts]
+    rows = torch.tensor([0, 16, 32], dtype=torch.int32)
+
+    def train(batches: Any, loss_fn: Any = cross_entropy, **options: Any) -> str:
+        return message(lambda: train_batch(step, model, batches, loss_fn, **options))
+
+    def changed(**changes: Any) -> list[dict[str, Any]]:
+        return [parts[0] | changes, *parts[1:]]
+
+    def names(head: Any, x: Tensor, batch: dict[str, Any]) -> Any:
+        loss = cross_entropy(head, x, batch)
+        return loss, 1.0, {f"{int(batch['number'][0])}": loss}
+
+    found = {
+        "no batches": train([]),
+        "no positions": train([{"input_ids": parts[0]["input_ids"]}]),
+        "one dimension": train(changed(input_ids=torch.arange(16))),
+        "target shape": train(changed(target_ids=torch.zeros(2, 15, dtype=torch.int64))),
+        "some weights": train([*parts[:-1], parts[-1] | {"target_weights": torch.ones(2, 16)}]),
+        "no weight": train(zeros),
+        "scope": train(zeros, scope="rank"),
+        "last boundary": train(changed(cu_seqlens=rows[:-1])),
+        "row boundary": train(changed(cu_seqlens=rows[[0, 2]])),
+        "order": train(changed(cu_seqlens=torch.tensor([0, 20, 16, 32]))),
+        "rows": message(lambda: split_batch(global_batch(), 3)),
+        "lengths": message(lambda: split_batch(global_batch() | {"number": torch.arange(7)}, 4)),
+    }
+    if not layout:
+        found |= {
+            "no scalar": train(parts, lambda head, x, batch: head.log_probs(x, batch["target_ids"])),
+            "no tensor": train(parts, lambda head, x, batch: 1.0),
+            "own weights": train(parts, lambda head, x, batch: (cross_entropy(head, x, batch), 0.0, {})),
+            "names": train(parts, names),
+        }
+    else:
+        evaluate = make_evaluation(config, MODEL, plan_pipeline(config, MODEL), CPU, torch.float64)
+        longer = [part | {name: part[name].repeat(1, 2) for name in IDS} for part in parts]
+        found["pipeline shape"] = message(lambda: forward_batch(evaluate, model, longer))
+        found["pipeline count"] = message(lambda: forward_batch(evaluate, model, parts[:3]))
+    return found
+
+
+SENTENCES = {
+    "no batches": r"there are no micro-batches; pass at least one",
+    "no positions": r"micro-batch 0 has no tensor 'position_ids'; add one, or use split_batch",
+    "one dimension": r"micro-batch 0: input_ids have shape \[16\], but they must be \(B, T\)",
+    "target shape": r"micro-batch 0: target_ids have shape \[2, 15\], but input_ids \[2, 16\]; make them equal",
+    "some weights": r"only one of the micro-batches 0 and 3 has target_weights; add them to all or none",
+    "no weight": r"the target_weights of the global batch sum to 0, .* needs a positive sum; give at least one .*",
+    "scope": r"scope='rank' is unknown; use 'global' or 'dp_rank'",
+    "last boundary": r"micro-batch 0: cu_seqlens should ascend from 0 to 32, .* not \[0, 16\]",
+    "row boundary": r"micro-batch 0: cu_seqlens lack 16, where a row begins; a document cannot cross rows",
+    "order": r"micro-batch 0: cu_seqlens should ascend from 0 to 32, .* not \[0, 20, 16, 32\]",
+    "rows": r"8 sequences cannot be divided into 3 micro-batches on each of 1 data-parallel ranks; use a multiple of 3",
+    "lengths": r"number has 7 sequences, but input_ids 8; make them equal",
+    "no scalar": r"loss_fn returned a loss of shape \[2, 16\], but it must be a scalar tensor; sum it",
+    "no tensor": r"loss_fn returned a loss of shape float, but it must be a scalar tensor; sum it",
+    "own weights": r"the weights that loss_fn returned sum to 0; their sum must be positive",
+    "names": r"loss_fn returned statistics with different names for two micro-batches; return the same names for all",
+    "pipeline shape": r"micro-batch 0 has 2 sequences of 32 tokens, but this pipeline sends hidden states of \[2, 16, D\]; .*",
+    "pipeline count": r"the schedule is for 4 micro-batches, not 3; make them equal",
+}
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp_size": 2, "pp_engine": "interleaved_1f1b"}], ids=layout_name)
+def test_each_mistake_has_a_sentence_on_every_rank(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    for found in pool.run(mistakes, layout.get("pp_size", 1), layout):
+        assert len(found) >= 14
+        for name, sentence in found.items():
+            assert re.fullmatch(SENTENCES[name], sentence), f"{name}: {sentence}"
+
+
+def split_for(layout: dict[str, Any]) -> tuple[tuple[int, int], list[dict[str, Any]]]:
+    in_groups(layout)
+    grid = pgm.process_group_manager
+    boundaries = torch.tensor([0, 5, *range(16, 129, 16)], dtype=torch.int32)
+    return (grid.dp_rank, grid.cp_rank), split_batch(global_batch() | {"cu_seqlens": boundaries}, 2)
+
+
+def test_split_batch_gives_each_token_to_one_rank(pool: WorkerPool) -> None:
+    seen = torch.zeros(8, 16)
+    batch = global_batch()
+    for (dp_rank, cp_rank), parts in pool.run(split_for, 4, {"dp_size": 2, "cp_size": 2}):
+        for i, part in enumerate(parts):
+            first = (2 * i + dp_rank) * 2
+            assert part["number"].tolist() == [first, first + 1]
+            assert part["factor"] == 0.5
+            positions = part["position_ids"][0]
+            assert positions.tolist() == ([0, 1, 2, 3, 12, 13, 14, 15] if cp_rank == 0 else list(range(4, 12)))
+            for row in (0, 1):
+                assert part["input_ids"][row].equal(batch["input_ids"][first + row, positions])
+                seen[first + row, positions] += 1
+            assert part["cu_seqlens"].tolist() == ([0, 5, 16, 32] if first == 0 else [0, 16, 32])
+    assert seen.eq(1).all()
+
+
+def zero_rank() -> str:
+    """Return the error if one dp rank's targets have no weight."""
+    in_groups({"dp_size": 2})
+    rank = pgm.process_group_manager.dp_rank
+    batches = [{"target_weights": torch.full((2, 4), float(rank))}]
+    assert normalise_weights(batches)[0]["target_weights"].sum() == 2 * rank  # the global scope can do without it
+    return message(lambda: normalise_weights(batches, "dp_rank"))
+
+
+def test_a_dp_rank_without_weights_is_an_error_on_all_ranks(pool: WorkerPool) -> None:
+    for sentence in pool.run(zero_rank, 2):
+        assert "the target_weights of a data-parallel rank sum to 0" in sentence
