@@ -30,8 +30,8 @@ from benchmarks.workload import (
     stage_of,
     torch_adamw,
 )
-from picotron.context_parallel.blocks import visible_blocks
 from picotron.context_parallel.context_parallel import attend_across_ranks
+from picotron.context_parallel.positions import visible_blocks
 from picotron.explain.fake_group import fake_rank
 from picotron.model import Llama, fused_attention
 

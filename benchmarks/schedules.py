@@ -7,6 +7,7 @@ python -m benchmarks.schedules
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from picotron.pipeline_parallel import recorder
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.schedules.plan import training_schedule
 from picotron.schedules.simulate import Span, Timeline, measured_costs, simulate
+from picotron.tensor_parallel.cross_entropy import LinearCrossEntropy
 
 PP = 2
 TORCH_CLASSES = {
@@ -46,6 +48,7 @@ TORCH_CLASSES = {
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
+SPLIT_BACKWARD = ("zb_h1", "zbv", "dualpipev")
 
 
 def config_of(engine: str, micro_batches: int) -> Config:
@@ -77,9 +80,19 @@ class TorchStage(nn.Module):
             return y.to(torch.bfloat16) if ON_GPU else y  # the dtype that picotron's stages send
 
 
+def repeatable_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Compute the backward of the loss without changing its gradients in place, because torch's split backward runs it
+    twice: once for the gradients of inputs, once for those of weights.
+    """
+    dx, dweight = ctx.gradients
+    return dx * gradient, (dweight * gradient).to(ctx.dtype), *[None] * 4
+
+
 def torch_step(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
     """Return a step of torch's schedule, on the same stages as picotron's."""
     device, config = device_of(rank), config_of(engine, micro_batches)
+    if engine in SPLIT_BACKWARD:
+        mock.patch.object(LinearCrossEntropy, "backward", staticmethod(repeatable_backward)).start()
     held = stage_of(config, device, torch.float32)
     for module in held.modules():  # torch splits the backward of any graph and does not need picotron's `split_linear`
         if hasattr(module, "linear_fn"):

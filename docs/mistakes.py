@@ -20,8 +20,7 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
-from picotron.context_parallel.blocks import visible_blocks
-from picotron.context_parallel.positions import local_positions
+from picotron.context_parallel.positions import local_positions, visible_blocks
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.bucket import Bucket, make_buckets
 from picotron.model import Head
@@ -250,14 +249,14 @@ MISTAKES = {
     "future_seen": Mistake(
         "context_parallel",
         "visible_blocks lets all queries attend to the keys of later ranks, not only the queries of the second chunk.",
-        {"picotron.context_parallel.blocks.visible_blocks": all_queries},
+        {"picotron.context_parallel.positions.visible_blocks": all_queries},
         *STEPS_CP,
     ),
     "contiguous_shards": Mistake(
         "context_parallel",
         "Data loader and attention use contiguous shards: the results are correct, but the last rank has the most work.",
         {
-            "picotron.context_parallel.blocks.visible_blocks": contiguous_blocks,
+            "picotron.context_parallel.positions.visible_blocks": contiguous_blocks,
             "tests.test_context_parallel.local_positions": contiguous_positions,
         },
         test_context_parallel.test_zigzag_is_balanced_and_skips_masked_blocks,

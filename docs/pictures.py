@@ -9,8 +9,7 @@ from pathlib import Path
 
 from docs.quickstart import quickstart, stage_of
 from docs.svg import LINE, RANKS, WIDTH, Svg
-from picotron.context_parallel.blocks import visible_blocks
-from picotron.context_parallel.positions import local_positions
+from picotron.context_parallel.positions import local_positions, visible_blocks
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.explain.fake_group import fake_rank
 from picotron.schedules.schedules import build

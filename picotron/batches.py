@@ -211,7 +211,7 @@ def forward_batch(
     """Run forward only, and merge the outputs of the micro-batches.
 
     Args:
-        evaluate: see `make_evaluation`. Schedules with several stages per rank need its `micro_batches`.
+        evaluate: see `make_evaluation`.
         batches: micro-batches, see `split_batch`.
         post_hook: function of the head, its input x (B, T/cp, D) and the micro-batch, see `train_batch`. It returns a
             tensor that begins with B, or a dict of such tensors; by default the logits (B, T/cp, V).

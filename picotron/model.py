@@ -26,12 +26,10 @@ LossFn = Callable[[Any, Tensor], Tensor]  # function of the head and its input
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
-    """Compute causal attention, softmax(q k' / sqrt(d)) v, with PyTorch's best fused kernel.
+    """Compute causal attention, softmax(q k' / sqrt(d)) v, with PyTorch's best fused kernel, within each document if
+    rows hold several `documents`.
 
     q (B, H, T, d); k, v (B, K, T, d), where H is a multiple of K -> (B, H, T, d)
-
-    Args:
-        documents: documents that do not attend to each other.
     """
     if documents is not None:
         return packed_attention(q, k, v, documents, fused_attention)
@@ -239,11 +237,7 @@ class Llama(nn.Module):
         return self.model.embed_tokens(input_ids)
 
     def run_layers(
-        self,
-        x: Tensor,
-        position_ids: Tensor,
-        layers: Iterable[int] | None = None,
-        cu_seqlens: Tensor | None = None,
+        self, x: Tensor, position_ids: Tensor, layers: Iterable[int] | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """Apply the given decoder layers, by default all: x (B, T, D), position_ids (B, T) -> (B, T, D)."""
         documents = None if cu_seqlens is None else PackedDocuments.of(cu_seqlens, x.device)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,21 +56,17 @@ def make_train_step(
 
 
 def make_evaluation(
-    config: Config,
-    model_config: LlamaConfig,
-    plan: PipelinePlan,
-    device: torch.device,
-    dtype: torch.dtype,
-    micro_batches: int | None = None,
+    config: Config, model_config: LlamaConfig, plan: PipelinePlan, device: torch.device, dtype: torch.dtype
 ) -> Step:
-    """Return a function that computes the mean loss over a loader's next micro-batches, see `evaluate`.
+    """Return a function that computes the mean loss over the loader's next micro-batches, see `evaluate`."""
+    schedule, shape = plan.schedule, hidden_states_shape(config, model_config)
 
-    Args:
-        micro_batches: number of the loader's micro-batches; by default those of `eval_steps` global batches.
-    """
-    training, schedule, shape = config.training, plan.schedule, hidden_states_shape(config, model_config)
-    if schedule.chunks == 1:
-        return functools.partial(evaluate, tensor_shapes=shape, device=device, dtype=dtype)
-    micro_batches = micro_batches or training.eval_steps * training.gradient_accumulation_steps
-    executor = Executor(forward_only(schedule.pp, micro_batches, schedule.chunks, schedule.placement))
-    return functools.partial(executor, tensor_shapes=shape, device=device, dtype=dtype)
+    @functools.cache
+    def executor(micro_batches: int) -> Executor:
+        return Executor(forward_only(schedule.pp, micro_batches, schedule.chunks, schedule.placement))
+
+    def execute(model: DataParallel, data_loader: Any, **message: Any) -> Tensor:
+        return executor(data_loader.grad_acc_steps)(model, data_loader, **message)
+
+    step = evaluate if schedule.chunks == 1 else execute
+    return functools.partial(step, tensor_shapes=shape, device=device, dtype=dtype)

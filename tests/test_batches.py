@@ -50,7 +50,7 @@ def run_batch(config: Any) -> dict[str, Any]:
     """Run both kinds of forward pass, then a step, on the same micro-batches."""
     model, grid = wrapped(config, MODEL), pgm.process_group_manager
     micro_batches = config.training.gradient_accumulation_steps
-    evaluate = make_evaluation(config, MODEL, plan_pipeline(config, MODEL), CPU, torch.float64, micro_batches)
+    evaluate = make_evaluation(config, MODEL, plan_pipeline(config, MODEL), CPU, torch.float64)
     batches, losses = split_batch(global_batch(), micro_batches), [torch.zeros(1)]
 
     def hook(head: Any, x: Tensor, batch: dict[str, Any]) -> dict[str, Tensor]:
@@ -201,7 +201,7 @@ def mistakes(layout: dict[str, Any]) -> dict[str, str]:
         evaluate = make_evaluation(config, MODEL, plan_pipeline(config, MODEL), CPU, torch.float64)
         longer = [part | {name: part[name].repeat(1, 2) for name in IDS} for part in parts]
         found["pipeline shape"] = message(lambda: forward_batch(evaluate, model, longer))
-        found["pipeline count"] = message(lambda: forward_batch(evaluate, model, parts[:3]))
+        found["pipeline count"] = train(parts[:3])
     return found
 
 

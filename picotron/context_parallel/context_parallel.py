@@ -38,8 +38,8 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_gather_single, reduce_scatter_single
 from picotron.config import Distributed
 from picotron.context_parallel.block_attention import block_backward, block_forward
-from picotron.context_parallel.blocks import BlocksOf, PackedBlock, packed_blocks
 from picotron.context_parallel.cp_communications import ring, start_ring_step
+from picotron.context_parallel.packed_blocks import BlocksOf, PackedBlock, packed_blocks
 from picotron.context_parallel.positions import local_positions
 from picotron.errors import UserError
 from picotron.model import Attention, AttentionFn
@@ -192,7 +192,13 @@ HEADS, SEQUENCE = 1, 2
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None, *, sharding: str, attention_fn: AttentionFn
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: PackedDocuments | None = None,
+    *,
+    sharding: str,
+    attention_fn: AttentionFn,
 ) -> Tensor:
     """Compute attention with all-to-alls around it: (B, H, T/cp, d) -> (B, H/cp, T, d), `attention_fn`, and back."""
     size = pgm.process_group_manager.cp_world_size

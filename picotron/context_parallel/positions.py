@@ -1,29 +1,43 @@
-"""Positions in the sequence that each context-parallel rank holds."""
+"""Positions in the sequence that each context-parallel rank holds, and which of them attend to which."""
 
 import torch
 
+from picotron import process_group_manager as pgm
 
-def local_positions(seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> torch.Tensor:
-    """Return the positions of the tokens that a cp rank holds: (seq_length / cp_size,), ascending.
+Block = tuple[slice, slice, bool]
+
+
+def local_chunks(seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> list[range]:
+    """Return the chunks of positions that a cp rank holds, in ascending order.
 
     Args:
         sharding: "contiguous", where the sequence is cut into cp_size chunks, one for each cp rank, or "zigzag", where
             it is cut into 2 cp_size chunks, and cp rank r holds chunk r from the beginning and chunk r from the end.
     """
-    chunks, size = local_chunks(seq_length, cp_size, cp_rank, sharding)
-    return torch.cat([torch.arange(start, start + size) for start in chunks])
+    numbers = [cp_rank] if sharding == "contiguous" else [cp_rank, 2 * cp_size - 1 - cp_rank]
+    size = seq_length // (cp_size * len(numbers))
+    return [range(number * size, (number + 1) * size) for number in numbers]
 
 
-def tokens_before(position: int, seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> int:
-    """Return how many of the tokens that a cp rank holds precede a position in the sequence."""
-    chunks, size = local_chunks(seq_length, cp_size, cp_rank, sharding)
-    return sum(min(max(position - start, 0), size) for start in chunks)
+def local_positions(seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> torch.Tensor:
+    """Return the positions of the tokens that a cp rank holds, see `local_chunks`: (seq_length / cp_size,)."""
+    return torch.cat(
+        [torch.arange(each.start, each.stop) for each in local_chunks(seq_length, cp_size, cp_rank, sharding)]
+    )
 
 
-def local_chunks(seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> tuple[list[int], int]:
-    """Return the positions at which a rank's chunks begin, and the size of a chunk."""
+def visible_blocks(source: int, tokens: int, sharding: str) -> list[Block]:
+    """Return which of this rank's queries attend to which keys of cp rank `source`: (queries, keys, causal), as local
+    indices.
+
+    Args:
+        tokens: number of tokens per rank, T/cp.
+    """
+    rank, full, half = pgm.process_group_manager.cp_rank, slice(0, tokens), tokens // 2
+    if source == rank:
+        return [(full, full, True)]  # the order of local tokens is that of the sequence, even if others lie between
     if sharding == "contiguous":
-        size = seq_length // cp_size
-        return [cp_rank * size], size
-    size = seq_length // (2 * cp_size)
-    return [cp_rank * size, (2 * cp_size - 1 - cp_rank) * size], size
+        return [(full, full, False)] if source < rank else []
+    # Zigzag: both chunks of this rank lie between the two chunks of an earlier rank, so all queries attend to the first
+    # of these. Both chunks of a later rank lie between the two of this rank, so only its second one attends to them.
+    return [(full, slice(0, half), False)] if source < rank else [(slice(half, tokens), full, False)]

@@ -30,7 +30,7 @@ from transformers import LlamaConfig
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.model import Llama, LossFn
+from picotron.model import Llama
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
 from picotron.pipeline_parallel.recorder import record_action
 from picotron.process_group_manager import new_groups
@@ -90,27 +90,25 @@ class PipelineParallel(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor,
         hidden_states: Tensor | None,
-        target_ids: Tensor | None = None,
-        target_weights: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        loss_fn: LossFn | None = None,
         stage: int | None = None,
+        **loss: Any,
     ) -> Tensor:
         """Run a stage. The first one reads input_ids (B, T/cp), the others hidden_states, see `hidden_states_shape`.
 
         Args:
+            cu_seqlens, loss: boundaries of documents, and arguments of the loss, see `Llama.forward`.
             stage: number of the stage; by default this rank's first one.
 
         Returns:
-            Hidden states for the next stage. On the last stage, the loss or the logits, see `Llama.forward`, which
-            explains the other arguments.
+            Hidden states for the next stage. On the last stage, the loss or the logits.
         """
         contents = self.stages[min(self.stages) if stage is None else stage]
         x = self.module.embed(input_ids) if contents.has_embedding else hidden_states
         assert x is not None
         y = self.module.run_layers(x, position_ids, contents.layers, cu_seqlens)
         if contents.has_head:
-            return self.module.logits_or_loss(y, target_ids, target_weights, loss_fn)
+            return self.module.logits_or_loss(y, **loss)
         return y.view_as(y) if y is hidden_states else y  # an empty stage needs a new tensor that it can deallocate
 
     def parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:

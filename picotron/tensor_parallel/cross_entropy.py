@@ -1,6 +1,4 @@
-"""Cross entropy and log-probabilities of a vocabulary-parallel head: each rank computes the logits of its shard of the
-vocabulary only.
-"""
+"""Cross entropy of a vocabulary-parallel head: each rank computes the logits of its shard of the vocabulary only."""
 
 from typing import Any, NamedTuple
 
@@ -26,17 +24,11 @@ def chunk_tokens(device_type: str, vocabulary: int) -> int:
 
 
 class VocabularyShard(NamedTuple):
-    """The rows of the head's weight that a rank holds.
+    """The rows of the head's weight that a rank holds."""
 
-    Args:
-        start: token of the first row.
-        rows: number of rows that are tokens; the others, at the end, are padding.
-        group: the tp ranks.
-    """
-
-    start: int
-    rows: int
-    group: dist.ProcessGroup
+    start: int  # token of the first row
+    rows: int  # number of rows that are tokens; the others, at the end, are padding
+    group: dist.ProcessGroup  # the tp ranks
 
 
 class Softmax(NamedTuple):
@@ -44,20 +36,13 @@ class Softmax(NamedTuple):
 
     The ranks exchange three numbers per token (the largest logit, the sum of the exponentials, the target's logit), as
     in section 3 of Shoeybi et al. 2019 (arXiv:1909.08053), and never gather the logits.
-
-    Args:
-        exponentials: exponentials of the logits minus the token's largest one, (C, V/tp), in float32 or wider.
-        sums: their sums over the whole vocabulary, (C,).
-        log_probs: log-probabilities of the targets, (C,).
-        column: the target's column in this shard, (C,); 0 if it is on another rank.
-        is_local: whether the target is in this shard, (C,).
     """
 
-    exponentials: Tensor
-    sums: Tensor
-    log_probs: Tensor
-    column: Tensor
-    is_local: Tensor
+    exponentials: Tensor  # of the logits minus the token's largest one, (C, V/tp), in float32 or wider
+    sums: Tensor  # of the exponentials over the whole vocabulary, (C,)
+    log_probs: Tensor  # of the targets, (C,)
+    column: Tensor  # of the target in this shard, (C,); 0 if it is on another rank
+    is_local: Tensor  # whether the target is in this shard, (C,)
 
     @classmethod
     def of(cls, logits: Tensor, targets: Tensor, shard: VocabularyShard) -> "Softmax":
@@ -136,35 +121,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dx.mul_(gradient[None]), dweight.mul_(gradient).to(ctx.dtype), *[None] * 4
 
 
-class LinearLogProbs(torch.autograd.Function):
-    """forward: the log-probabilities (B T,) of the targets under softmax(x W'), x (B T, D) and W (V/tp, D).
-    backward: the gradients of x and W. Both compute the logits, in chunks.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
-        ctx.save_for_backward(x, weight, targets)
-        ctx.shard = shard
-        step = chunk_tokens(x.device.type, len(weight))
-        chunks = zip(x.split(step), targets.split(step), strict=True)
-        return torch.cat([Softmax.of(chunk @ weight.t(), ids, shard).log_probs for chunk, ids in chunks])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, targets = ctx.saved_tensors
-        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=accumulation_dtype(weight))
-        step = chunk_tokens(x.device.type, len(weight))
-        for start in range(0, len(x), step):
-            chunk = slice(start, start + step)
-            logits = x[chunk] @ weight.t()
-            gradient = Softmax.of(logits, targets[chunk], ctx.shard).gradient(-dy[chunk], out=logits)
-            torch.mm(gradient, weight, out=dx[chunk])
-            add_product(dweight, gradient.t(), x[chunk])
-            del logits, gradient
-        return dx, dweight.to(weight.dtype), None, None
-
-
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to `total`, which may have a wider dtype than a and b: in one operation if the device has one."""
     if total.dtype == a.dtype:
@@ -176,11 +132,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    shard: VocabularyShard,
-    target_weights: Tensor | None = None,
+    x: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard, target_weights: Tensor | None = None
 ) -> Tensor:
     """Compute the sum of the tokens' cross entropies times `target_weights`; by default the mean over the tokens whose
     target is not IGNORE_INDEX. A scalar in float32 or wider.
@@ -196,8 +148,3 @@ def linear_cross_entropy(
         target_weights = counts / counts.sum()
     flat = x.flatten(0, 1), weight, targets.flatten(), target_weights.to(wide).flatten()
     return LinearCrossEntropy.apply(*flat, shard, torch.is_grad_enabled())
-
-
-def linear_log_probs(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
-    """Compute the log-probabilities of the targets, (B, T) in float32 or wider. Arguments as above."""
-    return LinearLogProbs.apply(x.flatten(0, 1), weight, targets.flatten(), shard).view(targets.shape)

@@ -33,7 +33,8 @@ from picotron.errors import UserError
 from picotron.model import Llama, RMSNorm
 from picotron.process_group_manager import new_groups
 from picotron.split_backward import compute_or_defer, gradient_edges, is_deferring
-from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy, linear_log_probs
+from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy
+from picotron.tensor_parallel.log_probs import linear_log_probs
 from picotron.tensor_parallel.tp_communications import (
     SEQUENCE,
     AllGather,
@@ -166,10 +167,7 @@ class VocabParallelEmbedding(nn.Module):
 class VocabParallelHead(ColumnParallelLinear):
     """A head of which each rank computes some of the logits, (B, T, V/tp). Calling the module gathers them, (B, T, V):
     inference needs that, losses do not. Its inputs x are (B, T, D), or their shards (B, T/tp, D) with sequence
-    parallelism.
-
-    Attributes:
-        vocabulary: the tokens whose logits this rank computes.
+    parallelism. `vocabulary` names the tokens whose logits this rank computes.
     """
 
     def __init__(self, linear: nn.Linear, shard: Shard, sequence_parallel: bool) -> None:

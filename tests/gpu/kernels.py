@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from picotron import process_group_manager as pgm
 from picotron.config import Training
-from picotron.context_parallel.blocks import packed_blocks
 from picotron.context_parallel.context_parallel import accumulate_gradients, blockwise_attention
+from picotron.context_parallel.packed_blocks import packed_blocks
 from picotron.context_parallel.positions import local_positions
 from picotron.model import RMSNorm, fused_attention, math_attention, rope
 from picotron.optimizer import AdamW

@@ -1,33 +1,15 @@
-"""Which queries attend to which keys, in the order of each context-parallel rank's tokens."""
+"""Which queries attend to which keys if rows hold several documents, each of which attends to itself only."""
 
 import functools
 from collections.abc import Callable
 from itertools import pairwise
 
 from picotron import process_group_manager as pgm
-from picotron.context_parallel.positions import tokens_before
+from picotron.context_parallel.positions import local_chunks, visible_blocks
 from picotron.packed_attention import PackedDocuments
 
-Block = tuple[slice, slice, bool]
 PackedBlock = tuple[slice, slice, slice, bool]
 BlocksOf = Callable[[int, int], list[PackedBlock]]  # `packed_blocks` of a cp rank and a number of tokens
-
-
-def visible_blocks(source: int, tokens: int, sharding: str) -> list[Block]:
-    """Return which of this rank's queries attend to which keys of cp rank `source`: (queries, keys, causal), as local
-    indices.
-
-    Args:
-        tokens: number of tokens per rank, T/cp.
-    """
-    rank, full, half = pgm.process_group_manager.cp_rank, slice(0, tokens), tokens // 2
-    if source == rank:
-        return [(full, full, True)]  # the order of local tokens is that of the sequence, even if others lie between
-    if sharding == "contiguous":
-        return [(full, full, False)] if source < rank else []
-    # Zigzag: both chunks of this rank lie between the two chunks of an earlier rank, so all queries attend to the first
-    # of these. Both chunks of a later rank lie between the two of this rank, so only its second one attends to them.
-    return [(full, slice(0, half), False)] if source < rank else [(slice(half, tokens), full, False)]
 
 
 def packed_blocks(source: int, tokens: int, sharding: str, documents: PackedDocuments | None) -> list[PackedBlock]:
@@ -56,9 +38,12 @@ def local_documents(
     """Return the row of each document, and the range of a rank's tokens in it: they are consecutive, because a rank's
     tokens are in the order of the sequence.
     """
-    ranges = []
+    ranges, chunks = [], local_chunks(length, cp_size, cp_rank, sharding)
     for start, end in pairwise(boundaries):
         row = start // length
-        first, last = (tokens_before(each - row * length, length, cp_size, cp_rank, sharding) for each in (start, end))
+        first, last = (
+            sum(min(max(boundary - row * length - chunk.start, 0), len(chunk)) for chunk in chunks)
+            for boundary in (start, end)
+        )
         ranges.append((row, first, last))
     return ranges
