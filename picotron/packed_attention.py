@@ -4,10 +4,11 @@ With a mask, a kernel would compute the scores between documents only to drop th
 separately: on a GPU by one kernel for documents of different lengths, elsewhere by one call per document.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from torch.nn.attention.varlen import varlen_attn
 SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
 
 
-class PackedDocuments(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)  # torch.compile would compile again for every other length of a tuple
+class PackedDocuments:
     """Where the documents of a micro-batch begin and end, on the CPU, which launches kernels, and on the device.
 
     Args:

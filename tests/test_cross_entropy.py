@@ -2,6 +2,7 @@
 
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import cross_entropy, tensor_parallel
 from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy
+from picotron.tensor_parallel.log_probs import linear_log_probs
 from tests.support.oracle import assert_close
 from tests.support.worker_pool import WorkerPool
 
@@ -158,3 +160,67 @@ def loss_traffic() -> list[tuple[str, int]]:
 
 def test_loss_sends_three_numbers_per_token(pool: WorkerPool) -> None:
     assert pool.run(loss_traffic, 2)[0] == [("torch.float64", 22), ("torch.float64", 44)]
+
+
+def sharded_log_probs(vocab_size: int, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    grid = setup_process_group_manager(dist.get_world_size(), 1, 1, 1)
+    x, weight, targets = loss_inputs(vocab_size, [])
+    shard = tensor_parallel._even_shard(vocab_size)
+    local = torch.full((shard.size, weight.size(1)), 7.0, dtype=torch.float64)  # with padding
+    local[: shard.stop - shard.start] = weight[shard.start : shard.stop]
+    x.requires_grad_()
+    local.requires_grad_()
+    with mock.patch.object(cross_entropy, "CHUNK_TOKENS", chunk):
+        vocabulary = VocabularyShard(shard.start, shard.stop - shard.start, grid.tp_group)
+        log_probs = linear_log_probs(x, local, targets, vocabulary)
+        (log_probs.square() + 3 * log_probs).mean().backward()
+    dx = x.grad.clone()
+    dist.all_reduce(dx)
+    return log_probs.detach(), dx, local.grad[: shard.stop - shard.start]
+
+
+@pytest.mark.parametrize("chunk", [5, 512])
+@pytest.mark.parametrize(("size", "vocab_size"), [(1, 13), (2, 13), (4, 5)])
+def test_log_probs_and_gradients_equal_torch(pool: WorkerPool, size: int, vocab_size: int, chunk: int) -> None:
+    x, weight, targets = (t.requires_grad_() if t.is_floating_point() else t for t in loss_inputs(vocab_size, []))
+    log_probs = (x @ weight.t()).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    (log_probs.square() + 3 * log_probs).mean().backward()
+    results = pool.run(sharded_log_probs, size, vocab_size, chunk)
+    for result in results:
+        assert_close(result[0], log_probs.detach(), 1e-12, "log_probs")
+        assert_close(result[1], x.grad, 1e-12, "dx")
+    assert_close(torch.cat([result[2] for result in results]), weight.grad, 1e-12, "dweight")
+
+
+def peak_of_log_probs(tokens: int) -> int:
+    """Return the peak number of live elements in forward and backward, excluding the inputs x and weight."""
+    grid = setup_process_group_manager(1, 1, 1, 1)
+    x, weight = torch.randn(1, tokens, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    targets = torch.zeros(1, tokens, dtype=torch.long)
+    with LiveMemory() as memory:
+        linear_log_probs(x, weight, targets, VocabularyShard(0, 1000, grid.tp_group)).sum().backward()
+    return memory.peak
+
+
+def test_memory_of_log_probs_does_not_grow_with_tokens_times_vocabulary(pool: WorkerPool) -> None:
+    few, many = (pool.run(peak_of_log_probs, 1, tokens)[0] for tokens in (1024, 10240))
+    assert many - few <= 30 * (10240 - 1024)  # a few elements per token, not 1,000
+
+
+def weighted_cross_entropy() -> tuple[Tensor, Tensor]:
+    grid = setup_process_group_manager(1, 1, 1, 1)
+    x, weight, targets = loss_inputs(16, [3, 4])
+    weights = torch.rand(2, 11, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weights.view(-1)[[3, 4, 9]] = 0
+    loss = linear_cross_entropy(x.requires_grad_(), weight, targets, VocabularyShard(0, 16, grid.tp_group), weights)
+    loss.backward()
+    expected = loss_inputs(16, [3, 4])[0].requires_grad_()
+    losses = F.cross_entropy((expected @ weight.t()).flatten(0, 1), targets.flatten(), reduction="none")
+    (losses * weights.flatten()).sum().backward()
+    assert_close(x.grad, expected.grad, 1e-12)
+    return loss.detach(), (losses * weights.flatten()).sum().detach()
+
+
+def test_targets_without_weight_can_be_any_number(pool: WorkerPool) -> None:
+    [(loss, expected)] = pool.run(weighted_cross_entropy, 1)
+    assert_close(loss, expected, 1e-12)

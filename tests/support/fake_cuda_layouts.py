@@ -29,11 +29,13 @@ class Layout:
 
     Args:
         core: whether the layout is part of `make test`, not only of `make parity`.
+        packed: whether each row of a micro-batch holds three documents, and its targets have weights.
     """
 
     config: dict[str, Any]
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
     core: bool = False
+    packed: bool = False
 
     def configs(self) -> tuple[Config, LlamaConfig]:
         """Return the config of a run and that of its model. Only a pipeline needs several layers and micro-batches."""
@@ -81,12 +83,20 @@ def _layouts() -> dict[str, Layout]:
         "cp2 float32": Layout({"cp_size": 2, "model__dtype": "float32"}, core=True),
         "cp2 ulysses float32": Layout({"cp_size": 2, "cp_engine": "ulysses", "model__dtype": "float32"}),
         "pp2 cp2": Layout({"pp_size": 2, "cp_size": 2}),
+        "single packed": Layout({}, core=True, packed=True),
+        "single float32 packed": Layout({"model__dtype": "float32"}, packed=True),
+        "single checkpointing packed": Layout(FULL, packed=True),
+        "pp2 tp2 zbv packed": Layout(
+            {"pp_size": 2, "pp_engine": "zbv", "tp_size": 2, **SEQUENCE_PARALLEL}, packed=True
+        ),
         "pp2 zbv checkpointing": Layout({"pp_size": 2, "pp_engine": "zbv", **FULL}),
     }
     for engine in ("ring", "all_gather", "ulysses"):
         for sharding in ("zigzag", "contiguous"):
             config = {"cp_size": 2, "cp_engine": engine, "cp_sharding": sharding}
             layouts[f"cp2 {engine} {sharding}"] = Layout(config, core=sharding == "zigzag")
+        config = {"cp_size": 2, "cp_engine": engine}
+        layouts[f"cp2 {engine} packed"] = Layout(config, core=engine == "ring", packed=True)
     for engine in ENGINES:
         config = {"pp_size": 2, "pp_engine": engine}
         layouts[f"pp2 {engine}"] = Layout(config)

@@ -26,6 +26,7 @@ from picotron.config import Config
 from picotron.data import MicroBatchDataLoader, Progress
 from picotron.metrics import global_mean
 from picotron.optimizer import clip_grad_norm
+from picotron.packed_attention import PackedDocuments
 from tests.support.fake_cuda import fake_cuda_rank, restart_with_fake_cuda
 from tests.support.fake_cuda_layouts import LAYOUTS, MEMORY, ranks_of
 from tests.support.fake_cuda_memory import measure
@@ -115,7 +116,7 @@ class Waits(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def mistake_in_micro_batches(change: Callable[[dict[str, Any]], Any] | None) -> Iterator[None]:
+def change_of_micro_batches(change: Callable[[dict[str, Any]], Any] | None) -> Iterator[None]:
     """Let `change` process each micro-batch."""
     load = MicroBatchDataLoader.__next__
 
@@ -127,6 +128,24 @@ def mistake_in_micro_batches(change: Callable[[dict[str, Any]], Any] | None) -> 
 
     with mock.patch.object(MicroBatchDataLoader, "__next__", load_and_change):
         yield
+
+
+def pack(batch: dict[str, Any]) -> None:
+    """Give a micro-batch what fine-tuning data have. Its boundaries are those of `packed_documents`."""
+    batch["cu_seqlens"] = torch.zeros(1, dtype=torch.int32)
+    batch["target_weights"] = torch.ones_like(batch["input_ids"], dtype=torch.float64)
+
+
+def packed_documents(config: Config) -> Any:
+    """Let `PackedDocuments.of` return three documents per row: fake tensors have no numbers for it to read."""
+    length, rows = config.training.seq_length, config.training.micro_batch_size
+    starts = [row * length + position for row in range(rows) for position in (0, 5, length // 2 + 3)]
+
+    def of(cu_seqlens: Tensor, device: torch.device) -> PackedDocuments:
+        boundaries = (*starts, rows * length)
+        return PackedDocuments(boundaries, torch.empty(len(boundaries), dtype=torch.int32, device=device))
+
+    return mock.patch.object(PackedDocuments, "of", of)
 
 
 def report(config: Config, model_config: LlamaConfig, rank: int) -> dict[str, Any]:
@@ -155,7 +174,8 @@ def play(name: str) -> list[dict[str, Any]]:
     layout = MEMORY.get(name) or LAYOUTS["single" if name in MISTAKES else name]
     config, model_config = layout.configs()
     run = measure if name in MEMORY else report
-    with mistake_in_micro_batches(MISTAKES.get(name)):
+    change = pack if layout.packed else MISTAKES.get(name)
+    with change_of_micro_batches(change), packed_documents(config):
         return [run(config, model_config, rank) for rank in ranks_of(config.distributed)]
 
 
