@@ -3,158 +3,25 @@
 import functools
 import itertools
 import math
-import types
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-from unittest import mock
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from picotron import process_group_manager as pgm
 from picotron.config import Training
-from picotron.context_parallel.context_parallel import accumulate_gradients, blockwise_attention
-from picotron.context_parallel.packed_blocks import packed_blocks
-from picotron.context_parallel.positions import local_positions
-from picotron.model import RMSNorm, fused_attention, math_attention, rope
+from picotron.model import RMSNorm, rope
 from picotron.optimizer import AdamW
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.split_backward import defer_weight_grads, run_deferred, split_backward
 from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy
 from picotron.weights import set_main_grad
+from tests.gpu.attention import attention_checks
+from tests.gpu.errors import LIMITS, draw, errors, largest_error, name_of
 from tests.gpu.report import Check, Lines, Options, checked, header
-from tests.support.oracle import our_model, relative_error, tiny_llama
+from tests.support.oracle import our_model, tiny_llama
 from tests.support.shapes import LLAMA3_ROPE
-
-# Rounding to bfloat16 is an error of up to 2^-9 = 2e-3, and a backward rounds several times. In float32, rounding is an
-# error of up to 6e-8, and kernels may split the numbers into several TF32 numbers. A wrong mask, scale or sum is an
-# error of 0.1 to 1. (Rotary angles of thousands of radians, in float32, get the limit of bfloat16.)
-LIMITS = {torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-9}
-CP_RANKS = 4
-HEADS = 8
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def draw(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Draw normal numbers, which differ from call to call and not from run to run."""
-    return torch.randn(*shape, device=device, dtype=torch.float32).to(dtype)
-
-
-def with_gradients(function: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> list[Tensor]:
-    """Return the function's result, and the gradients of all inputs for the gradient dy of the result."""
-    leaves = [each.detach().clone().requires_grad_() for each in inputs]
-    y = function(*leaves)
-    y.backward(dy.to(y.dtype))
-    return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-
-def largest_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    return max(relative_error(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-def errors(
-    ours: Callable[..., Tensor],
-    torchs: Callable[..., Tensor],
-    exact: Callable[..., Tensor],
-    dy: Tensor,
-    *inputs: Tensor,
-) -> list[float]:
-    """Return the largest relative errors, of the result and all gradients, of our function and of torch's."""
-    expected = with_gradients(exact, dy.double(), *(each.double() for each in inputs))
-    return [largest_error(with_gradients(function, dy, *inputs), expected) for function in (ours, torchs)]
-
-
-# ----------------------------------------------------------------------------------------------------------- attention
-
-
-def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention by its definition."""
-    k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
-    scores = q @ k.transpose(2, 3) / math.sqrt(q.size(3))
-    future = torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
-
-
-def as_in_the_model(x: Tensor) -> Tensor:
-    """Copy x (B, H, T, d) into memory ordered as (B, T, H, d), which is how projections and `o_proj` leave it."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-class AttentionOfAllRanks(torch.autograd.Function):
-    """forward and backward: those of `RingAttention` on all cp ranks, one after the other, on one process."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sharding: str) -> Tensor:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        shards = [(rank, torch.stack((k, v))[:, :, :, keys]) for rank, keys in each_rank(q, sharding)]
-        for _, own in each_rank(q, sharding):
-            queries = as_in_the_model(q[:, :, own])
-            blocks_of = functools.partial(packed_blocks, sharding=sharding, documents=None)
-            out[:, :, own], lse[:, :, own] = blockwise_attention(queries, shards, blocks_of)
-        ctx.sharding = sharding
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        dq, dkv = torch.zeros_like(q, dtype=lse.dtype), lse.new_zeros(2, *k.shape)
-        shards = [(rank, keys) for rank, keys in each_rank(q, ctx.sharding)]
-        for _, own in each_rank(q, ctx.sharding):
-            own_dy, own_q, own_out = (as_in_the_model(each[:, :, own]) for each in (dy, q, out))
-            own_dq = torch.zeros_like(own_q, dtype=lse.dtype)
-            for source, keys in shards:
-                kv = torch.stack((k, v))[:, :, :, keys]
-                block_dkv = torch.zeros_like(kv, dtype=lse.dtype)
-                blocks = packed_blocks(source, len(own), ctx.sharding, None)
-                accumulate_gradients(own_dy, own_q, kv, blocks, own_out, lse[:, :, own], own_dq, block_dkv)
-                dkv[:, :, :, keys] += block_dkv
-            dq[:, :, own] = own_dq
-        return dq.to(q.dtype), *dkv.to(k.dtype), None
-
-
-def each_rank(q: Tensor, sharding: str) -> Iterator[tuple[int, Tensor]]:
-    """Become one cp rank after the other, and yield it and the positions of its tokens."""
-    for rank in range(CP_RANKS):
-        grid = types.SimpleNamespace(cp_rank=rank, cp_world_size=CP_RANKS)
-        with mock.patch.object(pgm, "process_group_manager", grid):
-            yield rank, local_positions(q.size(2), CP_RANKS, rank, sharding).to(q.device)
-
-
-def attention_errors(
-    ours: Callable[..., Tensor], torchs: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, *sizes: int
-) -> list[float]:
-    kv_heads, head_dim, tokens = sizes
-    queries, keys = (2, HEADS, tokens, head_dim), (2, kv_heads, tokens, head_dim)
-    dy, q, k, v = (as_in_the_model(draw(device, dtype, *shape)) for shape in (queries, queries, keys, keys))
-    return errors(ours, torchs, exact_attention, dy, q, k, v)
-
-
-def attention_checks(options: Options) -> Iterator[Check]:
-    blockwise = {
-        f"attention to blocks, cp {CP_RANKS}, {sharding}": (
-            functools.partial(lambda *qkv, sharding: AttentionOfAllRanks.apply(*qkv, sharding), sharding=sharding),
-            fused_attention,
-        )
-        for sharding in ("zigzag", "contiguous")
-    }
-    dtypes = [torch.bfloat16, torch.float32] + [torch.float64] * (not options.on_gpu)  # no kernel on GPUs
-    sizes = ((64, 1000), (128, 1000)) if options.on_gpu else ((16, 24),)  # 1000 is no multiple of a kernel's blocks
-    for dtype, kv_heads, (head_dim, tokens) in itertools.product(dtypes, (HEADS, HEADS // 4), sizes):
-        for name, functions in {"`fused_attention`": (fused_attention, math_attention), **blockwise}.items():
-            yield Check(
-                [name, name_of(dtype), f"{HEADS} / {kv_heads} heads of {head_dim}, {tokens} tokens"],
-                functools.partial(attention_errors, *functions, options.device, dtype, kv_heads, head_dim, tokens),
-                LIMITS[dtype],
-            )
-
-
-# -------------------------------------------------------------------------------------- loss, norm, optimizer, backward
 
 
 def loss_errors(device: torch.device, dtype: torch.dtype, tokens: int, hidden: int, vocab: int) -> list[float]:

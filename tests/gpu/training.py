@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from picotron.config import Config
 from picotron.schedules.schedules import SCHEDULES
-from tests.gpu.kernels import name_of
+from tests.gpu.errors import name_of
 from tests.gpu.report import Check, Lines, Options, checked, header
 from tests.parity import LAYOUTS, features, largest_errors, settings
 from tests.support.oracle import make_config, oracle_training, random_tokens, relative_error, tiny_llama
