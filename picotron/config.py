@@ -185,7 +185,9 @@ class Dataset(Section):
     def check_columns(self) -> "Dataset":
         if set(self.columns) not in ({"text_column"}, {"prompt_column", "completion_column"}, {"messages_column"}):
             given = " and ".join(f"{key}={column!r}" for key, column in self.columns.items())
-            raise ValueError(f"{given}; set text_column, or prompt_column and completion_column, or messages_column")
+            raise ValueError(
+                f"set text_column, or prompt_column and completion_column, or messages_column, not {given}"
+            )
         if self.long_samples and not self.has_samples:
             raise ValueError(f"long_samples={self.long_samples!r} is for samples, but the data set is text; remove it")
         return self

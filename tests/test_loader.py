@@ -12,7 +12,7 @@ from picotron.data import MicroBatchDataLoader, data_fingerprint, split_train_ev
 from picotron.errors import UserError
 from picotron.explain.fake_group import fake_rank
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.rows import Rows, Samples, Text, TextRows
+from picotron.rows import Rows, Samples, TextRows
 from tests.support.oracle import assert_close, make_config, random_tokens
 from tests.support.worker_pool import WorkerPool
 
@@ -43,9 +43,9 @@ def config_of(layout: tuple[int, int, int, int, str], **changes: Any) -> Config:
     return make_config(**keys | changes)
 
 
-def a_text() -> Text:
-    """Return documents that end with END, most of them shorter than a row."""
-    return Text(random_tokens(700, vocab_size=7), END)
+def text_rows(end: int | None = END) -> TextRows:
+    """Return rows of documents that end with END, most of them shorter than a row."""
+    return TextRows(random_tokens(700, vocab_size=7), LENGTH, end)
 
 
 def some_samples(longest: int = 9) -> Samples:
@@ -116,8 +116,8 @@ def documents_in(row: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_documents_end_after_the_end_of_sequence_token_and_with_the_row(pool: WorkerPool, layout: Any) -> None:
-    config, text = config_of(layout), a_text()
-    ranks = read_on_all_ranks(pool, config, TextRows(text.tokens, LENGTH, END), 3)
+    config = config_of(layout)
+    ranks = read_on_all_ranks(pool, config, text_rows(), 3)
     found = unsharded(config, ranks, ("input_ids", "position_ids"))
     lengths = [documents_in(row) for row in found["input_ids"].tolist()]
     assert max(map(len, lengths)) > 2
@@ -134,8 +134,7 @@ def test_documents_end_after_the_end_of_sequence_token_and_with_the_row(pool: Wo
 
 
 def test_masks_do_not_change_the_rows_or_the_fingerprint() -> None:
-    config, text = config_of(LAYOUTS[1]), a_text()
-    plain, masked = (TextRows(text.tokens, LENGTH, end) for end in (None, END))
+    config, plain, masked = config_of(LAYOUTS[1]), text_rows(end=None), text_rows()
     for a, b in zip(read_alone(config, plain, 3), read_alone(config, masked, 3), strict=True):
         assert all(torch.equal(a[name], b[name]) for name in ("input_ids", "target_ids"))
     assert data_fingerprint(plain, config) == data_fingerprint(masked, config)
@@ -143,7 +142,7 @@ def test_masks_do_not_change_the_rows_or_the_fingerprint() -> None:
 
 def test_without_masks_and_samples_a_micro_batch_has_no_other_tensors() -> None:
     config = config_of(LAYOUTS[0])
-    first, second = read_alone(config, TextRows(a_text().tokens, LENGTH), 2)
+    first, second = read_alone(config, text_rows(end=None), 2)
     assert first.keys() == {"input_ids", "target_ids", "position_ids", "hidden_states"}
     assert first["position_ids"] is second["position_ids"]
 
@@ -246,17 +245,16 @@ def test_attention_across_samples_is_a_choice() -> None:
     assert batch["position_ids"].tolist() == [[*range(LENGTH)]] * 12
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"training__seq_length": 16},
-        {"training__seed": 1},
-        {"dataset__shuffle": False},
-        {"dataset__long_samples": "drop"},
-        {"training__eval_frequency": 1, "training__eval_steps": 1},
-    ],
-    ids=str,
-)
+CHANGES: list[dict[str, Any]] = [
+    {"training__seq_length": 16},
+    {"training__seed": 1},
+    {"dataset__shuffle": False},
+    {"dataset__long_samples": "drop"},
+    {"training__eval_frequency": 1, "training__eval_steps": 1},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_the_fingerprint_changes_with_the_rows(change: dict[str, Any]) -> None:
     def fingerprint(samples: Samples, **changes: Any) -> str:
         config = sample_config(**changes)
@@ -285,8 +283,7 @@ def test_evaluation_samples_are_held_out_from_training(caplog: pytest.LogCapture
     assert max(seen[0]) < min(seen[1])
     (message,) = caplog.messages
     assert message.startswith("300 samples in python-stdlib, 0 cut and ")
-    rows = len(training) + 8
-    assert f"dropped; {rows:,} rows of 12 tokens, " in message
+    assert f"dropped; {len(training) + 8:,} rows of 12 tokens, " in message
     assert message.endswith("% empty, 8 of them for evaluation")
 
 

@@ -1,6 +1,7 @@
 """Samples for fine-tuning: records with a prompt and a completion, or with the messages of a conversation."""
 
 import itertools
+import json
 import operator
 import re
 from collections.abc import Iterator
@@ -130,6 +131,7 @@ class Conversations:
                 f"dataset.messages_column={self.column!r} should have a list of messages there, each an object with the "
                 f"texts 'role' and 'content'"
             )
+        check_characters(json.dumps(messages, ensure_ascii=False, default=str))
         by_assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not by_assistant:
             raise UserError("no message has the role 'assistant'; remove the record")
@@ -150,7 +152,6 @@ class Conversations:
                 )
             sample += [Segment(before[len(text) :], False), Segment(after[len(before) :], True)]
             text = after
-        check_characters(text)
         return sample
 
     def apply(self, messages: list[dict[str, Any]], **options: Any) -> Any:
