@@ -2,7 +2,6 @@
 
 import abc
 import hashlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,27 +129,19 @@ class SampleRows(Rows):
     def __len__(self) -> int:
         return len(self.first) - 1
 
-    def places(self, i: int) -> Iterator[tuple[slice, slice]]:
-        """Yield the positions that each sample of row i takes, and the tokens that are its inputs."""
-        position = 0
-        for sample in range(self.first[i], self.first[i + 1]):
-            start, size = int(self.starts[sample]), int(self.sizes[sample])
-            yield slice(position, position + size), slice(start, start + size)
-            position += size
-
     def __getitem__(self, i: int) -> Row:
         input_ids, target_ids, counted = np.zeros((3, self.seq_length), np.int64)
-        for positions, inputs in self.places(i):
-            targets = slice(inputs.start + 1, inputs.stop + 1)
+        which = slice(self.first[i], self.first[i + 1])
+        starts, sizes = self.starts[which], self.sizes[which]
+        for start, position, size in zip(starts, sizes.cumsum() - sizes, sizes, strict=True):
+            positions, inputs = slice(position, position + size), slice(start, start + size)
+            targets = slice(start + 1, start + size + 1)
             input_ids[positions] = self.samples.tokens[inputs]
             target_ids[positions] = self.samples.tokens[targets]
             counted[positions] = self.samples.counted[targets]
-        documents = None
-        if self.masks_documents:
-            sizes = self.sizes[self.first[i] : self.first[i + 1]]
-            padding = self.seq_length - sizes.sum()
-            documents = np.append(sizes, padding) if padding else sizes
-        return Row(input_ids, target_ids, counted, documents)
+        padding = self.seq_length - sizes.sum()
+        documents = np.append(sizes, padding) if padding else sizes
+        return Row(input_ids, target_ids, counted, documents if self.masks_documents else None)
 
     def identity(self) -> tuple[Any, np.ndarray]:
         digest = hashlib.sha256()
