@@ -30,7 +30,7 @@ from picotron.parallelize import build_model, check_layout, unwrap
 from picotron.pipeline_parallel.recorder import record_steps
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import begin_run, claim_save_dir
-from picotron.text.tokens import load_tokens
+from picotron.text.tokens import load_data
 from picotron.train_step import make_evaluation, make_train_step
 from picotron.weights import initial_weights
 
@@ -58,12 +58,14 @@ def main() -> None:
 
     # Data: tokenised by one process per machine, memory-mapped by all. A checkpoint stores the position to resume from.
     checkpoint = find_checkpoint(config, model_config)
-    tokens, tokenizer = load_tokens(config, model_config)
-    train_tokens, eval_tokens = split_train_eval(tokens, config)
-    fingerprint = data_fingerprint(train_tokens, config)
+    data, tokenizer = load_data(config, model_config)
+    train_rows, eval_rows = split_train_eval(data, config)
+    fingerprint = data_fingerprint(train_rows, config)
     progress = checkpoint.progress(fingerprint) if checkpoint else Progress()
-    data_loader = MicroBatchDataLoader(train_tokens, config, device, progress.samples)
-    eval_loader = MicroBatchDataLoader(eval_tokens, config, device, shuffle=False) if len(eval_tokens) > 1 else None
+    data_loader = MicroBatchDataLoader(train_rows, config, device, progress.samples)
+    eval_loader = None
+    if eval_rows:
+        eval_loader = MicroBatchDataLoader(eval_rows, config, device, shuffle=False, batches=training.eval_steps)
 
     # This rank's part of the model, with the four parallelisms applied, and its optimizer.
     weights = checkpoint.weights() if checkpoint else initial_weights(model_config, training.seed)

@@ -20,6 +20,7 @@ from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.rows import TextRows
 from picotron.schedules.plan import plan_pipeline
 from picotron.train_step import Step, make_train_step
 from picotron.weights import initial_weights
@@ -77,7 +78,7 @@ def loader_of(config: Config, device: torch.device) -> MicroBatchDataLoader:
     """Return picotron's data loader on random tokens, which every trainer uses."""
     count = config.training.seq_length * 256 + 1
     tokens = np.random.default_rng(0).integers(SHAPE["vocab_size"], size=count).astype(np.uint16)
-    return MicroBatchDataLoader(tokens, config, device)
+    return MicroBatchDataLoader(TextRows(tokens, config.training.seq_length), config, device)
 
 
 def model_of(

@@ -17,6 +17,7 @@ from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model_config import load_model_config
 from picotron.parallelize import build_model
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+from picotron.rows import TextRows
 from picotron.schedules.plan import plan_pipeline
 from picotron.train_step import make_train_step
 from picotron.weights import initial_weights
@@ -55,7 +56,8 @@ def stage_of(config: Config) -> PipelineParallel:
 def step_of(config: Config) -> Callable[[], Any]:
     """Return this rank's training step, without the optimizer, as a function without arguments."""
     model, model_config = model_of(config), load_model_config(config.model)
-    tokens = np.zeros(config.training.seq_length * config.global_batch_size + 1, np.uint16)
-    loader = MicroBatchDataLoader(tokens, config, CPU)
+    length = config.training.seq_length
+    rows = TextRows(np.zeros(length * config.global_batch_size + 1, np.uint16), length)
+    loader = MicroBatchDataLoader(rows, config, CPU)
     step = make_train_step(config, model_config, plan_pipeline(config, model_config), CPU, torch.float32)
     return lambda: step(model, loader)

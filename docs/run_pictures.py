@@ -27,6 +27,7 @@ from picotron.explain.fake_group import fake_rank
 from picotron.model_config import load_model_config
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import new_groups
+from picotron.rows import TextRows
 from picotron.schedules.draw_svg import lighter
 from picotron.schedules.plan import plan_pipeline
 from picotron.schedules.simulate import Costs, simulate
@@ -54,8 +55,9 @@ def held_heads(stage: PipelineParallel) -> str:
 
 def micro_batches(config: Config) -> list[list[int]]:
     """Return the numbers of the sequences in this rank's micro-batches of the first step."""
-    numbers = np.arange(config.global_batch_size).repeat(config.training.seq_length)  # each token of sequence n is n
-    loader = MicroBatchDataLoader(np.append(numbers, 0), config, CPU, shuffle=False)
+    length = config.training.seq_length
+    numbers = np.arange(config.global_batch_size).repeat(length)  # each token of sequence n is n
+    loader = MicroBatchDataLoader(TextRows(np.append(numbers, 0), length), config, CPU, shuffle=False)
     return [next(loader)["input_ids"][:, 0].tolist() for _ in range(loader.grad_acc_steps)]
 
 

@@ -4,43 +4,13 @@
 `train.py --help` and the JSON schema show.
 """
 
-import json
 import math
-import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
+from picotron.config_types import NonNegative, Positive, Processes, Section, read_string
 from picotron.schedules.schedules import SCHEDULES, check_name
-
-Positive = Annotated[int, Field(gt=0, le=2**40)]
-NonNegative = Annotated[int, Field(ge=0, le=2**40)]
-Processes = Annotated[int, Field(gt=0, le=4096)]
-
-
-class Section(BaseModel):
-    # strict: no conversions, so "4" is not accepted for 4, nor 1 for true
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    @field_validator("*")
-    @classmethod
-    def check_text(cls, value: Any, info: ValidationInfo) -> Any:
-        empty = value == "" and info.field_name != "load_path"
-        if empty or (isinstance(value, str) and re.search("[\0\ud800-\udfff]", value)):
-            raise ValueError(f"{value!r} should be UTF-8 text with at least one character, and no null character")
-        return value
 
 
 class Distributed(Section):
@@ -181,10 +151,46 @@ class Dataset(Section):
     """processes per rank that read batches ahead; 0: the training process reads them"""
     num_proc: Processes = 1
     """processes that tokenise the data set; 1: the training process, with several threads"""
-    text_column: str = "text"
-    """column that holds the text of a document"""
+    text_column: str | None = None
+    """column that holds the text of a document; null: "text", without the columns below"""
+    prompt_column: str | None = None
+    """column with the prompts of samples for fine-tuning; the loss does not count them"""
+    completion_column: str | None = None
+    """column with the completions of the prompts; the loss counts them and the end-of-sequence token"""
+    messages_column: str | None = None
+    """column with conversations for the tokenizer's chat template; the loss counts the assistant's turns"""
+    long_samples: Literal["cut", "drop"] | None = None
+    """samples for fine-tuning that are longer than seq_length: cut them or drop them; null: cut"""
+    mask_documents: bool | None = None
+    """let attention see only the token's own document or sample; null: true for samples, false for text"""
     shuffle: bool = True
     """draw a new seeded order of the sequences for each epoch; false: the order of the files"""
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns to read, by their keys."""
+        keys = ("text_column", "prompt_column", "completion_column", "messages_column")
+        return {key: getattr(self, key) for key in keys if getattr(self, key)} or {"text_column": "text"}
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether the data are samples for fine-tuning, not text."""
+        return "text_column" not in self.columns
+
+    @property
+    def masks_documents(self) -> bool:
+        return self.has_samples if self.mask_documents is None else self.mask_documents
+
+    @model_validator(mode="after")
+    def check_columns(self) -> "Dataset":
+        if set(self.columns) not in ({"text_column"}, {"prompt_column", "completion_column"}, {"messages_column"}):
+            given = " and ".join(f"{key}={column!r}" for key, column in self.columns.items())
+            raise ValueError(
+                f"set text_column, or prompt_column and completion_column, or messages_column, not {given}"
+            )
+        if self.long_samples and not self.has_samples:
+            raise ValueError(f"long_samples={self.long_samples!r} is for samples, but the data set is text; remove it")
+        return self
 
 
 class Checkpoint(Section):
@@ -213,14 +219,6 @@ class Logging(Section):
     """steps between lines on the console; metrics.jsonl has a line for every step"""
     trace_steps: list[Positive] | None = None
     """steps in which to record when each action runs, with pp_size > 1 (on GPUs they are slower); null: none"""
-
-
-def read_string(value: Any) -> Any:
-    """Parse a string that holds JSON ("4" is 4, "false" is False). Any other value is returned unchanged."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        return value
 
 
 class Environment(Section):

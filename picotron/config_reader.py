@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from picotron.config import Config, Section, read_string
+from picotron.config import Config
+from picotron.config_types import Section, read_string
 from picotron.errors import UserError
 from picotron.json_files import read_object
 

@@ -1,8 +1,7 @@
-"""Micro-batches from a stream of tokens.
+"""Micro-batches from rows of tokens.
 
-The stream is cut into sequences of seq_length inputs and, shifted by one token, as many targets. The order of the
-sequences depends only on the seed, so a position in the data is a single integer, the global sample number, in every
-layout.
+A row has seq_length inputs and, shifted by one token, as many targets. The order of the rows depends only on the seed,
+so a position in the data is a single integer, the global sample number, in every layout.
 """
 
 import dataclasses
@@ -22,6 +21,8 @@ from picotron.config import Config, Training
 from picotron.context_parallel.positions import local_positions
 from picotron.errors import UserError
 from picotron.launch import ignore_stop_signals
+from picotron.packing import pack_samples
+from picotron.rows import Rows, Samples, Text, TextRows
 
 logger = logging.getLogger("picotron")
 
@@ -43,103 +44,142 @@ class Progress:
         return enough or self.step >= training.total_train_steps
 
 
-class SequenceDataset(Dataset[Tensor]):
-    """The sequences of a token stream. Sequence i has seq_length + 1 tokens and starts at token i * seq_length, so
-    consecutive sequences overlap by one token: the last target of one is the first input of the next.
+def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the permutation of the rows in an epoch, which depends on (seed, epoch) only: it is the argsort of raw
+    PCG64 output, which is identical in all versions of numpy.
     """
-
-    def __init__(self, tokens: np.ndarray, seq_length: int) -> None:
-        self.tokens, self.seq_length = tokens, seq_length
-
-    def __len__(self) -> int:
-        return max(0, len(self.tokens) - 1) // self.seq_length
-
-    def __getitem__(self, i: int) -> Tensor:
-        start = i * self.seq_length
-        return torch.from_numpy(self.tokens[start : start + self.seq_length + 1].astype(np.int64))
+    return np.argsort(np.random.PCG64([seed, epoch]).random_raw(rows), kind="stable")
 
 
-def epoch_order(sequences: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the permutation of the sequences in an epoch, which depends on (seed, epoch) only: it is the argsort
-    of raw PCG64 output, which is identical in all versions of numpy.
+def data_fingerprint(rows: Rows, config: Config) -> str:
+    """Return a hash of the size of the data, their first and last 1,000 tokens, and their order. Runs with different
+    hashes read different rows; runs with equal hashes, almost certainly the same.
     """
-    return np.argsort(np.random.PCG64([seed, epoch]).random_raw(sequences), kind="stable")
+    training, (size, ends) = config.training, rows.identity()
+    rules = (size, training.seq_length, training.seed if config.dataset.shuffle else "in order")
+    return hashlib.sha256(repr(rules).encode() + ends.astype(np.int64).tobytes()).hexdigest()[:24]
 
 
-def data_fingerprint(tokens: np.ndarray, config: Config) -> str:
-    """Return a hash of the length of the data, their first and last 1,000 tokens, and their order. Runs with different
-    hashes read different samples; runs with equal hashes, almost certainly the same.
-    """
-    training = config.training
-    rules = (len(tokens), training.seq_length, training.seed if config.dataset.shuffle else "in order")
-    ends = np.concatenate((tokens[:1000], tokens[-1000:])).astype(np.int64)
-    return hashlib.sha256(repr(rules).encode() + ends.tobytes()).hexdigest()[:24]
-
-
-def split_train_eval(tokens: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Split the stream into training tokens and evaluation tokens, which are the last `eval_steps` global batches.
+def split_train_eval(data: Text | Samples, config: Config) -> tuple[Rows, Rows]:
+    """Make rows of the data, and split them into training rows and evaluation rows. These are `eval_steps` global
+    batches from the end of the data.
 
     Raises:
-        UserError: the stream is shorter than the evaluation tokens and one global batch of training tokens.
+        UserError: there are fewer rows than evaluation and one global batch need.
     """
-    length, batch, held_out = config.training.seq_length, config.global_batch_size, config.held_out_sequences
-    sequences = len(SequenceDataset(tokens, length))
-    if sequences < batch + held_out:
+    name, length, held_out = config.dataset.name, config.training.seq_length, config.held_out_sequences
+    rows: tuple[Rows, Rows]
+    if isinstance(data, Text):
+        start = max(0, len(data.tokens) - 1 - held_out * length)
+        # The shared token is the last target of one, the first input of the other.
+        parts = data.tokens[: start + 1], data.tokens[start:]
+        rows = TextRows(parts[0], length, data.end), TextRows(parts[1], length, data.end)
+        size = f"{len(data.tokens):,} tokens"
+        summary = f"{size} in {name}, {held_out * length:,} of them for evaluation"
+    else:
+        drops_long = config.dataset.long_samples == "drop"
+        packed = pack_samples(data, length, held_out, drops_long, config.dataset.masks_documents)
+        rows = packed.training, packed.evaluation
+        size = f"{len(data.lengths):,} samples"
+        summary = (
+            f"{size} in {name}, {packed.cut:,} cut and {packed.dropped:,} dropped; {sum(map(len, rows)):,} rows of "
+            f"{length:,} tokens, {packed.empty:.1%} empty, {held_out:,} of them for evaluation"
+        )
+    count, batch = len(rows[0]) + len(rows[1]), config.global_batch_size
+    if count < batch + held_out:
         evaluation, fewer = (f" and evaluation {held_out}", ", or fewer eval_steps") if held_out else ("", "")
         raise UserError(
-            f"{config.dataset.name} has {len(tokens):,} tokens, enough for {sequences} sequences of {length} tokens, but one "
-            f"global batch needs {batch}{evaluation}; use more data, a shorter seq_length or a smaller batch{fewer}"
+            f"{name} has {size}, enough for {count} sequences of {length} tokens, but one global batch needs "
+            f"{batch}{evaluation}; use more data, a shorter seq_length or a smaller batch{fewer}"
         )
-    logger.info(
-        "%s tokens in %s, %s of them for evaluation", f"{len(tokens):,}", config.dataset.name, f"{held_out * length:,}"
-    )
-    start = len(tokens) - 1 - held_out * length
-    return tokens[: start + 1], tokens[
-        start:
-    ]  # the shared token is the last target of one, the first input of the other
+    logger.info("%s", summary)
+    return rows
+
+
+class MicroBatches(Dataset[dict[str, Tensor]]):
+    """This rank's share of micro-batches, on the CPU. An index is the numbers of a micro-batch's rows, and the weight
+    of each counted target.
+
+    Args:
+        positions: the positions of a row that this cp rank holds.
+    """
+
+    def __init__(self, rows: Rows, positions: np.ndarray) -> None:
+        self.rows, self.positions = rows, positions
+
+    def __getitem__(self, index: tuple[np.ndarray, float]) -> dict[str, Tensor]:
+        numbers, weight = index
+        input_ids, target_ids, counted, documents = zip(*(self.rows[int(i)] for i in numbers), strict=True)
+        batch: dict[str, np.ndarray] = {}
+        batch["input_ids"] = self.local(input_ids).astype(np.int64)
+        batch["target_ids"] = self.local(target_ids).astype(np.int64)
+        if counted[0] is not None:
+            batch["target_weights"] = self.local(counted) * weight
+        if documents[0] is not None:
+            lengths = np.concatenate(documents)
+            starts = lengths.cumsum() - lengths
+            position_ids = np.arange(lengths.sum()) - starts.repeat(lengths)
+            batch["position_ids"] = self.local(position_ids.reshape(len(numbers), -1))
+            batch["cu_seqlens"] = np.append(starts, lengths.sum()).astype(np.int32)
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def local(self, rows: Any) -> np.ndarray:
+        """(B, T) -> (B, T/cp)"""
+        return np.stack(rows)[:, self.positions]
 
 
 class MicroBatchDataLoader:
     """An endless iterator over this rank's micro-batches.
 
     Row b of micro-batch i at step s on dp_rank is global sample
-    start + s * G + (i * dp_size + dp_rank) * micro_batch_size + b, where G is global_batch_size. If the stream has S
-    sequences, sample n is number n % S in the order of epoch n // S.
+    start + s * G + (i * dp_size + dp_rank) * micro_batch_size + b, where G is the number of rows of a step. If the data
+    have S rows, sample n is number n % S in the order of epoch n // S.
 
-    A micro-batch is a dict of `input_ids`, `target_ids` and `position_ids`, each (B, T/cp) for the positions that this
-    cp rank holds, on the device, and `hidden_states` (None).
+    A micro-batch is a dict of
+
+    - `input_ids`, `target_ids` and `position_ids`, each (B, T/cp) for the positions that this cp rank holds, on the
+      device;
+    - `hidden_states`, None;
+    - `target_weights` (B, T/cp) in float64 on the device, if the rows are samples: 0 for targets that are not counted.
+      The others have the same weight in all micro-batches of a step, such that the sum over a micro-batch of
+      target_weights times losses, averaged over the micro-batches of a step and the dp and cp ranks, is the mean loss
+      of all counted targets;
+    - `cu_seqlens`, if documents are masked: (N + 1,) int32 on the CPU, the bounds of the N documents among the B T
+      tokens of the unsharded rows.
 
     Args:
-        tokens: the token stream, see `load_tokens`.
+        rows: the rows, see `split_train_eval`.
         config: the run's config.
         device: device of the micro-batches.
         start: number of the first sample.
         shuffle: whether to use a seeded order, different in every epoch; by default as in the config.
+        batches: number of global batches that a step reads, more than one in an evaluation.
+
+    Attributes:
+        grad_acc_steps: number of micro-batches of a step on each dp rank.
     """
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        rows: Rows,
         config: Config,
         device: torch.device,
         start: int = 0,
         shuffle: bool | None = None,
+        batches: int = 1,
     ) -> None:
-        training, grid = config.training, pgm.process_group_manager
-        self.grad_acc_steps = training.gradient_accumulation_steps
+        training, layout, grid = config.training, config.distributed, pgm.process_group_manager
+        self.grad_acc_steps = batches * training.gradient_accumulation_steps
         self.micro_batch_size = training.micro_batch_size
         self.global_batch_size = config.global_batch_size
-        self.dp_rank, self.dp_size = grid.dp_rank, grid.dp_world_size
         self.seed, self.shuffle = training.seed, config.dataset.shuffle if shuffle is None else shuffle
-        self.sequences = SequenceDataset(tokens, training.seq_length)
-        self.device = device
-        layout = config.distributed
+        self.rows, self.device, self.grid = rows, device, grid
         positions = local_positions(training.seq_length, layout.cp_size, grid.cp_rank, layout.cp_sharding)
-        self.positions = positions.to(device)
-        self.position_ids = self.positions.expand(self.micro_batch_size, -1)
+        self.position_ids = positions.to(device).expand(self.micro_batch_size, -1)
         loader = DataLoader(
-            self.sequences,
-            batch_sampler=self._rows(start),
+            MicroBatches(rows, positions.numpy()),
+            batch_size=None,
+            sampler=self._micro_batches(start),
             num_workers=config.dataset.num_workers,
             # Forked workers share the memory-mapped tokens; other start methods would copy them to each worker.
             multiprocessing_context="fork" if config.dataset.num_workers else None,
@@ -148,32 +188,31 @@ class MicroBatchDataLoader:
         )
         # The only reference to the iterator, so that clearing the list ends the loader's processes. Processes
         # that still run at exit would get SIGTERM from Python, which they ignore, and Python would wait forever.
-        self.batches = [iter(loader)]
-        weakref.finalize(self, self.batches.clear)
+        self.iterators = [iter(loader)]
+        weakref.finalize(self, self.iterators.clear)
 
-    def _rows(self, start: int) -> Iterator[list[int]]:
-        """Yield the sequence numbers of each of this rank's micro-batches, from sample `start` on, endlessly."""
-        epoch, order = -1, np.arange(len(self.sequences))
+    def _micro_batches(self, start: int) -> Iterator[tuple[np.ndarray, float]]:
+        """Yield the index of each of this rank's micro-batches, from sample `start` on, endlessly."""
+        dp, cp = self.grid.dp_world_size, self.grid.cp_world_size
+        samples = np.arange(self.grad_acc_steps * dp * self.micro_batch_size).reshape(-1, dp, self.micro_batch_size)
+        epoch, order = -1, np.arange(len(self.rows))
         while True:
-            for i in range(self.grad_acc_steps):
-                first = start + (i * self.dp_size + self.dp_rank) * self.micro_batch_size
-                rows = []
-                for sample in range(first, first + self.micro_batch_size):
-                    if self.shuffle and sample // len(order) != epoch:
-                        epoch = sample // len(order)
-                        order = epoch_order(len(order), self.seed, epoch)
-                    rows.append(int(order[sample % len(order)]))
-                yield rows
-            start += self.global_batch_size
+            epochs, numbers = np.divmod(start + samples, len(order))
+            for number in np.unique(epochs):
+                if self.shuffle and number != epoch:
+                    epoch, order = number, epoch_order(len(order), self.seed, number)
+                numbers[epochs == number] = order[numbers[epochs == number]]
+            counted = 1 if self.rows.counts is None else self.rows.counts[numbers].sum()
+            weight = self.grad_acc_steps * dp * cp / counted
+            yield from ((rows, weight) for rows in numbers[:, self.grid.dp_rank])
+            start += samples.size
 
     def __iter__(self) -> "MicroBatchDataLoader":
         return self
 
     def __next__(self) -> dict[str, Any]:
-        tokens = next(self.batches[0]).to(self.device, non_blocking=True)  # (B, T + 1)
-        return {
-            "input_ids": tokens[:, self.positions],  # (B, T/cp)
-            "target_ids": tokens[:, self.positions + 1],
-            "position_ids": self.position_ids,
-            "hidden_states": None,
+        batch = next(self.iterators[0])
+        on_device = {
+            name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items() if name != "cu_seqlens"
         }
+        return {"position_ids": self.position_ids, "hidden_states": None} | batch | on_device

@@ -113,6 +113,33 @@ BAD = [
         r"cp_engine='ring' has no kernel for model\.dtype='float64' on GPUs; use model\.dtype='float32', cp_engine=",
     ),
     (
+        changed(dataset__prompt_column="q"),
+        r"dataset: set text_column, or prompt_column and completion_column, or messages_column, not prompt_column='q'$",
+    ),
+    (changed(dataset__completion_column="a"), r"or messages_column, not completion_column='a'$"),
+    (
+        changed(dataset__prompt_column="q", dataset__completion_column="a", dataset__messages_column="chat"),
+        r"not prompt_column='q' and completion_column='a' and messages_column='chat'$",
+    ),
+    (
+        changed(dataset__prompt_column="q", dataset__completion_column="a", dataset__text_column="text"),
+        r"not text_column='text' and prompt_column='q' and completion_column='a'$",
+    ),
+    (
+        changed(dataset__messages_column="chat", dataset__text_column="text"),
+        r"not text_column='text' and messages_column='chat'$",
+    ),
+    (
+        changed(dataset__messages_column=""),
+        r"dataset\.messages_column: '' should be UTF-8 text with at least one character",
+    ),
+    (changed(dataset__long_samples="cut"), r"long_samples='cut' is for samples, but the data set is text; remove it"),
+    (
+        changed(dataset__long_samples="split", dataset__messages_column="m"),
+        r"long_samples=\"split\": it should be 'cut' or",
+    ),
+    (changed(dataset__mask_documents="yes"), r'dataset\.mask_documents="yes": it should be a valid boolean'),
+    (
         changed(distributed__pp_engine="gpipe"),
         r"distributed\.pp_engine: there is no schedule 'gpipe'; choose one of afab, 1f1b, looped_bfs, .*, or csv:FILE",
     ),
@@ -157,6 +184,27 @@ def test_config_is_frozen_and_survives_a_round_trip_through_json() -> None:
     config = parse_config(changed(training__learning_rate=0.1 + 0.2))
     with pytest.raises(ValueError, match="frozen"):
         config.training.seed = 1  # type: ignore[misc]
+    assert parse_config(json.loads(config.model_dump_json())) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "columns", "masks"),
+    [
+        ({}, {"text_column": "text"}, False),
+        ({"text_column": "body", "mask_documents": True}, {"text_column": "body"}, True),
+        ({"messages_column": "chat"}, {"messages_column": "chat"}, True),
+        (
+            {"prompt_column": "q", "completion_column": "a", "mask_documents": False, "long_samples": "drop"},
+            {"prompt_column": "q", "completion_column": "a"},
+            False,
+        ),
+    ],
+)
+def test_columns_decide_whether_the_data_are_samples(keys: dict[str, Any], columns: Any, masks: bool) -> None:
+    config = parse_config(changed(**{f"dataset__{key}": value for key, value in keys.items()}))
+    section = config.dataset
+    assert (section.columns, section.masks_documents) == (columns, masks)
+    assert section.has_samples == ("text_column" not in columns)
     assert parse_config(json.loads(config.model_dump_json())) == config
 
 

@@ -24,6 +24,7 @@ from tests.support.oracle import (
     assert_equals_training,
     make_config,
     oracle_training,
+    random_rows,
     random_tokens,
     tiny_llama,
 )
@@ -259,7 +260,7 @@ def compiled_gradients(engine: str, cp: int) -> dict[str, Tensor]:
     for layer in stage.module.model.layers.values():
         layer.compile(backend="aot_eager")
     model = DataParallelBucket(stage)
-    loader = MicroBatchDataLoader(random_tokens(), config, CPU)
+    loader = MicroBatchDataLoader(random_rows(config), config, CPU)
     model(**next(loader)).backward()
     model.finish_grad_sync()
     return all_stages(stage.module, "main_grad")

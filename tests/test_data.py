@@ -10,10 +10,11 @@ from torch import Tensor
 
 from picotron.config import Config
 from picotron.context_parallel.positions import local_positions
-from picotron.data import MicroBatchDataLoader, SequenceDataset, epoch_order, split_train_eval
+from picotron.data import MicroBatchDataLoader, epoch_order, split_train_eval
 from picotron.errors import UserError
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.oracle import make_config, random_tokens
+from picotron.rows import Text, TextRows
+from tests.support.oracle import make_config, random_rows, random_tokens
 from tests.support.worker_pool import WorkerPool
 
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 def rows(config: Config, steps: int, start: int = 0, tokens: int = 1001) -> list[list[int]]:
     """Return the first input token of each row of each micro-batch; token i of the stream is i."""
     setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
-    loader = MicroBatchDataLoader(np.arange(tokens, dtype=np.uint16), config, CPU, start)
+    loader = MicroBatchDataLoader(TextRows(np.arange(tokens, dtype=np.uint16), 10), config, CPU, start)
     assert (loader.grad_acc_steps, loader.micro_batch_size) == (
         config.training.gradient_accumulation_steps,
         config.training.micro_batch_size,
@@ -77,9 +78,9 @@ def test_an_epoch_has_every_window_once_and_epochs_differ() -> None:
 
 
 def test_too_little_data_is_rejected() -> None:
-    tokens = np.arange(1001, dtype=np.uint16)
+    text = Text(np.arange(1001, dtype=np.uint16))
     with pytest.raises(UserError) as error:
-        split_train_eval(tokens, sample_config(training__micro_batch_size=101))
+        split_train_eval(text, sample_config(training__micro_batch_size=101))
     assert str(error.value) == (
         "python-stdlib has 1,001 tokens, enough for 100 sequences of 10 tokens, but one global batch needs 101; "
         "use more data, a shorter seq_length or a smaller batch"
@@ -88,20 +89,23 @@ def test_too_little_data_is_rejected() -> None:
         UserError, match=r"one global batch needs 51 and evaluation 51; use more .* batch, or fewer eval_steps"
     ):
         split_train_eval(
-            tokens, sample_config(training__micro_batch_size=51, training__eval_frequency=2, training__eval_steps=1)
+            text, sample_config(training__micro_batch_size=51, training__eval_frequency=2, training__eval_steps=1)
         )
 
 
 def test_evaluation_data_is_held_out_from_training() -> None:
-    tokens = np.arange(1007, dtype=np.uint16)
-    everything, nothing = split_train_eval(tokens, sample_config(training__micro_batch_size=100))
-    assert (len(everything), len(SequenceDataset(nothing, 10))) == (1007, 0)
+    text = Text(np.arange(1007, dtype=np.uint16))
+    everything, nothing = split_train_eval(text, sample_config(training__micro_batch_size=100))
+    assert (len(everything), len(nothing)) == (100, 0)
+    assert isinstance(everything, TextRows)
+    assert len(everything.tokens) == 1007
     config = sample_config(training__micro_batch_size=5, training__eval_frequency=1, training__eval_steps=4)
-    train, held_out = split_train_eval(tokens, config)
-    assert len(SequenceDataset(train, 10)) == 80  # the other six tokens are too few for a sequence
-    assert len(SequenceDataset(held_out, 10)) == 20
-    assert train[-1] == held_out[0]  # the last training target is the first evaluation input
-    assert held_out[-1] == 1006
+    train, held_out = split_train_eval(text, config)
+    assert len(train) == 80  # the other six tokens are too few for a sequence
+    assert len(held_out) == 20
+    assert isinstance(train, TextRows)
+    assert train.tokens[-1] == held_out[0].input_ids[0]  # the last training target is the first evaluation input
+    assert held_out[19].target_ids[-1] == 1006
 
 
 # --------------------------------------------------------------------------------------------- shards of sequences
@@ -124,7 +128,7 @@ def batches_of_a_rank(sharding: str) -> list[Tensor]:
     config = make_config(
         distributed__cp_size=cp, distributed__cp_sharding=sharding, training__seq_length=12, dataset__shuffle=False
     )
-    loader = MicroBatchDataLoader(random_tokens(), config, CPU)
+    loader = MicroBatchDataLoader(random_rows(config), config, CPU)
     batch = next(loader)
     assert all(batch[name].shape == (2, 12 // cp) for name in ("input_ids", "target_ids", "position_ids"))
     return [batch[name] for name in ("input_ids", "target_ids", "position_ids")]

@@ -20,7 +20,7 @@ from picotron.schedules.plan import plan_pipeline
 from picotron.tensor_parallel.cross_entropy import LinearCrossEntropy, chunk_tokens
 from picotron.train_step import make_train_step
 from picotron.weights import initial_weights
-from tests.support.oracle import make_config, random_tokens, tiny_llama
+from tests.support.oracle import make_config, random_rows, tiny_llama
 from tests.support.worker_pool import WorkerPool
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def measure_rank(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     step = make_train_step(config, model_config, plan, CPU, dtype)
     saved = SavedBytes(excluded=parameters)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), count_gradients_of_loss(saved):
-        step(model, MicroBatchDataLoader(random_tokens(vocab_size=model_config.vocab_size), config, CPU))
+        step(model, MicroBatchDataLoader(random_rows(config, vocab_size=model_config.vocab_size), config, CPU))
     assert saved.current == 0
     optimizer.step()
     return {

@@ -19,7 +19,7 @@ from picotron.explain.explain import Step, run_rank, run_stages, run_step
 from picotron.explain.fake_group import Message, message
 from picotron.model import Llama
 from picotron.schedules.plan import plan_pipeline
-from tests.support.oracle import make_config, random_tokens, tiny_llama
+from tests.support.oracle import make_config, random_rows, tiny_llama
 from tests.support.training import CPU, layout_name, wrapped
 from tests.support.worker_pool import WorkerPool
 
@@ -67,7 +67,7 @@ class Watch(TorchDispatchMode):
 def really(config: Config, model_config: LlamaConfig) -> tuple[int, Step]:
     """Run one real step. Returns the pp rank of this process and its step."""
     model = wrapped(config, model_config)
-    loader = MicroBatchDataLoader(random_tokens(), config, CPU)
+    loader = MicroBatchDataLoader(random_rows(config), config, CPU)
     with Watch() as watch:
         step = run_step(model, loader, config, model_config, plan_pipeline(config, model_config))
     return pgm.process_group_manager.pp_rank, step._replace(messages=watch.messages)

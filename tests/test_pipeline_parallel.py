@@ -19,6 +19,7 @@ from picotron.pipeline_parallel.pipeline_parallel import (
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
+from picotron.rows import Text
 from picotron.schedules.plan import plan_pipeline
 from picotron.train_step import make_evaluation, train_step
 from picotron.weights import main_grad
@@ -204,7 +205,8 @@ def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
     """Return the global losses of two consecutive evaluations."""
     stage, grid = stage_of(config, model_config), pgm.process_group_manager
     model = DataParallelBucket(stage, parameters_by_stage=stage.parameters_by_stage())
-    loader = MicroBatchDataLoader(split_train_eval(random_tokens(), config)[1], config, CPU, shuffle=False)
+    _, rows = split_train_eval(Text(random_tokens()), config)
+    loader = MicroBatchDataLoader(rows, config, CPU, shuffle=False, batches=config.training.eval_steps)
     plan, losses = plan_pipeline(config, model_config), []
     evaluation = make_evaluation(config, model_config, plan, CPU, torch.float64)
     for _ in range(2):

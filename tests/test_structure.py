@@ -15,8 +15,9 @@ PARALLEL = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_pa
 # Layers of the package, from bottom to top. A module or folder imports only from lower lines, or from its own folder.
 LAYERS = """
     errors text_table arguments
-    files json_files hub
-    schedules
+    files json_files hub rows
+    schedules packing
+    config_types
     config
     config_reader process_group_manager collectives model_config packed_attention
     launch split_backward run_folder model

@@ -40,7 +40,7 @@ def tokenizer(tmp_path: Path) -> str:
 
 def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
     """Tokenise the data set of a config, without a process group."""
-    return np.load(write_tokens(config, model_config)[0], mmap_mode="r")
+    return np.load(write_tokens(config, model_config).arrays / "tokens.npy", mmap_mode="r")
 
 
 def write_files(folder: Path, kind: str) -> str:

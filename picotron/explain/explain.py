@@ -27,6 +27,7 @@ from picotron.metrics import global_mean, max_over_ranks
 from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model, check_layout, unwrap
+from picotron.rows import TextRows
 from picotron.schedules.plan import PipelinePlan
 from picotron.text_table import text_table
 from picotron.train_step import make_train_step
@@ -76,8 +77,9 @@ def run_rank(rank: int, config: Config, model_config: LlamaConfig, plan: Pipelin
     """Play a rank, and run its training step."""
     with fake_rank(rank, config.distributed):
         model = build_model(config, model_config, plan, META, getattr(torch, config.model.dtype), meta_weights)
-        one_sequence = np.zeros(config.training.seq_length + 1, np.uint16)  # used again for every sample
-        return run_step(model, MicroBatchDataLoader(one_sequence, config, META), config, model_config, plan)
+        length = config.training.seq_length
+        one_row = TextRows(np.zeros(length + 1, np.uint16), length)  # used again for every sample
+        return run_step(model, MicroBatchDataLoader(one_row, config, META), config, model_config, plan)
 
 
 def run_stages(config: Config, model_config: LlamaConfig, plan: PipelinePlan) -> list[Step]:

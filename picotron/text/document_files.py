@@ -1,4 +1,4 @@
-"""Readers of data files: the texts of .txt, .jsonl, .json and .parquet files, in blocks of about 64 KiB.
+"""Readers of data files: the texts or records of .txt, .jsonl, .json and .parquet files, in blocks of about 64 KiB.
 
 A file can be larger than memory. So a `Block` only names a part of a file, and the process that tokenises the block
 reads it.
@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,6 +18,9 @@ from picotron.json_files import parse_json, read_json
 BLOCK_BYTES = 2**16
 WINDOW = 2**14  # bytes or characters after the end of a block in which to look for a place to cut
 ROWS = 100  # rows of a table that are read at a time
+
+Columns = dict[str, str]  # columns of the data, by the config keys that name them
+Convert = Callable[[Any], Iterator[Any]]  # turns a record, a dict, into any number of items
 
 
 class Block(NamedTuple):
@@ -93,7 +96,8 @@ def _text_blocks(path: Path, _: int) -> tuple[list[Block], int]:
     return blocks, 1
 
 
-def _read_text(block: Block, column: str, errors: str = "strict") -> Iterator[Piece]:
+def _read_text(block: Block, columns: Columns, convert: Convert, errors: str = "strict") -> Iterator[Piece]:
+    """Read the pieces of a text, which has neither columns nor records to convert."""
     try:
         text = _bytes(block).decode("utf-8-sig" if block.start == 0 else "utf-8", errors)
     except UnicodeDecodeError as error:
@@ -119,8 +123,8 @@ def _line_blocks(path: Path, limit: int) -> tuple[list[Block], int]:
     return [*blocks, Block(path, start, end, end - start)] if end > start else blocks, count
 
 
-def _text_of(record: Any, column: str) -> str | None:
-    """Return the text of a record, or None if it is null.
+def text_of(record: Any, key: str, column: str) -> str | None:
+    """Return the text of a record in the column that a config key names, or None if it is null.
 
     Raises:
         UserError: the record has no valid text in this column.
@@ -130,23 +134,46 @@ def _text_of(record: Any, column: str) -> str | None:
     text = record.get(column, 0)
     if text is not None and not isinstance(text, str):
         columns = [name for name, value in record.items() if isinstance(value, str)]
-        raise UserError(f"dataset.text_column={column!r} has no text there; use one of {columns}")
-    if text and re.search("[\ud800-\udfff]", text):
+        raise UserError(f"dataset.{key}={column!r} has no text there; use one of {columns}")
+    return None if text is None else check_characters(text)
+
+
+def check_characters(text: str) -> str:
+    """Return a text, or raise a UserError if it has surrogates, which cannot be encoded."""
+    if re.search("[\ud800-\udfff]", text):
         raise UserError("the text has an unpaired surrogate (\\ud800 to \\udfff), which is not a character; remove it")
     return text
 
 
-def _read_lines(block: Block, column: str) -> Iterator[Piece]:
-    for number, line in enumerate(_bytes(block).split(b"\n"), start=1):
-        try:
-            text = _text_of(parse_json(line, "the record"), column) if line.strip() else None
-        except UserError as error:
-            starts = range(0, block.start, BLOCK_BYTES)
-            before = (Block(block.path, start, min(start + BLOCK_BYTES, block.start), 0) for start in starts)
-            number += sum(_bytes(each).count(b"\n") for each in before)
-            raise UserError(f"{block.path}, line {number:,}: {error}") from None
+def pieces_of(record: Any, columns: Columns) -> Iterator[Piece]:
+    """Yield the pieces of a record's texts."""
+    for key, column in columns.items():
+        text = text_of(record, key, column)
         if text is not None:
             yield from cut(text)
+
+
+def convert_records(records: Iterable[Any], convert: Convert, place: Callable[[int], str]) -> Iterator[Any]:
+    """Convert records. An error begins with `place(i)` if it is about record i."""
+    for i, record in enumerate(records):
+        try:
+            yield from convert(record)
+        except UserError as error:
+            raise UserError(f"{place(i)}: {error}") from None
+
+
+def _read_lines(block: Block, columns: Columns, convert: Convert) -> Iterator[Any]:
+    def convert_line(line: bytes) -> Iterator[Any]:
+        if line.strip():
+            yield from convert(parse_json(line, "the record"))
+
+    def place(i: int) -> str:
+        starts = range(0, block.start, BLOCK_BYTES)
+        before = (Block(block.path, start, min(start + BLOCK_BYTES, block.start), 0) for start in starts)
+        line = i + 1 + sum(_bytes(each).count(b"\n") for each in before)
+        return f"{block.path}, line {line:,}"
+
+    return convert_records(_bytes(block).split(b"\n"), convert_line, place)
 
 
 def _records(path: Path) -> list[Any] | None:
@@ -167,18 +194,11 @@ def _json_blocks(path: Path, limit: int) -> tuple[list[Block], int]:
     return [Block(path, 0, count, path.stat().st_size)], count
 
 
-def _read_json(block: Block, column: str) -> Iterator[Piece]:
+def _read_json(block: Block, columns: Columns, convert: Convert) -> Iterator[Any]:
     records = _records(block.path)
     if records is None:
-        yield from _read_lines(block, column)
-        return
-    for number, record in enumerate(records[: block.end], start=1):
-        try:
-            text = _text_of(record, column)
-        except UserError as error:
-            raise UserError(f"{block.path}, record {number:,}: {error}") from None
-        if text is not None:
-            yield from cut(text)
+        return _read_lines(block, columns, convert)
+    return convert_records(records[: block.end], convert, lambda i: f"{block.path}, record {i + 1:,}")
 
 
 @contextlib.contextmanager
@@ -209,8 +229,17 @@ def _row_blocks(path: Path, limit: int) -> tuple[list[Block], int]:
     return blocks, start
 
 
+def check_columns(columns: Columns, texts: list[str], others: list[str], source: str) -> None:
+    """Raise a UserError unless a table has the columns: messages of any type, all others as text."""
+    for key, column in columns.items():
+        if key != "messages_column" and column not in texts:
+            raise UserError(f"dataset.{key}={column!r}: {source} has no text there; use one of {texts}")
+        if column not in texts + others:
+            raise UserError(f"dataset.{key}={column!r}: {source} has no such column; use one of {others}")
+
+
 class Rows:
-    """Rows of a column of a parquet file, in ascending order.
+    """Rows of some columns of a parquet file, in ascending order.
 
     A parquet file can only be decoded from the beginning of a row group, which may hold the whole file. So a process
     keeps its latest reader, and continues with it if the next block comes later in the same file.
@@ -218,45 +247,46 @@ class Rows:
 
     latest: ClassVar["Rows | None"] = None
 
-    def __init__(self, path: Path, column: str) -> None:
-        self.source, self.next, self.values = (path, column, os.getpid()), 0, self._values(path, column)
+    def __init__(self, path: Path, columns: Columns) -> None:
+        self.source, self.next, self.rows = (path, columns, os.getpid()), 0, self._rows(path, columns)
 
     @staticmethod
-    def _values(path: Path, column: str) -> Iterator[Any]:
+    def _rows(path: Path, columns: Columns) -> Iterator[tuple[Any, ...]]:
         with _parquet(path) as file:
             types = {field.name: str(field.type) for field in file.schema_arrow}
-            text_columns = [name for name, kind in types.items() if kind in ("string", "large_string", "string_view")]
-            if column not in text_columns:
-                raise UserError(f"dataset.text_column={column!r}: {path} has no text there; use one of {text_columns}")
-            for batch in file.iter_batches(ROWS, columns=[column]):
-                yield from batch.column(0)
+            texts = [name for name, kind in types.items() if kind in ("string", "large_string", "string_view")]
+            check_columns(columns, texts, [name for name in types if name not in texts], str(path))
+            for batch in file.iter_batches(ROWS, columns=[*columns.values()]):
+                yield from zip(*(batch.column(column) for column in columns.values()), strict=True)
 
     @classmethod
-    def read(cls, block: Block, column: str) -> Iterator[str | None]:
-        """Yield the values of the rows of a block."""
-        rows = cls.latest
-        if rows is None or rows.source != (block.path, column, os.getpid()) or rows.next > block.start:
-            rows = cls.latest = Rows(block.path, column)
-        for value in rows.values:
-            rows.next += 1
-            if rows.next > block.start:
-                yield value.as_py()
-            if rows.next == block.end:
+    def read(cls, block: Block, columns: Columns) -> Iterator[tuple[Any, ...]]:
+        """Yield the values of each row of a block, as scalars of arrow."""
+        reader = cls.latest
+        if reader is None or reader.source != (block.path, columns, os.getpid()) or reader.next > block.start:
+            reader = cls.latest = Rows(block.path, columns)
+        for row in reader.rows:
+            reader.next += 1
+            if reader.next > block.start:
+                yield row
+            if reader.next == block.end:
                 return
 
 
-def _read_rows(block: Block, column: str) -> Iterator[Piece]:
-    values = Rows.read(block, column)
-    for row in range(block.start, block.end):
+def _read_rows(block: Block, columns: Columns, convert: Convert) -> Iterator[Any]:
+    def convert_row(row: tuple[Any, ...]) -> Iterator[Any]:
         try:
-            text = next(values)
+            record = {column: value.as_py() for column, value in zip(columns.values(), row, strict=True)}
         except UnicodeDecodeError as error:
-            raise UserError(f"{block.path}, row {row + 1:,}: the text is not UTF-8 ({error.reason})") from None
-        if text is not None:
-            yield from cut(text)
+            raise UserError(f"the text is not UTF-8 ({error.reason})") from None
+        yield from convert(record)
+
+    return convert_records(
+        Rows.read(block, columns), convert_row, lambda i: f"{block.path}, row {block.start + i + 1:,}"
+    )
 
 
-READERS: dict[str, tuple[Callable[[Path, int], tuple[list[Block], int]], Callable[..., Iterator[Piece]]]] = {
+READERS: dict[str, tuple[Callable[[Path, int], tuple[list[Block], int]], Callable[..., Iterator[Any]]]] = {
     ".py": (_text_blocks, functools.partial(_read_text, errors="replace")),
     ".txt": (_text_blocks, _read_text),
     ".jsonl": (_line_blocks, _read_lines),

@@ -10,11 +10,22 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from picotron.config import Dataset as DatasetSection
 from picotron.errors import UserError, first_line
 from picotron.hub import connect
-from picotron.text.document_files import BLOCK_BYTES, READERS, ROWS, Block, Piece, cut
+from picotron.text.document_files import (
+    BLOCK_BYTES,
+    READERS,
+    ROWS,
+    Block,
+    Columns,
+    Convert,
+    check_columns,
+    convert_records,
+    pieces_of,
+)
 
 logger = logging.getLogger("picotron")
 
@@ -29,14 +40,20 @@ class Documents:
     Args:
         name: name in the config.
         key: string that changes with the data.
+        columns: the columns to read.
         find_blocks: function that returns all blocks, in order.
-        read: function that yields the pieces of a block.
+        read_block: function that reads a block, and yields what a `Convert` makes of its records.
     """
 
     name: str
     key: str
+    columns: Columns
     find_blocks: Callable[[], list[Block]]
-    read: Callable[[Block], Iterator[Piece]]
+    read_block: Callable[[Block, Convert], Iterator[Any]]
+
+    def read(self, block: Block, convert: Convert | None = None) -> Iterator[Any]:
+        """Yield what `convert` makes of the records of a block, by default the pieces of their texts."""
+        return self.read_block(block, convert or functools.partial(pieces_of, columns=self.columns))
 
     @functools.cached_property
     def blocks(self) -> list[Block]:
@@ -63,6 +80,12 @@ def load_documents(section: DatasetSection, limit: int | None = None) -> Documen
             f"selects the first documents)"
         )
     files, kind = (python_stdlib(), ".py") if name == PYTHON_STDLIB else find_files(path)
+    columns = section.columns
+    if section.has_samples and kind in (".txt", ".py"):
+        raise UserError(
+            f"{' and '.join(f'dataset.{key}={column!r}' for key, column in columns.items())}, but {name} has no columns; "
+            f"use .jsonl, .json or .parquet files"
+        )
     blocks_of_file, read = READERS[kind]
 
     def find_blocks() -> list[Block]:
@@ -79,8 +102,8 @@ def load_documents(section: DatasetSection, limit: int | None = None) -> Documen
 
     with _user_error_on_failure(name):
         state = [(os.path.abspath(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = hashlib.sha256(repr((state, section.text_column, limit)).encode()).hexdigest()
-    return Documents(name, key, find_blocks, functools.partial(read, column=section.text_column))
+    key = hashlib.sha256(repr((state, columns.get("text_column", columns), limit)).encode()).hexdigest()
+    return Documents(name, key, columns, find_blocks, lambda block, convert: read(block, columns, convert))
 
 
 @contextlib.contextmanager
@@ -150,7 +173,7 @@ def _hub_documents(section: DatasetSection, limit: int | None) -> Documents:
     connect(section.name)  # before the import, which reads whether to work offline
     import datasets  # imported here because it is slow, and only one process per machine needs it
 
-    name, column = section.name, section.text_column
+    name, columns = section.name, section.columns
     try:
         rows = datasets.load_dataset(name, section.subset_name, split=section.split)
     except Exception as error:  # unknown on the hub, no network, unknown split, ...
@@ -159,24 +182,23 @@ def _hub_documents(section: DatasetSection, limit: int | None) -> Documents:
             f"{PYTHON_STDLIB!r}"
         ) from None
     types = {name: str(getattr(feature, "dtype", "nested")) for name, feature in rows.features.items()}
-    text_columns = [name for name, kind in types.items() if kind in ("string", "large_string")]
-    if column not in text_columns:
-        raise UserError(f"dataset.text_column={column!r} of {name} has no text; use one of {text_columns}")
-    rows = rows.select_columns([column])  # others, such as images, would be decoded
+    texts = [name for name, kind in types.items() if kind in ("string", "large_string")]
+    check_columns(columns, texts, [name for name in types if name not in texts], name)
+    rows = rows.select_columns([*columns.values()])  # others, such as images, would be decoded
     count = len(rows) if limit is None else min(limit, len(rows))
 
-    def read(block: Block) -> Iterator[Piece]:
+    def read(block: Block, convert: Convert) -> Iterator[Any]:
         try:
-            texts = rows[block.start : block.end][column]
+            table = rows[block.start : block.end]
         except Exception as error:  # of arrow or of its files
             raise UserError(
                 f"rows {block.start + 1:,} to {block.end:,} of {name} cannot be read ({first_line(error)})"
             ) from None
-        for text in texts:
-            if text is not None:
-                yield from cut(text)
+        records = (dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True))
+        return convert_records(records, convert, lambda i: f"row {block.start + i + 1:,} of {name}")
 
     size = int(ROWS * (rows.dataset_size or 0) / max(1, len(rows))) or BLOCK_BYTES
     starts = range(0, count, ROWS)
     blocks = [Block(Path(name), start, min(start + ROWS, count), size) for start in starts]
-    return Documents(name, f"{rows._fingerprint} {column} {count}", lambda: blocks, read)
+    key = f"{rows._fingerprint} {columns.get('text_column', columns)} {count}"
+    return Documents(name, key, columns, lambda: blocks, read)

@@ -1,5 +1,8 @@
-"""Text -> tokens: the documents of a data set are tokenised once, into one long stream of tokens on disk."""
+"""Text -> tokens: a data set is tokenised once, into arrays on disk: the documents of a text into one long stream of
+tokens, samples for fine-tuning into their tokens, lengths and a mask.
+"""
 
+import contextlib
 import datetime
 import json
 import logging
@@ -8,7 +11,7 @@ import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -19,12 +22,15 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase, Pr
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.errors import UserError, first_line
-from picotron.files import create
 from picotron.hub import connect
 from picotron.launch import ignore_stop_signals
+from picotron.rows import Samples, Text
+from picotron.text.array_file import ArrayFile
 from picotron.text.cache import cached, checksums
-from picotron.text.document_files import Block, Piece
+from picotron.text.document_files import Block
 from picotron.text.documents import Documents, load_documents
+from picotron.text.encoder import Encoder, TextEncoder
+from picotron.text.samples import SampleEncoder
 
 logger = logging.getLogger("picotron")
 
@@ -76,6 +82,11 @@ def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Documen
         UserError: the tokenizer cannot be loaded, or has more tokens than the model's vocabulary.
     """
     if config.model.tokenizer == "bpe":
+        if column := config.dataset.messages_column:
+            raise UserError(
+                f"dataset.messages_column={column!r} needs a tokenizer with a chat template, which model.tokenizer='bpe' "
+                f"has not; choose another model.tokenizer"
+            )
 
         def write(folder: Path) -> None:
             logger.info("training a byte-level BPE of %d tokens on %s", model_config.vocab_size, documents.name)
@@ -113,45 +124,35 @@ def _counted(documents: Documents, progress: Any) -> Iterator[str]:
         progress.update(block.size)
 
 
-class TokenisedBlocks(Dataset[np.ndarray | UserError]):
-    """The tokens of each batch of blocks. The end-of-sequence token follows each document, if the tokenizer has one.
+class EncodedBlocks(Dataset[list[dict[str, np.ndarray]] | UserError]):
+    """Parts of the arrays, from each batch of blocks.
 
     A UserError is returned as an item, because a loader adds a traceback to an error that a worker raises.
     """
 
-    def __init__(
-        self, documents: Documents, batches: list[list[Block]], tokenizer: PreTrainedTokenizerBase, dtype: type
-    ) -> None:
-        self.read, self.batches, self.tokenizer, self.dtype = documents.read, batches, tokenizer, dtype
-        self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    def __init__(self, documents: Documents, batches: list[list[Block]], encoder: Encoder) -> None:
+        self.documents, self.batches, self.encoder = documents, batches, encoder
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __getitem__(self, i: int) -> np.ndarray | UserError:
-        options = {"add_special_tokens": False, "verbose": False, "return_attention_mask": False}
-        tokens: list[np.ndarray] = [np.array([], self.dtype)]
-        pieces = (piece for block in self.batches[i] for piece in self.read(block) if piece.text)
+    def __getitem__(self, i: int) -> list[dict[str, np.ndarray]] | UserError:
+        read, encoder = self.documents.read, self.encoder
+        items = (item for block in self.batches[i] for item in read(block, encoder.convert) if encoder.size(item))
         try:
-            while batch := _next_batch(pieces):
-                ids = self.tokenizer([piece.text for piece in batch], **options)["input_ids"]
-                tokens += [
-                    np.array(those + self.end if piece.ends_document else those, self.dtype)
-                    for piece, those in zip(batch, ids, strict=True)
-                ]
+            return [encoder.encode(batch) for batch in iter(lambda: _next_batch(items, encoder), [])]
         except UserError as error:
             return error
-        return np.concatenate(tokens)
 
 
-def _next_batch(pieces: Iterator[Piece]) -> list[Piece]:
-    """Return the next pieces, with at least BATCH_BYTES characters in total unless they are the last ones. (A block of
+def _next_batch(items: Iterator[Any], encoder: Encoder) -> list[Any]:
+    """Return the next items, with at least BATCH_BYTES characters in total unless they are the last ones. (A block of
     a parquet file can have many more.)
     """
     batch, size = [], 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
+    for item in items:
+        batch.append(item)
+        size += encoder.size(item)
         if size >= BATCH_BYTES:
             break
     return batch
@@ -175,86 +176,102 @@ def _start_worker(worker: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has none of the tokenizer's threads
 
 
-def _write_tokens(
-    documents: Documents, tokenizer: PreTrainedTokenizerBase, processes: int, dtype: type, path: Path
-) -> None:
-    """Write the tokens of all documents to one .npy file."""
+def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder: Path) -> None:
+    """Write the arrays of all documents, each to one .npy file."""
     batches = _in_batches(documents.blocks)
     loader = DataLoader(
-        TokenisedBlocks(documents, batches, tokenizer, dtype),
+        EncodedBlocks(documents, batches, encoder),
         batch_size=None,
-        collate_fn=lambda tokens: tokens,  # not as tensors, which would need shared memory
+        collate_fn=lambda parts: parts,  # not as tensors, which would need shared memory
         num_workers=processes if processes > 1 else 0,
         multiprocessing_context="fork" if processes > 1 else None,
         worker_init_fn=_start_worker,
     )
     size = sum(block.size for block in documents.blocks)
-    progress = tqdm(total=size, unit="B", unit_scale=True, desc="Tokenising", mininterval=1)
-    with open(path, "wb", opener=create) as file, progress:
-        # numpy leaves room in a header for any number of items, so the final header has the same size.
-        header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (0,)}
-        np.lib.format.write_array_header_1_0(file, header)
-        start, count = file.tell(), 0
-        for batch, tokens in zip(batches, loader, strict=True):
-            if isinstance(tokens, UserError):
-                raise tokens
-            file.write(tokens.tobytes())
-            count += len(tokens)
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(tqdm(total=size, unit="B", unit_scale=True, desc="Tokenising", mininterval=1))
+        files = {
+            name: stack.enter_context(ArrayFile(folder / f"{name}.npy", dtype))
+            for name, dtype in encoder.dtypes.items()
+        }
+        for batch, parts in zip(batches, loader, strict=True):
+            if isinstance(parts, UserError):
+                raise parts
+            for name, values in (item for part in parts for item in part.items()):
+                files[name].append(values)
             progress.update(sum(block.size for block in batch))
-        if count == 0:
+        if files["tokens"].count == 0:
             raise UserError(f"dataset.name={documents.name!r} has no text; choose other data")
-        file.seek(0)
-        np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
-        assert file.tell() == start
 
 
-def write_tokens(config: Config, model_config: LlamaConfig) -> tuple[Path, Path]:
+class TokenisedData(NamedTuple):
+    """Folders in the cache: of the arrays, and of the tokenizer; and its end-of-sequence token."""
+
+    arrays: Path
+    tokenizer: Path
+    end: int | None
+
+
+def write_tokens(config: Config, model_config: LlamaConfig) -> TokenisedData:
     """Tokenise the data set, unless its tokens are in the cache.
 
-    Returns:
-        The paths of the stream of tokens, an .npy file, and of the tokenizer's folder, both in the cache.
-
     Raises:
-        UserError: see `load_documents` and `load_tokenizer`.
+        UserError: see `load_documents`, `load_tokenizer` and `SampleEncoder`.
     """
-    documents = load_documents(config.dataset, config.training.num_samples)
+    section = config.dataset
+    documents = load_documents(section, config.training.num_samples)
     tokenizer = load_tokenizer(config, model_config, documents)
+    end = tokenizer.eos_token_id
+    if section.masks_documents and not section.has_samples and end is None:
+        raise UserError(
+            "dataset.mask_documents=true, but the tokenizer has no end-of-sequence token, which ends documents; set it "
+            "to false, or choose another model.tokenizer"
+        )
     rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     dtype = np.uint16 if model_config.vocab_size <= 2**16 else np.uint32
-    key = repr((documents.key, rules, tokenizer.eos_token_id, dtype.__name__))
-    name = "tokens.npy"
-    folder = cached(
-        "tokens", key, lambda new: _write_tokens(documents, tokenizer, config.dataset.num_proc, dtype, new / name)
-    )
-    key = f"{rules} {json.dumps(tokenizer.init_kwargs, default=str, sort_keys=True)}"
-    return folder / name, cached("tokenizer", key, lambda new: tokenizer.save_pretrained(new))
+    encoder: Encoder = TextEncoder(tokenizer, dtype)
+    key: tuple[Any, ...] = (documents.key, rules, end, dtype.__name__)
+    if section.has_samples:
+        encoder = SampleEncoder(documents.columns, tokenizer, dtype)
+        key += (tokenizer.bos_token_id, tokenizer.chat_template)
+    arrays = cached("tokens", repr(key), lambda new: _write_arrays(documents, encoder, section.num_proc, new))
+    key_of_tokenizer = f"{rules} {json.dumps(tokenizer.init_kwargs, default=str, sort_keys=True)}"
+    return TokenisedData(arrays, cached("tokenizer", key_of_tokenizer, lambda new: tokenizer.save_pretrained(new)), end)
 
 
-def load_tokens(config: Config, model_config: LlamaConfig) -> tuple[np.ndarray, Path]:
-    """Load the data set as one memory-mapped stream of tokens. One process per machine tokenises it, if necessary, and
-    the others wait.
+def load_data(config: Config, model_config: LlamaConfig) -> tuple[Text | Samples, Path]:
+    """Load the data set as memory-mapped arrays. One process per machine tokenises it, if necessary, and the others
+    wait.
 
     Returns:
-        The tokens, and the folder of the tokenizer.
+        The data, and the folder of the tokenizer.
 
     Raises:
-        UserError: the machines have different data; see also `load_documents` and `load_tokenizer`.
+        UserError: the machines have different data; see also `write_tokens`.
     """
     local_rank = pgm.process_group_manager.local_rank
     mine = None
     if local_rank == 0:
-        tokens, tokenizer = write_tokens(config, model_config)
-        mine = tokens, tokenizer, checksums(tokens.parent) + checksums(tokenizer), platform.node()
+        data = write_tokens(config, model_config)
+        mine = data, checksums(data.arrays) + checksums(data.tokenizer), platform.node()
     found: list[Any] = [None] * dist.get_world_size()
     # A separate group with a long timeout, because tokenising may take longer than the default timeout of collectives.
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
     dist.all_gather_object(found, mine, group=group)
     dist.destroy_process_group(group)
-    hosts = {digest: host for _, _, digest, host in filter(None, found)}
+    hosts = {digest: host for _, digest, host in filter(None, found)}
     if len(hosts) > 1:
         raise UserError(
             f"{' and '.join(hosts.values())} have different tokens or tokenizers for dataset.name="
             f"{config.dataset.name!r}; copy the same data and tokenizer to all machines"
         )
-    tokens, tokenizer, _, _ = found[dist.get_rank() - local_rank]  # of this machine, whose ranks are consecutive
-    return np.load(tokens, mmap_mode="r"), tokenizer
+    data, _, _ = found[dist.get_rank() - local_rank]  # of this machine, whose ranks are consecutive
+    return read_arrays(config, data), data.tokenizer
+
+
+def read_arrays(config: Config, data: TokenisedData) -> Text | Samples:
+    """Memory-map the arrays of a data set."""
+    arrays = {path.stem: np.load(path, mmap_mode="r") for path in data.arrays.glob("*.npy")}
+    if config.dataset.has_samples:
+        return Samples(**arrays)
+    return Text(arrays["tokens"], data.end if config.dataset.masks_documents else None)

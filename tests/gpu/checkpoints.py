@@ -21,7 +21,7 @@ from picotron.process_group_manager import setup_process_group_manager
 from picotron.schedules.plan import plan_pipeline
 from picotron.text.tokens import train_bpe
 from tests.gpu.report import Check, Lines, Options, checked, header
-from tests.support.oracle import make_config, random_tokens, relative_error, tiny_llama
+from tests.support.oracle import make_config, random_rows, random_tokens, relative_error, tiny_llama
 from tests.support.training import device_of, train_steps, wrapped
 
 STEPS, SAVED = 8, 4  # steps of a run, and the step after which a second run resumes
@@ -50,7 +50,7 @@ def files_changed_by_saving_again(config: Config, model_config: LlamaConfig, tok
     checkpoint, model = load(config, model_config)
     optimizer = AdamW(model.parameters(), config.training, config.model.use_fused_adam)
     checkpoint.restore(optimizer, unwrap(model))
-    fingerprint = data_fingerprint(random_tokens(), config)
+    fingerprint = data_fingerprint(random_rows(config), config)
     writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, tokenizer, fingerprint)
     with writer:
         writer.save(checkpoint.progress(fingerprint))

@@ -25,6 +25,7 @@ from picotron.model_config import check_supported
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.rows import TextRows
 from picotron.schedules.costs import model_cost
 from picotron.schedules.plan import plan_pipeline
 from picotron.train_step import make_train_step
@@ -86,7 +87,7 @@ class Workload:
         config = self.config()
         count = config.training.seq_length * 256 + 1
         tokens = np.random.default_rng(0).integers(self.model.vocab_size, size=count).astype(np.uint32)
-        return MicroBatchDataLoader(tokens, config, self.device)
+        return MicroBatchDataLoader(TextRows(tokens, config.training.seq_length), config, self.device)
 
 
 def workloads(options: Options) -> list[Workload]:

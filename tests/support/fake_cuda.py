@@ -42,6 +42,7 @@ from picotron.data_parallel.data_parallel import DataParallel
 from picotron.explain.fake_group import fake_rank
 from picotron.metrics import Metrics
 from picotron.optimizer import AdamW, make_scheduler
+from picotron.rows import TextRows
 from picotron.schedules.plan import PipelinePlan
 from picotron.train_step import Step, make_evaluation, make_train_step
 from picotron.weights import Index
@@ -83,13 +84,14 @@ def restart_with_fake_cuda() -> None:
 class FakeDataLoader:
     """torch's DataLoader without memory: pinned memory, which the real one uses for a GPU, needs a driver."""
 
-    def __init__(self, dataset: Any, batch_sampler: Iterable[list[int]], pin_memory: bool, **_: Any) -> None:
+    def __init__(self, dataset: Any, sampler: Iterable[Any], pin_memory: bool, **_: Any) -> None:
         assert pin_memory, "the CPU would wait for copies to the GPU"
-        self.dataset, self.batch_sampler = dataset, batch_sampler
+        self.dataset, self.sampler = dataset, sampler
 
-    def __iter__(self) -> Iterator[Tensor]:
-        for rows in self.batch_sampler:
-            yield torch.empty(len(rows), self.dataset.seq_length + 1, dtype=torch.int64)
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for rows, _ in self.sampler:
+            shape = len(rows), len(self.dataset.positions)
+            yield {name: torch.empty(shape, dtype=torch.int64) for name in ("input_ids", "target_ids")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +171,8 @@ def fake_cuda_rank(
         with mock.patch.object(parallelize, "materialise", materialise_as_fake):
             model = parallelize.build_model(config, model_config, plan, DEVICE, dtype, fake_weights)
         optimizer = AdamW(model.parameters(), config.training, config.model.use_fused_adam)
-        one_sequence = np.zeros(config.training.seq_length + 1, np.uint16)  # used again for every sample
+        length = config.training.seq_length
+        one_row = TextRows(np.zeros(length + 1, np.uint16), length)  # used again for every sample
         yield FakeRun(
             config=config,
             model_config=model_config,
@@ -177,7 +180,7 @@ def fake_cuda_rank(
             model=model,
             optimizer=optimizer,
             scheduler=make_scheduler(optimizer, config.training),
-            data_loader=MicroBatchDataLoader(one_sequence, config, DEVICE),
+            data_loader=MicroBatchDataLoader(one_row, config, DEVICE),
             metrics=Metrics(config, model_config, DEVICE, dtype),
             train_step=make_train_step(config, model_config, plan, DEVICE, dtype),
             evaluate=make_evaluation(config, model_config, plan, DEVICE, dtype),

@@ -29,6 +29,7 @@ from picotron.explain.fake_group import OPERATIONS, call_site
 from picotron.metrics import global_mean
 from picotron.pipeline_parallel import recorder
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.rows import TextRows
 from picotron.train_step import make_evaluation
 from picotron.weights import Index
 from tests.support.nccl_calls import Compute, Operation, Part, Program, Wait
@@ -142,7 +143,8 @@ def record_rank(rank: int, config: Config, model_config: LlamaConfig, device: to
 
     with recorded_rank(rank, config) as program:
         model = parallelize.build_model(config, model_config, plan, device, dtype, weights)
-        loader = MicroBatchDataLoader(np.zeros(config.training.seq_length + 1, np.uint16), config, device)
+        length = config.training.seq_length
+        loader = MicroBatchDataLoader(TextRows(np.zeros(length + 1, np.uint16), length), config, device)
         run_step(model, loader, config, model_config, plan)
         global_mean(make_evaluation(config, model_config, plan, device, dtype)(model, loader))
     return program

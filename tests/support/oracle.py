@@ -14,6 +14,7 @@ from picotron.collectives import accumulation_dtype
 from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.model import Llama
+from picotron.rows import TextRows
 from picotron.weights import initial_weights, materialise
 
 CPU = torch.device("cpu")
@@ -79,6 +80,11 @@ def with_exact_norms(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 def random_tokens(count: int = 6000, vocab_size: int = 61) -> np.ndarray:
     return np.random.default_rng(0).integers(vocab_size, size=count).astype(np.uint16)
+
+
+def random_rows(config: Config, **arguments: int) -> TextRows:
+    """Return rows of `random_tokens`."""
+    return TextRows(random_tokens(**arguments), config.training.seq_length)
 
 
 def oracle_training(

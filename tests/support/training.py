@@ -23,7 +23,7 @@ from picotron.process_group_manager import setup_process_group_manager
 from picotron.schedules.plan import plan_pipeline
 from picotron.train_step import make_train_step
 from picotron.weights import initial_weights, parameters_and_shards
-from tests.support.oracle import make_config, random_tokens
+from tests.support.oracle import make_config, random_rows
 
 CPU = torch.device("cpu")
 
@@ -103,11 +103,11 @@ def train_steps(
 
     Training resumes from `checkpoint` if it is given, and writes checkpoints if `tokenizer` is given.
     """
-    grid, tokens = pgm.process_group_manager, random_tokens()
+    grid, rows = pgm.process_group_manager, random_rows(config)
     llama = unwrap(model)
-    fingerprint = data_fingerprint(tokens, config)
+    fingerprint = data_fingerprint(rows, config)
     progress = checkpoint.progress(fingerprint) if checkpoint else Progress()
-    loader = MicroBatchDataLoader(tokens, config, device_of(config), progress.samples)
+    loader = MicroBatchDataLoader(rows, config, device_of(config), progress.samples)
     take_step = step_of(config, model_config, getattr(torch, config.model.dtype))
     optimizer = AdamW(model.parameters(), config.training, fused=config.model.use_fused_adam)
     if checkpoint:

@@ -1,0 +1,83 @@
+"""Data sets for fine-tuning in tests: chat templates, files, and the samples made of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from picotron.config import Config
+from picotron.rows import Samples
+from picotron.text.tokens import read_arrays, train_bpe, write_tokens
+from tests.support.oracle import make_config, tiny_llama
+
+PROMPTS = {"dataset__prompt_column": "q", "dataset__completion_column": "a"}
+CHAT = {"dataset__messages_column": "chat"}
+CHATML = """{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+LLAMA3 = """{{- '<begin>' }}
+{%- for message in messages -%}
+{{ '<header>' + message['role'] + '</header>\n\n' + message['content'] | trim + '<eot>' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<header>assistant</header>\n\n' }}{%- endif -%}"""
+MARKED = """{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+A>{% generation %}{{ message['content'] }}.{% endgeneration %}
+{%- else -%}
+Q: {{ message['content'] }}
+{%- endif -%}
+{%- endfor -%}"""
+FORGETFUL = """{%- for message in messages -%}
+{%- if loop.last or message['role'] == 'user' -%}{{ message['role'] + ': ' + message['content'] + '\n' }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ 'assistant: ' }}{%- endif -%}"""
+STRICT = "{{ raise_exception('roles must alternate') }}"
+
+
+def write_tokenizer(folder: Path) -> str:
+    """Save a byte-level BPE of 300 tokens. Returns the name of the folder."""
+    texts = ["def f(x):\n    return x + 1\n", "What is 2 + 2? It is 4. <|im_start|>user assistant system<|im_end|>\n"]
+    train_bpe(iter(texts), 300).save_pretrained(folder)
+    return str(folder)
+
+
+def with_template(folder: str, template: str) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_jsonl(path: Path, records: list[Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def config_of(name: str, tokenizer: str, **keys: Any) -> Config:
+    """Return a config that reads prompts and completions, unless the keys say otherwise."""
+    return make_config(dataset__name=name, model__tokenizer=tokenizer, **keys or PROMPTS)
+
+
+def encode(config: Config) -> Samples:
+    """Tokenise the data set of a config, without a process group."""
+    data = read_arrays(config, write_tokens(config, tiny_llama(vocab_size=300)))
+    assert isinstance(data, Samples)
+    assert isinstance(data.tokens, np.memmap)
+    assert len(data.tokens) == len(data.counted) == data.lengths.sum()
+    return data
+
+
+def split(data: Samples) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens and the mask of each sample."""
+    ends = data.lengths.cumsum()
+    return [
+        (data.tokens[end - n : end].tolist(), data.counted[end - n : end].tolist())
+        for end, n in zip(ends, data.lengths, strict=True)
+    ]
+
+
+def messages(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in chat]
