@@ -64,8 +64,8 @@ class SampleEncoder:
 class PromptsAndCompletions:
     """Converter of records with a prompt and a completion, which is followed by the end-of-sequence token.
 
-    A prompt begins as in generate.py: with the beginning-of-sequence token if the tokenizer adds it, and an empty prompt
-    without it with the end-of-sequence token, so that there is an input for the first token of the completion.
+    A prompt begins as in generate.py: with the beginning-of-sequence token if the tokenizer adds one. Otherwise, an
+    empty prompt is the end-of-sequence token, so that there is an input for the first token of the completion.
     """
 
     def __init__(self, columns: Columns, tokenizer: PreTrainedTokenizerBase) -> None:
