@@ -18,13 +18,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config, Training
-from picotron.context_parallel.positions import local_positions
+from picotron.context_parallel.positions import local_chunks
 from picotron.errors import UserError
 from picotron.launch import ignore_stop_signals
 from picotron.packing import pack_samples
 from picotron.rows import Rows, Samples, Text, TextRows
 
 logger = logging.getLogger("picotron")
+
+PER_TOKEN = {"input_ids", "target_ids", "position_ids", "target_weights"}  # on the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +176,10 @@ class MicroBatchDataLoader:
         self.global_batch_size = config.global_batch_size
         self.seed, self.shuffle = training.seed, config.dataset.shuffle if shuffle is None else shuffle
         self.rows, self.device, self.grid = rows, device, grid
-        positions = local_positions(training.seq_length, layout.cp_size, grid.cp_rank, layout.cp_sharding)
-        self.position_ids = positions.to(device).expand(self.micro_batch_size, -1)
+        positions = np.concatenate(local_chunks(training.seq_length, layout.cp_size, grid.cp_rank, layout.cp_sharding))
+        self.position_ids = torch.from_numpy(positions).to(device).expand(self.micro_batch_size, -1)
         loader = DataLoader(
-            MicroBatches(rows, positions.numpy()),
+            MicroBatches(rows, positions),
             batch_size=None,
             sampler=self._micro_batches(start),
             num_workers=config.dataset.num_workers,
@@ -211,8 +213,7 @@ class MicroBatchDataLoader:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        batch = next(self.iterators[0])
-        on_device = {
-            name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items() if name != "cu_seqlens"
-        }
-        return {"position_ids": self.position_ids, "hidden_states": None} | batch | on_device
+        batch = {"position_ids": self.position_ids, "hidden_states": None} | next(self.iterators[0])
+        for name in PER_TOKEN & batch.keys():
+            batch[name] = batch[name].to(self.device, non_blocking=True)
+        return batch
