@@ -106,28 +106,26 @@ class MicroBatches(Dataset[dict[str, Tensor]]):
         positions: the positions of a row that this cp rank holds.
     """
 
-    def __init__(self, rows: Rows, positions: np.ndarray) -> None:
+    def __init__(self, rows: Rows, positions: Tensor) -> None:
         self.rows, self.positions = rows, positions
 
     def __getitem__(self, index: tuple[np.ndarray, float]) -> dict[str, Tensor]:
         numbers, weight = index
         input_ids, target_ids, counted, documents = zip(*(self.rows[int(i)] for i in numbers), strict=True)
-        batch: dict[str, np.ndarray] = {}
-        batch["input_ids"] = self.local(input_ids).astype(np.int64)
-        batch["target_ids"] = self.local(target_ids).astype(np.int64)
+        batch = {"input_ids": self.local(input_ids), "target_ids": self.local(target_ids)}
         if counted[0] is not None:
-            batch["target_weights"] = self.local(counted) * weight
+            batch["target_weights"] = self.local(counted).double() * weight
         if documents[0] is not None:
             lengths = np.concatenate(documents)
-            starts = lengths.cumsum() - lengths
-            position_ids = np.arange(lengths.sum()) - starts.repeat(lengths)
+            ends = lengths.cumsum()
+            position_ids = np.arange(ends[-1]) - (ends - lengths).repeat(lengths)
             batch["position_ids"] = self.local(position_ids.reshape(len(numbers), -1))
-            batch["cu_seqlens"] = np.append(starts, lengths.sum()).astype(np.int32)
-        return {name: torch.from_numpy(array) for name, array in batch.items()}
+            batch["cu_seqlens"] = torch.from_numpy(np.append(0, ends).astype(np.int32))
+        return batch
 
-    def local(self, rows: Any) -> np.ndarray:
+    def local(self, rows: Any) -> Tensor:
         """(B, T) -> (B, T/cp)"""
-        return np.stack(rows)[:, self.positions]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))[:, self.positions]
 
 
 class MicroBatchDataLoader:

@@ -8,6 +8,8 @@ import numpy as np
 
 from picotron.rows import SampleRows, Samples
 
+CHUNK = 2**12  # samples whose targets are counted at a time
+
 
 def best_fit(sizes: Iterable[int], capacity: int, limit: float = math.inf) -> list[int]:
     """Put items into rows, one after the other: each into the row with the least free space that is enough for it, or
@@ -58,9 +60,13 @@ def by_first_item(rows: np.ndarray) -> np.ndarray:
 
 def count_targets(counted: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Count the targets that the loss counts, of samples with `sizes` > 0 positions from tokens `starts` on."""
-    bounds = np.stack((starts + 1, starts + sizes + 1), axis=1).ravel()
-    bounds = bounds[bounds < len(counted)]  # the last sum ends with the array
-    return np.add.reduceat(counted, bounds, dtype=np.int64)[::2]  # the others are of what lies between the samples
+    counts = [np.empty(0, np.int64)]
+    for i in range(0, len(sizes), CHUNK):  # numpy converts the slice of `counted` to 8 bytes per token
+        first, last = starts[i : i + CHUNK], starts[i : i + CHUNK] + sizes[i : i + CHUNK]
+        bounds = np.stack((first + 1, last + 1), axis=1).ravel()[:-1]  # the last sum ends with the slice
+        sums = np.add.reduceat(counted[bounds[0] : last[-1] + 1], bounds - bounds[0], dtype=np.int64)
+        counts.append(sums[::2])  # the other sums are of tokens between the samples
+    return np.concatenate(counts)
 
 
 class Packed(NamedTuple):

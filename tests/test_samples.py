@@ -1,6 +1,8 @@
 """Samples for fine-tuning: tokens and masks of prompts, completions and conversations."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -217,3 +219,33 @@ def test_conversations_with_another_template_are_tokenised_again(tmp_path: Path,
         for template in (CHATML, LLAMA3)
     ]
     assert lengths[0] != lengths[1]
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+MEMORY = """
+import resource, sys
+from picotron.data import split_train_eval
+from tests.support.samples import config_of, encode
+peaks = []
+for name in sys.argv[2:]:
+    config = config_of(name, sys.argv[1])
+    split_train_eval(encode(config), config)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
+print(*peaks)
+"""
+
+
+@pytest.mark.parity
+@pytest.mark.processes
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, folder: str) -> None:
+    """Peak memory in MiB after a few samples, and after 16 MiB of them."""
+    record = {"q": "What is 2 + 2? " * 4, "a": "It is 4. " * 40}
+    names = [write_jsonl(tmp_path / f"{count}.jsonl", [record] * count) for count in (10, 40_000)]
+    assert Path(names[1]).stat().st_size > 2**24
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY, folder, *names], capture_output=True, text=True, check=True, timeout=240
+    )
+    few, many = map(float, result.stdout.split())
+    assert many - few < 64
+    assert "Tokenising: 100%" in result.stderr
