@@ -37,14 +37,20 @@ def _dedent(lines: list[str], columns: int) -> list[str]:
     return [line[min(columns, len(line) - len(line.lstrip(" "))) :] for line in lines]
 
 
-def main(path: str) -> None:
+def all_pairs() -> list[dict[str, str]]:
+    """Return the pairs of all files in a random order, so that the last ones, which are held out, are of all files."""
     found: dict[str, dict[str, str]] = {}
     warnings.simplefilter("ignore", SyntaxWarning)  # of old sources
     for file in python_stdlib():
         for pair in pairs_of(file.read_text(errors="replace")):
             found.setdefault(pair["prompt"], pair)
     pairs = list(found.values())
-    random.Random(0).shuffle(pairs)  # so that the last ones, which are held out, come from all files
+    random.Random(0).shuffle(pairs)
+    return pairs
+
+
+def main(path: str) -> None:
+    pairs = all_pairs()
     write_atomically(Path(path), "".join(json.dumps(pair) + "\n" for pair in pairs))
     print(f"{len(pairs):,} pairs in {path}; the first one:\n\n{pairs[0]['prompt']}{pairs[0]['completion']}")
 

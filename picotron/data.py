@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config, Training
-from picotron.context_parallel.positions import local_chunks
+from picotron.context_parallel.positions import local_positions
 from picotron.errors import UserError
 from picotron.launch import ignore_stop_signals
 from picotron.packing import pack_samples
@@ -174,8 +174,8 @@ class MicroBatchDataLoader:
         self.global_batch_size = config.global_batch_size
         self.seed, self.shuffle = training.seed, config.dataset.shuffle if shuffle is None else shuffle
         self.rows, self.device, self.grid = rows, device, grid
-        positions = np.concatenate(local_chunks(training.seq_length, layout.cp_size, grid.cp_rank, layout.cp_sharding))
-        self.position_ids = torch.from_numpy(positions).to(device).expand(self.micro_batch_size, -1)
+        positions = local_positions(training.seq_length, layout.cp_size, grid.cp_rank, layout.cp_sharding)
+        self.position_ids = positions.to(device).expand(self.micro_batch_size, -1)
         loader = DataLoader(
             MicroBatches(rows, positions),
             batch_size=None,

@@ -1,0 +1,140 @@
+"""Fine-tuning samples packed into rows, compared with a row per sample, in tokens of samples per second.
+
+python -m benchmarks.packing
+"""
+
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaForCausalLM
+
+from benchmarks.side_by_side import Variant, machine, measure, print_markdown
+from benchmarks.workload import (
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    ON_GPU,
+    SEQ_LENGTH,
+    SHAPE,
+    arguments,
+    device_of,
+    model_config,
+    run_config,
+    torch_adamw,
+    training_of,
+)
+from docs.python_pairs import all_pairs
+from picotron.data import MicroBatchDataLoader
+from picotron.optimizer import AdamW, clip_grad_norm
+from picotron.packing import pack_samples
+from picotron.rows import SampleRows, Samples
+
+BYTES_PER_TOKEN = 2
+SAMPLES = 2 * MICRO_BATCH  # in a micro-batch of transformers
+
+
+@functools.cache
+def python_samples() -> Samples:
+    """Return samples of random tokens with the lengths of the pairs of docs/python_pairs.py."""
+    sizes = [(len(pair["prompt"]), len(pair["completion"])) for pair in all_pairs()]
+    lengths = np.array(sizes) // BYTES_PER_TOKEN + 2
+    tokens = np.random.default_rng(0).integers(SHAPE["vocab_size"], size=lengths.sum()).astype(np.uint16)
+    counted = np.tile(np.array([0, 1], np.uint8), len(lengths)).repeat(lengths.ravel())
+    return Samples(tokens, counted, lengths.sum(1))
+
+
+def one_sample_per_row(samples: Samples) -> SampleRows:
+    starts, sizes = np.cumsum(samples.lengths) - samples.lengths, np.minimum(samples.lengths - 1, SEQ_LENGTH)
+    return SampleRows(samples, starts, sizes, np.ones_like(sizes), np.arange(len(sizes)), SEQ_LENGTH)
+
+
+def rows_of(packed: bool) -> SampleRows:
+    samples = python_samples()
+    return pack_samples(samples, SEQ_LENGTH).training if packed else one_sample_per_row(samples)
+
+
+def picotron_step(rank: int, packed: bool) -> Callable[[], Any]:
+    device, config = device_of(rank), run_config({})
+    train_step, model, _ = training_of(config, device)
+    loader = MicroBatchDataLoader(rows_of(packed), config, device)
+    optimizer = AdamW(model.parameters(), config.training, fused=True)
+
+    def step() -> None:
+        train_step(model, loader)
+        clip_grad_norm(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def transformers_step(rank: int) -> Callable[[], Any]:
+    """Return a step of transformers' model, with micro-batches padded to their longest sample."""
+    device, samples = device_of(rank), python_samples()
+    model = LlamaForCausalLM(model_config()).to(device)
+    optimizer = torch_adamw(list(model.parameters()))
+    starts = np.cumsum(samples.lengths) - samples.lengths
+    order = np.random.default_rng(0).permutation(len(starts))
+    position = 0
+
+    def micro_batch() -> dict[str, torch.Tensor]:
+        nonlocal position
+        numbers = order.take(range(position, position + SAMPLES), mode="wrap")
+        position += SAMPLES
+        lengths = np.minimum(samples.lengths[numbers], SEQ_LENGTH)
+        ids, labels = np.zeros((SAMPLES, lengths.max()), np.int64), np.full((SAMPLES, lengths.max()), -100)
+        for row, (start, length) in enumerate(zip(starts[numbers], lengths, strict=True)):
+            sample = slice(start, start + length)
+            ids[row, :length] = samples.tokens[sample]
+            labels[row, :length] = np.where(samples.counted[sample], ids[row, :length], -100)
+        mask = np.arange(lengths.max()) < lengths[:, None]
+        arrays = {"input_ids": ids, "labels": labels, "attention_mask": mask.astype(np.int64)}
+        return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+    def step() -> None:
+        for _ in range(MICRO_BATCHES):
+            with torch.autocast("cuda", torch.bfloat16, enabled=ON_GPU):
+                loss = model(**micro_batch(), use_cache=False).loss / MICRO_BATCHES
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def main() -> None:
+    options = arguments(__doc__ or "").parse_args()
+    samples, packed, padded = python_samples(), rows_of(True), rows_of(False)
+    rows = MICRO_BATCH * MICRO_BATCHES
+    content = {  # mean number of tokens of samples in a step
+        "transformers, padded to the longest of the micro-batch": np.minimum(samples.lengths, SEQ_LENGTH).mean()
+        * SAMPLES
+        * MICRO_BATCHES,
+        "picotron, a sample per row": padded.sizes.sum() / len(padded) * rows,
+        "picotron, packed": packed.sizes.sum() / len(packed) * rows,
+    }
+    names = list(content)
+    variants = [
+        Variant(names[0], transformers_step),
+        Variant(names[1], picotron_step, (False,)),
+        Variant(names[2], picotron_step, (True,)),
+    ]
+    results = measure(variants, options.turns, options.steps)
+    table = [["", "tokens of samples per step", "tokens of samples/s", "relative speed", "peak memory, MiB"]]
+    rates = {name: [content[name] / each for each in results[name][0]] for name in names}
+    for name in names:
+        speed = statistics.median(a / b for a, b in zip(rates[name], rates[names[0]], strict=True))
+        rate, memory = statistics.median(rates[name]), results[name][1]
+        table.append([name, f"{content[name]:,.0f}", f"{rate:,.0f}", f"{speed:.2f}", f"{memory:,.0f}"])
+    filled = packed.sizes.sum() / (len(packed) * SEQ_LENGTH)
+    print(f"{len(samples.lengths):,} samples of {samples.lengths.mean():.0f} tokens on average", end="; ")
+    print(f"packed, {1 - filled:.1%} of a row of {SEQ_LENGTH} is empty\n\n{machine()}")
+    print_markdown(table)
+
+
+if __name__ == "__main__":
+    main()
