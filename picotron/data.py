@@ -209,8 +209,7 @@ class MicroBatchDataLoader:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        batch = next(self.iterators[0])
-        on_device = {
-            name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items() if name != "cu_seqlens"
-        }
-        return {"position_ids": self.position_ids, "hidden_states": None} | batch | on_device
+        batch: dict[str, Any] = {"position_ids": self.position_ids, "hidden_states": None}
+        for name, tensor in next(self.iterators[0]).items():
+            batch[name] = tensor if name == "cu_seqlens" else tensor.to(self.device, non_blocking=True)
+        return batch
