@@ -26,8 +26,6 @@ from picotron.rows import Rows, Samples, Text, TextRows
 
 logger = logging.getLogger("picotron")
 
-PER_TOKEN = {"input_ids", "target_ids", "position_ids", "target_weights"}  # on the device
-
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
@@ -211,7 +209,7 @@ class MicroBatchDataLoader:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        batch = {"position_ids": self.position_ids, "hidden_states": None} | next(self.iterators[0])
-        for name in PER_TOKEN & batch.keys():
-            batch[name] = batch[name].to(self.device, non_blocking=True)
+        batch: dict[str, Any] = {"position_ids": self.position_ids, "hidden_states": None}
+        for name, tensor in next(self.iterators[0]).items():
+            batch[name] = tensor if name == "cu_seqlens" else tensor.to(self.device, non_blocking=True)
         return batch

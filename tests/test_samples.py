@@ -226,10 +226,10 @@ def test_conversations_with_another_template_are_tokenised_again(tmp_path: Path,
 MEMORY = """
 import resource, sys
 from picotron.data import split_train_eval
-from tests.support.samples import config_of, encode
+from tests.support.samples import PROMPTS, config_of, encode
 peaks = []
 for name in sys.argv[2:]:
-    config = config_of(name, sys.argv[1])
+    config = config_of(name, sys.argv[1], **PROMPTS, training__seq_length=512)
     split_train_eval(encode(config), config)
     peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
 print(*peaks)
