@@ -238,14 +238,14 @@ def check_columns(columns: Columns, texts: list[str], others: list[str], source:
             raise UserError(f"dataset.{key}={column!r}: {source} has no such column; use one of {others}")
 
 
-class Rows:
+class RowReader:
     """Rows of some columns of a parquet file, in ascending order.
 
     A parquet file can only be decoded from the beginning of a row group, which may hold the whole file. So a process
     keeps its latest reader, and continues with it if the next block comes later in the same file.
     """
 
-    latest: ClassVar["Rows | None"] = None
+    latest: ClassVar["RowReader | None"] = None
 
     def __init__(self, path: Path, columns: Columns) -> None:
         self.source, self.next, self.rows = (path, columns, os.getpid()), 0, self._rows(path, columns)
@@ -264,7 +264,7 @@ class Rows:
         """Yield the values of each row of a block, as scalars of arrow."""
         reader = cls.latest
         if reader is None or reader.source != (block.path, columns, os.getpid()) or reader.next > block.start:
-            reader = cls.latest = Rows(block.path, columns)
+            reader = cls.latest = RowReader(block.path, columns)
         for row in reader.rows:
             reader.next += 1
             if reader.next > block.start:
@@ -282,7 +282,7 @@ def _read_rows(block: Block, columns: Columns, convert: Convert) -> Iterator[Any
         yield from convert(record)
 
     return convert_records(
-        Rows.read(block, columns), convert_row, lambda i: f"{block.path}, row {block.start + i + 1:,}"
+        RowReader.read(block, columns), convert_row, lambda i: f"{block.path}, row {block.start + i + 1:,}"
     )
 
 
