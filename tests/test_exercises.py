@@ -23,6 +23,8 @@ from docs.solutions.join_attention import join
 from docs.solutions.parallel_mlp import parallel_mlp
 from docs.solutions.ring_all_reduce import ring_all_reduce
 from docs.solutions.striped import pairs, striped_positions
+from docs.solutions.z_loss import log_z
+from picotron.batches import split_batch, train_batch
 from picotron.config import Config, Training
 from picotron.config_reader import load_config
 from picotron.context_parallel.block_attention import block_forward
@@ -34,8 +36,17 @@ from picotron.schedules.actions import AnyAction, parse_action
 from picotron.schedules.schedule_csv import read_csv
 from picotron.schedules.schedules import build
 from picotron.schedules.simulate import peak_activations, simulate
-from tests.support.oracle import assert_close, assert_equals_training, oracle_training, random_tokens, tiny_llama
-from tests.support.training import pipeline_config, train
+from tests.support.oracle import (
+    assert_close,
+    assert_equals_training,
+    make_config,
+    oracle_model,
+    oracle_training,
+    our_model,
+    random_tokens,
+    tiny_llama,
+)
+from tests.support.training import all_stages, pipeline_config, step_of, train, wrapped
 from tests.support.worker_pool import WorkerPool
 
 SOLUTIONS = Path("docs/solutions")
@@ -142,6 +153,28 @@ def test_parallel_mlp_equals_one_process(pool: WorkerPool) -> None:
         assert_close(shard["dx"], expected["dx"], 1e-14)
     assert_close(torch.cat([shard["dup"] for shard in shards]), expected["dup"], 1e-14)
     assert_close(torch.cat([shard["ddown"] for shard in shards], 1), expected["ddown"], 1e-14)
+
+
+def z_loss(layout: dict[str, Any]) -> dict[str, Tensor]:
+    config = make_config(**{f"distributed__{key}": value for key, value in layout.items()})
+    model = wrapped(config, tiny_llama())
+    ids = torch.arange(32).view(2, 16)
+    train_batch(
+        step_of(config, tiny_llama()),
+        model,
+        split_batch({"input_ids": ids}, 1),
+        lambda head, x, batch: log_z(head, x).square().mean(),
+    )
+    return all_stages(model.module.module, "main_grad")
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp_size": 2}, {"tp_size": 4, "sequence_parallel": True}])
+def test_z_loss_equals_one_process(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    model = oracle_model(tiny_llama(), our_model(tiny_llama(), seed=42).state_dict())
+    model(input_ids=torch.arange(32).view(2, 16), use_cache=False).logits.logsumexp(-1).square().mean().backward()
+    for gradients in pool.run(z_loss, layout.get("tp_size", 1), layout):
+        for name, parameter in model.named_parameters():
+            assert_close(gradients[name], parameter.grad, what=name)
 
 
 @pytest.mark.parametrize(("name", "bubble", "activations"), [("all_split", 6 / 30, 8), ("few_split", 7 / 31, 4)])
