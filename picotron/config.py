@@ -58,6 +58,8 @@ class Distributed(Section):
     """number of pipeline ranks, each of which holds some of the layers"""
     dp_size: Positive = 1
     """number of data-parallel ranks, each of which trains on different sequences of the batch"""
+    dp_engine: Literal["naive", "bucket", "zero1"] = "bucket"
+    """zero1 divides the optimizer over the data-parallel ranks; bucket and naive (slow, to read) do not"""
     pp_engine: Annotated[
         str,
         AfterValidator(check_name),
@@ -153,15 +155,11 @@ class Training(Section):
     """global batches per evaluation, held out from the end of the training data"""
 
     @model_validator(mode="after")
-    def check_warmup(self) -> "Training":
+    def check_steps(self) -> "Training":
         if self.warmup_steps >= self.total_train_steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} must be less than total_train_steps={self.total_train_steps}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def check_eval_frequency(self) -> "Training":
         if self.eval_frequency > self.total_train_steps:
             raise ValueError(
                 f"eval_frequency={self.eval_frequency} exceeds total_train_steps={self.total_train_steps}, so no "

@@ -6,7 +6,8 @@ from transformers import LlamaConfig
 
 from picotron.config import Config
 from picotron.context_parallel.context_parallel import apply_context_parallel, check_context_parallel
-from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
+from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
+from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.model import Llama, fused_attention, math_attention
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.schedules.plan import PipelinePlan, plan_pipeline
@@ -57,7 +58,9 @@ def build_model(
     compiled = device.type == "cuda" if config.training.compile is None else config.training.compile
     for layer in llama.model.layers.values() if compiled else ():
         layer.compile()
-    return DataParallelBucket(stage, parameters_by_stage=stage.parameters_by_stage())  # adds gradient buffers and hooks
+    engines = {"naive": DataParallelNaive, "bucket": DataParallelBucket, "zero1": DataParallelZero1}
+    wrap = engines[config.distributed.dp_engine]
+    return wrap(stage, parameters_by_stage=stage.parameters_by_stage())  # adds gradient buffers and hooks
 
 
 def unwrap(model: nn.Module) -> Llama:

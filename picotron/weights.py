@@ -51,9 +51,15 @@ def parameters_and_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter,
         yield name, parameter, getattr(model.get_submodule(owner), "shards", {}).get(leaf)
 
 
-def mark_tied_replica(module: nn.Module) -> None:
-    """Mark a module whose weight another pipeline stage holds, too, see `is_tied_replica`."""
-    module.is_tied_replica = True  # type: ignore[assignment]  # torch's modules take any attribute
+def mark_tied(module: nn.Module, is_replica: bool) -> None:
+    """Mark a module whose weight another pipeline stage holds, too, see `is_tied_replica` and `tied_parameters`."""
+    module.is_tied_replica = is_replica  # type: ignore[assignment]  # torch's modules take any attribute
+
+
+def tied_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that another pipeline stage holds, too: the tied embedding on the first and last stage."""
+    marked = (module for module in model.modules() if hasattr(module, "is_tied_replica"))
+    return {parameter for module in marked for parameter in module.parameters()}
 
 
 def is_tied_replica(model: nn.Module, name: str) -> bool:
@@ -65,9 +71,10 @@ def is_tied_replica(model: nn.Module, name: str) -> bool:
 
 
 def main_grad(parameter: Tensor) -> Tensor:
-    """The buffer in which a parameter's gradients accumulate over micro-batches: its shape, in float32 or wider.
+    """The gradient that the optimizer reads: a tensor of the parameter's shape, in float32 or wider, in which gradients
+    accumulate over micro-batches; or this rank's slice of it, see `OwnedSlice`.
 
-    `DataParallel` allocates and fills it, the optimizer reads it. (The name is Megatron-LM's.)
+    `DataParallel` allocates and fills it. (The name is Megatron-LM's.)
     """
     return parameter.main_grad  # type: ignore[attr-defined]  # torch's parameters take any attribute
 
@@ -75,6 +82,54 @@ def main_grad(parameter: Tensor) -> Tensor:
 def set_main_grad(parameter: Tensor, buffer: Tensor) -> None:
     """Let `main_grad(parameter)` be `buffer`."""
     parameter.main_grad = buffer  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedSlice:
+    """The elements of a parameter that this rank's optimizer updates, if the data-parallel ranks divide the optimizer
+    (ZeRO: Rajbhandari et al. 2019, arXiv:1910.02054).
+
+    The flattened parameter is a part of a flat buffer that is divided evenly over the ranks, so a rank owns consecutive
+    elements, perhaps none:
+
+        rank 0      | rank 1            of b, rank 0 owns elements 0 and 1, and rank 1 elements 2, 3 and 4;
+        a a a a b b | b b b c c -       of a, rank 1 owns none; - is padding
+
+    Attributes:
+        weight: this rank's elements of the weight, a flat view.
+        numel: number of elements of the parameter.
+        offset: place of the parameter's first element in the buffer.
+        size: number of elements of the buffer that each rank owns.
+        rank: this rank's place among them.
+        gather: function that starts to send the updated weights of the buffer to the other ranks.
+    """
+
+    weight: Tensor
+    numel: int
+    offset: int
+    size: int
+    rank: int
+    gather: Callable[[], dist.Work | None]
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Return the first and the last element, plus one, of the flattened parameter that a rank owns."""
+        first, last = (min(max(edge * self.size - self.offset, 0), self.numel) for edge in (rank, rank + 1))
+        return first, last
+
+
+def owned_slice(parameter: Tensor) -> OwnedSlice | None:
+    """Return the slice of a parameter that this rank's optimizer updates, or None if it updates all of it."""
+    return getattr(parameter, "owned_slice", None)
+
+
+def set_owned_slice(parameter: Tensor, owned: OwnedSlice) -> None:
+    parameter.owned_slice = owned  # type: ignore[attr-defined]
+
+
+def owned_weight(parameter: Tensor) -> Tensor:
+    """Return the weight that this rank's optimizer updates: the parameter, or a flat slice of it."""
+    owned = owned_slice(parameter)
+    return parameter if owned is None else owned.weight
 
 
 def sum_partial_gradients(model: nn.Module) -> None:
@@ -106,6 +161,33 @@ def copy_shard(tensor: Tensor, name: str, shard: Shard | None, read: ReadTensor)
         held = shard.stop - shard.start
         tensor.narrow(shard.dim, 0, held).copy_(values)
         tensor.narrow(shard.dim, held, shard.size - held).zero_()
+
+
+def copy_owned(tensor: Tensor, parameter: nn.Parameter, name: str, shard: Shard | None, read: ReadTensor) -> None:
+    """Copy the elements of `owned_weight`, or of the optimizer's state for them, into `tensor`. Reads no rows of a
+    parameter without such elements.
+    """
+    owned = owned_slice(parameter)
+    if owned is None:
+        return copy_shard(tensor, name, shard, read)
+    if tensor.numel() == 0:
+        return None
+    first, last = owned.bounds(owned.rank)
+    columns = parameter.shape[1:].numel()
+    rows = slice(first // columns, -(-last // columns))
+    values = tensor.new_zeros(rows.stop - rows.start, *parameter.shape[1:])
+    if shard is not None and shard.dim == 0:
+        start, stop = (min(shard.start + row, shard.stop) for row in (rows.start, rows.stop))
+        if start < stop:  # there are rows that are not padding
+            copy_shard(values, name, dataclasses.replace(shard, start=start, stop=stop, size=len(values)), read)
+    else:
+
+        def read_rows(name: str, shape: torch.Size, index: Index) -> Tensor:
+            return read(name, torch.Size([len(parameter), *shape[1:]]), (rows, *index[1:]))
+
+        copy_shard(values, name, shard, read_rows)
+    tensor.copy_(values.flatten()[first - rows.start * columns :][: last - first])
+    return None
 
 
 def materialise(model: Llama, device: torch.device, read: ReadTensor) -> None:

@@ -31,7 +31,7 @@ from picotron.model import Llama
 from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW
 from picotron.run_folder import UNFINISHED, checkpoint_folders
-from picotron.weights import ReadTensor, copy_shard, parameters_and_shards
+from picotron.weights import ReadTensor, copy_owned, parameters_and_shards
 
 logger = logging.getLogger("picotron")
 
@@ -186,7 +186,7 @@ class Checkpoint:
         readers["master"] = self.weights()
 
         def read(parameter: nn.Parameter, kind: str, tensor: Tensor) -> None:
-            copy_shard(tensor, *shards[parameter], readers[kind])
+            copy_owned(tensor, parameter, *shards[parameter], readers[kind])
 
         optimizer.restore(self.state.step, read)
 
