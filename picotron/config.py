@@ -58,8 +58,8 @@ class Distributed(Section):
     """number of pipeline ranks, each of which holds some of the layers"""
     dp_size: Positive = 1
     """number of data-parallel ranks, each of which trains on different sequences of the batch"""
-    dp_engine: Literal["naive", "bucket", "zero1"] = "bucket"
-    """zero1 divides the optimizer over the data-parallel ranks; bucket and naive (slow, to read) do not"""
+    dp_engine: Literal["naive", "bucket", "zero1", "zero3"] = "bucket"
+    """what data-parallel ranks divide: zero1 the optimizer; zero3 also weights and gradients; the others nothing"""
     pp_engine: Annotated[
         str,
         AfterValidator(check_name),

@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Training
-from picotron.weights import is_tied_replica, main_grad, owned_slice, owned_weight, parameters_and_shards
+from picotron.owned_slices import owned_slice, owned_weight
+from picotron.weights import is_tied_replica, main_grad, parameters_and_shards
 
 
 class AdamW(torch.optim.AdamW):
@@ -22,7 +23,7 @@ class AdamW(torch.optim.AdamW):
     float32 copy instead, the master weight, and rounds it to the weight (Micikevicius et al. 2017, arXiv:1710.03740).
     Weights in float32 or wider are their own master weights. Weight decay applies to matrices only.
 
-    If the data-parallel ranks divide the optimizer (see `OwnedSlice`), master weights and moments are flat slices. A
+    If the data-parallel ranks divide the optimizer (see `owned_slices`), master weights and moments are flat slices. A
     rank updates the slices of one buffer after the other, so that the updated weights of a buffer are on their way to
     the other ranks while those of the next one are computed.
     """

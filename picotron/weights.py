@@ -72,7 +72,7 @@ def is_tied_replica(model: nn.Module, name: str) -> bool:
 
 def main_grad(parameter: Tensor) -> Tensor:
     """The gradient that the optimizer reads: a tensor of the parameter's shape, in float32 or wider, in which gradients
-    accumulate over micro-batches; or this rank's slice of it, see `OwnedSlice`.
+    accumulate over micro-batches; or this rank's slice of it, see `owned_slices`.
 
     `DataParallel` allocates and fills it. (The name is Megatron-LM's.)
     """
@@ -82,54 +82,6 @@ def main_grad(parameter: Tensor) -> Tensor:
 def set_main_grad(parameter: Tensor, buffer: Tensor) -> None:
     """Let `main_grad(parameter)` be `buffer`."""
     parameter.main_grad = buffer  # type: ignore[attr-defined]
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnedSlice:
-    """The elements of a parameter that this rank's optimizer updates, if the data-parallel ranks divide the optimizer
-    (ZeRO: Rajbhandari et al. 2019, arXiv:1910.02054).
-
-    The flattened parameter is a part of a flat buffer that is divided evenly over the ranks, so a rank owns consecutive
-    elements, perhaps none:
-
-        rank 0      | rank 1            of b, rank 0 owns elements 0 and 1, and rank 1 elements 2, 3 and 4;
-        a a a a b b | b b b c c -       of a, rank 1 owns none; - is padding
-
-    Attributes:
-        weight: this rank's elements of the weight, a flat view.
-        numel: number of elements of the parameter.
-        offset: place of the parameter's first element in the buffer.
-        size: number of elements of the buffer that each rank owns.
-        rank: this rank's place among them.
-        gather: function that starts to send the updated weights of the buffer to the other ranks.
-    """
-
-    weight: Tensor
-    numel: int
-    offset: int
-    size: int
-    rank: int
-    gather: Callable[[], dist.Work | None]
-
-    def bounds(self, rank: int) -> tuple[int, int]:
-        """Return the first and the last element, plus one, of the flattened parameter that a rank owns."""
-        first, last = (min(max(edge * self.size - self.offset, 0), self.numel) for edge in (rank, rank + 1))
-        return first, last
-
-
-def owned_slice(parameter: Tensor) -> OwnedSlice | None:
-    """Return the slice of a parameter that this rank's optimizer updates, or None if it updates all of it."""
-    return getattr(parameter, "owned_slice", None)
-
-
-def set_owned_slice(parameter: Tensor, owned: OwnedSlice) -> None:
-    parameter.owned_slice = owned  # type: ignore[attr-defined]
-
-
-def owned_weight(parameter: Tensor) -> Tensor:
-    """Return the weight that this rank's optimizer updates: the parameter, or a flat slice of it."""
-    owned = owned_slice(parameter)
-    return parameter if owned is None else owned.weight
 
 
 def sum_partial_gradients(model: nn.Module) -> None:
@@ -163,38 +115,18 @@ def copy_shard(tensor: Tensor, name: str, shard: Shard | None, read: ReadTensor)
         tensor.narrow(shard.dim, held, shard.size - held).zero_()
 
 
-def copy_owned(tensor: Tensor, parameter: nn.Parameter, name: str, shard: Shard | None, read: ReadTensor) -> None:
-    """Copy the elements of `owned_weight`, or of the optimizer's state for them, into `tensor`. Reads no rows of a
-    parameter without such elements.
+def materialise(model: Llama, device: torch.device, read: ReadTensor | None) -> None:
+    """Allocate the parameters of a model on the meta device, and fill them with what `read` returns.
+
+    Args:
+        read: None leaves the parameters without memory.
     """
-    owned = owned_slice(parameter)
-    if owned is None:
-        return copy_shard(tensor, name, shard, read)
-    if tensor.numel() == 0:
-        return None
-    first, last = owned.bounds(owned.rank)
-    columns = parameter.shape[1:].numel()
-    rows = slice(first // columns, -(-last // columns))
-    values = tensor.new_zeros(rows.stop - rows.start, *parameter.shape[1:])
-    if shard is not None and shard.dim == 0:
-        start, stop = (min(shard.start + row, shard.stop) for row in (rows.start, rows.stop))
-        if start < stop:  # there are rows that are not padding
-            copy_shard(values, name, dataclasses.replace(shard, start=start, stop=stop, size=len(values)), read)
-    else:
-
-        def read_rows(name: str, shape: torch.Size, index: Index) -> Tensor:
-            return read(name, torch.Size([len(parameter), *shape[1:]]), (rows, *index[1:]))
-
-        copy_shard(values, name, shard, read_rows)
-    tensor.copy_(values.flatten()[first - rows.start * columns :][: last - first])
-    return None
-
-
-def materialise(model: Llama, device: torch.device, read: ReadTensor) -> None:
-    """Allocate the parameters of a model on the meta device, and fill them with what `read` returns."""
     for name, parameter, shard in list(parameters_and_shards(model)):
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        copy_shard(values, name, shard, read)
+        if read is None:
+            values.untyped_storage().resize_(0)
+        else:
+            copy_shard(values, name, shard, read)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(values))
     model.tie_weights()

@@ -16,8 +16,8 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.optimizer import AdamW
+from picotron.owned_slices import owned_slice
 from picotron.parallelize import unwrap
-from picotron.weights import owned_slice
 from tests.support import checkpoints
 from tests.support.checkpoints import first_half, model_of, run, run_config, tensors_of
 from tests.support.oracle import assert_equals_training, make_config, oracle_training, random_tokens, tiny_llama
@@ -26,11 +26,14 @@ from tests.support.worker_pool import WorkerPool
 from tests.test_checkpoint import assert_equals_second_half
 from tests.test_checkpoint_writer import train_while_writing
 
-ENGINES = ("zero1",)
+ENGINES = ("zero1", "zero3")
 SP = {"sequence_parallel": True}
 BIAS = {"attention_bias": True, "mlp_bias": True}
+FULL = {"training__activation_checkpointing": "full"}
 TIED = {"tie_word_embeddings": True}
-CORE: list[tuple[dict[str, Any], dict[str, Any]]] = [  # changes of the config's section `distributed`, and of the model
+CORE: list[
+    tuple[dict[str, Any], dict[str, Any]]
+] = [  # changes of the config (without a section, of `distributed`), and of the model
     ({"dp_size": 2}, BIAS),
     ({"cp_size": 2}, TIED),
     ({"dp_size": 2, "tp_size": 2, **SP}, {"num_key_value_heads": 1, **BIAS}),  # tp ranks hold the same key/value head
@@ -39,6 +42,11 @@ CORE: list[tuple[dict[str, Any], dict[str, Any]]] = [  # changes of the config's
 ]
 MORE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dp_size": 1}, {}),
+    ({"dp_size": 2, **FULL}, BIAS),
+    ({"dp_size": 2, "training__compile": True}, {}),
+    ({"dp_size": 2, "tp_size": 2, **SP, **FULL, "training__compile": True}, TIED),
+    ({"cp_size": 2, "pp_size": 2, **FULL}, {}),
+    ({"dp_size": 2, "pp_size": 2, "pp_engine": "zbv", **FULL}, TIED),
     ({"dp_size": 4}, TIED | BIAS),
     ({"dp_size": 2, "cp_size": 2, "cp_engine": "ulysses"}, {}),
     ({"cp_size": 2, "tp_size": 2}, TIED | BIAS),
@@ -64,7 +72,7 @@ def config_of(engine: str, layout: dict[str, Any], **changes: Any) -> Config:
         "training__weight_decay": 0.3,
         "dataset__shuffle": False,
     }
-    layout = {f"distributed__{key}": value for key, value in layout.items()}
+    layout = {key if "__" in key else f"distributed__{key}": value for key, value in layout.items()}
     return make_config(distributed__dp_engine=engine, **layout, **keys | changes)
 
 
@@ -92,8 +100,7 @@ def test_ten_steps_equal_one_process(
     assert_equals_one_process(pool, config_of(engine, layout), model_config, bucket_mb=0.02)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("bucket_mb", [0.0, 25.0])
+@pytest.mark.parametrize(("engine", "bucket_mb"), [("zero1", 0.0), ("zero1", 25.0), ("zero3", 0.0)])
 def test_parameters_smaller_than_the_group_are_divided(pool: WorkerPool, engine: str, bucket_mb: float) -> None:
     """Vectors of four elements on eight ranks: in a bucket of their own, four of the ranks own none of them."""
     sizes = {"hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 1}

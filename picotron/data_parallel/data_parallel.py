@@ -47,7 +47,9 @@ class DataParallel(nn.Module):
         self.module, self.bucket_mb = module, bucket_mb
         self.require_backward_grad_sync = True
         self.buckets_by_stage: dict[int, list[Bucket]] = {}
-        for stage, parameters in (parameters_by_stage or {0: list(module.parameters())}).items():
+        if parameters_by_stage is None:
+            parameters_by_stage = {0: list(module.parameters())}
+        for stage, parameters in parameters_by_stage.items():
             # Backward reaches the last layers first, so in this order buckets complete one after the other.
             self.buckets_by_stage[stage] = self._make_buckets([p for p in parameters if p.requires_grad][::-1])
         self.buckets = [bucket for buckets in self.buckets_by_stage.values() for bucket in buckets]
@@ -95,6 +97,10 @@ class DataParallel(nn.Module):
         # differ in which parameters their part of the batch uses.
         while self.pending_buckets and not self.pending_buckets[0].pending_parameters:
             self._reduce(self.pending_buckets.pop(0))
+
+    def bytes_held(self) -> tuple[int, int]:
+        """Return the bytes of the weights and of the gradients that this rank holds between steps."""
+        return sum(p.nbytes for p in self.parameters()), sum(bucket.buffer.nbytes for bucket in self.buckets)
 
     def start_grad_sync(self, stage: int) -> None:
         """Start to average the complete gradients of a stage. Pipeline schedules, whose backwards do not reduce, call

@@ -29,11 +29,12 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import own_slice, start_all_gather, start_reduce_scatter
 from picotron.data_parallel.bucket import Bucket, make_buckets
 from picotron.data_parallel.data_parallel import DataParallelBucket
-from picotron.weights import OwnedSlice, set_main_grad, set_owned_slice, tied_parameters
+from picotron.owned_slices import divide
+from picotron.weights import tied_parameters
 
 
 class SlicedBucket(Bucket):
-    """A bucket of which each rank owns a slice, see `OwnedSlice`. The weights, too, are views of a flat buffer.
+    """A bucket of which each rank owns a slice, see `owned_slices`. The weights, too, are views of a flat buffer.
 
     Attributes:
         own: this rank's slice of both buffers.
@@ -43,19 +44,8 @@ class SlicedBucket(Bucket):
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         super().__init__(parameters, group, multiple=dist.get_world_size(group))
         self.own = own_slice(self.buffer, group)
-        size = self.own.stop - self.own.start
         self.weights = torch.zeros_like(self.buffer, dtype=parameters[0].dtype)
-        offset = 0
-        for parameter in parameters:
-            end = offset + parameter.numel()
-            weight = self.weights[offset:end].view_as(parameter)
-            parameter.data = weight.copy_(parameter.detach())
-            first, last = (min(max(edge, offset), end) for edge in (self.own.start, self.own.stop))
-            weight = self.weights[first:last]
-            owned = OwnedSlice(weight, parameter.numel(), offset, size, dist.get_rank(group), self.gather)
-            set_owned_slice(parameter, owned)
-            set_main_grad(parameter, self.buffer[first:last])
-            offset = end
+        divide(parameters, self.weights, self.weights[self.own], self.buffer[self.own], group, self.gather)
 
     def launch(self) -> None:
         """Start to average this rank's slice of the gradients over the group, while backward continues."""

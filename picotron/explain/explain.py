@@ -30,13 +30,13 @@ from picotron.parallelize import build_model, check_layout, unwrap
 from picotron.schedules.plan import PipelinePlan
 from picotron.text_table import text_table
 from picotron.train_step import make_train_step
-from picotron.weights import Index, main_grad
+from picotron.weights import Index
 
 META = torch.device("meta")
 
 
 class Step(NamedTuple):
-    """Amounts that a rank holds, and its messages in a step."""
+    """Amounts that a rank holds between steps, and its messages in a step."""
 
     layers: int
     parameters: int
@@ -55,6 +55,7 @@ def run_step(
     train_step = make_train_step(config, model_config, plan, first.device, first.dtype)
     optimizer = AdamW(parameters, config.training, fused=False)  # there is no fused kernel for the meta device
 
+    weights, gradients = model.bytes_held()
     FakeGroup.messages.clear()
     loss = train_step(model, data_loader)
     clip_grad_norm(model, config.training.max_grad_norm)
@@ -65,8 +66,8 @@ def run_step(
     return Step(
         layers=len(unwrap(model).model.layers),
         parameters=sum(p.numel() for p in parameters),
-        weights=sum(p.nbytes for p in parameters),
-        gradients=sum(main_grad(p).nbytes for p in parameters),
+        weights=weights,
+        gradients=gradients,
         optimizer=sum(tensor.nbytes for p in parameters for tensor in optimizer.state_of(p).values()),
         messages=FakeGroup.messages.copy(),
     )

@@ -17,12 +17,13 @@ from picotron.config import Config
 from picotron.data import MicroBatchDataLoader, Progress, data_fingerprint
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from picotron.owned_slices import owned_slice
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.schedules.plan import plan_pipeline
 from picotron.train_step import make_train_step
-from picotron.weights import initial_weights, main_grad, owned_slice, parameters_and_shards
+from picotron.weights import initial_weights, main_grad, parameters_and_shards
 from tests.support.oracle import make_config, random_tokens
 
 CPU = torch.device("cpu")
