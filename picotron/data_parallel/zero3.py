@@ -182,6 +182,7 @@ class DataParallelZero3(DataParallel):
                 unit.start_gather()
 
     def _after_layer(self, layer: nn.Module, _: Any, output: Tensor) -> None:
+        self._finish_reduction()  # the last one of the micro-batch before, meanwhile this layer has computed
         unit = self._unit_of(layer)
         if self.stays_full or unit.in_backward:
             return
