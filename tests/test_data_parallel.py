@@ -11,8 +11,9 @@ from torch import nn
 
 from picotron.config import Config
 from picotron.data_parallel import bucket as bucket_module
-from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
+from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
 from picotron.data_parallel.zero1 import DataParallelZero1
+from picotron.data_parallel.zero3 import DataParallelZero3
 from picotron.explain.fake_group import fake_rank
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
@@ -180,18 +181,19 @@ def test_buckets_are_reduced_during_backward(pool: WorkerPool) -> None:
     assert rest == ["launch 0", "launch 1", "end of backward", "wait 0", "wait 1"]
 
 
-def outlives_its_last_reference() -> bool:
+def outlives_its_last_reference(wrapper: type[DataParallel]) -> bool:
     setup_process_group_manager(1, 1, 1, 1)
-    model = DataParallelBucket(nn.Linear(2, 2))
-    model(torch.ones(1, 2)).sum().backward()
+    model = wrapper(our_model(tiny_llama()))
+    model(torch.ones(1, 2, dtype=torch.int64)).sum().backward()
     watch = weakref.ref(model.module)
     del model
     gc.collect()
     return watch() is not None
 
 
-def test_unused_model_is_freed(pool: WorkerPool) -> None:
-    assert pool.run(outlives_its_last_reference, 1) == [False]
+@pytest.mark.parametrize("wrapper", [DataParallelBucket, DataParallelZero1, DataParallelZero3])
+def test_unused_model_is_freed(pool: WorkerPool, wrapper: type[DataParallel]) -> None:
+    assert pool.run(outlives_its_last_reference, 1, wrapper) == [False]
 
 
 def two_reductions() -> None:

@@ -18,9 +18,17 @@ from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.optimizer import AdamW
 from picotron.owned_slices import owned_slice
 from picotron.parallelize import unwrap
-from tests.support import checkpoints
+from tests.support import checkpoints, program
 from tests.support.checkpoints import first_half, model_of, run, run_config, tensors_of
-from tests.support.oracle import assert_equals_training, make_config, oracle_training, random_tokens, tiny_llama
+from tests.support.oracle import (
+    assert_close,
+    assert_equals_training,
+    make_config,
+    oracle_training,
+    random_tokens,
+    tiny_llama,
+)
+from tests.support.program import arguments, metrics
 from tests.support.training import layout_name, train, wrapped
 from tests.support.worker_pool import WorkerPool
 from tests.test_checkpoint import assert_equals_second_half
@@ -60,6 +68,7 @@ MORE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dp_size": 2, "pp_size": 2, "tp_size": 2, **SP, "pp_engine": "zb_h1"}, TIED),
     ({"dp_size": 2, "pp_size": 2, "cp_size": 2}, TIED),
 ]
+MORE_SMALL = [("zero1", 25.0), ("zero3", 0.0)]  # engine, bucket_mb
 
 
 def config_of(engine: str, layout: dict[str, Any], **changes: Any) -> Config:
@@ -100,7 +109,9 @@ def test_ten_steps_equal_one_process(
     assert_equals_one_process(pool, config_of(engine, layout), model_config, bucket_mb=0.02)
 
 
-@pytest.mark.parametrize(("engine", "bucket_mb"), [("zero1", 0.0), ("zero1", 25.0), ("zero3", 0.0)])
+@pytest.mark.parametrize(
+    ("engine", "bucket_mb"), [("zero1", 0.0), *(pytest.param(*case, marks=pytest.mark.parity) for case in MORE_SMALL)]
+)
 def test_parameters_smaller_than_the_group_are_divided(pool: WorkerPool, engine: str, bucket_mb: float) -> None:
     """Vectors of four elements on eight ranks: in a bucket of their own, four of the ranks own none of them."""
     sizes = {"hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -124,6 +135,24 @@ def test_both_stages_own_the_same_elements_of_a_tied_matrix(pool: WorkerPool) ->
     for separate in (True, False):
         bounds = pool.run(bounds_of_tied_matrix, 4, config, tiny_llama(**TIED), separate)
         assert (bounds[0] == bounds[1], bounds[2] == bounds[3]) == (separate, separate)  # dp 0, dp 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("engine", ["zero3", pytest.param("zero1", marks=pytest.mark.parity)])
+def test_train_py_logs_the_same_losses(home: Path, tmp_path: Path, engine: str) -> None:
+    """With evaluations, checkpoints in the background, and a stop after two steps from which another engine resumes."""
+    keys = {"checkpoint.save_frequency": 2, "checkpoint.async_save": "true", "checkpoint.load_path": "latest"}
+    for name, max_tokens in ((engine, 2 * 512), ("bucket", 4 * 512)):
+        words = arguments(tmp_path / "both", 2, 2, **keys, **{"training.max_tokens": max_tokens})
+        result = program.run(home, 2, *words, "--distributed.dp_engine", name)
+        assert result.returncode == 0, result.stderr
+    assert program.run(home, 2, *arguments(tmp_path / "bucket", 2, 2)).returncode == 0
+    ours, theirs = (metrics(tmp_path / name) for name in ("both", "bucket"))
+    assert len(ours) == len(theirs) == 4
+    for field in ("loss", "grad_norm", "eval_loss"):
+        found, expected = ([record[field] for record in records if field in record] for records in (ours, theirs))
+        assert len(expected) == (2 if field == "eval_loss" else 4)
+        assert_close(found, expected, what=field)
 
 
 def owned_elements(config: Config, model_config: LlamaConfig) -> tuple[int, int, int]:
@@ -152,14 +181,20 @@ def test_ranks_own_equal_shares_of_the_optimizer_state(pool: WorkerPool) -> None
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 PATHS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"dp_size": 2, "dp_engine": "zero1"}, {"tp_size": 4, **SP}),
+    ({"dp_size": 2, "dp_engine": "zero3"}, {"tp_size": 4, **SP}),
     ({"dp_size": 2, "tp_size": 2}, {"cp_size": 2, "tp_size": 2, **SP, "dp_engine": "zero1"}),
-    ({"dp_size": 2, "pp_size": 2, "tp_size": 2, "dp_engine": "zero1"}, {"dp_size": 4, "dp_engine": "zero1"}),
+    ({"dp_size": 2, "pp_size": 2, "tp_size": 2, "dp_engine": "zero1"}, {"dp_size": 4, "dp_engine": "zero3"}),
+]
+MORE_PATHS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dp_size": 2, "tp_size": 4, **SP, "dp_engine": "zero1"}, {"pp_size": 2, "dp_size": 2, "dp_engine": "naive"}),
+    ({"pp_size": 2, "cp_size": 2, "dp_engine": "zero3"}, {"dp_size": 2, "tp_size": 4, **SP, "dp_engine": "zero3"}),
+    ({"dp_size": 4, "dp_engine": "zero3"}, {"dp_size": 2, "pp_size": 2, "tp_size": 2, "dp_engine": "zero1"}),
 ]
 
 
-@pytest.mark.parametrize(("first", "second"), PATHS, ids=layout_name)
+@pytest.mark.parametrize(
+    ("first", "second"), [*PATHS, *(pytest.param(*p, marks=pytest.mark.parity) for p in MORE_PATHS)], ids=layout_name
+)
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.parity)], ids=["untied", "tied"])
 def test_checkpoints_go_from_any_engine_to_any_other(
     pool: WorkerPool, tokenizer: Path, tmp_path: Path, first: dict[str, Any], second: dict[str, Any], tied: bool
@@ -171,7 +206,7 @@ def test_checkpoints_go_from_any_engine_to_any_other(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float64", marks=pytest.mark.parity)])
 def test_same_layout_resumes_bit_for_bit(
     pool: WorkerPool, tokenizer: Path, tmp_path: Path, engine: str, dtype: str
 ) -> None:
@@ -191,7 +226,7 @@ def test_same_layout_resumes_bit_for_bit(
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["zero3", pytest.param("zero1", marks=pytest.mark.parity)])
 def test_asynchronous_checkpoints_equal_synchronous_ones(
     pool: WorkerPool, tokenizer: Path, tmp_path: Path, engine: str
 ) -> None:
