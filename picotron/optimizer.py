@@ -48,7 +48,7 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
-        works = []
+        work: dist.Work | None = None
         for gather, parameters in self.gathered_together.items():
             masters = [self.masters[parameter] for parameter in parameters]
             for parameter, master in zip(parameters, masters, strict=True):
@@ -58,10 +58,11 @@ class AdamW(torch.optim.AdamW):
                 master.grad = None  # the gradients stay in main_grad
             if masters[0].dtype != parameters[0].dtype:
                 torch._foreach_copy_([owned_weight(parameter) for parameter in parameters], masters)
-            works.append(gather() if gather else None)
-        for work in works:
-            if work is not None:
-                work.wait()
+            previous, work = work, gather() if gather else None
+            if previous is not None:  # gloo copies what it sends, so only one buffer is on its way
+                previous.wait()
+        if work is not None:
+            work.wait()
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the tensors that the next step of a parameter depends on: `exp_avg`, `exp_avg_sq`, and `master` if it
