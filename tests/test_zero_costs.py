@@ -1,10 +1,12 @@
 """Costs of ZeRO: bytes sent and held equal the formulas, and full weights exist only while they are used."""
 
+import functools
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
@@ -132,6 +134,26 @@ def test_full_weights_of_two_units_exist_at_the_same_time(pool: WorkerPool, chec
     for most, after in pool.run(full_weights, 2, config, MODEL):
         assert most == 8 * (LAYER + max(LAYER, EMBEDDING, HEAD))
         assert after == 0
+
+
+def graphs_of_compiled_layers(config: Config) -> dict[str, int]:
+    """Run two steps with compiled layers. Returns torch's counters of graphs and graph breaks."""
+    torch._dynamo.reset()
+    counters.clear()
+    with mock.patch("torch.compile", functools.partial(torch.compile, backend="eager")):
+        model = wrapped(config, MODEL)
+    step, loader = step_of(config, MODEL), MicroBatchDataLoader(random_tokens(), config, CPU)
+    for _ in range(2):
+        step(model, loader)
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": counters["graph_break"].total()}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_all_layers_share_one_compiled_graph_without_breaks(pool: WorkerPool, checkpointing: str) -> None:
+    """The hooks that gather weights are not compiled."""
+    keys = {"training__compile": True, "training__activation_checkpointing": checkpointing}
+    config = config_of("zero3", dp_size=2, model__dtype="float64", **keys)
+    assert pool.run(graphs_of_compiled_layers, 2, config) == [{"graphs": 1, "breaks": 0}] * 2
 
 
 def test_full_weights_of_a_stage_exist_until_the_end_of_a_step(pool: WorkerPool) -> None:

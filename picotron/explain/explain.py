@@ -4,7 +4,8 @@
 
 There is no second description of a step here. The step of train.py runs in a fake process group, which has any number
 of ranks but only one process, with tensors on the meta device, which have shapes but no memory. For each pp rank,
-the process plays the rank with dp, cp and tp rank 0; the others with this pp rank hold and send the same amounts.
+the process plays the rank with dp, cp and tp rank 0; the others with this pp rank hold and send the same amounts. (With
+ZeRO, the last slices of a buffer may have padding.)
 
 The step includes clipping, the optimizer and the reductions of its metrics. It does not include the other messages of a
 run: evaluations, checkpoints, and the check for stop signals.
