@@ -37,6 +37,7 @@ from tests.test_checkpoint_writer import train_while_writing
 ENGINES = ("zero1", "zero3")
 SP = {"sequence_parallel": True}
 BIAS = {"attention_bias": True, "mlp_bias": True}
+FOUR = {"training__gradient_accumulation_steps": 4, "training__micro_batch_size": 1}
 FULL = {"training__activation_checkpointing": "full"}
 TIED = {"tie_word_embeddings": True}
 CORE: list[
@@ -46,7 +47,10 @@ CORE: list[
     ({"cp_size": 2}, TIED),
     ({"dp_size": 2, "tp_size": 2, **SP}, {"num_key_value_heads": 1, **BIAS}),  # tp ranks hold the same key/value head
     ({"dp_size": 2, "pp_size": 2}, TIED),
-    ({"dp_size": 2, "pp_size": 2, "pp_engine": "zbv"}, {}),
+    (
+        {"dp_size": 2, "pp_size": 2, "pp_engine": "zb_h1", **FOUR},
+        {},
+    ),  # gradients of norms come before those of matrices
 ]
 MORE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dp_size": 1}, {}),
@@ -60,6 +64,7 @@ MORE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"cp_size": 2, "tp_size": 2}, TIED | BIAS),
     ({"dp_size": 2, "tp_size": 4, **SP}, TIED),  # 61 tokens: the vocabulary is padded
     ({"dp_size": 2, "pp_size": 2, "pp_engine": "afab"}, {}),
+    ({"dp_size": 2, "pp_size": 2, "pp_engine": "zbv"}, {}),
     ({"dp_size": 2, "pp_size": 3, "pp_engine": "afab"}, TIED),
     ({"dp_size": 2, "pp_size": 2, "pp_engine": "zbv"}, TIED),  # both uses of the matrix are on the first rank
     ({"cp_size": 2, "pp_size": 2, "pp_engine": "interleaved_1f1b"}, TIED | BIAS),
@@ -82,7 +87,7 @@ def config_of(engine: str, layout: dict[str, Any], **changes: Any) -> Config:
         "dataset__shuffle": False,
     }
     layout = {key if "__" in key else f"distributed__{key}": value for key, value in layout.items()}
-    return make_config(distributed__dp_engine=engine, **layout, **keys | changes)
+    return make_config(**{"distributed__dp_engine": engine, **keys, **layout, **changes})
 
 
 def train_with_buckets(config: Config, model_config: LlamaConfig, bucket_mb: float) -> dict[str, Any]:
