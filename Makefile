@@ -50,6 +50,7 @@ docs: $(STAMP) ## run the pages' commands, update their outputs (ARGS=--fast: fa
 bench: $(STAMP) ## compare speed and memory with transformers and with torch's own parallelism
 	$(BIN)/python -m benchmarks.single
 	$(BIN)/python -m benchmarks.data_parallel
+	$(BIN)/python -m benchmarks.sharding
 	$(BIN)/python -m benchmarks.tensor_parallel
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.schedules

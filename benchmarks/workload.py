@@ -144,24 +144,32 @@ def transformers_step(rank: int, dp_size: int, ddp: bool, compiled: bool = False
     autocast.
     """
     device, config = device_of(rank), run_config({"dp_size": dp_size})
-    setup_process_group_manager(1, 1, 1, dp_size)
-    with device:
-        model: Any = LlamaForCausalLM(model_config())
+    model = transformers_model(device, dp_size)
     if compiled:
         for layer in model.model.layers:
             layer.compile()
     if ddp:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch_adamw(model.parameters())
-    loader = loader_of(config, device)
+    return torch_step(model, torch_adamw(model.parameters()), loader_of(config, device))
+
+
+def transformers_model(device: torch.device, dp_size: int) -> Any:
+    """Return transformers' model, with random weights, and create the data-parallel groups of the data loader."""
+    setup_process_group_manager(1, 1, 1, dp_size)
+    with device:
+        return LlamaForCausalLM(model_config())
+
+
+def torch_step(model: Any, optimizer: torch.optim.Optimizer, loader: MicroBatchDataLoader) -> Callable[[], Any]:
+    """Return a step of transformers' model; in DistributedDataParallel, only the last micro-batch reduces gradients."""
 
     def step() -> None:
         for i in range(MICRO_BATCHES):
             batch = next(loader)
             ids, targets = batch["input_ids"], batch["target_ids"]
-            last = i == MICRO_BATCHES - 1
-            with contextlib.nullcontext() if last or not ddp else model.no_sync():
-                with torch.autocast(device.type, torch.bfloat16, enabled=ON_GPU):
+            accumulates = isinstance(model, DistributedDataParallel) and i < MICRO_BATCHES - 1
+            with model.no_sync() if accumulates else contextlib.nullcontext():
+                with torch.autocast(ids.device.type, torch.bfloat16, enabled=ON_GPU):
                     logits = model(input_ids=ids, use_cache=False).logits
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / MICRO_BATCHES
                 loss.backward()
@@ -172,9 +180,12 @@ def transformers_step(rank: int, dp_size: int, ddp: bool, compiled: bool = False
     return step
 
 
-def torch_adamw(parameters: Any) -> torch.optim.AdamW:
-    """Return torch's optimizer with picotron's default hyperparameters."""
-    return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+def torch_adamw(parameters: Any, wrapper: Any = None) -> Any:
+    """Return torch's optimizer with picotron's default hyperparameters, in ZeroRedundancyOptimizer if that is given."""
+    arguments = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+    if wrapper is not None:
+        return wrapper(parameters, torch.optim.AdamW, **arguments)
+    return torch.optim.AdamW(parameters, **arguments)
 
 
 def arguments(text: str) -> argparse.ArgumentParser:

@@ -35,6 +35,31 @@ def all_reduce(
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
+def own_slice(buffer: Tensor, group: dist.ProcessGroup) -> slice:
+    """Return this rank's slice of a flat buffer that is divided evenly over the ranks of a group."""
+    size, rank = len(buffer) // dist.get_world_size(group), dist.get_rank(group)
+    return slice(rank * size, (rank + 1) * size)
+
+
+def start_reduce_scatter(buffer: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Start to average `own_slice` of a buffer over the group, in place. The rest of the buffer keeps local values.
+
+    Returns:
+        The handle to wait for; None for a group of one.
+    """
+    if dist.get_world_size(group) == 1:
+        return None
+    own = buffer[own_slice(buffer, group)]
+    return reduce_scatter_single(own, buffer, op=dist.ReduceOp.AVG, group=group, async_op=True)
+
+
+def start_all_gather(buffer: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Start to fill a buffer with `own_slice` of each rank, in place. The result is as in `start_reduce_scatter`."""
+    if dist.get_world_size(group) == 1:
+        return None
+    return all_gather_single(buffer, buffer[own_slice(buffer, group)], group=group, async_op=True)
+
+
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     """Dtype in which to sum numbers like those of x: float32 or wider. In bfloat16, 256 + 1 = 256."""
     return torch.promote_types(x.dtype, torch.float32)

@@ -28,6 +28,8 @@ class Distributed(Section):
     """number of pipeline ranks, each of which holds some of the layers"""
     dp_size: Positive = 1
     """number of data-parallel ranks, each of which trains on different sequences of the batch"""
+    dp_engine: Literal["naive", "bucket", "zero1", "zero3"] = "bucket"
+    """what data-parallel ranks divide: zero1 the optimizer; zero3 also weights and gradients; the others nothing"""
     pp_engine: Annotated[
         str,
         AfterValidator(check_name),
@@ -123,15 +125,11 @@ class Training(Section):
     """global batches per evaluation, held out from the end of the training data"""
 
     @model_validator(mode="after")
-    def check_warmup(self) -> "Training":
+    def check_steps(self) -> "Training":
         if self.warmup_steps >= self.total_train_steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} must be less than total_train_steps={self.total_train_steps}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def check_eval_frequency(self) -> "Training":
         if self.eval_frequency > self.total_train_steps:
             raise ValueError(
                 f"eval_frequency={self.eval_frequency} exceeds total_train_steps={self.total_train_steps}, so no "

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Training
+from picotron.owned_slices import owned_slice, owned_weight
 from picotron.weights import is_tied_replica, main_grad, parameters_and_shards
 
 
@@ -20,15 +22,21 @@ class AdamW(torch.optim.AdamW):
     A bfloat16 weight has 8 bits of precision, so rounding would cancel most of its updates. The optimizer updates a
     float32 copy instead, the master weight, and rounds it to the weight (Micikevicius et al. 2017, arXiv:1710.03740).
     Weights in float32 or wider are their own master weights. Weight decay applies to matrices only.
+
+    If the data-parallel ranks divide the optimizer (see `owned_slices`), master weights and moments are flat slices. A
+    rank updates the slices of one buffer after the other, so that the updated weights of a buffer are on their way to
+    the other ranks while those of the next one are computed.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], training: Training, fused: bool) -> None:
         self.masters: dict[nn.Parameter, Tensor] = {}
+        self.gathered_together: dict[Callable[[], dist.Work | None] | None, list[nn.Parameter]] = {}
         for p in parameters:
-            dtype = accumulation_dtype(p)
-            self.masters[p] = p if p.dtype == dtype else p.detach().to(dtype).requires_grad_()
-        matrices = [m for m in self.masters.values() if m.ndim >= 2]
-        vectors = [m for m in self.masters.values() if m.ndim < 2]
+            weight, dtype, owned = owned_weight(p), accumulation_dtype(p), owned_slice(p)
+            self.masters[p] = weight if weight.dtype == dtype else weight.detach().to(dtype).requires_grad_()
+            self.gathered_together.setdefault(owned.gather if owned else None, []).append(p)
+        matrices = [master for p, master in self.masters.items() if p.ndim >= 2]
+        vectors = [master for p, master in self.masters.items() if p.ndim < 2]
         super().__init__(
             [{"params": matrices, "weight_decay": training.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             lr=training.learning_rate,
@@ -40,22 +48,29 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
-        for parameter, master in self.masters.items():
-            master.grad = main_grad(parameter)
-        super().step()
-        for master in self.masters.values():
-            master.grad = None  # the gradients stay in main_grad
-        rounded = {p: master for p, master in self.masters.items() if master is not p}
-        if rounded:
-            torch._foreach_copy_(list(rounded), list(rounded.values()))
+        work: dist.Work | None = None
+        for gather, parameters in self.gathered_together.items():
+            masters = [self.masters[parameter] for parameter in parameters]
+            for parameter, master in zip(parameters, masters, strict=True):
+                master.grad = main_grad(parameter)
+            super().step()  # skips all other masters, which have no gradient
+            for master in masters:
+                master.grad = None  # the gradients stay in main_grad
+            if masters[0].dtype != parameters[0].dtype:
+                torch._foreach_copy_([owned_weight(parameter) for parameter in parameters], masters)
+            previous, work = work, gather() if gather else None
+            if previous is not None:  # gloo copies what it sends, so only one buffer is on its way
+                previous.wait()
+        if work is not None:
+            work.wait()
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the tensors that the next step of a parameter depends on: `exp_avg`, `exp_avg_sq`, and `master` if it
-        is not the parameter itself. They have the parameter's shape and are in float32 or wider.
+        is not the weight itself. They have the shape of `owned_weight` and are in float32 or wider.
         """
         master = self.masters[parameter]
         state = {name: self.state[master][name] for name in ("exp_avg", "exp_avg_sq")}
-        return state if master is parameter else state | {"master": master}
+        return state if master.dtype == parameter.dtype else state | {"master": master}
 
     @torch.no_grad()
     def restore(self, step: int, read: Callable[[nn.Parameter, str, Tensor], None]) -> None:
@@ -129,6 +144,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     square = torch.stack(norms).square().sum()
     all_reduce(square, grid.tp_group)
     all_reduce(square, grid.pp_group)
+    if any(owned_slice(parameter) for parameter in model.parameters()):
+        all_reduce(square, grid.cp_dp_group)
     norm = square.sqrt()
     if max_norm is not None:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -6,8 +6,11 @@ from transformers import LlamaConfig
 
 from picotron.config import Config
 from picotron.context_parallel.context_parallel import apply_context_parallel, check_context_parallel
-from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
+from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
+from picotron.data_parallel.zero1 import DataParallelZero1
+from picotron.data_parallel.zero3 import DataParallelZero3
 from picotron.model import Llama, fused_attention, math_attention
+from picotron.owned_slices import read_owned_weights
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.schedules.plan import PipelinePlan, plan_pipeline
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
@@ -53,11 +56,18 @@ def build_model(
         llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)  # replaces layers by their shards
         stage = PipelineParallel(llama, plan)  # removes the layers of other stages
         apply_context_parallel(stage, config.distributed)  # swaps the attention function
-    materialise(llama, device, weights)
+    whole = config.distributed.dp_engine != "zero3"
+    materialise(llama, device, weights if whole else None)
     compiled = device.type == "cuda" if config.training.compile is None else config.training.compile
     for layer in llama.model.layers.values() if compiled else ():
-        layer.compile()
-    return DataParallelBucket(stage, parameters_by_stage=stage.parameters_by_stage())  # adds gradient buffers and hooks
+        layer.forward = torch.compile(layer.forward)  # without the module's hooks, which gather weights with zero3
+    if not whole:
+        model = DataParallelZero3(stage)
+        read_owned_weights(llama, weights)
+        return model
+    engines = {"naive": DataParallelNaive, "bucket": DataParallelBucket, "zero1": DataParallelZero1}
+    wrap = engines[config.distributed.dp_engine]
+    return wrap(stage, parameters_by_stage=stage.parameters_by_stage())  # adds gradient buffers and hooks
 
 
 def unwrap(model: nn.Module) -> Llama:

@@ -51,9 +51,15 @@ def parameters_and_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter,
         yield name, parameter, getattr(model.get_submodule(owner), "shards", {}).get(leaf)
 
 
-def mark_tied_replica(module: nn.Module) -> None:
-    """Mark a module whose weight another pipeline stage holds, too, see `is_tied_replica`."""
-    module.is_tied_replica = True  # type: ignore[assignment]  # torch's modules take any attribute
+def mark_tied(module: nn.Module, is_replica: bool) -> None:
+    """Mark a module whose weight another pipeline stage holds, too, see `is_tied_replica` and `tied_parameters`."""
+    module.is_tied_replica = is_replica  # type: ignore[assignment]  # torch's modules take any attribute
+
+
+def tied_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that another pipeline stage holds, too: the tied embedding on the first and last stage."""
+    marked = (module for module in model.modules() if hasattr(module, "is_tied_replica"))
+    return {parameter for module in marked for parameter in module.parameters()}
 
 
 def is_tied_replica(model: nn.Module, name: str) -> bool:
@@ -65,9 +71,10 @@ def is_tied_replica(model: nn.Module, name: str) -> bool:
 
 
 def main_grad(parameter: Tensor) -> Tensor:
-    """The buffer in which a parameter's gradients accumulate over micro-batches: its shape, in float32 or wider.
+    """The gradient that the optimizer reads: a tensor of the parameter's shape, in float32 or wider, in which gradients
+    accumulate over micro-batches; or this rank's slice of it, see `owned_slices`.
 
-    `DataParallel` allocates and fills it, the optimizer reads it. (The name is Megatron-LM's.)
+    `DataParallel` allocates and fills it. (The name is Megatron-LM's.)
     """
     return parameter.main_grad  # type: ignore[attr-defined]  # torch's parameters take any attribute
 
@@ -108,11 +115,18 @@ def copy_shard(tensor: Tensor, name: str, shard: Shard | None, read: ReadTensor)
         tensor.narrow(shard.dim, held, shard.size - held).zero_()
 
 
-def materialise(model: Llama, device: torch.device, read: ReadTensor) -> None:
-    """Allocate the parameters of a model on the meta device, and fill them with what `read` returns."""
+def materialise(model: Llama, device: torch.device, read: ReadTensor | None) -> None:
+    """Allocate the parameters of a model on the meta device, and fill them with what `read` returns.
+
+    Args:
+        read: None leaves the parameters without memory.
+    """
     for name, parameter, shard in list(parameters_and_shards(model)):
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        copy_shard(values, name, shard, read)
+        if read is None:
+            values.untyped_storage().resize_(0)
+        else:
+            copy_shard(values, name, shard, read)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(values))
     model.tie_weights()

@@ -28,72 +28,73 @@ HEADS = 8
 GLOBAL_BATCH = 16  # sequences
 
 # The sizes of the axes; a schedule, with pp; sp, sequence parallel, with tp; how the sequence is split and attention
-# sees the rest of it, with cp; embedding and head tied or not; how many key/value heads there are for 8 query heads.
+# sees the rest of it, with cp; zero1 or zero3, else bucket, with dp or cp; embedding and head tied or not; how many
+# key/value heads there are for 8 query heads.
 # test_parity shows that any two of these meet, if they can.
 LAYOUTS = """
-cp2 x tp2 sp zigzag ulysses tied kv4
-dp2 x pp2 looped_bfs tied kv8
-pp2 x cp2 afab zigzag all_gather untied kv1
-pp2 x cp2 afab zigzag ring untied kv4
-pp2 x cp2 looped_bfs contiguous ring untied kv1
-pp2 x cp2 zb_h1 contiguous ring untied kv1
-pp2 x cp2 zb_h1 zigzag all_gather tied kv8
+cp2 x tp2 sp zigzag ulysses zero1 tied kv4
+dp2 x pp2 looped_bfs zero1 tied kv8
+pp2 x cp2 afab zigzag all_gather zero3 untied kv1
+pp2 x cp2 afab zigzag ring zero1 untied kv4
+pp2 x cp2 looped_bfs contiguous ring zero3 untied kv1
+pp2 x cp2 zb_h1 contiguous ring zero1 untied kv1
+pp2 x cp2 zb_h1 zigzag all_gather zero1 tied kv8
 pp2 x tp2 dualpipev untied kv4
 pp2 x tp2 zbv sp untied kv1
 pp4 interleaved_1f1b tied kv8
 tp4 sp untied kv1
-cp2 x tp4 sp contiguous ulysses untied kv8
-cp4 x tp2 zigzag ring tied kv1
+cp2 x tp4 sp contiguous ulysses zero3 untied kv8
+cp4 x tp2 zigzag ring zero1 tied kv1
 dp2 x cp2 x tp2 contiguous all_gather tied kv1
-dp2 x pp2 x cp2 dualpipev contiguous ulysses untied kv8
+dp2 x pp2 x cp2 dualpipev contiguous ulysses zero3 untied kv8
 dp2 x pp2 x cp2 looped_bfs zigzag all_gather tied kv1
-dp2 x pp2 x cp2 zbv zigzag ring untied kv4
-dp2 x pp2 x tp2 1f1b sp tied kv4
-dp2 x pp2 x tp2 interleaved_1f1b sp untied kv1
-dp2 x pp2 x tp2 zbv tied kv8
+dp2 x pp2 x cp2 zbv zigzag ring zero3 untied kv4
+dp2 x pp2 x tp2 1f1b sp zero3 tied kv4
+dp2 x pp2 x tp2 interleaved_1f1b sp zero1 untied kv1
+dp2 x pp2 x tp2 zbv zero1 tied kv8
 dp4 x cp2 zigzag ring untied kv8
-dp4 x pp2 1f1b tied kv1
-dp4 x pp2 afab tied kv8
-dp4 x pp2 interleaved_1f1b tied kv1
-dp4 x pp2 zb_h1 tied kv1
-pp2 x cp2 x tp2 1f1b sp contiguous ring untied kv8
+dp4 x pp2 1f1b zero3 tied kv1
+dp4 x pp2 afab zero1 tied kv8
+dp4 x pp2 interleaved_1f1b zero3 tied kv1
+dp4 x pp2 zb_h1 zero3 tied kv1
+pp2 x cp2 x tp2 1f1b sp contiguous ring zero1 untied kv8
 pp2 x cp2 x tp2 afab contiguous ring tied kv1
-pp2 x cp2 x tp2 interleaved_1f1b sp contiguous all_gather tied kv8
+pp2 x cp2 x tp2 interleaved_1f1b sp contiguous all_gather zero1 tied kv8
 pp2 x cp2 x tp2 zb_h1 sp zigzag ring tied kv4
-pp2 x cp2 x tp2 zb_h1 zigzag ulysses untied kv8
+pp2 x cp2 x tp2 zb_h1 zigzag ulysses zero3 untied kv8
 pp2 x cp4 1f1b zigzag ulysses tied kv4
-pp2 x cp4 afab contiguous ulysses untied kv8
-pp2 x cp4 dualpipev zigzag all_gather tied kv1
-pp2 x cp4 interleaved_1f1b zigzag ulysses tied kv4
+pp2 x cp4 afab contiguous ulysses zero3 untied kv8
+pp2 x cp4 dualpipev zigzag all_gather zero1 tied kv1
+pp2 x cp4 interleaved_1f1b zigzag ulysses zero1 tied kv4
 pp2 x cp4 zbv contiguous ring tied kv1
 pp2 x tp4 dualpipev sp tied kv1
 pp2 x tp4 zb_h1 sp untied kv8
 pp4 x cp2 dualpipev zigzag ring tied kv1
-pp4 x cp2 interleaved_1f1b contiguous all_gather untied kv4
+pp4 x cp2 interleaved_1f1b contiguous all_gather zero1 untied kv4
 pp4 x tp2 1f1b untied kv1
 pp4 x tp2 afab sp tied kv4
 pp4 x tp2 zb_h1 untied kv4
 cp4 x tp4 zigzag all_gather untied kv8
-dp2 x cp4 x tp2 sp contiguous ring tied kv8
-dp2 x pp2 x cp2 x tp2 afab sp zigzag ulysses tied kv8
-dp2 x pp2 x cp4 zb_h1 contiguous ulysses tied kv4
-dp2 x pp2 x tp4 afab untied kv4
-dp2 x pp4 x cp2 1f1b contiguous ulysses untied kv8
+dp2 x cp4 x tp2 sp contiguous ring zero1 tied kv8
+dp2 x pp2 x cp2 x tp2 afab sp zigzag ulysses zero3 tied kv8
+dp2 x pp2 x cp4 zb_h1 contiguous ulysses zero3 tied kv4
+dp2 x pp2 x tp4 afab zero1 untied kv4
+dp2 x pp4 x cp2 1f1b contiguous ulysses zero3 untied kv8
 dp2 x pp4 x cp2 zb_h1 zigzag all_gather untied kv8
-dp4 x cp2 x tp2 contiguous all_gather tied kv4
-dp4 x cp4 zigzag ring untied kv1
-dp4 x pp2 x cp2 dualpipev contiguous all_gather untied kv1
-dp4 x pp2 x cp2 looped_bfs zigzag ulysses untied kv4
-dp4 x pp2 x tp2 dualpipev sp tied kv4
+dp4 x cp2 x tp2 contiguous all_gather zero1 tied kv4
+dp4 x cp4 zigzag ring zero3 untied kv1
+dp4 x pp2 x cp2 dualpipev contiguous all_gather zero3 untied kv1
+dp4 x pp2 x cp2 looped_bfs zigzag ulysses zero3 untied kv4
+dp4 x pp2 x tp2 dualpipev sp zero1 tied kv4
 dp4 x pp4 zbv untied kv4
-dp4 x tp4 sp untied kv4
-pp2 x cp2 x tp4 1f1b zigzag all_gather tied kv4
+dp4 x tp4 sp zero1 untied kv4
+pp2 x cp2 x tp4 1f1b zigzag all_gather zero3 tied kv4
 pp2 x cp2 x tp4 interleaved_1f1b zigzag ring untied kv1
-pp2 x cp2 x tp4 zbv contiguous ulysses tied kv8
+pp2 x cp2 x tp4 zbv contiguous ulysses zero3 tied kv8
 pp2 x cp4 x tp2 looped_bfs sp zigzag all_gather untied kv4
-pp4 x cp2 x tp2 dualpipev sp contiguous ring untied kv8
-pp4 x cp2 x tp2 dualpipev zigzag ulysses tied kv4
-pp4 x cp2 x tp2 looped_bfs contiguous ulysses tied kv8
+pp4 x cp2 x tp2 dualpipev sp contiguous ring zero1 untied kv8
+pp4 x cp2 x tp2 dualpipev zigzag ulysses zero1 tied kv4
+pp4 x cp2 x tp2 looped_bfs contiguous ulysses zero3 tied kv8
 pp4 x cp2 x tp2 zbv sp zigzag all_gather tied kv1
 pp4 x cp4 zbv contiguous all_gather untied kv4
 pp4 x tp4 looped_bfs tied kv4
@@ -112,6 +113,8 @@ def features(name: str) -> dict[str, Any]:
     if sizes["cp"] > 1:
         found["cp_sharding"] = next(word for word in words if word in ("zigzag", "contiguous"))
         found["cp_engine"] = next(word for word in words if word in ("ring", "all_gather", "ulysses"))
+    if sizes["dp"] * sizes["cp"] > 1:
+        found["dp_engine"] = next((word for word in words if word in ("zero1", "zero3")), "bucket")
     return found | {"tied": "tied" in words, "kv": int(words[-1].removeprefix("kv"))}
 
 
@@ -197,6 +200,7 @@ def report(rows: dict[str, dict[str, float]]) -> str:
         "| `sp` | sequence parallelism | tp > 1 and it is switched on |",
         "| `zigzag`, `contiguous` | how the sequence is split over the cp ranks | cp > 1 |",
         "| `ring`, `all_gather`, `ulysses` | the implementation of attention over the cp ranks | cp > 1 |",
+        "| `zero1`, `zero3` | ZeRO-1 or ZeRO-3 | dp or cp > 1 and `dp_engine` is not `bucket` |",
         "| `tied`, `untied` | whether the embedding and the head share their weight | always |",
         "| `kv4` | 4 key/value heads, for 8 query heads | always |",
         "",

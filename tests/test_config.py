@@ -143,6 +143,7 @@ BAD = [
         changed(distributed__pp_engine="gpipe"),
         r"distributed\.pp_engine: there is no schedule 'gpipe'; choose one of afab, 1f1b, looped_bfs, .*, or csv:FILE",
     ),
+    (changed(distributed__dp_engine="zero2"), r'distributed\.dp_engine="zero2": it should be '),
     (changed(distributed__pp_engine="csv:"), r"there is no schedule 'csv:'"),
     (changed(distributed__pp_chunks=0), r"distributed\.pp_chunks=0: it should be greater than 0"),
     (changed(logging__trace_steps=[1, "2"]), r'logging\.trace_steps\.1="2": it should be a valid integer'),

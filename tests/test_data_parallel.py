@@ -11,7 +11,9 @@ from torch import nn
 
 from picotron.config import Config
 from picotron.data_parallel import bucket as bucket_module
-from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
+from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
+from picotron.data_parallel.zero1 import DataParallelZero1
+from picotron.data_parallel.zero3 import DataParallelZero3
 from picotron.explain.fake_group import fake_rank
 from picotron.model import Llama
 from picotron.process_group_manager import setup_process_group_manager
@@ -25,13 +27,15 @@ from tests.support.oracle import (
     random_tokens,
     tiny_llama,
 )
-from tests.support.training import train_steps
+from tests.support.training import full_tensor, train_steps
 from tests.support.worker_pool import WorkerError, WorkerPool
 
 WRAPPERS = {
     "naive": DataParallelNaive,
     "bucket": DataParallelBucket,
     "small buckets": lambda model: DataParallelBucket(model, bucket_mb=0.02),
+    "zero1": DataParallelZero1,
+    "zero1, small buckets": lambda model: DataParallelZero1(model, bucket_mb=0.02),
 }
 
 
@@ -40,7 +44,7 @@ def train(config: Config, model_config: Any, wrapper: str) -> dict[str, Any]:
     model = WRAPPERS[wrapper](our_model(model_config, seed=config.training.seed))
 
     def copies(attribute: str) -> dict[str, torch.Tensor]:
-        return {name: getattr(p, attribute).clone() for name, p in model.module.named_parameters()}
+        return {name: full_tensor(p, attribute) for name, p in model.module.named_parameters()}
 
     losses, norms, gradients = train_steps(model, config, model_config, lambda: copies("main_grad"))
     return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": copies("data")}
@@ -52,7 +56,8 @@ SLOW = pytest.param("naive", 4, marks=pytest.mark.parity)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(
-    ("wrapper", "dp"), [*itertools.product(WRAPPERS, (1, 2)), ("bucket", 4), ("small buckets", 4), SLOW]
+    ("wrapper", "dp"),
+    [*itertools.product(WRAPPERS, (1, 2)), *((name, 4) for name in WRAPPERS if name != "naive"), SLOW],
 )
 def test_ten_steps_equal_one_process(pool: WorkerPool, dp: int, wrapper: str, accumulation: int, tied: bool) -> None:
     config = make_config(
@@ -118,7 +123,7 @@ def branch_gradients(wrapper: str) -> list[torch.Tensor]:
             model(inputs(rank, i), ROUTES[rank][i]).backward()
         model.finish_grad_sync()
     assert all(p.grad is None for p in model.parameters())
-    return [main_grad(p).clone() for p in model.parameters()]
+    return [full_tensor(p, "main_grad") for p in model.parameters()]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -141,7 +146,7 @@ def bfloat16_gradients(wrapper: str) -> tuple[torch.dtype, torch.Tensor]:
         model.require_backward_grad_sync = i == 299
         model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
     model.finish_grad_sync()
-    return main_grad(module.weight).dtype, main_grad(module.weight)
+    return main_grad(module.weight).dtype, full_tensor(module.weight, "main_grad")
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -176,18 +181,19 @@ def test_buckets_are_reduced_during_backward(pool: WorkerPool) -> None:
     assert rest == ["launch 0", "launch 1", "end of backward", "wait 0", "wait 1"]
 
 
-def outlives_its_last_reference() -> bool:
+def outlives_its_last_reference(wrapper: type[DataParallel]) -> bool:
     setup_process_group_manager(1, 1, 1, 1)
-    model = DataParallelBucket(nn.Linear(2, 2))
-    model(torch.ones(1, 2)).sum().backward()
+    model = wrapper(our_model(tiny_llama()))
+    model(torch.ones(1, 2, dtype=torch.int64)).sum().backward()
     watch = weakref.ref(model.module)
     del model
     gc.collect()
     return watch() is not None
 
 
-def test_unused_model_is_freed(pool: WorkerPool) -> None:
-    assert pool.run(outlives_its_last_reference, 1) == [False]
+@pytest.mark.parametrize("wrapper", [DataParallelBucket, DataParallelZero1, DataParallelZero3])
+def test_unused_model_is_freed(pool: WorkerPool, wrapper: type[DataParallel]) -> None:
+    assert pool.run(outlives_its_last_reference, 1, wrapper) == [False]
 
 
 def two_reductions() -> None:

@@ -38,13 +38,13 @@ class SavedBytes:
     """
 
     def __init__(self, excluded: list[Tensor]) -> None:
-        self.excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+        self.excluded = {tensor.untyped_storage()._cdata for tensor in excluded}  # ZeRO-3 moves the data of a storage
         self.uses: Counter[int] = Counter()
         self.current = self.peak = 0
 
     def pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self.excluded or storage.nbytes() == 0:
+        if storage._cdata in self.excluded or storage.nbytes() == 0:
             return tensor
         return SavedTensor(self, tensor)
 
@@ -100,11 +100,12 @@ def measure_rank(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
         step(model, MicroBatchDataLoader(random_rows(config, vocab_size=model_config.vocab_size), config, CPU))
     assert saved.current == 0
     optimizer.step()
+    weights, gradients = model.bytes_held()
     return {
         "rank": pgm.process_group_manager.pp_rank,
         "parameters": sum(p.numel() for p in parameters),
-        "weights": sum(p.nbytes for p in parameters),
-        "gradients": sum(bucket.buffer.nbytes for bucket in model.buckets),
+        "weights": weights,
+        "gradients": gradients,
         "optimizer": sum(tensor.nbytes for p in parameters for tensor in optimizer.state_of(p).values()),
         "activations": saved.peak,
     }
@@ -128,6 +129,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [  # changes of the config,
     ({"training__activation_checkpointing": "full", "distributed__pp_size": 2, "distributed__pp_engine": "afab"}, {}),
     ({"training__activation_checkpointing": "full", "distributed__tp_size": 2, "distributed__sequence_parallel": True}, {}),
     ({"model__use_flash_attention": False, "model__dtype": "bfloat16"}, {}),
+    ({"distributed__dp_size": 2, "distributed__dp_engine": "zero1", "model__dtype": "bfloat16"}, {}),
+    ({"distributed__dp_size": 2, "distributed__dp_engine": "zero3", "model__dtype": "bfloat16"}, {}),
 ]  # fmt: skip
 MORE = [
     ({**layout, "model__dtype": dtype}, {})
@@ -140,6 +143,8 @@ MORE = [
         # Not zb_h1 and dualpipev: autograd does not hold the tensors that W needs, see `split_backward`.
         *({"distributed__pp_size": 2, "distributed__pp_engine": name} for name in ("afab", "looped_bfs", "zbv")),
         {"distributed__dp_size": 2, "distributed__pp_size": 2, "distributed__pp_layout": "Et|tttL"},
+        {"distributed__cp_size": 2, "distributed__pp_size": 2, "distributed__dp_engine": "zero1"},
+        {"distributed__dp_size": 2, "distributed__pp_size": 2, "distributed__dp_engine": "zero3"},
     )
 ]
 
@@ -155,8 +160,10 @@ def test_estimated_memory_matches_measured_bytes(
     estimates = rank_memory(config, model_config, check_layout(config, model_config))
     for measured in pool.run(measure_rank, config.distributed.world_size, config, model_config):
         estimate = estimates[measured["rank"]]
-        for field in ("parameters", "weights", "gradients", "optimizer"):
-            assert getattr(estimate, field) == measured[field], field
+        assert estimate.parameters == measured["parameters"]
+        padding = 0.001 if config.distributed.dp_engine.startswith("zero") else 0
+        for field in ("weights", "gradients", "optimizer"):
+            assert getattr(estimate, field) == pytest.approx(measured[field], rel=padding, abs=0), field
         assert estimate.activations == pytest.approx(measured["activations"], rel=0.02)
 
 

@@ -30,6 +30,10 @@ KILLS = 20
 FEW = 7  # in `make test`
 
 
+PIPELINE = {"pp_size": 2}
+LONG = [(PIPELINE, KILLS), ({"dp_size": 2, "dp_engine": "zero3"}, FEW)]
+
+
 def kill_in_a_while(pool: WorkerPool, save_dir: Path, steps: int, delay: float, writing: bool) -> None:
     """Send SIGKILL to all processes of the pool `delay` seconds after `steps` more checkpoints exist than now.
 
@@ -56,11 +60,15 @@ def send(pool: WorkerPool, number: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kills", [FEW, pytest.param(KILLS, marks=pytest.mark.parity)])
-def test_killed_and_resumed_run_equals_an_uninterrupted_run(tokenizer: Path, tmp_path: Path, kills: int) -> None:
-    """Kill two stages that save every step at random moments, also while they write; restart the run each time."""
+@pytest.mark.parametrize(
+    ("layout", "kills"), [(PIPELINE, FEW), *(pytest.param(*case, marks=pytest.mark.parity) for case in LONG)]
+)
+def test_killed_and_resumed_run_equals_an_uninterrupted_run(
+    tokenizer: Path, tmp_path: Path, layout: dict[str, Any], kills: int
+) -> None:
+    """Kill two ranks that save every step at random moments, also while they write; restart the run each time."""
     pool, generator, unfinished = WorkerPool(), random.Random(0), 0
-    layout, model = {"pp_size": 2}, tiny_llama()
+    model = tiny_llama()
     steps = 10 + 4 * kills
     keys = {"training__total_train_steps": steps, "checkpoint__save_frequency": 1, "checkpoint__load_path": "latest"}
     config = run_config(tmp_path / "killed", layout, checkpoint__keep_last=3, **keys)

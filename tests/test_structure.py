@@ -22,6 +22,7 @@ LAYERS = """
     config_reader process_group_manager collectives model_config packed_attention
     launch split_backward run_folder model
     sweep weights
+    owned_slices
     data_parallel tensor_parallel pipeline_parallel context_parallel
     data optimizer text
     metrics parallelize
@@ -112,8 +113,16 @@ def test_the_first_path_stays_about_2200_lines() -> None:
     files = [Path("train.py"), *(Path(f"picotron/{name}.py") for name in ("model", "process_group_manager"))]
     files += [Path(f"picotron/{name}.py") for name in ("parallelize", "train_step")]
     files += [path for folder in PARALLEL for path in Path("picotron", folder).glob("*.py")]
-    later = {"executor.py", "generation.py", "recorder.py", "packed_blocks.py", "log_probs.py"}
-    assert sum(len(path.read_text().splitlines()) for path in files if path.name not in later) <= 2300
+    later = {
+        "executor.py",
+        "recorder.py",
+        "block_attention.py",
+        "packed_blocks.py",
+        "log_probs.py",
+        "zero1.py",
+        "zero3.py",
+    }
+    assert sum(len(path.read_text().splitlines()) for path in files if path.name not in later) <= 2250
 
 
 def test_only_torchrun_and_secrets_come_from_the_environment() -> None:

@@ -30,8 +30,9 @@ from picotron.json_files import read_object
 from picotron.model import Llama
 from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW
+from picotron.owned_slices import copy_owned
 from picotron.run_folder import UNFINISHED, checkpoint_folders
-from picotron.weights import ReadTensor, copy_shard, parameters_and_shards
+from picotron.weights import ReadTensor, parameters_and_shards
 
 logger = logging.getLogger("picotron")
 
@@ -186,7 +187,7 @@ class Checkpoint:
         readers["master"] = self.weights()
 
         def read(parameter: nn.Parameter, kind: str, tensor: Tensor) -> None:
-            copy_shard(tensor, *shards[parameter], readers[kind])
+            copy_owned(tensor, parameter, *shards[parameter], readers[kind])
 
         optimizer.restore(self.state.step, read)
 

@@ -1,9 +1,10 @@
 """Tensor files of a checkpoint: one file per pp rank and kind of tensor, written by the tp ranks together.
 
-Only the tp groups of dp rank 0 and cp rank 0 write, because the others hold replicas. tp rank 0 writes replicated
-tensors. Each rank writes some rows of every sharded tensor: if the tensor is sharded by rows, these are the rank's
-shard; if it is sharded by columns, an all-to-all turns the rank's columns of all rows into all columns of some rows. So
-no rank assembles the full tensor in memory:
+Only the tp groups of dp rank 0 and cp rank 0 write, because the others hold replicas. (With ZeRO, the others hold
+slices and send them to these groups, one tensor after the other.) tp rank 0 writes replicated tensors. Each rank
+writes some rows of every sharded tensor: if the tensor is sharded by rows, these are the rank's shard; if it is
+sharded by columns, an all-to-all turns the rank's columns of all rows into all columns of some rows. So no rank
+assembles the full tensor in memory:
 
     rank 0 | rank 1        rank 0   0 0 0 0
      0 0   |  1 1     ->            0 0 0 0         a block of rows is one byte range of the file
@@ -24,8 +25,14 @@ from picotron import process_group_manager as pgm
 from picotron.checkpoint.safetensors_folder import ByteRange, FileWriter, plan_file
 from picotron.model import Llama
 from picotron.optimizer import AdamW
+from picotron.owned_slices import OwnedSlice, owned_slice, owned_weight
 from picotron.process_group_manager import new_groups
 from picotron.weights import Shard, is_tied_replica, parameters_and_shards
+
+
+def full_shape(local: torch.Size, shard: Shard | None) -> torch.Size:
+    """Return the shape of the full tensor of a shard or replica."""
+    return local if shard is None else shard.full_shape(local)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +40,9 @@ class TensorSlice:
     """This rank's shard of a tensor, or its replica, and the place of the full tensor in a file.
 
     Attributes:
+        tensor: the shard or replica, or with ZeRO the elements of it that this rank owns.
+        shape: shape of the shard or replica.
+        owned: description of these elements, None without ZeRO.
         kind: model, exp_avg, exp_avg_sq or master.
         start: offset of the full tensor in the file, in bytes.
         header: for the first tensor of the file, the bytes before this tensor, else empty.
@@ -45,13 +55,14 @@ class TensorSlice:
     start: int
     header: bytes
     tensor: Tensor
+    shape: torch.Size
     shard: Shard | None
+    owned: OwnedSlice | None
 
     @property
     def size(self) -> int:
         """Size of the full tensor in bytes."""
-        shape = self.tensor.shape if self.shard is None else self.shard.full_shape(self.tensor.shape)
-        return shape.numel() * self.tensor.dtype.itemsize
+        return full_shape(self.shape, self.shard).numel() * self.tensor.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,36 +81,39 @@ class StageFiles:
     Args:
         llama: this rank's part of the model.
         optimizer: optimizer of its parameters.
+        world: all ranks, for data on the CPU; no other thread may use this group meanwhile. None: the default group.
     """
 
-    def __init__(self, llama: Llama, optimizer: AdamW) -> None:
+    def __init__(self, llama: Llama, optimizer: AdamW, world: dist.ProcessGroup | None = None) -> None:
         grid = pgm.process_group_manager
-        self.llama, self.optimizer = llama, optimizer
+        self.llama, self.optimizer, self.world = llama, optimizer, world
         # A separate group, because a background thread may call collectives during training; gloo for data on the CPU.
         self.group = new_groups(grid.grid.view(-1, grid.tp_world_size).tolist(), "gloo")
 
     def slices(self) -> list[TensorSlice]:
-        """List the tensor slices of all files, in the order of the files."""
+        """List the slices of all files that this rank writes or sends, in the order of the files."""
         grid = pgm.process_group_manager
-        tensors: dict[str, dict[str, tuple[Tensor, Shard | None]]] = defaultdict(dict)
+        tensors: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        places: dict[str, tuple[torch.Size, Shard | None, OwnedSlice | None]] = {}
         for name, parameter, shard in parameters_and_shards(self.llama):
-            if not is_tied_replica(self.llama, name):
-                tensors["model"][name] = parameter.detach(), shard
-                for kind, tensor in self.optimizer.state_of(parameter).items():
-                    tensors[kind][name] = tensor.detach(), shard
+            owned = owned_slice(parameter)
+            if not is_tied_replica(self.llama, name) and (grid.cp_dp_rank == 0 or owned):
+                places[name] = parameter.shape, shard, owned
+                for kind, tensor in {"model": owned_weight(parameter), **self.optimizer.state_of(parameter)}.items():
+                    tensors[kind][name] = tensor.detach()
         number, count = grid.pp_rank + 1, grid.pp_world_size
         suffix = f"-{number:05d}-of-{count:05d}.safetensors" if count > 1 else ".safetensors"
         slices = []
         for kind, group in tensors.items():
-            shapes = {name: shard.full_shape(t.shape) if shard else t.shape for name, (t, shard) in group.items()}
-            header, starts = plan_file({name: (group[name][0].dtype, shape) for name, shape in shapes.items()})
-            for name, (tensor, shard) in group.items():
-                slices.append(TensorSlice(kind, kind + suffix, name, starts[name], header, tensor, shard))
+            header, starts = plan_file({name: (t.dtype, full_shape(*places[name][:2])) for name, t in group.items()})
+            for name, tensor in group.items():
+                slices.append(TensorSlice(kind, kind + suffix, name, starts[name], header, tensor, *places[name]))
                 header = b""
         return slices
 
     def write(self, folder: Path, slices: list[TensorSlice]) -> list[WrittenFile]:
-        """Write this rank's rows of all tensors. All ranks of its tp group must call this.
+        """Write this rank's rows of all tensors. All ranks of its tp group must call this; with ZeRO, those of its
+        cp_dp group, too.
 
         Raises:
             OSError: some bytes could not be written.
@@ -107,9 +121,12 @@ class StageFiles:
         writers: dict[str, FileWriter] = {}
         sizes: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
         for each in slices:
+            local = self.gather(each)
+            if local is None:
+                continue
             if each.file not in writers:
                 writers[each.file] = FileWriter(folder / each.file)
-            writer, (first, rows) = writers[each.file], self.rows_to_write(each)
+            writer, (first, rows) = writers[each.file], self.rows_to_write(local, each.shard)
             if each.header and pgm.process_group_manager.tp_rank == 0:
                 writer.write(0, each.header)
             if len(rows):
@@ -118,9 +135,34 @@ class StageFiles:
             sizes[each.kind, each.file][each.name] = each.size
         return [WrittenFile(kind, file, writers[file].close(), of_file) for (kind, file), of_file in sizes.items()]
 
-    def rows_to_write(self, tensor_slice: TensorSlice) -> tuple[int, Tensor]:
-        """Return the number of the first row that this rank writes of a tensor, and the rows."""
-        grid, shard, local = pgm.process_group_manager, tensor_slice.shard, tensor_slice.tensor.cpu()
+    def gather(self, tensor_slice: TensorSlice) -> Tensor | None:
+        """Return this rank's shard or replica of a tensor. With ZeRO, cp_dp rank 0 receives it from the ranks that own
+        slices of it, and the others return None.
+        """
+        ranks = pgm.process_group_manager.cp_dp_group_ids
+        owned, own = tensor_slice.owned, tensor_slice.tensor.cpu()
+        if owned is None:
+            return own
+        if owned.rank > 0:
+            if len(own):
+                dist.send(own.view(torch.uint8), ranks[0], self.world)
+            return None
+        local = own.new_empty(owned.numel)
+        for number, rank in enumerate(ranks):
+            first, last = owned.bounds(number)
+            if number == 0:
+                local[first:last] = own
+            elif first < last:
+                dist.recv(local[first:last].view(torch.uint8), rank, self.world)
+        return local.view(tensor_slice.shape)
+
+    def rows_to_write(self, local: Tensor, shard: Shard | None) -> tuple[int, Tensor]:
+        """Return the number of the first row that this rank writes of a tensor, and the rows.
+
+        Args:
+            local: this rank's shard or replica of the tensor, on the CPU.
+        """
+        grid = pgm.process_group_manager
         if shard is None:
             return 0, local[: len(local) if grid.tp_rank == 0 else 0]
         if shard.dim == 0:

@@ -67,7 +67,7 @@ class CheckpointWriter:
         self.save_dir = Path(config.checkpoint.save_dir)
         # Separate groups, because a background thread may call collectives during training; gloo for data on the CPU.
         self.group, self.step_group = (dist.new_group(backend="gloo") for _ in range(2))
-        self.files, self.buffers = StageFiles(llama, optimizer), HostBuffers()
+        self.files, self.buffers = StageFiles(llama, optimizer, self.group), HostBuffers()
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
 
@@ -90,7 +90,7 @@ class CheckpointWriter:
             UserError: on every rank, if the checkpoint cannot be written. Earlier checkpoints stay.
         """
         self.wait()  # at most one checkpoint is in progress, so no thread reads the buffers that a snapshot overwrites
-        slices = self.files.slices() if pgm.process_group_manager.cp_dp_rank == 0 else []
+        slices = self.files.slices()
         if self.config.checkpoint.async_save:
             copies = self.buffers.snapshot([each.tensor for each in slices])
             slices = [dataclasses.replace(each, tensor=host) for each, host in zip(slices, copies, strict=True)]

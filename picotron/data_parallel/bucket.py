@@ -9,22 +9,27 @@ from picotron.weights import set_main_grad
 
 
 class Bucket:
-    """Parameters whose `main_grad`s are views of one flat buffer, and the reduction of that buffer.
+    """Parameters whose gradients are views of one flat buffer, and the reduction of that buffer.
 
     Args:
         parameters: parameters of one dtype on one device.
         group: the ranks to average over.
+        multiple: number by which the size of the buffer is divisible; the buffer is padded.
 
     Attributes:
+        gradients: the views, in which gradients accumulate; here they are also the `main_grad`s.
         pending_parameters: parameters whose gradient is not complete yet in a backward that reduces.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, multiple: int = 1) -> None:
         self.parameters, self.group = parameters, group
         first, sizes = parameters[0], [p.numel() for p in parameters]
-        self.buffer = torch.zeros(sum(sizes), dtype=accumulation_dtype(first), device=first.device)
-        for parameter, view in zip(parameters, self.buffer.split(sizes), strict=True):
-            set_main_grad(parameter, view.view_as(parameter))
+        padded = -(-sum(sizes) // multiple) * multiple
+        self.buffer = torch.zeros(padded, dtype=accumulation_dtype(first), device=first.device)
+        views = self.buffer[: sum(sizes)].split(sizes)
+        self.gradients: dict[Tensor, Tensor] = {p: v.view_as(p) for p, v in zip(parameters, views, strict=True)}
+        for parameter, gradient in self.gradients.items():
+            set_main_grad(parameter, gradient)
         self.reset()
 
     def reset(self) -> None:
@@ -41,7 +46,9 @@ class Bucket:
             self.work.wait()
 
 
-def make_buckets(parameters: list[nn.Parameter], group: dist.ProcessGroup, megabytes: float) -> list[Bucket]:
+def make_buckets(
+    parameters: list[nn.Parameter], group: dist.ProcessGroup, megabytes: float, kind: type[Bucket] = Bucket
+) -> list[Bucket]:
     """Fill buckets of at least `megabytes` MiB, except the last one, in the given order. (With an upper limit instead,
     a norm's weight between two large matrices would have a bucket to itself.)
     """
@@ -50,11 +57,11 @@ def make_buckets(parameters: list[nn.Parameter], group: dist.ProcessGroup, megab
     size = 0.0
     for parameter in parameters:
         if filling and (parameter.dtype, parameter.device) != (filling[0].dtype, filling[0].device):
-            buckets.append(Bucket(filling, group))
+            buckets.append(kind(filling, group))
             filling, size = [], 0.0
         filling.append(parameter)
         size += parameter.numel() * accumulation_dtype(parameter).itemsize / 2**20
         if size >= megabytes:
-            buckets.append(Bucket(filling, group))
+            buckets.append(kind(filling, group))
             filling, size = [], 0.0
-    return [*buckets, Bucket(filling, group)] if filling else buckets
+    return [*buckets, kind(filling, group)] if filling else buckets

@@ -3,7 +3,8 @@
 Each parameter gets a `main_grad`, a buffer in float32 or wider, in which gradients accumulate over micro-batches and
 which the optimizer reads. The average is over `cp_dp_group`, because context-parallel ranks hold the same weights, too.
 
-`DataParallelNaive` shows the idea; `DataParallelBucket` makes it fast (Li et al. 2020, arXiv:2006.15704).
+`DataParallelNaive` shows the idea; `DataParallelBucket` makes it fast (Li et al. 2020, arXiv:2006.15704). With both,
+all ranks hold the same optimizer state, which `zero1` divides over them.
 """
 
 import weakref
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from picotron import process_group_manager as pgm
 from picotron.data_parallel.bucket import Bucket, make_buckets
-from picotron.weights import main_grad, sum_partial_gradients
+from picotron.weights import sum_partial_gradients
 
 MIB_PER_RANK = 4.0  # Megatron-core's default buckets have as much: a million float32 gradients per data-parallel rank
 
@@ -43,14 +44,14 @@ class DataParallel(nn.Module):
         parameters_by_stage: Mapping[int, Sequence[nn.Parameter]] | None = None,
     ) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.bucket_mb = module, bucket_mb
         self.require_backward_grad_sync = True
         self.buckets_by_stage: dict[int, list[Bucket]] = {}
-        for stage, parameters in (parameters_by_stage or {0: list(module.parameters())}).items():
+        if parameters_by_stage is None:
+            parameters_by_stage = {0: list(module.parameters())}
+        for stage, parameters in parameters_by_stage.items():
             # Backward reaches the last layers first, so in this order buckets complete one after the other.
-            reversed_parameters = [p for p in parameters if p.requires_grad][::-1]
-            group = pgm.process_group_manager.cp_dp_group
-            self.buckets_by_stage[stage] = make_buckets(reversed_parameters, group, bucket_mb)
+            self.buckets_by_stage[stage] = self._make_buckets([p for p in parameters if p.requires_grad][::-1])
         self.buckets = [bucket for buckets in self.buckets_by_stage.values() for bucket in buckets]
         self.bucket_by_parameter: dict[Tensor, Bucket] = {
             p: bucket for bucket in self.buckets for p in bucket.parameters
@@ -62,6 +63,9 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
+        return make_buckets(parameters, pgm.process_group_manager.cp_dp_group, self.bucket_mb)
 
     def _make_hook(self) -> Callable[[Tensor], None]:
         """Return a hook that refers to `self` weakly: the garbage collector does not look into hooks of this kind, so
@@ -77,10 +81,10 @@ class DataParallel(nn.Module):
         return hook
 
     def _accumulate(self, parameter: Tensor) -> None:
-        """Add `parameter.grad` to `main_grad`. Autograd calls this once per backward, also for a tied weight."""
+        """Add `parameter.grad` to the bucket. Autograd calls this once per backward, also for a tied weight."""
         if parameter.grad is None:  # a backward that defers this gradient calls the hook, too
             return
-        main_grad(parameter).add_(parameter.grad)
+        self.bucket_by_parameter[parameter].gradients[parameter].add_(parameter.grad)
         parameter.grad = None
         if self.require_backward_grad_sync:
             self._ready(parameter)
@@ -93,6 +97,10 @@ class DataParallel(nn.Module):
         # differ in which parameters their part of the batch uses.
         while self.pending_buckets and not self.pending_buckets[0].pending_parameters:
             self._reduce(self.pending_buckets.pop(0))
+
+    def bytes_held(self) -> tuple[int, int]:
+        """Return the bytes of the weights and of the gradients that this rank holds between steps."""
+        return sum(p.nbytes for p in self.parameters()), sum(bucket.buffer.nbytes for bucket in self.buckets)
 
     def start_grad_sync(self, stage: int) -> None:
         """Start to average the complete gradients of a stage. Pipeline schedules, whose backwards do not reduce, call

@@ -1,11 +1,14 @@
 """Estimate a rank's memory and idle time by formulas, without running anything. No torch here.
 
-Bytes per parameter (`data_parallel.bucket` and `optimizer` give the reasons; nothing is sharded over dp ranks):
+Bytes per parameter (`data_parallel.bucket` and `optimizer` give the reasons):
 
                 weight   gradient   master weight   Adam's two moments   total
     bfloat16       2         4            4                  8              18
     float32        4         4            -                  8              16
     float64        8         8            -                 16              32
+
+With dp_engine "zero1", the last two are divided by n, the number of dp ranks times that of cp ranks; with "zero3", all
+are. In a pipeline with "zero3", the full weights exist, too, from their first use in a step to its end.
 
 Activations are the tensors that autograd saves in the forward of a micro-batch for its backward. In a layer of hidden
 size D, with H query heads and K key/value heads of size d, and intermediate size F, each of t tp ranks saves these
@@ -54,6 +57,10 @@ Temporary tensors add to the activations while a forward or a backward runs:
     backward of an MLP                  the gradients of x and of gate, up and h, less h, which is freed (but not in I):
                                         D + 2 F / t per token; or if that is more, the gradients of x, h and
                                         down_proj's matrix: D + F / t per token, and D F / t
+    zero3, the loss                     the weights of the last layer and of the head
+    zero3, backward of an MLP           the weights of two layers and the gradients of one; and until they are reduced,
+                                        in float32 or wider, the gradients of the layer after it, or if the stage has a
+                                        separate matrix for the head, those of the head
 
 In the backward of an MLP, the loss has freed what it saved. With activation_checkpointing "full", the other tensors of
 the layer have been recomputed. If the embedding and the head share a matrix on one stage, the head's part of the
@@ -79,6 +86,7 @@ class Memory:
     """The memory of a rank in bytes, and its number of parameters.
 
     Args:
+        gathered: full weights that exist during a step, in addition to slices of them.
         activations: peak of the tensors that autograd saves.
         temporary: difference to the peak of saved and temporary tensors together.
     """
@@ -87,17 +95,18 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
+    gathered: int
     activations: int
     temporary: int
 
     @property
     def state(self) -> int:
-        """Bytes held during the full step: weights, gradients and optimizer state."""
+        """Bytes held between steps: weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        return self.state + self.activations + self.temporary
+        return self.state + self.gathered + self.activations + self.temporary
 
 
 class Sizes(NamedTuple):
@@ -157,12 +166,20 @@ def layer_bytes(config: Config, s: Sizes) -> int:
     return s.tokens * (norms + attention_bytes(config, s) + 4 * s.F * s.number)
 
 
+def layer_saves(config: Config, s: Sizes) -> int:
+    """Bytes that a layer saves per micro-batch."""
+    full = config.training.activation_checkpointing == "full"
+    return s.tokens * s.shard * s.number if full else layer_bytes(config, s)
+
+
 def stage_bytes(config: Config, model: "LlamaConfig", s: Sizes, stage: Stage) -> int:
     """Bytes that a stage saves per micro-batch."""
-    full = config.training.activation_checkpointing == "full"
-    layer = s.tokens * s.shard * s.number if full else layer_bytes(config, s)
     angles = s.tokens * model.head_dim * s.number
-    return len(stage.layers) * layer + bool(stage.layers) * angles + stage.has_head * head_bytes(config, s)
+    return (
+        len(stage.layers) * layer_saves(config, s)
+        + bool(stage.layers) * angles
+        + stage.has_head * head_bytes(config, s)
+    )
 
 
 def head_bytes(config: Config, s: Sizes) -> int:
@@ -173,6 +190,18 @@ def head_bytes(config: Config, s: Sizes) -> int:
 def loss_chunk(config: Config, s: Sizes) -> int:
     """Number of tokens whose logits are computed together: `cross_entropy.chunk_tokens`, without torch."""
     return 512 if config.distributed.use_cpu else max(512, 2**28 // s.vocabulary)
+
+
+def zero3_bytes(config: Config, model: "LlamaConfig", s: Sizes, stage: Stage) -> tuple[int, int]:
+    """Bytes of full weights and gradients in the forward of a stage's head, and in the backward of its last layer."""
+    layer, _, head = part_parameters(model, config.distributed.tp_size)
+    has_matrix = stage.has_head and not (model.tie_word_embeddings and stage.has_embedding)
+    # In the backward of the last layer but one, the tensors that the last one saved are free.
+    reduced = max(has_matrix * head * s.wide, layer * s.wide - layer_saves(config, s))
+    gradients = layer * s.number + reduced
+    if config.distributed.pp_size > 1:
+        return 0, gradients  # `gathered` counts the weights
+    return (layer + head) * s.number, 2 * layer * s.number + gradients
 
 
 def temporary_in_forward(config: Config, s: Sizes, stage: Stage) -> int:
@@ -219,8 +248,9 @@ def rank_parameters(config: Config, model: "LlamaConfig", stages: list[Stage]) -
 
 def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> list[Memory]:
     """Return the memory of each pp rank. All tp, cp and dp ranks of a pp rank need the same amount."""
-    s, memories = sizes(config, model), []
+    s, memories, layout = sizes(config, model), [], config.distributed
     optimizer = 2 * s.wide + (s.wide if s.number < s.wide else 0)
+    ranks, zero3 = layout.dp_size * layout.cp_size, layout.dp_engine == "zero3"
     for rank, program in enumerate(plan.schedule.programs):
         stages = plan.stages_of(rank)
         parameters = rank_parameters(config, model, list(stages.values()))
@@ -229,15 +259,22 @@ def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> lis
         deferred = {i: deferred_bytes(s, stage) for i, stage in stages.items()}
         temporary = {("F", i): temporary_in_forward(config, s, stage) for i, stage in stages.items()}
         for i, stage in stages.items():
+            in_forward, in_backward = zero3_bytes(config, model, s, stage) if zero3 else (0, 0)
+            temporary["F", i] += in_forward
             for kind in ("B", "I"):
-                temporary[kind, i] = temporary_in_backward(config, model, s, stage, split=kind == "I")
+                temporary[kind, i] = temporary_in_backward(config, model, s, stage, split=kind == "I") + in_backward
+
+        def owned(divided: bool, parameters: int = parameters) -> int:
+            return -(-parameters // ranks) if divided else parameters
+
         activations = peak_activations(in_order, saved, deferred)
         memories.append(
             Memory(
                 parameters=parameters,
-                weights=parameters * s.number,
-                gradients=parameters * s.wide,
-                optimizer=parameters * optimizer,
+                weights=owned(zero3) * s.number,
+                gradients=owned(zero3) * s.wide,
+                optimizer=owned(layout.dp_engine in ("zero1", "zero3")) * optimizer,
+                gathered=parameters * s.number if zero3 and layout.pp_size > 1 else 0,
                 activations=activations,
                 temporary=peak_activations(in_order, saved, deferred, temporary) - activations,
             )

@@ -4,7 +4,8 @@
 
 There is no second description of a step here. The step of train.py runs in a fake process group, which has any number
 of ranks but only one process, with tensors on the meta device, which have shapes but no memory. For each pp rank,
-the process plays the rank with dp, cp and tp rank 0; the others with this pp rank hold and send the same amounts.
+the process plays the rank with dp, cp and tp rank 0; the others with this pp rank hold and send the same amounts. (With
+ZeRO, the last slices of a buffer may have padding.)
 
 The step includes clipping, the optimizer and the reductions of its metrics. It does not include the other messages of a
 run: evaluations, checkpoints, and the check for stop signals.
@@ -31,13 +32,13 @@ from picotron.rows import TextRows
 from picotron.schedules.plan import PipelinePlan
 from picotron.text_table import text_table
 from picotron.train_step import make_train_step
-from picotron.weights import Index, main_grad
+from picotron.weights import Index
 
 META = torch.device("meta")
 
 
 class Step(NamedTuple):
-    """Amounts that a rank holds, and its messages in a step."""
+    """Amounts that a rank holds between steps, and its messages in a step."""
 
     layers: int
     parameters: int
@@ -56,6 +57,7 @@ def run_step(
     train_step = make_train_step(config, model_config, plan, first.device, first.dtype)
     optimizer = AdamW(parameters, config.training, fused=False)  # there is no fused kernel for the meta device
 
+    weights, gradients = model.bytes_held()
     FakeGroup.messages.clear()
     loss = train_step(model, data_loader)
     clip_grad_norm(model, config.training.max_grad_norm)
@@ -66,8 +68,8 @@ def run_step(
     return Step(
         layers=len(unwrap(model).model.layers),
         parameters=sum(p.numel() for p in parameters),
-        weights=sum(p.nbytes for p in parameters),
-        gradients=sum(main_grad(p).nbytes for p in parameters),
+        weights=weights,
+        gradients=gradients,
         optimizer=sum(tensor.nbytes for p in parameters for tensor in optimizer.state_of(p).values()),
         messages=FakeGroup.messages.copy(),
     )

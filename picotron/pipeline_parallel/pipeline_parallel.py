@@ -36,7 +36,7 @@ from picotron.pipeline_parallel.recorder import record_action
 from picotron.process_group_manager import new_groups
 from picotron.schedules.plan import PipelinePlan
 from picotron.split_backward import split_backward
-from picotron.weights import main_grad, mark_tied_replica
+from picotron.weights import main_grad, mark_tied
 
 
 def hidden_states_shape(config: Config, model_config: LlamaConfig) -> tuple[int, int, int]:
@@ -76,8 +76,8 @@ class PipelineParallel(nn.Module):
             del untyped.model.layers[str(i)]
         if not has_head:
             untyped.model.norm = untyped.lm_head = None
-        if not has_embedding and has_head and has_replica:
-            mark_tied_replica(untyped.model.embed_tokens)
+        if has_replica and (has_embedding or has_head):
+            mark_tied(untyped.model.embed_tokens, is_replica=not has_embedding)
         elif not has_embedding:
             untyped.model.embed_tokens = None
         ends = grid.grid.movedim(1, -1)[..., [0, plan.last_rank]]  # (dp, cp, tp, 2), the ends of each pipeline

@@ -71,6 +71,10 @@ def _layouts() -> dict[str, Layout]:
         "single checkpointing": Layout(FULL, core=True),
         "dp2": Layout({"dp_size": 2}),
         "dp2 tied": Layout({"dp_size": 2}, TIED),
+        "dp2 zero1": Layout({"dp_size": 2, "dp_engine": "zero1"}, core=True),
+        "dp2 zero3": Layout({"dp_size": 2, "dp_engine": "zero3"}, core=True),
+        "dp2 tp2 zero3 checkpointing": Layout({"dp_size": 2, "tp_size": 2, "dp_engine": "zero3", **FULL}, TIED),
+        "dp2 pp2 zbv zero3": Layout({"dp_size": 2, "pp_size": 2, "pp_engine": "zbv", "dp_engine": "zero3"}, TIED),
         "tp2": Layout({"tp_size": 2}),
         "tp2 tied bias": Layout({"tp_size": 2}, TIED | BIAS),
         "tp2 sequence parallel": Layout({"tp_size": 2, **SEQUENCE_PARALLEL}),
@@ -118,6 +122,10 @@ def _memory_layouts() -> dict[str, Layout]:
     }
     for name, config in (
         ("float32", {"model__dtype": "float32"}),
+        *((f"dp8 {name}", {"dp_size": 8, "dp_engine": name}) for name in ("zero1", "zero3")),
+        ("dp8 zero3 checkpointing", {"dp_size": 8, "dp_engine": "zero3", **FULL}),
+        ("dp8 cp2 pp2 zero3", {"dp_size": 8, "cp_size": 2, "pp_size": 2, "dp_engine": "zero3"}),
+        ("dp8 pp2 zbv zero3", {"dp_size": 8, "pp_size": 2, "pp_engine": "zbv", "dp_engine": "zero3"}),
         ("tp2", {"tp_size": 2}),
         ("tp2 sequence parallel", {"tp_size": 2, **SEQUENCE_PARALLEL}),
         ("tp2 sequence parallel checkpointing", {"tp_size": 2, **SEQUENCE_PARALLEL, **FULL}),
@@ -127,6 +135,8 @@ def _memory_layouts() -> dict[str, Layout]:
         *((f"pp2 {engine} checkpointing", {"pp_size": 2, "pp_engine": engine, **FULL}) for engine in ("1f1b", "zbv")),
     ):
         layouts[f"SmolLM-1.7B {name}"] = Layout(smollm | config, shape)
+    untied = {"dp_size": 8, "tp_size": 2, "dp_engine": "zero3"}
+    layouts["SmolLM-1.7B dp8 tp2 zero3 untied"] = Layout(smollm | untied, shape | {"tie_word_embeddings": False})
     return layouts
 
 

@@ -2,7 +2,9 @@
 
 import weakref
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,9 +18,17 @@ from tests.support.fake_cuda import fake_cuda_rank
 BLOCK = 512  # torch's allocator rounds the size of a tensor up to a multiple of it
 
 
+RESIZE = torch.UntypedStorage.resize_
+
+
+def rounded(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK
+
+
 class PeakMemory(TorchDispatchMode):
     """Counter of the bytes on the GPU. A storage counts from the operation that returns it until nobody refers to it.
 
+    A change of the size of a storage counts, too, because ZeRO-3 frees the storage of weights and allocates it again.
     Memory inside of an operation, such as the workspace of a matrix product, is not seen.
 
     Attributes:
@@ -42,7 +52,7 @@ class PeakMemory(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata in self.sizes:
             return
-        self.sizes[storage._cdata] = size = -(-storage.nbytes() // BLOCK) * BLOCK
+        self.sizes[storage._cdata] = size = rounded(storage.nbytes())
         self.current += size
         self.peak = max(self.peak, self.current)
         weakref.finalize(storage, self.remove, storage._cdata)
@@ -50,11 +60,19 @@ class PeakMemory(TorchDispatchMode):
     def remove(self, address: int) -> None:
         self.current -= self.sizes.pop(address)
 
+    def resize(self, storage: Any, size: int) -> None:
+        RESIZE(storage, size)
+        if storage._cdata in self.sizes:
+            self.current += rounded(size) - self.sizes[storage._cdata]
+            self.sizes[storage._cdata] = rounded(size)
+            self.peak = max(self.peak, self.current)
+
 
 def measure(config: Config, model_config: LlamaConfig, rank: int) -> dict[str, int]:
     """Measure the bytes of a rank, and compute those of `estimate.py`."""
     memory = PeakMemory()
-    with fake_cuda_rank(config, model_config, rank, observer=memory) as run:
+    resize = mock.patch.object(torch.UntypedStorage, "resize_", lambda storage, size: memory.resize(storage, size))
+    with resize, fake_cuda_rank(config, model_config, rank, observer=memory) as run:
         run.optimizer.step()  # allocates its state, as the first step does
         state, memory.peak = memory.current, 0
         run.train_step(run.model, run.data_loader)

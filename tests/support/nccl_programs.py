@@ -24,6 +24,7 @@ from picotron import parallelize
 from picotron.config import Config
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.explain.explain import run_step
 from picotron.explain.fake_group import OPERATIONS, call_site
 from picotron.metrics import global_mean
@@ -36,6 +37,7 @@ from tests.support.nccl_calls import Compute, Operation, Part, Program, Wait
 from tests.support.training import CPU
 
 SmallBuckets = functools.partial(DataParallelBucket, bucket_mb=0.02)  # several for each stage of a tiny model
+SmallSlicedBuckets = functools.partial(DataParallelZero1, bucket_mb=0.02)
 
 
 class Handle(dist.Work):
@@ -127,6 +129,7 @@ def recorded_rank(rank: int, config: Config) -> Iterator[Program]:
         with (
             mock.patch.object(dist, "batch_isend_irecv", record_batch),
             mock.patch.object(parallelize, "DataParallelBucket", SmallBuckets),
+            mock.patch.object(parallelize, "DataParallelZero1", SmallSlicedBuckets),
             mock.patch.object(recorder.logger, "debug", record_computation),
         ):
             yield program

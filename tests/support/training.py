@@ -17,12 +17,13 @@ from picotron.config import Config
 from picotron.data import MicroBatchDataLoader, Progress, data_fingerprint
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from picotron.owned_slices import owned_slice
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.schedules.plan import plan_pipeline
 from picotron.train_step import make_train_step
-from picotron.weights import initial_weights, parameters_and_shards
+from picotron.weights import initial_weights, main_grad, parameters_and_shards
 from tests.support.oracle import make_config, random_rows
 
 CPU = torch.device("cpu")
@@ -149,11 +150,23 @@ def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- the full model
 
 
+def full_tensor(parameter: nn.Parameter, attribute: str) -> Tensor:
+    """Return a copy of a parameter (`data`) or its gradient (`main_grad`), gathered from the ranks that own slices."""
+    owned, grid = owned_slice(parameter), pgm.process_group_manager
+    if owned is None:
+        return getattr(parameter, attribute).clone()
+    own = owned.weight if attribute == "data" else main_grad(parameter)
+    assert own.numel() == len(range(*owned.bounds(grid.cp_dp_rank)))
+    slices: list[Tensor] = [own] * grid.cp_dp_world_size
+    dist.all_gather_object(slices, own.clone(), group=grid.cp_dp_group)
+    return torch.cat(slices).view(parameter.shape)
+
+
 def gathered(model: nn.Module, attribute: str) -> dict[str, Tensor]:
     """Gather the unsharded parameters (`data`) or gradients (`main_grad`) by name from all tp ranks, to the CPU."""
     grid, whole = pgm.process_group_manager, {}
     for name, parameter, shard in parameters_and_shards(model):
-        local = getattr(parameter, attribute).clone()
+        local = full_tensor(parameter, attribute)
         parts = [torch.empty_like(local) for _ in range(grid.tp_world_size)]
         dist.all_gather(parts, local, group=grid.tp_group)
         local, parts = local.cpu(), [part.cpu() for part in parts]

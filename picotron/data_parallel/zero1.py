@@ -1,0 +1,73 @@
+"""ZeRO-1: data parallelism in which the ranks divide the optimizer (Rajbhandari et al. 2019, arXiv:1910.02054).
+
+With plain data parallelism, all n ranks of a `cp_dp` group hold the same master weights and moments, and compute the
+same updates. With ZeRO-1, each rank owns one slice of every bucket, and keeps the optimizer's state for its slices
+only. In a step, for each bucket,
+
+    a reduce-scatter averages the gradients, of which each rank needs its slice only,
+    each rank updates the weights of its slice,
+    an all-gather sends the updated weights to all ranks.
+
+Bytes of a bfloat16 parameter, held and sent per step (of a float32 parameter, 16 become 8 + 8/n, and 8 stay 8):
+
+                weight   gradient   master weight   two moments   held         sent, times (n - 1)/n
+    bucket        2         4            4              8         18           4 + 4, an all-reduce
+    zero1         2         4           4/n            8/n        6 + 12/n     4 + 2
+
+An all-reduce is a reduce-scatter followed by an all-gather, so ZeRO-1 only moves the update in between. Gradients
+accumulate over all micro-batches in the full buffer, as without ZeRO: with n times smaller buffers, every micro-batch
+would have to send its gradients.
+"""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from picotron import process_group_manager as pgm
+from picotron.collectives import own_slice, start_all_gather, start_reduce_scatter
+from picotron.data_parallel.bucket import Bucket, make_buckets
+from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.owned_slices import divide
+from picotron.weights import tied_parameters
+
+
+class SlicedBucket(Bucket):
+    """A bucket of which each rank owns a slice, see `owned_slices`. The weights, too, are views of a flat buffer.
+
+    Attributes:
+        own: this rank's slice of both buffers.
+        weights: the buffer of the weights, in their dtype.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        super().__init__(parameters, group, multiple=dist.get_world_size(group))
+        self.own = own_slice(self.buffer, group)
+        self.weights = torch.zeros_like(self.buffer, dtype=parameters[0].dtype)
+        divide(parameters, self.weights, self.weights[self.own], self.buffer[self.own], group, self.gather)
+
+    def launch(self) -> None:
+        """Start to average this rank's slice of the gradients over the group, while backward continues."""
+        self.work = start_reduce_scatter(self.buffer, self.group)
+
+    def wait(self) -> None:
+        """Wait for the average, and set the other slices to zero, which the optimizer does not see."""
+        super().wait()
+        self.buffer[: self.own.start].zero_()
+        self.buffer[self.own.stop :].zero_()
+
+    def gather(self) -> dist.Work | None:
+        """Start to send the updated weights of each slice to all ranks. Returns the handle to wait for."""
+        return start_all_gather(self.weights, self.group)
+
+
+class DataParallelZero1(DataParallelBucket):
+    """`DataParallelBucket` with an optimizer that is divided over the ranks."""
+
+    def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
+        # A tied matrix has a bucket of its own, so that the ranks of both stages that hold it own the same elements:
+        # `sum_tied_gradients` adds their gradients.
+        tied, group = tied_parameters(self.module), pgm.process_group_manager.cp_dp_group
+        runs = [list(run) for _, run in itertools.groupby(parameters, key=lambda parameter: parameter in tied)]
+        return [bucket for run in runs for bucket in make_buckets(run, group, self.bucket_mb, SlicedBucket)]
