@@ -78,8 +78,8 @@ def launch_sum(bucket: Bucket) -> None:
 correct_cross_entropy = Head.cross_entropy
 
 
-def divided_by_dp_size(head: Head, x: Tensor, target_ids: Tensor) -> Tensor:
-    return correct_cross_entropy(head, x, target_ids) / pgm.process_group_manager.dp_world_size
+def divided_by_dp_size(head: Head, x: Tensor, *targets: Tensor) -> Tensor:
+    return correct_cross_entropy(head, x, *targets) / pgm.process_group_manager.dp_world_size
 
 
 def reduce_every_time(model: Any, data_loader: Any, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from picotron.data_parallel.zero3 import Unit
 from picotron.explain.explain import Step, run_stages, run_step
 from picotron.schedules.costs import part_parameters
 from picotron.schedules.plan import plan_pipeline
-from tests.support.oracle import make_config, random_tokens, tiny_llama
+from tests.support.oracle import make_config, random_rows, tiny_llama
 from tests.support.training import CPU, layout_name, step_of, wrapped
 from tests.support.worker_pool import WorkerPool
 from tests.test_explain import Watch, total
@@ -90,7 +90,7 @@ def really(config: Config, model_config: LlamaConfig) -> tuple[int, int, Step]:
     """Run one real step. Returns the pp rank and the cp_dp rank of this process, and its step."""
     model, grid = wrapped(config, model_config, torch.bfloat16), pgm.process_group_manager
     with Watch() as watch:
-        loader = MicroBatchDataLoader(random_tokens(), config, CPU)
+        loader = MicroBatchDataLoader(random_rows(config), config, CPU)
         step = run_step(model, loader, config, model_config, plan_pipeline(config, model_config))
     return grid.pp_rank, grid.cp_dp_rank, step._replace(messages=watch.messages)
 
@@ -123,7 +123,7 @@ def full_weights(config: Config, model_config: LlamaConfig) -> tuple[int, int]:
 
     assert existing() == 0
     with mock.patch.object(Unit, "start_gather", watched):
-        step_of(config, model_config)(model, MicroBatchDataLoader(random_tokens(), config, CPU))
+        step_of(config, model_config)(model, MicroBatchDataLoader(random_rows(config), config, CPU))
     return most, existing()
 
 
@@ -142,7 +142,7 @@ def graphs_of_compiled_layers(config: Config) -> dict[str, int]:
     counters.clear()
     with mock.patch("torch.compile", functools.partial(torch.compile, backend="eager")):
         model = wrapped(config, MODEL)
-    step, loader = step_of(config, MODEL), MicroBatchDataLoader(random_tokens(), config, CPU)
+    step, loader = step_of(config, MODEL), MicroBatchDataLoader(random_rows(config), config, CPU)
     for _ in range(2):
         step(model, loader)
     return {"graphs": counters["stats"]["unique_graphs"], "breaks": counters["graph_break"].total()}
