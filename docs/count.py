@@ -1,6 +1,6 @@
 """Traffic and memory of a training step of the quickstart's model, counted and by formula:
 
-    python -m docs.count data_parallel        (or tensor_parallel, pipeline_parallel, context_parallel)
+    python -m docs.count data_parallel        (or tensor_parallel, pipeline_parallel, context_parallel, zero)
 
 The step is that of train.py, run by one rank in a fake process group (`picotron.explain.fake_group`). Numbers are
 float32. In the formulas, a micro-batch has B sequences of T tokens; the model has L layers, hidden size D, intermediate
@@ -23,7 +23,7 @@ from benchmarks.tensor_parallel import kept_by
 from docs.quickstart import model_of, quickstart, stage_of, step_of
 from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
-from picotron.explain.explain import run_rank
+from picotron.explain.explain import Step, run_rank
 from picotron.explain.fake_group import fake_rank
 from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW
@@ -189,6 +189,41 @@ def bubbles() -> Iterator[Row]:
     yield "(p - 1)/(m + p - 1)", *(f"{(p - 1) / (m + p - 1):.1%}" for p, m in cases)
 
 
+def zero_step(engine: str, n: int, m: int = 1) -> Step:
+    """Return what rank 0 of n holds and sends, in bfloat16 with m micro-batches."""
+    config = quickstart(dp_size=n, dp_engine=engine, gradient_accumulation_steps=m)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    return run_rank(0, config, MODEL, plan_pipeline(config, MODEL))
+
+
+ENGINES = ("bucket", "zero1", "zero3")
+
+
+def bytes_held() -> Iterator[Row]:
+    """Memory of one of n ranks between steps, in bytes per parameter, in bfloat16."""
+    formulas = {"bucket": "2 + 4 + 12", "zero1": "2 + 4 + 12/n", "zero3": "(2 + 4 + 12)/n"}
+    yield "", "weight", "gradient", "optimizer", "sum, counted", "sum, formula", "formula"
+    for n in (2, 4, 8):
+        sums = {"bucket": 18.0, "zero1": 6 + 12 / n, "zero3": 18 / n}
+        for engine in ENGINES:
+            step = zero_step(engine, n)
+            held = [size / number_of_parameters() for size in (step.weights, step.gradients, step.optimizer)]
+            yield f"n = {n}, {engine}", *held, sum(held), sums[engine], formulas[engine]
+
+
+def bytes_sent() -> Iterator[Row]:
+    """Traffic of one of n ranks in a step of m micro-batches, in bytes per parameter, in bfloat16. Formula: (n - 1)/n
+    times 4 + 4 (bucket), 4 + 2 (zero1), or at most (2 + 2 + 4) m (zero3, whose last layer is gathered once).
+    """
+    yield "", "m", "collectives", "counted", "formula"
+    for n, m in ((2, 1), (2, 4), (8, 1), (8, 4)):
+        for engine, full in (("bucket", 8), ("zero1", 6), ("zero3", 8 * m)):
+            messages = zero_step(engine, n, m).messages
+            ours = {message: times for message, times in messages.items() if message.axis == "cp_dp" and message.shape}
+            sent = sum(times * message.sent for message, times in ours.items()) / number_of_parameters()
+            yield f"n = {n}, {engine}", m, sum(ours.values()), sent, full * (n - 1) / n
+
+
 def keys_and_values_sent() -> Iterator[Row]:
     """Traffic of a rank per micro-batch: for the attention of one layer, with q = B T H d queries and kv = 2 B T K d
     keys and values; and to average the gradients, 2 (cp - 1)/cp P numbers.
@@ -229,6 +264,7 @@ PAGES = {
     "tensor_parallel": (hidden_states_sent, layer_kept),
     "pipeline_parallel": (stages_sent, micro_batches_kept, bubbles),
     "context_parallel": (keys_and_values_sent, work_and_memory),
+    "zero": (bytes_held, bytes_sent),
 }
 
 

@@ -249,14 +249,14 @@ MISTAKES = {
     "future_seen": Mistake(
         "context_parallel",
         "visible_blocks lets all queries attend to the keys of later ranks, not only the queries of the second chunk.",
-        {"picotron.context_parallel.positions.visible_blocks": all_queries},
+        {"picotron.context_parallel.packed_blocks.visible_blocks": all_queries},
         *STEPS_CP,
     ),
     "contiguous_shards": Mistake(
         "context_parallel",
         "Data loader and attention use contiguous shards: the results are correct, but the last rank has the most work.",
         {
-            "picotron.context_parallel.positions.visible_blocks": contiguous_blocks,
+            "picotron.context_parallel.packed_blocks.visible_blocks": contiguous_blocks,
             "tests.test_context_parallel.local_positions": contiguous_positions,
         },
         test_context_parallel.test_zigzag_is_balanced_and_skips_masked_blocks,

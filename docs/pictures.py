@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from docs.count import zero_step
 from docs.quickstart import quickstart, stage_of
 from docs.svg import LINE, RANKS, WIDTH, Svg
 from picotron.context_parallel.positions import local_positions, visible_blocks
@@ -142,6 +143,32 @@ def ring_steps(cp: int = 4) -> str:
     return str(picture)
 
 
+def zero(ranks: tuple[int, ...] = (2, 8)) -> str:
+    """Draw the memory of a rank between steps, in bytes per parameter, for each engine and number of ranks."""
+    parts = ("weight", "gradient", "master weight", "first moment", "second moment")
+    left, row, scale = 200, 40, (WIDTH - 260) / 18
+    picture, x = Svg(WIDTH, LINE + 10 + row * (1 + 2 * len(ranks)) + 10), float(left)
+    for colour, part in zip(RANKS, parts, strict=True):
+        picture.box(x, 0, 18, 18, colour)
+        picture.text(x + 24, 14, part)
+        x += 34 + 9 * len(part)
+    y = LINE + 10
+    for engine, count in (("bucket", 2), *((engine, n) for n in ranks for engine in ("zero1", "zero3"))):
+        step, x = zero_step(engine, count), float(left)
+        parameters = zero_step("bucket", 2).parameters
+        picture.text(0, y + 24, "bucket, any number" if engine == "bucket" else f"{engine}, {count} ranks")
+        thirds = [step.optimizer / 3] * 3
+        for colour, part, size in zip(RANKS, parts, (step.weights, step.gradients, *thirds), strict=True):
+            width = size / parameters * scale
+            picture.box(
+                x, y, width, row - 8, colour, f"{size / parameters:.3g}", f"{part}: {size / parameters:.3g} bytes"
+            )
+            x += width
+        picture.text(x + 8, y + 22, f"{(step.weights + step.gradients + step.optimizer) / parameters:.3g} bytes")
+        y += row
+    return str(picture)
+
+
 def schedules(pp: int = 4, microbatches: int = 8) -> str:
     """Draw five schedules on one time axis, simulated with a backward that takes as long as two forwards."""
     names = ("afab", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
@@ -174,4 +201,4 @@ def main(description: str | None, *pictures: Callable[[], str]) -> None:
 
 
 if __name__ == "__main__":
-    main(__doc__, buckets, matrices, schedules, shards, ring_steps)
+    main(__doc__, buckets, matrices, schedules, shards, ring_steps, zero)
