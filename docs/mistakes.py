@@ -1,12 +1,11 @@
 """Classic mistakes, made on purpose, and the tests that catch them:
 
-    python -m docs.mistakes data_parallel     (or tensor_parallel, pipeline_parallel, context_parallel, or one mistake)
+    python -m docs.mistakes data_parallel     (or tensor_parallel, pipeline_parallel, context_parallel, zero, or a mistake)
 
 A mistake replaces functions of picotron in the processes that run a test, for the time of this test.
 """
 
 import argparse
-import dataclasses
 import sys
 import traceback
 from collections import deque
@@ -18,6 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from docs import zero_mistakes
+from docs.mistake import Mistake
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.context_parallel.positions import local_positions, visible_blocks
@@ -28,26 +29,9 @@ from tests import test_context_parallel, test_data_parallel, test_pipeline_paral
 from tests.support.worker_pool import WorkerPool
 
 
-@dataclasses.dataclass(frozen=True)
-class Mistake:
-    """A mistake, and the test that catches it.
-
-    Args:
-        page: page of docs/ that explains the mistake.
-        description: the mistake in one sentence.
-        replacements: replacement of each function, by the function's dotted name.
-        test, arguments: the test, and its arguments after the pool.
-    """
-
-    page: str
-    description: str
-    replacements: dict[str, Any]
-    test: Callable[..., None]
-    arguments: tuple[Any, ...]
-
-    def run_test(self, pool: WorkerPool) -> None:
-        """Run the test with the mistake. It should raise AssertionError."""
-        self.test(MistakenPool(pool, self), *self.arguments)
+def run_test(mistake: Mistake, pool: WorkerPool) -> None:
+    """Run the test of a mistake with this mistake. It should raise AssertionError."""
+    mistake.test(MistakenPool(pool, mistake), *mistake.arguments)
 
 
 class MistakenPool:
@@ -262,6 +246,7 @@ MISTAKES = {
         test_context_parallel.test_zigzag_is_balanced_and_skips_masked_blocks,
         ("ring", 2),
     ),
+    **zero_mistakes.MISTAKES,
 }
 
 
@@ -285,7 +270,7 @@ def main() -> None:
             f"{name}: {mistake.description}\n    {mistake.test.__module__.replace('.', '/')}.py::{mistake.test.__name__}"
         )
         try:
-            mistake.run_test(pool)
+            run_test(mistake, pool)
         except AssertionError as error:
             print(f"    fails: {failed_assertion(error)}")
         else:
