@@ -1,6 +1,6 @@
 """Classic mistakes, made on purpose, and the tests that catch them:
 
-    python -m docs.mistakes data_parallel     (or tensor_parallel, pipeline_parallel, context_parallel, zero, or a mistake)
+    python -m docs.mistakes data_parallel     (another page: tensor_parallel, pipeline_parallel, context_parallel, zero)
 
 A mistake replaces functions of picotron in the processes that run a test, for the time of this test.
 """
