@@ -142,8 +142,9 @@ def test_both_stages_own_the_same_elements_of_a_tied_matrix(pool: WorkerPool) ->
         assert (bounds[0] == bounds[1], bounds[2] == bounds[3]) == (separate, separate)  # dp 0, dp 1
 
 
+@pytest.mark.parity
 @pytest.mark.processes
-@pytest.mark.parametrize("engine", ["zero3", pytest.param("zero1", marks=pytest.mark.parity)])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_train_py_logs_the_same_losses(home: Path, tmp_path: Path, engine: str) -> None:
     """With evaluations, checkpoints in the background, and a stop after two steps from which another engine resumes."""
     keys = {"checkpoint.save_frequency": 2, "checkpoint.async_save": "true", "checkpoint.load_path": "latest"}
