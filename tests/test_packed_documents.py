@@ -132,10 +132,10 @@ def compare(pool: WorkerPool, layout: dict[str, Any], own: bool, checkpointing: 
             assert_close(result["gradients"][name], gradient, what=name)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+@pytest.mark.parametrize("layout", LAYOUTS[::2], ids=layout_name)
 def test_a_step_equals_transformers_on_each_document(pool: WorkerPool, layout: dict[str, Any]) -> None:
     i = LAYOUTS.index(layout)
-    compare(pool, layout, own=i % 2 == 0, checkpointing=("none", "full")[i // 2 % 2])
+    compare(pool, layout, own=i % 4 == 0, checkpointing=("none", "full")[i // 4 % 2])
 
 
 @pytest.mark.parity

@@ -211,7 +211,7 @@ def test_checkpoints_go_from_any_engine_to_any_other(
     assert_equals_second_half(result, model_of(tied))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["zero3", pytest.param("zero1", marks=pytest.mark.parity)])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float64", marks=pytest.mark.parity)])
 def test_same_layout_resumes_bit_for_bit(
     pool: WorkerPool, tokenizer: Path, tmp_path: Path, engine: str, dtype: str

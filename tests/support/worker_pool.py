@@ -27,7 +27,7 @@ from picotron import process_group_manager
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # Calls after which new processes take over. Some calls leave threads of gloo groups behind, which take turns forever.
-CALLS = 100
+CALLS = 40
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.llama.modeling_llama"])
 
 
