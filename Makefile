@@ -57,6 +57,7 @@ bench: $(STAMP) ## compare speed and memory with transformers and with torch's o
 	$(BIN)/python -m benchmarks.context_parallel
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.tokens
+	$(BIN)/python -m benchmarks.packing
 
 gpu: $(STAMP) ## check and measure on this machine's GPUs, write docs/gpu.md
 	$(BIN)/python -m tests.gpu $(ARGS)
