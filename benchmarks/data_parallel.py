@@ -24,7 +24,7 @@ def main() -> None:
     variants = [
         Variant(ddp, transformers_step, (DP, True), DP),
         Variant("picotron, DataParallelBucket", picotron_step, ({"dp_size": DP},), DP),
-        Variant("picotron, DataParallelNaive", picotron_step, ({"dp_size": DP}, True), DP),
+        Variant("picotron, DataParallelNaive", picotron_step, ({"dp_size": DP, "dp_engine": "naive"},), DP),
     ]
     results = measure(variants, options.turns, options.steps)
     print_table(results, SEQ_LENGTH * MICRO_BATCH * MICRO_BATCHES * DP, ddp)

@@ -22,13 +22,10 @@ from benchmarks.workload import (
     arguments,
     device_of,
     model_config,
-    run_config,
+    picotron_step,
     torch_adamw,
-    training_of,
 )
 from docs.python_pairs import all_pairs
-from picotron.data import MicroBatchDataLoader
-from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.packing import pack_samples
 from picotron.rows import SampleRows, Samples
 
@@ -54,21 +51,6 @@ def one_sample_per_row(samples: Samples) -> SampleRows:
 def rows_of(packed: bool) -> SampleRows:
     samples = python_samples()
     return pack_samples(samples, SEQ_LENGTH).training if packed else one_sample_per_row(samples)
-
-
-def picotron_step(rank: int, packed: bool) -> Callable[[], Any]:
-    device, config = device_of(rank), run_config({})
-    train_step, model, _ = training_of(config, device)
-    loader = MicroBatchDataLoader(rows_of(packed), config, device)
-    optimizer = AdamW(model.parameters(), config.training, fused=True)
-
-    def step() -> None:
-        train_step(model, loader)
-        clip_grad_norm(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def transformers_step(rank: int) -> Callable[[], Any]:
@@ -120,8 +102,8 @@ def main() -> None:
     names = list(content)
     variants = [
         Variant(names[0], transformers_step),
-        Variant(names[1], picotron_step, (False,)),
-        Variant(names[2], picotron_step, (True,)),
+        Variant(names[1], functools.partial(picotron_step, rows=padded), ({},)),
+        Variant(names[2], functools.partial(picotron_step, rows=packed), ({},)),
     ]
     results = measure(variants, options.turns, options.steps)
     table = [["", "tokens of samples per step", "tokens of samples/s", "relative speed", "peak memory, MiB"]]

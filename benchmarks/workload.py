@@ -15,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.data import MicroBatchDataLoader
-from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
+from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.rows import TextRows
+from picotron.rows import Rows, TextRows
 from picotron.schedules.plan import plan_pipeline
 from picotron.train_step import Step, make_train_step
 from picotron.weights import initial_weights
@@ -102,32 +102,35 @@ def stage_of(config: Config, device: torch.device, dtype: torch.dtype, layers: i
 
 
 def training_of(
-    config: Config,
-    device: torch.device,
-    layers: int = LAYERS,
-    wrapper: Callable[..., DataParallel] = DataParallelBucket,
+    config: Config, device: torch.device, layers: int = LAYERS
 ) -> tuple[Step, DataParallel, MicroBatchDataLoader]:
     """Return this rank's training step and its arguments: the model and the data loader."""
     dtype, shape = getattr(torch, config.model.dtype), model_config(layers, config.training.seq_length)
-    model = model_of(config, device, dtype, layers, wrapper)
+    model = model_of(config, device, dtype, layers)
     step = make_train_step(config, shape, plan_pipeline(config, shape), device, dtype)
     return step, model, loader_of(config, device)
 
 
 def picotron_step(
-    rank: int, layout: dict[str, Any], naive: bool = False, layers: int = LAYERS, threads: int = 1, **training: Any
+    rank: int,
+    layout: dict[str, Any],
+    layers: int = LAYERS,
+    threads: int = 1,
+    rows: Rows | None = None,
+    **training: Any,
 ) -> Callable[[], Any]:
     """Return a step of picotron: forward and backward, clipping and optimizer.
 
     Args:
         layout, training: see `run_config`.
-        naive: whether to use `DataParallelNaive`.
         threads: number of threads of the process.
+        rows: rows to train on; by default, random tokens.
     """
     torch.set_num_threads(threads)
     device, config = device_of(rank), run_config(layout, **training)
-    wrapper = DataParallelNaive if naive else DataParallelBucket
-    train_step, model, loader = training_of(config, device, layers, wrapper)
+    train_step, model, loader = training_of(config, device, layers)
+    if rows is not None:
+        loader = MicroBatchDataLoader(rows, config, device)
     optimizer = AdamW(model.parameters(), config.training, fused=True)
 
     def step() -> None:

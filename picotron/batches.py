@@ -4,8 +4,8 @@
     batches = split_batch({"input_ids": ids, "target_ids": targets, "advantages": advantages}, micro_batches=4)
     result = train_batch(step, model, batches, loss_fn)
 
-Each micro-batch carries a function that the last stage calls instead of the loss. So the training loops do not change,
-and what the function returns besides the loss stays on the last stage until the step is complete.
+Each micro-batch carries a function that the last stage calls instead of computing the cross entropy. So the training
+loops do not change. Statistics and outputs stay on the last stage until the step is complete.
 """
 
 from collections.abc import Callable, Sequence
@@ -228,7 +228,7 @@ def forward_batch(
     def with_hook(i: int, batch: Batch) -> Batch:
         def hook(head: Any, x: Tensor) -> Tensor:
             by_batch[i] = post_hook(head, x, batch)
-            return x.new_zeros(())  # the loss, which nobody reads
+            return x.new_zeros(())  # as the loss, which is not used
 
         return _model_inputs(batch, hook)
 

@@ -1,4 +1,4 @@
-"""Checks of batches that users bring, before a step starts: each problem becomes one sentence, on every rank."""
+"""Checks of users' batches before a step starts. Every rank raises the same error."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -13,6 +13,7 @@ from picotron.sweep.jobs import Job
 from picotron.text.tokens import train_bpe
 from tests.support import checkpoints
 from tests.support.oracle import tiny_llama
+from tests.support.samples import write_tokenizer
 from tests.support.worker_pool import WorkerPool
 
 STARTS_PROCESSES = {"pool", "home", "checkpoint_at_step_5", "slurm"}  # fixtures
@@ -55,6 +56,13 @@ def pool() -> Iterator[WorkerPool]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Home folder of the programs that tests start, so that their caches begin empty."""
     return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Folder with a tokenizer that has no chat template. The cache is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return write_tokenizer(tmp_path / "tokenizer")
 
 
 @pytest.fixture(scope="session")

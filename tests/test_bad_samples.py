@@ -24,16 +24,7 @@ from tests.support.samples import (
     messages,
     with_template,
     write_jsonl,
-    write_tokenizer,
 )
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Folder with a tokenizer that has no chat template. The cache is empty."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return write_tokenizer(tmp_path / "tokenizer")
-
 
 GOOD = {"q": "a", "a": "b", "chat": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
