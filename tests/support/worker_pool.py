@@ -26,7 +26,7 @@ import torch.distributed as dist
 from picotron import process_group_manager
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# Number of calls after which all processes are replaced. Some calls leak threads of gloo groups, which slow down others.
+# Number of calls after which all processes are replaced. Some leak threads of gloo groups, which slow down others.
 CALLS = 40
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.llama.modeling_llama"])
 
