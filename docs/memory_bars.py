@@ -39,11 +39,17 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
 def memory_of(layout: dict[str, Any], training: dict[str, Any]) -> tuple[Memory, dict[str, int]]:
     """Return the estimated and the counted memory of the rank that needs most by the estimate."""
     model = LlamaConfig(**SHAPES["smollm-1.7b"], pad_token_id=None)
+    micro_batches = 8 if "pp_size" in layout else 2  # without a pipeline, two are enough for the peak
     config = parse_config(
         {
             "distributed": layout,
             "model": {"name": "smollm-1.7b"},
-            "training": {"seq_length": 2048, "micro_batch_size": 4, "gradient_accumulation_steps": 8, **training},
+            "training": {
+                "seq_length": 2048,
+                "micro_batch_size": 4,
+                "gradient_accumulation_steps": micro_batches,
+                **training,
+            },
             "dataset": {"name": "python-stdlib"},
         }
     )
@@ -96,7 +102,7 @@ def main() -> None:
     found = {name: memory_of(*changes) for name, changes in REMEDIES.items()}
     if options.out is None:
         print(
-            f"SmolLM-1.7B on 8 ranks, 8 micro-batches of 4 x 2048 tokens: GiB of a rank at the peak of a step\n\n{table(found)}"
+            f"SmolLM-1.7B on 8 ranks, micro-batches of 4 x 2048 tokens, 8 of them with pp: GiB of a rank at the peak of a step\n\n{table(found)}"
         )
     else:
         options.out.write_text(bars(found), encoding="utf-8")

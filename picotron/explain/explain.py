@@ -96,7 +96,7 @@ def run_rank(rank: int, config: Config, model_config: LlamaConfig, plan: Pipelin
 def run_rank_briefly(rank: int, config: Config, model_config: LlamaConfig, plan: PipelinePlan) -> Step:
     """Play a rank with one micro-batch and with two. Every further one has the messages that the second one adds."""
     layout, count = config.distributed, config.training.gradient_accumulation_steps
-    if count <= 3 or layout.pp_engine.startswith("csv:"):
+    if count <= 3 or layout.pp_engine.startswith("csv:") or order_matters(config, plan):
         return run_rank(rank, config, model_config, plan)
     steps = []
     for few in (1, 2):
@@ -117,10 +117,19 @@ def run_stages(config: Config, model_config: LlamaConfig, plan: PipelinePlan) ->
     config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in changes.items()})
     per_stage, played = config.distributed.cp_size * config.distributed.tp_size, {}
     kinds = [kind_of_rank(plan, rank) for rank in range(plan.schedule.pp)]
+    if order_matters(config, plan):
+        kinds = [(rank,) for rank in range(plan.schedule.pp)]
     for rank, kind in enumerate(kinds):
         if kind not in played:
             played[kind] = run_rank_briefly(rank * per_stage, config, model_config, plan)
     return [played[kind] for kind in kinds]
+
+
+def order_matters(config: Config, plan: PipelinePlan) -> bool:
+    """Return whether messages depend on the order of actions, not only on their number. ZeRO-3 reduces the gradients of
+    a layer when it has all of them, and in a split backward, they can come from several micro-batches.
+    """
+    return config.distributed.dp_engine == "zero3" and plan.splits_backward
 
 
 def kind_of_rank(plan: PipelinePlan, rank: int) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ from picotron.explain.estimate import Sizes, loss_chunk, rank_parameters, sizes
 from picotron.hardware import Hardware
 from picotron.schedules.costs import model_cost
 from picotron.schedules.plan import PipelinePlan
-from picotron.schedules.simulate import Costs, Timeline, simulate
+from picotron.schedules.simulate import CostKey, Costs, Timeline, simulate
 from picotron.schedules.stages import Stage
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Clock:
     def attention(self) -> tuple[float, float]:
         """Seconds of a layer's attention in forward and backward."""
         s, T, layout = self.s, self.config.training.seq_length, self.layout
-        flops = 2 * s.tokens * T * s.queries
+        flops = 2.0 * s.tokens * T * s.queries
         if not self.config.model.use_flash_attention:
             forward = 2 * flops / self.rate + self.move(6 * s.heads * T, s.wide)
             return forward, 2 * forward
@@ -232,7 +232,7 @@ def forecast(config: Config, model: "LlamaConfig", plan: PipelinePlan, hardware:
     for rank, program in enumerate(plan.schedule.programs):
         for key, times in Counter((part.kind, part.stage) for action in program for part in action.parts).items():
             ranks[rank] = ranks[rank].plus(work[key], times)
-    seconds_of = {(key,): sum(each) for key, each in work.items()}
+    seconds_of: dict[CostKey, float] = {(key,): sum(each) for key, each in work.items()}
     message = clock.collective("pp", clock.s.tokens * clock.s.shard * clock.s.number)
     timeline = simulate(plan.schedule, Costs(measured=seconds_of, p2p=message))
     pipeline = timeline.step_time

@@ -160,6 +160,7 @@ def measure(device: torch.device, threads: int) -> Hardware:
         network_latency=latency,
         node=2**20,
         layer_launch=launch,
+        step_launch=HARDWARE["H100"].step_launch if on_gpu else 0.0,
         cores=None if on_gpu else ranks,
     )
 

@@ -137,7 +137,8 @@ def candidates(base: dict[str, Any], layouts: Sequence[Combination]) -> Iterator
             if ranks == 1 and key in options:
                 options[key] = options[key][:1]
         for values in itertools.product(*options.values()):
-            combination = {"distributed.sequence_parallel": tp > 1} | layout | dict(zip(options, values, strict=True))
+            combination = layout | dict(zip(options, values, strict=True))
+            combination.setdefault("distributed.sequence_parallel", tp > 1)
             try:
                 _, config = make_config(base, combination)
                 _check(config)
