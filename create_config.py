@@ -189,10 +189,10 @@ def find_best(
         )
     model_config = load_model_config(tried[0][1].model)
     gib = options.gib or hardware.gib
-    best, (needed, _, values, closest) = best_configs(tried, model_config, hardware, gib, options.best)
+    best, (needed, _, least, closest) = best_configs(tried, model_config, hardware, gib, options.best)
     if not best:
         assert closest is not None
-        text = ", ".join(f"{short_name(key)} {value}" for key, value in values.items() if key in tried[0][0])
+        text = ", ".join(f"{short_name(key)} {value}" for key, value in least.items())
         raise UserError(
             f"no layout of {options.world_size[0]} ranks fits into {gib:g} GiB; the closest one needs about {needed:.1f} GiB: "
             f"{text}; {what_fits(closest, model_config, gib)}"

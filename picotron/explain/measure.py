@@ -172,8 +172,9 @@ def _memory() -> int:
 def main() -> None:
     file, kind, threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(threads)
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else None)
+    device = torch.device("cpu")
     if kind == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     hardware = measure(device, threads)

@@ -26,7 +26,7 @@ from picotron.sweep.combinations import FLAGS, GLOBAL_BATCH, Combination, canoni
 from picotron.sweep.jobs import Job
 from picotron.text_table import text_table
 
-OPTIONS = {  # values that `--best` tries of keys that are not given
+OPTIONS: dict[str, list[Any]] = {  # values that `--best` tries of keys that are not given
     "training.micro_batch_size": [1, 2, 4, 8],
     "training.activation_checkpointing": ["none", "full"],
     "distributed.dp_engine": ["bucket", "zero1", "zero3"],
