@@ -188,7 +188,7 @@ def find_best(
             f"no layout of {options.world_size[0]} ranks can train this model with this batch; change one of them"
         )
     model_config = load_model_config(tried[0][1].model)
-    gib = options.gib or hardware.gib
+    gib = hardware.gib if options.gib is None else options.gib
     best, (needed, _, least, closest) = best_configs(tried, model_config, hardware, gib, options.best)
     if not best:
         assert closest is not None

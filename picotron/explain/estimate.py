@@ -61,11 +61,12 @@ Temporary tensors add to the activations while a forward or a backward runs:
     zero3, backward of an MLP           the weights of two layers and the gradients of one; and until they are reduced,
                                         in float32 or wider, the gradients of the layer after it, or if the stage has a
                                         separate matrix for the head, those of the head
+    pp, other than afab and 1f1b        messages that wait, about two per direction: 4 D per token, or 4 D / t
 
 In the backward of an MLP, the loss has freed what it saved. With activation_checkpointing "full", the other tensors of
 the layer have been recomputed. If the embedding and the head share a matrix on one stage, the head's part of the
-gradient waits for that of the embedding. Not counted are other temporary tensors, such as buffers for messages, and
-what the allocator rounds up and cannot use. torch.compile saves less than these formulas say.
+gradient waits for that of the embedding. Not counted are other temporary tensors, such as gathered inputs, and what the
+allocator rounds up and cannot use. torch.compile saves less than these formulas say.
 """
 
 import dataclasses
@@ -260,7 +261,8 @@ def state_bytes(config: Config, s: Sizes, parameters: int) -> tuple[int, int, in
 def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> list[Memory]:
     """Return the memory of each pp rank. All tp, cp and dp ranks of a pp rank need the same amount."""
     s, memories, layout = sizes(config, model), [], config.distributed
-    zero3 = layout.dp_engine == "zero3"
+    zero3, by_executor = layout.dp_engine == "zero3", layout.pp_size > 1 and layout.pp_engine not in ("afab", "1f1b")
+    messages = by_executor * 4 * s.tokens * s.shard * s.number
     for rank, program in enumerate(plan.schedule.programs):
         stages = plan.stages_of(rank)
         parameters = rank_parameters(config, model, list(stages.values()))
@@ -283,7 +285,7 @@ def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> lis
                 optimizer=optimizer,
                 gathered=parameters * s.number if zero3 and layout.pp_size > 1 else 0,
                 activations=activations,
-                temporary=peak_activations(in_order, saved, deferred, temporary) - activations,
+                temporary=peak_activations(in_order, saved, deferred, temporary) - activations + messages,
             )
         )
     return memories
