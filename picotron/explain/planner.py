@@ -7,7 +7,9 @@ from picotron.config import Config
 from picotron.explain.estimate import GIB, layer_saves, rank_memory, rank_parameters, state_bytes
 from picotron.explain.forecast import Clock, forecast
 from picotron.hardware import Hardware
-from picotron.schedules.plan import plan_pipeline
+from picotron.schedules.plan import PipelinePlan, plan_pipeline
+from picotron.schedules.schedules import build
+from picotron.schedules.simulate import Costs, simulate
 from picotron.schedules.stages import Stage
 
 if TYPE_CHECKING:
@@ -15,28 +17,30 @@ if TYPE_CHECKING:
 
 IDLE = {"1f1b": 1.0, "interleaved_1f1b": 1 / 2, "zbv": 1 / 6}  # of (p - 1) times the work of a micro-batch
 Values = dict[str, Any]  # of the keys that distinguish a config from others
-Least = tuple[float, int, Values, Config | None]  # GiB of the config that needs least, its number and values
+Least = tuple[float, int, Values, Config | None]  # GiB, number and values of the config that needs least
 
 
 def bounds(config: Config, model: "LlamaConfig", hardware: Hardware) -> tuple[float, float]:
-    """Return lower bounds of the seconds, for an average pp rank, and of the GiB, for the first one."""
+    """Return lower bounds of the seconds and of the GiB, from the first pp rank, the average, and the idle time."""
     clock, layout, m = Clock(config, model, hardware), config.distributed, config.training.gradient_accumulation_steps
     layers, pp = model.num_hidden_layers, layout.pp_size
     whole, first = Stage(range(layers), True, True), Stage(range(layers // pp), True)
-    seconds = (sum(clock.work(whole, "F")) + sum(clock.work(whole, "B"))) / pp
-    state = sum(state_bytes(config, clock.s, rank_parameters(config, model, [first])))
-    saved = min(m, pp) * len(first.layers) * layer_saves(config, clock.s)
-    return seconds * (m + IDLE.get(layout.pp_engine, 0.0) * (pp - 1)), (state + saved) / GIB
+    one = PipelinePlan(build("1f1b", 1, 1), [first])
+    work = {(kind, 0): clock.work(first, kind) for kind in "FB"}
+    timeline = simulate(one.schedule, Costs(measured={(key,): sum(each) for key, each in work.items()}))
+    dp = clock.exposed_dp(one, timeline, work) * (m if layout.dp_engine == "zero3" and pp == 1 else 1)
+    average = sum(sum(clock.work(whole, kind)) for kind in ("FIW" if layout.pp_engine == "zbv" else "FB")) / pp
+    busiest = sum(sum(clock.work(Stage(range(-(-layers // pp))), kind)) for kind in "FB")
+    pipeline = max(average * (m + IDLE.get(layout.pp_engine, 0.0) * (pp - 1)), busiest * m)
+    parameters, saved = rank_parameters(config, model, [first]), layer_saves(config, clock.s)
+    memory = sum(state_bytes(config, clock.s, parameters)) + min(m, pp) * len(first.layers) * saved
+    return pipeline + dp + clock.optimizer(parameters), memory / GIB
 
 
 def best_configs(
     configs: Iterable[tuple[Values, Config]], model: "LlamaConfig", hardware: Hardware, gib: float, count: int
 ) -> tuple[list[Values], Least]:
-    """Return the `count` fastest configs that fit into `gib`, best first, and of all evaluated ones the smallest.
-
-    Args:
-        configs: configs that pass all checks, for batches of the same size.
-    """
+    """Return the `count` fastest configs that fit into `gib`, best first, and the smallest. All pass all checks."""
     ordered = sorted(
         (*bounds(config, model, hardware), i, values, config) for i, (values, config) in enumerate(configs)
     )
