@@ -180,6 +180,9 @@ def _fits(config: Config) -> bool:
     model_config = load_cached(config.model)
     if isinstance(model_config, UserError):
         raise model_config
+    layout = config.distributed
+    if layout.pp_layout is None and layout.pp_size * (layout.pp_chunks or 1) > model_config.num_hidden_layers:
+        return False  # without building a very long pipeline first
     try:
         check_layout(config, model_config)
     except UserError:
