@@ -40,6 +40,8 @@ class Distributed(Section):
     """stages per pipeline rank, for interleaved_1f1b and looped_bfs; null: the default of the schedule"""
     pp_layout: str | None = None
     """contents of the stages, such as Et*2|tt|tL (E embedding, t layer, L head, | next stage); null: balanced costs"""
+    pp_keep_activations: NonNegative = 0
+    """micro-batches in flight on a pp rank that keep their activations although activation_checkpointing is full"""
     backend: Literal["nccl", "gloo"] | None = None
     """communication library; null: nccl on GPUs, gloo on the CPU"""
     use_cpu: bool = False

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from picotron.errors import UserError
 from picotron.schedules.actions import Schedule
 from picotron.schedules.checker import check
+from picotron.schedules.recompute import kept_activations
 from picotron.schedules.schedule_csv import read_csv
 from picotron.schedules.schedules import build
 from picotron.schedules.stages import Stage, balanced_stages, format_stages, parse_stages
@@ -23,14 +24,20 @@ class PipelinePlan:
     Args:
         schedule: the schedule of a training step.
         stages: all stages of the pipeline, by number.
+        keep_activations: number of forwards in flight on a rank that keep their activations, see `kept_activations`.
     """
 
     schedule: Schedule
     stages: list[Stage]
+    keep_activations: int = 0
 
     def stages_of(self, rank: int) -> dict[int, Stage]:
         """Return the stages of a rank, by number."""
         return {number: self.stages[number] for number in self.schedule.stages_of(rank)}
+
+    def kept_activations(self, rank: int) -> set[tuple[int, int]]:
+        """Return (stage, micro-batch) of the forwards of a rank that keep their activations."""
+        return kept_activations(self.schedule.programs[rank], self.keep_activations)
 
     def __str__(self) -> str:
         return format_stages(self.stages, self.schedule.pp, self.schedule.placement)
@@ -75,19 +82,31 @@ def _from_file(path: str, pp: int, microbatches: int, chunks: int | None) -> Sch
     return schedule
 
 
+def _keep_activations(config: "Config") -> int:
+    keep, checkpointing = config.distributed.pp_keep_activations, config.training.activation_checkpointing
+    if keep and config.distributed.pp_size == 1:
+        raise UserError(f"pp_keep_activations={keep} needs a pipeline, but pp_size=1; remove it")
+    if keep and checkpointing != "full":
+        raise UserError(
+            f"pp_keep_activations={keep} needs training.activation_checkpointing='full', not {checkpointing!r}, which "
+            f"keeps all activations; remove one of them"
+        )
+    return keep
+
+
 def plan_pipeline(config: "Config", model_config: "LlamaConfig") -> PipelinePlan:
     """Choose the schedule and the stages of a config's pipeline.
 
     Raises:
         UserError: `training_schedule` fails, or the stages do not fit the model.
     """
-    schedule, layout = training_schedule(config), config.distributed.pp_layout
+    schedule, layout, keep = training_schedule(config), config.distributed.pp_layout, _keep_activations(config)
     if layout is None:
         seq_length = config.training.seq_length
         stages = balanced_stages(model_config, seq_length, schedule.pp, schedule.chunks, schedule.placement)
     else:
         stages = parse_stages(layout, model_config.num_hidden_layers, schedule.num_stages)
-    plan = PipelinePlan(schedule, stages)
+    plan = PipelinePlan(schedule, stages, keep)
     for rank in range(schedule.pp):
         if not any(str(stage) for stage in plan.stages_of(rank).values()):
             raise UserError(
