@@ -101,8 +101,7 @@ class PipelineParallel(nn.Module):
 
         Args:
             cu_seqlens, loss: boundaries of documents, and arguments of the loss, see `Llama.forward`.
-            stage: number of the stage; by default this rank's first one.
-            micro_batch: number of the micro-batch in the step, see `kept_activations`.
+            stage, micro_batch: their numbers; by default this rank's first stage, and no micro-batch of a step.
 
         Returns:
             Hidden states for the next stage. On the last stage, the loss or the logits.
