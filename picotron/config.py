@@ -37,7 +37,9 @@ class Distributed(Section):
     ] = "1f1b"
     """pipeline schedule for pp_size > 1: a name, or csv:FILE to read the schedule from a file"""
     pp_chunks: Positive | None = None
-    """stages per pipeline rank, for interleaved_1f1b and looped_bfs; null: the default of the schedule"""
+    """stages per pipeline rank, for interleaved_1f1b, looped_bfs and zb_h1; null: the default of the schedule"""
+    pp_group_size: Positive | None = None
+    """micro-batches that take turns on the chunks of interleaved_1f1b and zb_h1; null: the smallest fastest group"""
     pp_layout: str | None = None
     """contents of the stages, such as Et*2|tt|tL (E embedding, t layer, L head, | next stage); null: balanced costs"""
     backend: Literal["nccl", "gloo"] | None = None

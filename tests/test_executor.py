@@ -131,6 +131,12 @@ def test_pp_layouts_equal_transformers(pool: WorkerPool, engine: str, pp: int, l
 def test_pp_chunks_equal_transformers(pool: WorkerPool) -> None:
     check_step(pool, pipeline_config("interleaved_1f1b", 2, pp_chunks=3), num_hidden_layers=6)
     check_step(pool, pipeline_config("looped_bfs", 3, pp_chunks=1), num_hidden_layers=3)
+    check_step(pool, pipeline_config("zb_h1", 2, pp_chunks=3), num_hidden_layers=6)
+
+
+def test_pp_group_size_equals_transformers(pool: WorkerPool) -> None:
+    for engine in ("interleaved_1f1b", "zb_h1"):
+        check_step(pool, pipeline_config(engine, 2, pp_chunks=2, pp_group_size=3), num_hidden_layers=4)
 
 
 def test_schedule_from_a_file_equals_transformers(pool: WorkerPool, tmp_path: Path) -> None:

@@ -38,8 +38,9 @@ def test_chunks_divide_the_idle_time(chunks: int, F: float, I: float, W: float) 
     for pp, m in GRID:
         idle = (pp - 1) * (F + I + W) / chunks
         assert idle / (m * (F + I + W)) == pytest.approx((pp - 1) / (chunks * m))  # as a fraction of the computing time
-        if m % pp == 0:
+        if m >= pp:
             assert timeline_of("interleaved_1f1b", pp, m, chunks, F=F, B=I + W).idle == pytest.approx([idle] * pp)
+        if m % pp == 0:
             assert max(simulate(forward_only(pp, m, chunks)).idle) == pp - 1
         if m >= pp:
             assert timeline_of("looped_bfs", pp, m, chunks, F=F, B=I + W).idle == pytest.approx([idle] * pp)
@@ -60,19 +61,65 @@ def test_larger_groups_of_interleaved_1f1b_cost_memory_but_no_time(groups: int, 
         assert [peak_activations(program) for program in schedule.programs] == expected
 
 
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_default_group_is_the_smallest_of_the_fastest(name: str, chunks: int) -> None:
+    for pp, m in itertools.product((1, 2, 3, 4, 6), range(1, 15)):
+        sizes = range(pp, max(pp, m) + 1)
+        times = {g: simulate(build(name, pp, m, chunks, g)).step_time for g in sizes}
+        fastest = min(sizes, key=times.__getitem__)
+        assert build(name, pp, m, chunks).programs == build(name, pp, m, chunks, fastest).programs
+
+
+def test_default_group_of_nine_micro_batches_on_eight_ranks() -> None:
+    assert timeline_of("interleaved_1f1b", 8, 9, 4).step_time == 32.25
+    with_groups_of_pp = simulate(build("interleaved_1f1b", 8, 9, 4, 8), Costs(weights=[0.25] * 32))
+    assert with_groups_of_pp.step_time == 43.0
+
+
 @pytest.mark.parametrize(("F", "I", "W"), TIMES)
-def test_zb_h1_matches_the_formulas(F: float, I: float, W: float) -> None:  # noqa: E741
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_zb_h1_matches_the_formulas(chunks: int, F: float, I: float, W: float) -> None:  # noqa: E741
     for pp, m in GRID:
-        if m >= pp:
-            assert timeline_of("zb_h1", pp, m, F=F, I=I, W=W).idle == pytest.approx([(pp - 1) * (F + I - W)] * pp)
-        assert peaks("zb_h1", pp, m) == [min(pp, m)] * pp
+        idle = (pp - 1) * (F + I - W) / chunks
+        if (m >= pp and chunks == 1) or m % pp == 0:
+            assert timeline_of("zb_h1", pp, m, chunks, F=F, I=I, W=W).idle == pytest.approx([idle] * pp)
+        if chunks == 1 or m % pp == 0:
+            assert peaks("zb_h1", pp, m, chunks) == [min(pp * chunks, m * chunks)] * pp
 
 
-def test_zb_h1_has_a_third_of_the_idle_time_of_1f1b() -> None:
-    for pp, m in GRID:
+def test_zb_h1_has_a_third_of_the_idle_time_of_interleaved_1f1b() -> None:
+    for (pp, m), chunks in itertools.product(GRID, (1, 2, 4)):
         if m >= pp:
-            idle = timeline_of("zb_h1", pp, m).idle
-            assert [3 * each for each in idle] == pytest.approx(timeline_of("1f1b", pp, m).idle)
+            idle = timeline_of("zb_h1", pp, m, chunks).idle
+            assert [3 * each for each in idle] == pytest.approx(timeline_of("interleaved_1f1b", pp, m, chunks).idle)
+
+
+def test_zb_h1_with_chunks_is_faster_than_zbv_for_few_micro_batches() -> None:
+    assert timeline_of("zbv", 8, 8).step_time == 31
+    assert timeline_of("zb_h1", 8, 8).step_time == 31
+    assert timeline_of("zb_h1", 8, 8, 2).step_time == 27.5
+    assert timeline_of("zb_h1", 8, 8, 4).step_time == 25.75
+
+
+@pytest.mark.parametrize(
+    ("pp", "m", "times", "of_1f1b", "of_zb_h1"),
+    [
+        (8, 24, (18.522, 18.086, 9.337, 0.601), 0.2431, 0.1585),
+        (8, 32, (29.802, 29.428, 19.530, 0.577), 0.1898, 0.1045),
+        (16, 48, (11.347, 11.248, 8.132, 0.377), 0.2552, 0.1397),
+        (32, 96, (10.419, 10.207, 7.715, 0.408), 0.2646, 0.1421),
+    ],
+)
+def test_bubbles_are_those_of_the_zero_bubble_paper(
+    pp: int, m: int, times: tuple[float, ...], of_1f1b: float, of_zb_h1: float
+) -> None:
+    """Tables 5 and 9 of Qi et al. 2023 (arXiv:2401.10241). No rank counts the time before its first forward."""
+    F, I, W, p2p = times  # noqa: E741
+    for name, expected in (("1f1b", of_1f1b), ("zb_h1", of_zb_h1)):
+        timeline = timeline_of(name, pp, m, F=F, B=I + W, I=I, W=W, p2p=p2p)
+        longest = max(spans[-1].end - spans[0].start for spans in timeline.spans)
+        assert 1 - m * (F + I + W) / longest == pytest.approx(expected, abs=5.1e-5)
 
 
 def test_zbv_ranks_never_idle_between_their_first_and_last_action() -> None:

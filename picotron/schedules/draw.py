@@ -109,11 +109,17 @@ def timelines_of(arguments: argparse.Namespace) -> dict[str, Timeline]:
         schedules = {arguments.csv: read_csv(arguments.csv)}
     elif arguments.all:
         schedules = {
-            name: build(name, pp, microbatches, chunks if recipe.any_chunks else None)
+            name: build(
+                name,
+                pp,
+                microbatches,
+                chunks if recipe.any_chunks else None,
+                arguments.group_size if recipe.has_groups else None,
+            )
             for name, recipe in SCHEDULES.items()
         }
     else:
-        schedules = {arguments.schedule: build(arguments.schedule, pp, microbatches, chunks)}
+        schedules = {arguments.schedule: build(arguments.schedule, pp, microbatches, chunks, arguments.group_size)}
     timelines = {}
     for name, schedule in schedules.items():
         # The weights make a rank take the same time for a micro-batch, whatever the number of its stages.
@@ -143,6 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--chunks", type=number(int, 1), help="stages per pp rank, for schedules that work with any number"
+    )
+    parser.add_argument(
+        "--group_size", type=number(int, 1), help="micro-batches that take turns on the chunks of interleaved schedules"
     )
     parser.add_argument(
         "--p2p",

@@ -53,12 +53,17 @@ def training_schedule(config: "Config") -> Schedule:
     """
     layout, microbatches = config.distributed, config.training.gradient_accumulation_steps
     if layout.pp_size == 1:
-        if layout.pp_chunks not in (1, None):
-            raise UserError(f"pp_chunks={layout.pp_chunks} needs a pipeline, but pp_size=1; remove it")
+        for key, value in (("pp_chunks", layout.pp_chunks), ("pp_group_size", layout.pp_group_size)):
+            if value not in (1, None):
+                raise UserError(f"{key}={value} needs a pipeline, but pp_size=1; remove it")
         return build("1f1b", 1, microbatches)
     if layout.pp_engine.startswith("csv:"):
+        if layout.pp_group_size is not None:
+            raise UserError(
+                f"pp_group_size={layout.pp_group_size} cannot be used with a schedule from a file; remove it"
+            )
         return _from_file(layout.pp_engine.removeprefix("csv:"), layout.pp_size, microbatches, layout.pp_chunks)
-    schedule = build(layout.pp_engine, layout.pp_size, microbatches, layout.pp_chunks)
+    schedule = build(layout.pp_engine, layout.pp_size, microbatches, layout.pp_chunks, layout.pp_group_size)
     check(schedule)
     return schedule
 
