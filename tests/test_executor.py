@@ -120,7 +120,7 @@ def test_compiled_layers_equal_transformers(pool: WorkerPool, engine: str) -> No
         ("afab", 3, "E|t*4|L"),
         ("zb_h1", 3, "Et|ttt|L"),
         ("interleaved_1f1b", 2, "E|tt||ttL"),
-        ("zbv", 2, "Ett||tt|L"),
+        ("zbv", 2, "|Ett|ttL|"),
         ("dualpipev", 2, "E|t|ttt|L"),
     ],
 )
@@ -137,6 +137,13 @@ def test_pp_chunks_equal_transformers(pool: WorkerPool) -> None:
 def test_pp_group_size_equals_transformers(pool: WorkerPool) -> None:
     for engine in ("interleaved_1f1b", "zb_h1"):
         check_step(pool, pipeline_config(engine, 2, pp_chunks=2, pp_group_size=3), num_hidden_layers=4)
+
+
+def test_searched_schedules_equal_transformers(pool: WorkerPool) -> None:
+    """Room for one micro-batch is too little for any hand-made schedule, so these are new."""
+    for layout in ("Et|tt|t|ttL", "Ettt|tttL"):
+        config = pipeline_config("auto", 2, pp_memory=1, pp_layout=layout)
+        check_step(pool, config, num_hidden_layers=6)
 
 
 def test_schedule_from_a_file_equals_transformers(pool: WorkerPool, tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
     python -m picotron.schedules.draw --schedule zbv --pp 4 --microbatches 8 --out zbv.svg
     python -m picotron.schedules.draw --measured out/run --step 5
     python -m picotron.schedules.draw --all --pp 4 --microbatches 8 --out schedules.html
+    python -m picotron.schedules.draw --schedule auto --costs out/run --memory 4
 
 The unit of simulated times is the forward of one micro-batch through all stages of one rank. A backward takes 2 units,
-and each half of a split backward takes 1 unit.
+and each half of a split backward takes 1 unit. `--schedule auto` searches the fastest schedule that fits into memory.
 """
 
 import argparse
+import dataclasses
 import json
 import shutil
 import sys
@@ -19,10 +21,12 @@ from typing import Any
 from picotron.arguments import number
 from picotron.errors import UserError
 from picotron.files import create
-from picotron.schedules.actions import Overlapped
+from picotron.schedules.actions import Overlapped, Schedule
 from picotron.schedules.draw_svg import as_page, as_svg
+from picotron.schedules.recorded import recorded_costs
 from picotron.schedules.schedule_csv import as_csv, read_csv
 from picotron.schedules.schedules import SCHEDULES, build
+from picotron.schedules.search import fastest_schedule, fastest_shape, shapes
 from picotron.schedules.simulate import Costs, Timeline, computes, simulate, summary
 from picotron.schedules.trace import read_trace
 
@@ -107,6 +111,8 @@ def timelines_of(arguments: argparse.Namespace) -> dict[str, Timeline]:
         return {f"{arguments.measured}, step {step}, in seconds": timeline}
     if arguments.csv:
         schedules = {arguments.csv: read_csv(arguments.csv)}
+    elif arguments.schedule == "auto":
+        return searched(arguments)
     elif arguments.all:
         schedules = {
             name: build(
@@ -120,13 +126,56 @@ def timelines_of(arguments: argparse.Namespace) -> dict[str, Timeline]:
         }
     else:
         schedules = {arguments.schedule: build(arguments.schedule, pp, microbatches, chunks, arguments.group_size)}
-    timelines = {}
-    for name, schedule in schedules.items():
-        # The weights make a rank take the same time for a micro-batch, whatever the number of its stages.
-        costs = Costs(weights=[1 / schedule.chunks] * schedule.num_stages, p2p=arguments.p2p)
-        title = f"{name}, pp={schedule.pp}, microbatches={schedule.microbatches}, chunks={schedule.chunks}"
-        timelines[title] = simulate(schedule, costs)
-    return timelines
+    return {
+        title(name, schedule): simulate(schedule, equal_stages(schedule.pp, schedule.chunks, arguments.p2p or 0.0))
+        for name, schedule in schedules.items()
+    }
+
+
+def searched(arguments: argparse.Namespace) -> dict[str, Timeline]:
+    """Return the timeline of the fastest schedule, see `search`."""
+    pp, microbatches, memory = arguments.pp, arguments.microbatches, arguments.memory or arguments.pp
+    if arguments.costs:
+        recorded, costs = recorded_costs(arguments.costs, arguments.step)
+        if (recorded.pp, arguments.chunks or recorded.chunks) != (pp, recorded.chunks):
+            raise UserError(
+                f"the run {arguments.costs!r} has pp={recorded.pp} and {recorded.chunks} chunk(s) per pp rank; "
+                f"use --pp {recorded.pp} --chunks {recorded.chunks}"
+            )
+        costs = costs if arguments.p2p is None else dataclasses.replace(costs, p2p=arguments.p2p)
+        found = fastest_schedule(pp, microbatches, memory, costs, (recorded.chunks, recorded.placement))
+    else:
+        p2p = arguments.p2p or 0.0
+        found = fastest_shape(
+            pp, microbatches, memory, shapes(arguments.chunks), lambda shape: equal_stages(pp, shape[0], p2p)
+        )
+    name = f"auto: {found.name}, {found.schedule.placement} placement, memory limit {memory:g}"
+    return {title(name, found.schedule): simulate(found.schedule, found.costs)}
+
+
+def equal_stages(pp: int, chunks: int, p2p: float) -> Costs:
+    """Return costs with which a rank takes the same time for a micro-batch, whatever the number of its stages."""
+    return Costs(weights=[1 / chunks] * pp * chunks, p2p=p2p)
+
+
+def title(name: str, schedule: Schedule) -> str:
+    return f"{name}, pp={schedule.pp}, microbatches={schedule.microbatches}, chunks={schedule.chunks}"
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Raise UserError if an option is given that would have no effect."""
+    searches = arguments.schedule == "auto" and not (arguments.csv or arguments.measured or arguments.all)
+    drawn = [name for name in ("csv", "measured") if getattr(arguments, name)]
+    unused = {
+        "--memory": arguments.memory is not None and not searches,
+        "--costs": arguments.costs is not None and not searches,
+        "--group_size": arguments.group_size is not None and (searches or bool(drawn)),
+        "--step": arguments.step is not None and not arguments.measured and not arguments.costs,
+    }
+    for option, is_unused in unused.items():
+        if is_unused:
+            what = f"--{drawn[0]}" if drawn else "--all" if arguments.all else f"--schedule {arguments.schedule}"
+            raise UserError(f"{option} has no effect with {what}; remove it")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -136,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}; by default 1f1b")
+    what.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}, or auto; by default 1f1b")
     what.add_argument("--all", action="store_true", help="draw all of these schedules")
     what.add_argument(
         "--csv", metavar="FILE", help="draw a schedule from a CSV file with one line of actions per pp rank"
@@ -156,12 +205,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--p2p",
         type=number(float, 0),
-        default=0.0,
-        help="time of a message between pp ranks, in the unit above; by default 0",
+        help="time of a message between pp ranks, in the unit above; by default 0, or with --costs as estimated from them",
+    )
+    parser.add_argument(
+        "--memory",
+        type=number(float, 1),
+        help="for auto: the most micro-batches that a pp rank may hold; by default --pp",
+    )
+    parser.add_argument(
+        "--costs", metavar="RUN_DIR", help="for auto: use the times, in seconds, of a step that a run recorded"
     )
     parser.add_argument("--out", type=Path, help=".svg, .html, .json or .csv file; by default, text is printed")
     options = parser.parse_args(arguments)
     try:
+        check_options(options)
         timelines = timelines_of(options)
         if options.out:
             write(timelines, options.out)

@@ -227,14 +227,14 @@ SCHEDULES = {
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it names a schedule: a key of SCHEDULES, or csv:FILE.
+    """Return `name` if it names a schedule: a key of SCHEDULES, auto (see `search`), or csv:FILE.
 
     Raises:
         UserError: there is no such schedule.
     """
-    if name in SCHEDULES or re.match("csv:.", name):
+    if name in (*SCHEDULES, "auto") or re.match("csv:.", name):
         return name
-    raise UserError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}, or csv:FILE")
+    raise UserError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}, auto, or csv:FILE")
 
 
 def build(name: str, pp: int, microbatches: int, chunks: int | None = None, group_size: int | None = None) -> Schedule:
@@ -250,7 +250,9 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, grou
         UserError: there is no such schedule, or it does not work with these numbers.
     """
     if check_name(name) not in SCHEDULES:
-        raise UserError(f"the schedule {name!r} is a file; read it with `read_csv`")
+        raise UserError(
+            f"the schedule {name!r} is not hand-made; read a file with `read_csv`, or call `fastest_schedule`"
+        )
     recipe = SCHEDULES[name]
     chunks = recipe.chunks if chunks is None else chunks
     _check_numbers(pp, microbatches, chunks)
