@@ -19,51 +19,19 @@ from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.search import Shape, fastest_schedule, fits, hand_made, shapes
 from picotron.schedules.simulate import Costs, Timeline, peak_activations, simulate
 from tests.support.oracle import make_config, tiny_llama
+from tests.support.zero_bubble import CASES, Case
 from tests.test_draw import write_trace
 from tests.test_schedules import assert_runs
 
-# Tables 5 and 9 of Qi et al. 2023 (arXiv:2401.10241): p, m, the times of F, B (our I), W and a message, and the bubble
-# rates of ZB-1p and ZB-2p, whose limits are the activations of p and 2 p micro-batches.
-ZERO_BUBBLE = [
-    (8, 24, (18.522, 18.086, 9.337, 0.601), 0.1585, 0.0433),
-    (8, 32, (18.513, 18.086, 9.331, 0.626), 0.1242, 0.0039),
-    (8, 64, (18.546, 18.097, 9.321, 0.762), 0.0674, 0.0026),
-    (8, 24, (29.718, 29.444, 19.927, 0.527), 0.1323, 0.0029),
-    (8, 32, (29.802, 29.428, 19.530, 0.577), 0.1045, 0.0022),
-    (8, 64, (29.935, 29.621, 19.388, 0.535), 0.0554, 0.0010),
-    (16, 48, (11.347, 11.248, 8.132, 0.377), 0.1397, 0.0066),
-    (16, 64, (11.307, 11.254, 8.101, 0.379), 0.1088, 0.0054),
-    (16, 128, (11.325, 11.308, 8.109, 0.378), 0.0576, 0.0028),
-    (32, 96, (10.419, 10.207, 7.715, 0.408), 0.1421, 0.0038),
-    (32, 128, (10.408, 10.204, 7.703, 0.408), 0.1106, 0.0029),
-    (32, 256, (10.402, 10.248, 7.698, 0.460), 0.0594, 0.0018),
-]
-
-
-def kept_for_w(hidden: int, heads: int, tokens: int = 1024) -> float:
-    """The fraction of a layer's activations that the paper's W needs: 32 of 34 D per token and 5 H T for its scores."""
-    return 32 * hidden / (34 * hidden + 5 * heads * tokens)
-
-
-def longest_span(timeline: Timeline) -> float:
-    """The paper's cost of a schedule: no rank counts the time before its first and after its last action."""
-    return max(spans[-1].end - spans[0].start for spans in timeline.spans)
-
 
 @pytest.mark.parametrize(
-    ("pp", "m", "times", "one", "two"),
-    [*ZERO_BUBBLE[:5], *(pytest.param(*c, marks=pytest.mark.parity) for c in ZERO_BUBBLE[5:])],
+    "case",
+    [pytest.param(case, marks=[] if case.p == 8 else pytest.mark.parity) for case in CASES],
+    ids=lambda case: f"{case.model}, m {case.m}",
 )
-def test_search_reaches_the_bubbles_of_the_zero_bubble_paper(
-    pp: int, m: int, times: tuple[float, ...], one: float, two: float
-) -> None:
-    F, I, W, p2p = times  # noqa: E741
-    deferred = kept_for_w(2304, 24) if pp == 8 and F < 20 else kept_for_w(4096, 32)  # that of 5120 and 40 is equal
-    costs = Costs(F=F, B=I + W, I=I, W=W, p2p=p2p)
-    for limit, expected in ((pp, one), (2 * pp, two)):
-        found = fastest_schedule(pp, m, limit, costs, deferred=deferred, objective=longest_span)
-        assert fits(found.schedule, limit, deferred)
-        assert 1 - m * (F + I + W) / longest_span(simulate(found.schedule, costs)) <= expected + 4e-4
+def test_search_reaches_the_bubbles_of_the_zero_bubble_paper(case: Case) -> None:
+    assert case.searched_rate(case.p) <= case.of_zb_1p + 5.1e-5
+    assert case.searched_rate(2 * case.p) <= case.of_zb_2p + 4e-4
 
 
 times = st.floats(0.25, 4)
@@ -94,11 +62,16 @@ def test_schedule_fits_runs_and_nothing_hand_made_is_faster(
             assert found.score <= simulate(schedule, costs).step_time
 
 
-def test_search_beats_the_hand_made_schedules_where_stages_are_unequal_or_memory_is_short() -> None:
-    heavy_head = Costs(weights=[0.8, 1, 1, 1.6], p2p=0.1)
-    found = fastest_schedule(4, 8, 8, heavy_head)
+@pytest.mark.parametrize(
+    ("costs", "gain"), [(Costs(F=1, B=1.5, I=1, W=0.5, p2p=0.3), 3.9), (Costs(weights=[1, 1.6, 1, 0.8], p2p=0.1), 0.7)]
+)
+def test_search_beats_the_hand_made_schedules_if_messages_are_slow_or_stages_unequal(costs: Costs, gain: float) -> None:
+    found = fastest_schedule(4, 8, 8, costs)
     assert found.name == "search"
-    assert found.score < min(simulate(each, heavy_head).step_time for each in hand_made(4, 8, (1, "loop")).values()) - 1
+    assert found.score < min(simulate(each, costs).step_time for each in hand_made(4, 8, (1, "loop")).values()) - gain
+
+
+def test_search_finds_schedules_for_less_memory_than_the_hand_made_ones() -> None:
     assert not any(fits(each, 2, 1.0) for each in hand_made(4, 8, (1, "loop")).values())
     assert fastest_schedule(4, 8, 2, Costs()).score < fastest_schedule(4, 8, 1, Costs()).score == 8 * 9 + 3 * 2
 

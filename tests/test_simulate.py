@@ -7,6 +7,7 @@ import pytest
 from picotron.schedules.actions import Action, Schedule, parse_action
 from picotron.schedules.schedules import SCHEDULES, build, forward_only
 from picotron.schedules.simulate import Costs, Span, Timeline, measured_costs, peak_activations, simulate, summary
+from tests.support.zero_bubble import CASES, Case
 
 GRID = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16, 24)))  # pp, micro-batches
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (2.0, 2.0, 0.5)]  # F, I, W of a micro-batch in all stages of a rank
@@ -102,24 +103,10 @@ def test_zb_h1_with_chunks_is_faster_than_zbv_for_few_micro_batches() -> None:
     assert timeline_of("zb_h1", 8, 8, 4).step_time == 25.75
 
 
-@pytest.mark.parametrize(
-    ("pp", "m", "times", "of_1f1b", "of_zb_h1"),
-    [
-        (8, 24, (18.522, 18.086, 9.337, 0.601), 0.2431, 0.1585),
-        (8, 32, (29.802, 29.428, 19.530, 0.577), 0.1898, 0.1045),
-        (16, 48, (11.347, 11.248, 8.132, 0.377), 0.2552, 0.1397),
-        (32, 96, (10.419, 10.207, 7.715, 0.408), 0.2646, 0.1421),
-    ],
-)
-def test_bubbles_are_those_of_the_zero_bubble_paper(
-    pp: int, m: int, times: tuple[float, ...], of_1f1b: float, of_zb_h1: float
-) -> None:
-    """Tables 5 and 9 of Qi et al. 2023 (arXiv:2401.10241). No rank counts the time before its first forward."""
-    F, I, W, p2p = times  # noqa: E741
-    for name, expected in (("1f1b", of_1f1b), ("zb_h1", of_zb_h1)):
-        timeline = timeline_of(name, pp, m, F=F, B=I + W, I=I, W=W, p2p=p2p)
-        longest = max(spans[-1].end - spans[0].start for spans in timeline.spans)
-        assert 1 - m * (F + I + W) / longest == pytest.approx(expected, abs=5.1e-5)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}, m {case.m}")
+def test_bubbles_are_those_of_the_zero_bubble_paper(case: Case) -> None:
+    assert case.rate_of("1f1b") == pytest.approx(case.of_1f1b, abs=5.1e-5)
+    assert case.rate_of("zb_h1") == pytest.approx(case.of_zb_h1, abs=5.1e-5)
 
 
 def test_zbv_ranks_never_idle_between_their_first_and_last_action() -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from pathlib import Path
-from statistics import mean
+from statistics import median_low
 
 from picotron.schedules.actions import Schedule
 from picotron.schedules.schedule_csv import assemble
@@ -41,7 +41,7 @@ def message_time(schedule: Schedule, timeline: Timeline) -> float:
     that needs its result, which often waits for the message.
 
     The clocks of two ranks differ a little, which prolongs messages in one direction and shortens those in the other.
-    So the estimate is the mean over both directions, and over all pairs of ranks.
+    So the estimate for a pair of ranks is the mean over both directions. Of several pairs, the result is the median.
     """
     ends = {
         part.result: (rank, s.end)
@@ -56,4 +56,4 @@ def message_time(schedule: Schedule, timeline: Timeline) -> float:
             if sender != rank:
                 shortest[sender, rank] = min(shortest.get((sender, rank), span.start - end), span.start - end)
     pairs = [(a, b) for a, b in itertools.combinations(range(schedule.pp), 2) if {(a, b), (b, a)} <= shortest.keys()]
-    return max(0.0, mean([(shortest[a, b] + shortest[b, a]) / 2 for a, b in pairs] or [0.0]))
+    return max(0.0, median_low([(shortest[a, b] + shortest[b, a]) / 2 for a, b in pairs] or [0.0]))
