@@ -26,7 +26,7 @@ from tests.test_schedules import assert_runs
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case.p == 8 else pytest.mark.parity) for case in CASES],
+    [pytest.param(case, marks=[] if case.p == 8 and case.m < 64 else pytest.mark.parity) for case in CASES],
     ids=lambda case: f"{case.model}, m {case.m}",
 )
 def test_search_reaches_the_bubbles_of_the_zero_bubble_paper(case: Case) -> None:
@@ -73,7 +73,11 @@ def test_search_beats_the_hand_made_schedules_if_messages_are_slow_or_stages_une
 
 def test_search_finds_schedules_for_less_memory_than_the_hand_made_ones() -> None:
     assert not any(fits(each, 2, 1.0) for each in hand_made(4, 8, (1, "loop")).values())
-    assert fastest_schedule(4, 8, 2, Costs()).score < fastest_schedule(4, 8, 1, Costs()).score == 8 * 9 + 3 * 2
+    assert fastest_schedule(4, 8, 2, Costs()).score < fastest_schedule(4, 8, 1, Costs()).score
+
+
+def test_with_memory_for_one_micro_batch_only_its_w_overlaps_other_ranks() -> None:
+    assert fastest_schedule(4, 8, 1, Costs()).score == 8 * (4 * (1 + 1) + 1)  # m (p (F + I) + W)
 
 
 def test_more_memory_is_never_slower() -> None:
@@ -94,6 +98,7 @@ def test_shapes_of_a_search() -> None:
     assert shapes(3) == [(3, "loop")]
 
 
+@pytest.mark.processes
 def test_all_processes_find_the_same_schedule() -> None:
     """The order of sets and dicts of strings differs between processes."""
     words = [sys.executable, "-m", "picotron.schedules.draw", "--schedule", "auto", "--p2p", "0.3", "--memory", "3"]

@@ -165,9 +165,9 @@ def fastest_schedule(
     greedy = Greedy(Schedule([[]] * pp, microbatches, *shape), memory * shape[0], costs, deferred)
     for knobs in KNOBS:
         best = math.inf if found is None else found.score
-        schedule = greedy.run(knobs, stop=best if objective is step_time else math.inf)
-        if schedule is not None and (score := objective(simulate(schedule, costs))) < best:
-            found = Found(score, "search", schedule, costs)
+        new = greedy.run(knobs, stop=best if objective is step_time else math.inf)
+        if new is not None and (score := objective(simulate(new, costs))) < best:
+            found = Found(score, "search", new, costs)
     assert found is not None, "room for a micro-batch on each rank is enough"
     return found
 
