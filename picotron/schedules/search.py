@@ -50,7 +50,8 @@ class Greedy:
     """
 
     def __init__(self, empty: Schedule, memory: float, costs: Costs, deferred: float) -> None:
-        self.empty, self.memory, self.last, self.m = empty, memory, empty.num_stages - 1, empty.microbatches
+        self.empty, self.last, self.m = empty, empty.num_stages - 1, empty.microbatches
+        self.memory = memory + 1e-6  # sums of fractions are rounded
         self.change = {"F": 1.0, "I": deferred - 1, "W": -deferred}  # of a rank's activations
         stages = range(empty.num_stages)
         self.owner = [empty.rank_of(stage) for stage in stages]
