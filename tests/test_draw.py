@@ -11,10 +11,10 @@ import pytest
 from picotron.errors import UserError
 from picotron.schedules import draw
 from picotron.schedules.actions import Action
-from picotron.schedules.draw_svg import COLOURS, LEFT, as_page, as_svg, boxes, lighter
+from picotron.schedules.draw_svg import COLOURS, CURVE, LEFT, LINE, as_page, as_svg, boxes, legend, lighter
 from picotron.schedules.schedule_csv import read_csv
 from picotron.schedules.schedules import SCHEDULES, build, forward_only
-from picotron.schedules.simulate import Costs, Span, Timeline, simulate
+from picotron.schedules.simulate import Costs, Span, Timeline, peak_activations, simulate
 from picotron.schedules.trace import read_trace, trace_line, trace_path
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -40,26 +40,36 @@ def write_trace(run_dir: Path, step: int, timeline: Timeline) -> None:
 def test_text_shows_names_if_they_fit() -> None:
     assert draw.as_text(timeline_of("1f1b", 3, 4)).splitlines() == [
         "pp 0  0F0 0F1 0F2 ................0B0---- 0F3 0B1---- ....0B2---- ....0B3----",
+        "      ▃▃▃▃▆▆▆▆████████████████████████████████████████▆▆▆▆▆▆▆▆▆▆▆▆▃▃▃▃▃▃▃▃▃▃▃",
         "pp 1  ....1F0 1F1 ........1B0---- 1F2 1B1---- 1F3 1B2---- ....1B3---- ........",
+        "          ▃▃▃▃▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▃▃▃▃▃▃▃▃▃▃▃▃",
         "pp 2  ........2F0 2B0---- 2F1 2B1---- 2F2 2B2---- 2F3 2B3---- ................",
+        "              ▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃",
+        "time  0                   5                   10                  15",
+        "F forward, B backward, . idle; below each rank its activations, █ = 3 micro-batches",
     ]
 
 
 def test_narrow_text_shows_letters() -> None:
     """Lower case is the second chunk, and X an overlapped pair."""
-    assert draw.as_text(timeline_of("dualpipev", 2, 4), width=60).splitlines() == [
+    assert draw.as_text(timeline_of("dualpipev", 2, 4), width=60).splitlines()[:4:2] == [
         "pp 0  FFFfiwfX--.x--b-.x--b-IWIW",
         "pp 1  .FfFfFb-x--X--x--b-B-.iIwW",
     ]
     # If there is less than one column for each F, lines still fit the width.
     narrow = draw.as_text(timeline_of("1f1b", 4, 32), width=50).splitlines()
-    assert all(len(line) <= 50 + len("pp 0  ") for line in narrow)
+    assert all(len(line) <= 50 + len("pp 0  ") for line in narrow[:-1])
+    assert len(narrow) == 4 * 2 + 2
 
 
 def test_text_omits_messages_and_actions_that_take_no_time() -> None:
     """An action of a stage without layers takes no time."""
     spans = [Span(Action("F", 0), 0.0, 1.0), Span(Action("SEND_F", 0), 1.0, 1.5), Span(Action("B", 0), 2.0, 2.0)]
-    assert draw.as_text(Timeline([spans, []])).splitlines() == ["pp 0  0F0 ....", "pp 1  ........"]
+    assert draw.as_text(Timeline([spans, []])).splitlines()[:3] == [
+        "pp 0  0F0 ....",
+        "      ████████",
+        "pp 1  ........",
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------- pictures
@@ -71,7 +81,7 @@ def test_svg_has_a_rectangle_for_every_action(name: str) -> None:
     root = ElementTree.fromstring(as_svg(timeline, width=1000))
     rectangles = [r for r in root.iter(f"{SVG}rect") if r.get("class") == "action"]
     assert len(rectangles) == parts_of(timeline) == 2 * 5 * 3 * SCHEDULES[name].chunks + splits(timeline)
-    scale = (1000 - LEFT) / timeline.step_time
+    scale = (1000 - LEFT - 12) / timeline.step_time
     expected = [
         (f"{action}, pp rank {rank}, {start:.6g} to {end:.6g}", LEFT + start * scale, (end - start) * scale)
         for rank, spans in enumerate(timeline.spans)
@@ -82,6 +92,41 @@ def test_svg_has_a_rectangle_for_every_action(name: str) -> None:
         assert rectangle.findtext(f"{SVG}title") == title
         assert float(rectangle.get("x", "")) == pytest.approx(x, abs=0.01)
         assert float(rectangle.get("width", "")) == pytest.approx(width, abs=0.01)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_svg_has_a_memory_curve_a_time_axis_and_a_legend(name: str) -> None:
+    timeline = timeline_of(name)
+    root = ElementTree.fromstring(as_svg(timeline))
+    texts = [text.text or "" for text in root.iter(f"{SVG}text")]
+    assert [text for text in texts if text in ("forward", "idle")] == ["forward", "idle"]
+    peaks = [peak_activations(program) / SCHEDULES[name].chunks for program in timeline.programs]
+    assert [texts[texts.index(f"pp {rank}") + 1] for rank in range(3)] == [f"{peak:.3g}" for peak in peaks]
+    scale = (960 - LEFT - 12) / timeline.step_time
+    for peak, polygon in zip(peaks, root.iter(f"{SVG}polygon"), strict=True):
+        points = [tuple(map(float, point.split(","))) for point in polygon.get("points", "").split()]
+        assert points[0][1] - min(y for _, y in points) == pytest.approx(CURVE * peak / max(peaks), abs=0.02)
+        assert points[0][1] == max(y for _, y in points) == points[-1][1]
+        assert (points[0][0], points[-1][0]) == (LEFT, pytest.approx(LEFT + scale * timeline.step_time, abs=0.02))
+    numbers = [t for t in root.iter(f"{SVG}text") if t.get("class") == "centred"]
+    assert [n.text for n in numbers][:2] == ["0", "2" if timeline.step_time < 24 else "5"]
+    for number in numbers:
+        assert float(number.get("x", "")) == pytest.approx(LEFT + scale * float(number.text or ""), abs=0.02)
+
+
+def test_text_in_svg_is_14_pixels_high_at_the_width_of_a_readme() -> None:
+    size = re.search(r"text \{ font-size: (\d+)px \}", as_svg(timeline_of("1f1b")))
+    assert size is not None
+    assert float(size[1]) * 830 / 960 >= 14
+
+
+def test_legend_continues_in_another_line() -> None:
+    spans = [Span(Action(kind, 0), float(i), i + 1.0) for i, kind in enumerate("FBIWR")]
+    lines, bottom = legend(0, 0, Timeline([spans]))
+    assert bottom == 2 * LINE
+    xs = [float(re.findall(r' x="([0-9.]+)"', line)[0]) for line in lines]
+    assert max(xs) < 960
+    assert legend(0, 0, timeline_of("1f1b"))[1] == LINE
 
 
 def splits(timeline: Timeline) -> int:
@@ -117,7 +162,7 @@ def test_page_has_pictures_on_one_time_axis_and_a_summary() -> None:
         found = [r for r in picture.iter(f"{SVG}rect") if r.get("class") == "action"]
         assert len(found) == parts_of(timeline)
         ends = [float(r.get("x", "")) + float(r.get("width", "")) for r in found]
-        assert max(ends) == pytest.approx(LEFT + (960 - LEFT) * timeline.step_time / longest, abs=0.02)
+        assert max(ends) == pytest.approx(LEFT + (960 - LEFT - 12) * timeline.step_time / longest, abs=0.02)
     rows = [[cell.text for cell in row] for row in root.iter("tr")]
     assert rows[0] == [None, "step time", "bubble", "peak activations by pp rank"]
     assert rows[2] == ["1f1b <&>", "21", "28.6%", "3 2 1"]
@@ -203,7 +248,12 @@ def test_draw_prints_text_and_summary(capsys: pytest.CaptureFixture[str], monkey
     assert capsys.readouterr().out.splitlines() == [
         "zb_h1, pp=2, microbatches=2, chunks=1",
         "pp 0  0F0 0F1 ....0I0 0W0 0I1 0W1",
+        "      ▄▄▄▄████████████████▄▄▄▄▄▄▄",
         "pp 1  ....1F0 1I0 1F1 1I1 1W0 1W1",
+        "          ▄▄▄▄▄▄▄▄████████████▄▄▄",
+        "time  0                   5",
+        "F forward, I backward for the input, W backward for the weights, . idle; "
+        "below each rank its activations, █ = 2 micro-batches",
         "step time 7, bubble 14.3%, peak activations by pp rank 2 2",
         "",
     ]
@@ -234,7 +284,9 @@ def test_draw_all_has_every_schedule(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_draw_reads_a_csv_file_and_a_measured_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.csv").write_text("0F0,0B0\n1F0,1B0\n")
     run("--csv", tmp_path / "own.csv")
-    assert "own.csv, pp=2, microbatches=1, chunks=1\npp 0  0F0 ............0B0----\n" in capsys.readouterr().out
+    assert (
+        "own.csv, pp=2, microbatches=1, chunks=1\npp 0  0F0 ............0B0----\n      ███" in capsys.readouterr().out
+    )
     write_trace(tmp_path, 7, timeline_of("1f1b", 2, 2))
     run("--measured", tmp_path)
     assert f"{tmp_path}, step 7, in seconds\npp 0  0F0 0F1 " in capsys.readouterr().out

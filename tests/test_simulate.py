@@ -6,7 +6,17 @@ import pytest
 
 from picotron.schedules.actions import Action, Schedule, parse_action
 from picotron.schedules.schedules import SCHEDULES, build, forward_only
-from picotron.schedules.simulate import Costs, Span, Timeline, measured_costs, peak_activations, simulate, summary
+from picotron.schedules.simulate import (
+    Costs,
+    Span,
+    Timeline,
+    measured_costs,
+    memory_curves,
+    peak_activations,
+    simulate,
+    summary,
+    tick_distance,
+)
 from tests.support.zero_bubble import CASES, Case
 
 GRID = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16, 24)))  # pp, micro-batches
@@ -181,6 +191,35 @@ def test_message_travels_while_its_receiver_computes() -> None:
     """pp rank 1 of AFAB receives each input while it computes the one before, so it waits only for the first."""
     timeline = simulate(build("afab", 2, 4), Costs(p2p=0.9))
     assert [span.start for span in timeline.spans[1][:4]] == pytest.approx([1.9, 2.9, 3.9, 4.9])
+
+
+def test_messages_queue_on_the_link_between_two_ranks() -> None:
+    """A message occupies its link for `transfer`, and then takes `p2p`. Links of the two directions are separate."""
+    timeline = simulate(build("afab", 2, 3), Costs(transfer=1.5, p2p=0.25))
+    assert [span.start for span in timeline.spans[1][:3]] == [1 + 1.5 + 0.25, 1 + 3.0 + 0.25, 1 + 4.5 + 0.25]
+    back = [span.end for span in timeline.spans[1][3:]]
+    assert timeline.spans[0][3].start == back[0] + 1.75
+    fast = Costs(transfer=0.9, p2p=0.1)  # links are free when the next message leaves: as one time of a message
+    assert simulate(build("1f1b", 3, 5), fast) == simulate(build("1f1b", 3, 5), Costs(p2p=1.0))
+
+
+def test_memory_curves_are_the_activations_at_each_time() -> None:
+    timeline = simulate(build("1f1b", 2, 2))
+    assert memory_curves(timeline) == [
+        [(0.0, 0), (0.0, 1), (1.0, 1), (1.0, 2), (2.0, 2), (4.0, 2), (6.0, 1), (7.0, 1), (9.0, 0)],
+        [(0.0, 0), (1.0, 1), (2.0, 1), (2.0, 1), (4.0, 0), (4.0, 1), (5.0, 1), (5.0, 1), (7.0, 0)],
+    ]
+    in_bytes = memory_curves(simulate(build("zb_h1", 2, 3)), {0: 10, 1: 30}, deferred={0: 4, 1: 20})
+    peaks = [peak_activations(p, {0: 10, 1: 30}, {0: 4, 1: 20}) for p in build("zb_h1", 2, 3).programs]
+    assert [max(live for _, live in curve) for curve in in_bytes] == peaks
+    assert [curve[-1][1] for curve in in_bytes] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("duration", "most", "expected"), [(18, 12, 2), (33, 12, 5), (0.05, 12, 0.005), (12, 12, 1), (1, 1, 1), (7, 1, 10)]
+)
+def test_tick_distance(duration: float, most: int, expected: float) -> None:
+    assert tick_distance(duration, most) == pytest.approx(expected)
 
 
 def test_costs_depend_on_kind_stage_overlap_and_measurement() -> None:

@@ -10,8 +10,10 @@ and each half of a split backward takes 1 unit. `--schedule auto` searches the f
 """
 
 import argparse
+import bisect
 import dataclasses
 import json
+import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,18 +24,29 @@ from picotron.arguments import number
 from picotron.errors import UserError
 from picotron.files import create
 from picotron.schedules.actions import Overlapped, Schedule
-from picotron.schedules.draw_svg import as_page, as_svg
+from picotron.schedules.draw_svg import MEANING, as_page, as_svg, kinds
 from picotron.schedules.recorded import recorded_costs
 from picotron.schedules.schedule_csv import as_csv, read_csv
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.search import fastest_schedule, fastest_shape, shapes
-from picotron.schedules.simulate import Costs, Timeline, computes, simulate, summary
+from picotron.schedules.simulate import (
+    Costs,
+    Timeline,
+    computes,
+    memory_in_micro_batches,
+    simulate,
+    summary,
+    tick_distance,
+)
 from picotron.schedules.trace import read_trace
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def as_text(timeline: Timeline, width: int = 160) -> str:
-    """Draw a timeline as text, with one line per rank. Dots are idle time. If names like 2F0 do not fit, an action is
-    shown as a letter: its kind, or X for an overlapped pair, in lower case for every other chunk.
+    """Draw a timeline as text: a line for each rank, below it a curve of its activations, and at the end a time axis
+    and a legend. If names like 2F0 do not fit, an action is shown as a letter: its kind, or X for an overlapped pair,
+    in lower case for every other chunk.
 
     Args:
         width: largest width of the timeline, in characters.
@@ -57,7 +70,36 @@ def as_text(timeline: Timeline, width: int = 160) -> str:
                 text = (letter.lower() if odd_chunk else letter).ljust(last - first, "-")
             line[first:last] = text[: last - first]
         lines.append("".join(line).rstrip())
-    return "\n".join(f"pp {rank}  {line}" for rank, line in enumerate(lines))
+    curves = memory_in_micro_batches(timeline)
+    peak = max(live for curve in curves for _, live in curve)
+    drawn = []
+    for rank, (line, curve) in enumerate(zip(lines, curves, strict=True)):
+        drawn += [f"pp {rank}  {line}", "      " + memory_line(curve, peak, len(line), scale)]
+    return "\n".join(
+        [*(line.rstrip() for line in drawn if line.strip()), time_line(timeline, scale), legend(timeline, peak)]
+    )
+
+
+def memory_line(curve: Sequence[tuple[float, float]], peak: float, length: int, scale: float) -> str:
+    """Draw a curve of activations as blocks, each `1 / scale` wide; a full block is `peak`."""
+    times = [time for time, _ in curve]
+    live = [curve[bisect.bisect_right(times, (column + 0.5) / scale) - 1][1] for column in range(length)]
+    return "".join(BLOCKS[math.ceil(8 * each / peak) if peak else 0] for each in live)
+
+
+def time_line(timeline: Timeline, scale: float) -> str:
+    """Draw a time axis: each number begins at its time."""
+    length, line = round(timeline.step_time * scale), ""
+    distance = tick_distance(timeline.step_time, most=max(1, length // 10))
+    for time in (distance * i for i in range(math.floor(timeline.step_time / distance) + 1)):
+        line = line.ljust(round(time * scale)) + f"{time:g} "
+    return f"time  {line[:length].rstrip()}"
+
+
+def legend(timeline: Timeline, peak: float) -> str:
+    names = ", ".join(f"{kind} {MEANING[kind]}" for kind in kinds(timeline) if kind != "R")
+    memory = f"; below each rank its activations, █ = {peak:.3g} micro-batches" if peak else ""
+    return f"{names}, . idle{memory}"
 
 
 def as_trace(timeline: Timeline) -> str:
@@ -127,7 +169,7 @@ def timelines_of(arguments: argparse.Namespace) -> dict[str, Timeline]:
     else:
         schedules = {arguments.schedule: build(arguments.schedule, pp, microbatches, chunks, arguments.group_size)}
     return {
-        title(name, schedule): simulate(schedule, equal_stages(schedule.pp, schedule.chunks, arguments.p2p or 0.0))
+        title(name, schedule): simulate(schedule, equal_stages(schedule.pp, schedule.chunks, arguments))
         for name, schedule in schedules.items()
     }
 
@@ -142,20 +184,20 @@ def searched(arguments: argparse.Namespace) -> dict[str, Timeline]:
                 f"the run {arguments.costs!r} has pp={recorded.pp} and {recorded.chunks} chunk(s) per pp rank; "
                 f"use --pp {recorded.pp} --chunks {recorded.chunks}"
             )
-        costs = costs if arguments.p2p is None else dataclasses.replace(costs, p2p=arguments.p2p)
+        given = {name: value for name in ("p2p", "transfer") if (value := getattr(arguments, name)) is not None}
+        costs = dataclasses.replace(costs, **given)
         found = fastest_schedule(pp, microbatches, memory, costs, (recorded.chunks, recorded.placement))
     else:
-        p2p = arguments.p2p or 0.0
         found = fastest_shape(
-            pp, microbatches, memory, shapes(arguments.chunks), lambda shape: equal_stages(pp, shape[0], p2p)
+            pp, microbatches, memory, shapes(arguments.chunks), lambda shape: equal_stages(pp, shape[0], arguments)
         )
     name = f"auto: {found.name}, {found.schedule.placement} placement, memory limit {memory:g}"
     return {title(name, found.schedule): simulate(found.schedule, found.costs)}
 
 
-def equal_stages(pp: int, chunks: int, p2p: float) -> Costs:
+def equal_stages(pp: int, chunks: int, arguments: argparse.Namespace) -> Costs:
     """Return costs with which a rank takes the same time for a micro-batch, whatever the number of its stages."""
-    return Costs(weights=[1 / chunks] * pp * chunks, p2p=p2p)
+    return Costs(weights=[1 / chunks] * pp * chunks, p2p=arguments.p2p or 0.0, transfer=arguments.transfer or 0.0)
 
 
 def title(name: str, schedule: Schedule) -> str:
@@ -205,7 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--p2p",
         type=number(float, 0),
-        help="time of a message between pp ranks, in the unit above; by default 0, or with --costs as estimated from them",
+        help="latency of a message between pp ranks, in the unit above; by default 0, or with --costs as estimated from them",
+    )
+    parser.add_argument(
+        "--transfer",
+        type=number(float, 0),
+        help="time in which a message occupies the link between two ranks, in the unit above; by default 0",
     )
     parser.add_argument(
         "--memory",

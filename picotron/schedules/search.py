@@ -57,7 +57,8 @@ class Greedy:
         self.owner = [empty.rank_of(stage) for stage in stages]
         self.stages = [empty.stages_of(rank)[::-1] for rank in range(empty.pp)]
         self.time = {kind: [costs.of(Action(kind, stage)) for stage in stages] for kind in "FIW"}
-        self.message = [costs.p2p * (a != b) for a, b in itertools.pairwise(self.owner)]  # from each stage to the next
+        message = costs.p2p + costs.transfer
+        self.message = [message * (a != b) for a, b in itertools.pairwise(self.owner)]  # from each stage to the next
         self.work = [sum(self.time[kind][s] for kind in "FIW" for s in own) * self.m for own in self.stages]
 
     def run(self, knobs: Knobs, stop: float) -> Schedule | None:
