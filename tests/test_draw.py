@@ -56,6 +56,10 @@ def test_narrow_text_shows_letters() -> None:
         "pp 0  FFFfiwfX--.x--b-.x--b-IWIW",
         "pp 1  .FfFfFb-x--X--x--b-B-.iIwW",
     ]
+    assert draw.as_text(timeline_of("dualpipev", 2, 4), width=60).splitlines()[-1] == (
+        "F forward, B backward, I backward for the input, W backward for the weights, X overlapped forward and backward, "
+        "lower case every other chunk, . idle; below each rank its activations, █ = 2.5 micro-batches"
+    )
     # If there is less than one column for each F, lines still fit the width.
     narrow = draw.as_text(timeline_of("1f1b", 4, 32), width=50).splitlines()
     assert all(len(line) <= 50 + len("pp 0  ") for line in narrow[:-1])

@@ -76,7 +76,11 @@ def as_text(timeline: Timeline, width: int = 160) -> str:
     for rank, (line, curve) in enumerate(zip(lines, curves, strict=True)):
         drawn += [f"pp {rank}  {line}", "      " + memory_line(curve, peak, len(line), scale)]
     return "\n".join(
-        [*(line.rstrip() for line in drawn if line.strip()), time_line(timeline, scale), legend(timeline, peak)]
+        [
+            *(line.rstrip() for line in drawn if line.strip()),
+            time_line(timeline, scale),
+            legend(timeline, peak, names_fit),
+        ]
     )
 
 
@@ -92,14 +96,21 @@ def time_line(timeline: Timeline, scale: float) -> str:
     length, line = round(timeline.step_time * scale), ""
     distance = tick_distance(timeline.step_time, most=max(1, length // 10))
     for time in (distance * i for i in range(math.floor(timeline.step_time / distance) + 1)):
-        line = line.ljust(round(time * scale)) + f"{time:g} "
-    return f"time  {line[:length].rstrip()}"
+        if round(time * scale) + len(f"{time:g}") <= length:
+            line = line.ljust(round(time * scale)) + f"{time:g} "
+    return f"time  {line.rstrip()}"
 
 
-def legend(timeline: Timeline, peak: float) -> str:
-    names = ", ".join(f"{kind} {MEANING[kind]}" for kind in kinds(timeline) if kind != "R")
+def legend(timeline: Timeline, peak: float, has_names: bool) -> str:
+    """Explain the symbols that occur."""
+    names = [f"{kind} {MEANING[kind]}" for kind in kinds(timeline) if kind != "R"]
+    actions = [action for program in timeline.programs for action in program]
+    if not has_names and any(isinstance(action, Overlapped) for action in actions):
+        names.append("X overlapped forward and backward")
+    if not has_names and len({part.stage for action in actions for part in action.parts}) > len(timeline.spans):
+        names.append("lower case every other chunk")
     memory = f"; below each rank its activations, █ = {peak:.3g} micro-batches" if peak else ""
-    return f"{names}, . idle{memory}"
+    return f"{', '.join(names)}, . idle{memory}"
 
 
 def as_trace(timeline: Timeline) -> str:
