@@ -187,7 +187,7 @@ def schedules(pp: int = 4, microbatches: int = 8) -> str:
             picture.text(0, y + LINE + rank * (row + gap) + 17, f"pp {rank}")
         picture.timeline(timeline, left, y + LINE, scale, row, gap)
     unit = "unit: the forward of one micro-batch through all stages of a pp rank"
-    picture.time_axis(left, LINE + 6 + len(timelines) * height, scale, duration, unit)
+    picture.time_axis(left, LINE + 6 + len(timelines) * height, scale, duration, 5, unit)
     return str(picture)
 
 

@@ -106,7 +106,7 @@ def overview() -> str:
         picture.box(right, y + 8, 44, 24, STAGES[p], f"pp {p}")
     picture.timeline(timeline, start, top + 8, scale, row, gap)
     axis = top + 14 + pp * (row + gap)
-    picture.time_axis(start, axis, scale, timeline.step_time, "unit: mean forward of one micro-batch")
+    picture.time_axis(start, axis, scale, timeline.step_time, 3, "unit: mean forward of one micro-batch")
     m, B = config.training.gradient_accumulation_steps, config.training.micro_batch_size
     with fake_rank(0, layout):
         grid = pgm.process_group_manager

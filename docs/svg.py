@@ -2,15 +2,16 @@
 
 from html import escape
 
-from picotron.schedules.draw_svg import CHARACTER, COLOURS, STYLE, boxes, legend, time_axis
+from picotron.schedules.draw_svg import COLOURS, MEANING, STYLE, boxes, kinds
 from picotron.schedules.simulate import Timeline
 
 WIDTH = 960  # pixels, as all sizes here; GitHub shows a README 830 px wide
-LINE = 22  # height of a line of text
+LINE, CHARACTER = 22, 9.2  # height of a line of text, and the mean width of a character in a wide font
 RANKS = [COLOURS[kind] for kind in "FBWIR"]  # colours of the first five ranks
 TEXT = """
 text { font-size: 16px }
 .title { font-weight: 600 }
+.centred { text-anchor: middle }
 .arrow { stroke: #888; stroke-width: 1.5; fill: #888 }
 """
 
@@ -75,14 +76,23 @@ class Svg:
             top, width = y + box.rank * (row + gap) + box.top * row, (box.end - box.start) * scale
             self.box(x + box.start * scale, top, width, box.height * row, box.colour, box.label, box.title)
 
-    def time_axis(self, x: float, y: float, scale: float, duration: float, unit: str) -> None:
-        """Add an axis below a timeline, and its unit."""
-        self.parts += time_axis(x, y, scale, duration)
+    def time_axis(self, x: float, y: float, scale: float, duration: float, every: int, unit: str) -> None:
+        """Add an axis below a timeline, with a number at every n-th unit of time."""
+        self.line(x, y, x + duration * scale, y)
+        for time in range(0, int(duration) + 1, every):
+            self.line(x + time * scale, y, x + time * scale, y + 5)
+            self.text(x + time * scale, y + 20, str(time), "centred")
         self.text(x, y + 42, f"time ({unit})")
 
     def legend(self, x: float, y: float, *timelines: Timeline) -> None:
         """Add the colours of the actions that occur, and of idle time."""
-        self.parts += legend(x, y, *timelines)[0]
+        for kind in kinds(*timelines):
+            name = MEANING[kind] if kind in "FB" else f"{kind}: {MEANING[kind]}"
+            self.box(x, y, 18, 18, COLOURS[kind], title=name)
+            self.text(x + 25, y + 14, name)
+            x += 25 + CHARACTER * len(name) + 16
+        self.frame(x, y, 18, 18)
+        self.text(x + 25, y + 14, "idle")
 
     def __str__(self) -> str:
         return "\n".join([*self.parts, "</svg>\n"])

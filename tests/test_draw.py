@@ -119,9 +119,8 @@ def test_svg_has_a_memory_curve_a_time_axis_and_a_legend(name: str) -> None:
 
 
 def test_text_in_svg_is_14_pixels_high_at_the_width_of_a_readme() -> None:
-    size = re.search(r"text \{ font-size: (\d+)px \}", as_svg(timeline_of("1f1b")))
-    assert size is not None
-    assert float(size[1]) * 830 / 960 >= 14
+    *_, last = re.findall(r"text \{ font-size: (\d+)px \}", as_svg(timeline_of("1f1b")))
+    assert float(last) * 830 / 960 >= 14
 
 
 def test_legend_continues_in_another_line() -> None:
@@ -296,9 +295,19 @@ def test_draw_reads_a_csv_file_and_a_measured_step(tmp_path: Path, capsys: pytes
     assert f"{tmp_path}, step 7, in seconds\npp 0  0F0 0F1 " in capsys.readouterr().out
 
 
+def test_draw_takes_the_activations_of_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    run(*["--schedule", "zb_h1", "--pp", "2", "--microbatches", "4", "--activations", "10", "30", "--deferred", "0.5"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].endswith("below each rank its activations, █ = 45 in the given unit")
+    assert lines[-2] == "step time 13, bubble 7.7%, peak activations by pp rank 20 45"
+    run(*["--schedule", "afab", "--pp", "2", "--microbatches", "4", "--transfer", "2", "--p2p", "0.5"])
+    assert "step time 23" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--activations", "1", "2"], "error: --activations has 2 sizes, but there are 4 stages"),
         (["--schedule", "gpipe"], "error: there is no schedule 'gpipe'; choose one of afab, "),
         (["--schedule", "zbv", "--chunks", "3"], r"error: zbv has 2 chunk\(s\) per pp rank, not 3"),
         (["--csv", "nowhere.csv"], "error: cannot read the schedule 'nowhere.csv'"),

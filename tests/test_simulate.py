@@ -1,5 +1,6 @@
 """The simulator: idle time and activations match the papers' formulas; costs and messages match results by hand."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -209,10 +210,18 @@ def test_memory_curves_are_the_activations_at_each_time() -> None:
         [(0.0, 0), (0.0, 1), (1.0, 1), (1.0, 2), (2.0, 2), (4.0, 2), (6.0, 1), (7.0, 1), (9.0, 0)],
         [(0.0, 0), (1.0, 1), (2.0, 1), (2.0, 1), (4.0, 0), (4.0, 1), (5.0, 1), (5.0, 1), (7.0, 0)],
     ]
-    in_bytes = memory_curves(simulate(build("zb_h1", 2, 3)), {0: 10, 1: 30}, deferred={0: 4, 1: 20})
-    peaks = [peak_activations(p, {0: 10, 1: 30}, {0: 4, 1: 20}) for p in build("zb_h1", 2, 3).programs]
-    assert [max(live for _, live in curve) for curve in in_bytes] == peaks
-    assert [curve[-1][1] for curve in in_bytes] == [0, 0]
+
+
+def test_memory_curves_of_unequal_stages_in_bytes() -> None:
+    """I frees what W does not need."""
+    schedule = build("zb_h1", 2, 3)
+    curves = memory_curves(dataclasses.replace(simulate(schedule), sizes=[10, 30], deferred=0.4))
+    peaks = [peak_activations(program, {0: 10, 1: 30}, {0: 4, 1: 12}) for program in schedule.programs]
+    assert [max(live for _, live in curve) for curve in curves] == peaks == [20, 42]
+    assert [curve[-1][1] for curve in curves] == [0, 0]
+    split = Timeline([[Span(parse_action(f"0{kind}0"), i, i + 1) for i, kind in enumerate("FIW")]], [10], 0.4)
+    assert memory_curves(split) == [[(0, 0), (0, 10), (1, 10), (1, 10), (2, 4), (2, 4), (3, 0)]]
+    assert summary(split)["peak activations by pp rank"] == "10"
 
 
 @pytest.mark.parametrize(

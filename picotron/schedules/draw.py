@@ -10,10 +10,8 @@ and each half of a split backward takes 1 unit. `--schedule auto` searches the f
 """
 
 import argparse
-import bisect
 import dataclasses
 import json
-import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,93 +22,14 @@ from picotron.arguments import number
 from picotron.errors import UserError
 from picotron.files import create
 from picotron.schedules.actions import Overlapped, Schedule
-from picotron.schedules.draw_svg import MEANING, as_page, as_svg, kinds
+from picotron.schedules.draw_svg import as_page, as_svg
+from picotron.schedules.draw_text import as_text
 from picotron.schedules.recorded import recorded_costs
 from picotron.schedules.schedule_csv import as_csv, read_csv
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.search import fastest_schedule, fastest_shape, shapes
-from picotron.schedules.simulate import (
-    Costs,
-    Timeline,
-    computes,
-    memory_in_micro_batches,
-    simulate,
-    summary,
-    tick_distance,
-)
+from picotron.schedules.simulate import Costs, Timeline, computes, simulate, summary
 from picotron.schedules.trace import read_trace
-
-BLOCKS = " ▁▂▃▄▅▆▇█"
-
-
-def as_text(timeline: Timeline, width: int = 160) -> str:
-    """Draw a timeline as text: a line for each rank, below it a curve of its activations, and at the end a time axis
-    and a legend. If names like 2F0 do not fit, an action is shown as a letter: its kind, or X for an overlapped pair,
-    in lower case for every other chunk.
-
-    Args:
-        width: largest width of the timeline, in characters.
-    """
-    spans = [[span for span in rank if computes(span.action) and span.end > span.start] for rank in timeline.spans]
-    longest_name = max(len(str(action)) for rank in spans for action, _, _ in rank)
-    shortest = min(end - start for rank in spans for _, start, end in rank)
-    names_fit = timeline.step_time / shortest * (longest_name + 1) <= width
-    scale = (longest_name + 1) / shortest if names_fit else min(1 / shortest, width / timeline.step_time)
-    lines = []
-    for rank in spans:
-        stages = sorted({part.stage for action, _, _ in rank for part in action.parts})
-        line = ["."] * round(timeline.step_time * scale)
-        for action, start, end in rank:
-            first, last = round(start * scale), round(end * scale)
-            if names_fit:
-                text = str(action).ljust(last - first - 1, "-") + " "
-            else:
-                letter = "X" if isinstance(action, Overlapped) else action.kind
-                odd_chunk = stages.index(action.parts[0].stage) % 2
-                text = (letter.lower() if odd_chunk else letter).ljust(last - first, "-")
-            line[first:last] = text[: last - first]
-        lines.append("".join(line).rstrip())
-    curves = memory_in_micro_batches(timeline)
-    peak = max(live for curve in curves for _, live in curve)
-    drawn = []
-    for rank, (line, curve) in enumerate(zip(lines, curves, strict=True)):
-        drawn += [f"pp {rank}  {line}", "      " + memory_line(curve, peak, len(line), scale)]
-    return "\n".join(
-        [
-            *(line.rstrip() for line in drawn if line.strip()),
-            time_line(timeline, scale),
-            legend(timeline, peak, names_fit),
-        ]
-    )
-
-
-def memory_line(curve: Sequence[tuple[float, float]], peak: float, length: int, scale: float) -> str:
-    """Draw a curve of activations as blocks, each `1 / scale` wide; a full block is `peak`."""
-    times = [time for time, _ in curve]
-    live = [curve[bisect.bisect_right(times, (column + 0.5) / scale) - 1][1] for column in range(length)]
-    return "".join(BLOCKS[math.ceil(8 * each / peak) if peak else 0] for each in live)
-
-
-def time_line(timeline: Timeline, scale: float) -> str:
-    """Draw a time axis: each number begins at its time."""
-    length, line = round(timeline.step_time * scale), ""
-    distance = tick_distance(timeline.step_time, most=max(1, length // 10))
-    for time in (distance * i for i in range(math.floor(timeline.step_time / distance) + 1)):
-        if round(time * scale) + len(f"{time:g}") <= length:
-            line = line.ljust(round(time * scale)) + f"{time:g} "
-    return f"time  {line.rstrip()}"
-
-
-def legend(timeline: Timeline, peak: float, has_names: bool) -> str:
-    """Explain the symbols that occur."""
-    names = [f"{kind} {MEANING[kind]}" for kind in kinds(timeline) if kind != "R"]
-    actions = [action for program in timeline.programs for action in program]
-    if not has_names and any(isinstance(action, Overlapped) for action in actions):
-        names.append("X overlapped forward and backward")
-    if not has_names and len({part.stage for action in actions for part in action.parts}) > len(timeline.spans):
-        names.append("lower case every other chunk")
-    memory = f"; below each rank its activations, █ = {peak:.3g} micro-batches" if peak else ""
-    return f"{', '.join(names)}, . idle{memory}"
 
 
 def as_trace(timeline: Timeline) -> str:
@@ -197,13 +116,28 @@ def searched(arguments: argparse.Namespace) -> dict[str, Timeline]:
             )
         given = {name: value for name in ("p2p", "transfer") if (value := getattr(arguments, name)) is not None}
         costs = dataclasses.replace(costs, **given)
-        found = fastest_schedule(pp, microbatches, memory, costs, (recorded.chunks, recorded.placement))
+        found = fastest_schedule(
+            pp, microbatches, memory, costs, (recorded.chunks, recorded.placement), arguments.deferred
+        )
     else:
         found = fastest_shape(
-            pp, microbatches, memory, shapes(arguments.chunks), lambda shape: equal_stages(pp, shape[0], arguments)
+            pp,
+            microbatches,
+            memory,
+            shapes(arguments.chunks),
+            lambda shape: equal_stages(pp, shape[0], arguments),
+            arguments.deferred,
         )
     name = f"auto: {found.name}, {found.schedule.placement} placement, memory limit {memory:g}"
     return {title(name, found.schedule): simulate(found.schedule, found.costs)}
+
+
+def with_memory(timeline: Timeline, arguments: argparse.Namespace) -> Timeline:
+    """Return the timeline with the activations of each stage that are given on the command line."""
+    stages = {part.stage for program in timeline.programs for action in program for part in action.parts}
+    if arguments.activations and len(arguments.activations) != len(stages):
+        raise UserError(f"--activations has {len(arguments.activations)} sizes, but there are {len(stages)} stages")
+    return dataclasses.replace(timeline, sizes=arguments.activations, deferred=arguments.deferred)
 
 
 def equal_stages(pp: int, chunks: int, arguments: argparse.Namespace) -> Costs:
@@ -271,13 +205,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="for auto: the most micro-batches that a pp rank may hold; by default --pp",
     )
     parser.add_argument(
+        "--activations",
+        type=number(float, 0),
+        nargs="+",
+        metavar="SIZE",
+        help="size of a micro-batch's activations in each stage, in any unit; by default, a micro-batch on a rank is 1",
+    )
+    parser.add_argument(
+        "--deferred", type=number(float, 0, 1), default=1.0, help="fraction of them that W needs after I; by default 1"
+    )
+    parser.add_argument(
         "--costs", metavar="RUN_DIR", help="for auto: use the times, in seconds, of a step that a run recorded"
     )
     parser.add_argument("--out", type=Path, help=".svg, .html, .json or .csv file; by default, text is printed")
     options = parser.parse_args(arguments)
     try:
         check_options(options)
-        timelines = timelines_of(options)
+        timelines = {title: with_memory(timeline, options) for title, timeline in timelines_of(options).items()}
         if options.out:
             write(timelines, options.out)
             return

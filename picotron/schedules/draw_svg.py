@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from picotron.schedules.simulate import Timeline, computes, memory_in_micro_batches, summary, tick_distance
+from picotron.schedules.simulate import Timeline, computes, memory_curves, summary, tick_distance
 
 # Okabe and Ito's colours, which colour-blind people can distinguish; those of W and R are lighter, for black text.
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#f0e442", "W": "#1fb58a", "R": "#d9a0c0"}
@@ -23,13 +23,16 @@ LINE, CHARACTER = 26, 9.2  # height of a line of text, and the mean width of a c
 STYLE = """
 text, body { font-family: system-ui, sans-serif; fill: #222; color: #222 }
 @media (prefers-color-scheme: dark) { text, body { fill: #ddd; color: #ddd; background: #1c1c1c } }
+text { font-size: 11px }
+.label { fill: #000; text-anchor: middle; pointer-events: none }
+.idle { fill: #888; fill-opacity: 0.25 }
+.action { stroke: #fff; stroke-width: 0.5 }
+"""
+OWN_STYLE = """
 text { font-size: 17px }
 .centred { text-anchor: middle }
 .axis { stroke: #888; stroke-width: 1.5 }
 .memory { fill: #888; fill-opacity: 0.6 }
-.label { fill: #000; text-anchor: middle; pointer-events: none }
-.idle { fill: #888; fill-opacity: 0.25 }
-.action { stroke: #fff; stroke-width: 0.5 }
 """
 
 
@@ -85,11 +88,11 @@ def as_svg(timeline: Timeline, duration: float | None = None, width: int = 960, 
         width: width in pixels.
     """
     scale = (width - LEFT - 12) / (duration or timeline.step_time)
-    curves = memory_in_micro_batches(timeline)
+    curves = memory_curves(timeline)
     peak = max(live for curve in curves for _, live in curve)
     keys, first = legend(0, 0, timeline, width=width) if with_legend else ([], 0)
     if with_legend and peak:
-        text = f"Curves: activations, up to {peak:.3g} micro-batches. The number below a rank is its peak."
+        text = f"Curves: activations, up to {peak:.4g} {timeline.memory_unit}. The number below a rank is its peak."
         keys.append(f'<text x="0" y="{first + 15}">{text}</text>')
         first += LINE
     each = ROW + CURVE + GAP
@@ -97,7 +100,7 @@ def as_svg(timeline: Timeline, duration: float | None = None, width: int = 960, 
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + LINE}" width="{width}" '
         f'height="{bottom + LINE}">',
-        f"<style>{STYLE}</style>",
+        f"<style>{STYLE}{OWN_STYLE}</style>",
         *keys,
         *time_axis(LEFT, bottom - 4, scale, duration or timeline.step_time),
     ]
@@ -119,15 +122,15 @@ def memory(
     curve: Sequence[tuple[float, float]], peak: float, step_time: float, bottom: float, scale: float
 ) -> list[str]:
     """Draw a curve of activations as an area, and its maximum as a number. A height of CURVE is `peak`."""
-    points, height = [(LEFT, bottom)], 0.0
+    points, height = [(float(LEFT), bottom)], 0.0
     for time, live in [*curve, (step_time, 0.0)]:
         x, before, height = LEFT + time * scale, height, live / peak * CURVE
         points += [(x, bottom - before), (x, bottom - height)]
     text = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
     most = max(live for _, live in curve)
     return [
-        f'<polygon class="memory" points="{text}"><title>at most {most:.3g} micro-batches</title></polygon>',
-        f'<text x="0" y="{bottom - 3:.2f}">{most:.3g}</text>',
+        f'<polygon class="memory" points="{text}"><title>activations, at most {most:.4g}</title></polygon>',
+        f'<text x="0" y="{bottom - 3:.2f}">{most:.4g}</text>',
     ]
 
 

@@ -180,8 +180,13 @@ def shapes(chunks: int | None) -> list[Shape]:
 
 
 def fastest_shape(
-    pp: int, microbatches: int, memory: float, candidates: Iterable[Shape], costs_of: Callable[[Shape], Costs]
+    pp: int,
+    microbatches: int,
+    memory: float,
+    candidates: Iterable[Shape],
+    costs_of: Callable[[Shape], Costs],
+    deferred: float = 1.0,
 ) -> Found:
     """Return the fastest schedule for stages of any of some shapes, see `fastest_schedule`."""
-    found = [fastest_schedule(pp, microbatches, memory, costs_of(shape), shape) for shape in candidates]
+    found = [fastest_schedule(pp, microbatches, memory, costs_of(shape), shape, deferred) for shape in candidates]
     return min(found, key=lambda each: each.score)

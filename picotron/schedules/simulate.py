@@ -10,7 +10,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from picotron.errors import UserError
 from picotron.schedules.actions import Action, AnyAction, Overlapped, Schedule
@@ -68,14 +68,23 @@ class Timeline:
 
     Args:
         spans: the spans of each rank, in order; times are relative to the beginning of the step.
+        sizes: the activations of a micro-batch in each stage, in any unit, such as bytes. By default, the unit is one
+            micro-batch in all stages of a rank.
+        deferred: fraction of a stage's activations that is kept between I and W.
     """
 
     spans: Sequence[Sequence[Span]]
+    sizes: Sequence[float] | None = None
+    deferred: float = 1.0
 
     @property
     def programs(self) -> list[list[AnyAction]]:
         """The computations of each rank. (Messages and reductions are not computations.)"""
         return [[span.action for span in rank if computes(span.action)] for rank in self.spans]
+
+    @property
+    def memory_unit(self) -> str:
+        return "micro-batches" if self.sizes is None else "in the given unit"
 
     @property
     def step_time(self) -> float:
@@ -182,8 +191,8 @@ def peak_activations(
 
 
 def activations(
-    program: Sequence[AnyAction], sizes: Mapping[int, int] | None = None, deferred: Mapping[int, int] | None = None
-) -> Iterator[tuple[int, int]]:
+    program: Sequence[AnyAction], sizes: Mapping[int, Any] | None = None, deferred: Mapping[int, Any] | None = None
+) -> Iterator[tuple[Any, Any]]:
     """Yield the activations that a rank holds during each action and after it, see `peak_activations`."""
     parts = [part for action in program for part in action.parts]
     kept = {(part.stage, part.microbatch) for part in parts if part.kind in ("B", "W")}
@@ -199,24 +208,18 @@ def activations(
         yield during, live
 
 
-def memory_curves(
-    timeline: Timeline, sizes: Mapping[int, int] | None = None, deferred: Mapping[int, int] | None = None
-) -> list[list[tuple[float, int]]]:
+def memory_curves(timeline: Timeline) -> list[list[tuple[float, float]]]:
     """Return the activations of each rank as steps: (time, activations from that time on), see `peak_activations`."""
     curves = []
     for program, spans in zip(timeline.programs, timeline.spans, strict=True):
+        stages = {part.stage for action in program for part in action.parts}
+        sizes = {stage: timeline.sizes[stage] if timeline.sizes else 1 / len(stages) for stage in stages}
+        kept = {stage: size * timeline.deferred for stage, size in sizes.items()}
         computations = [span for span in spans if computes(span.action)]
-        levels = zip(computations, activations(program, sizes, deferred), strict=True)
+        levels = zip(computations, activations(program, sizes, kept), strict=True)
         steps = [step for span, (during, after) in levels for step in ((span.start, during), (span.end, after))]
-        curves.append([(0.0, 0), *steps])
+        curves.append([(0.0, 0.0), *((time, round(live, 9)) for time, live in steps)])
     return curves
-
-
-def memory_in_micro_batches(timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """Return the `memory_curves` in units of one micro-batch in all stages of a rank."""
-    stages = [{part.stage for action in program for part in action.parts} for program in timeline.programs]
-    curves = zip(memory_curves(timeline), stages, strict=True)
-    return [[(time, live / max(1, len(held))) for time, live in curve] for curve, held in curves]
 
 
 def tick_distance(duration: float, most: int) -> float:
@@ -226,12 +229,12 @@ def tick_distance(duration: float, most: int) -> float:
 
 
 def summary(timeline: Timeline) -> dict[str, str]:
-    """Return key figures of a timeline as text. Activations are in units of one micro-batch in all stages of a rank."""
-    peaks = [max(live for _, live in curve) for curve in memory_in_micro_batches(timeline)]
+    """Return key figures of a timeline as text. The unit of activations is that of `memory_curves`."""
+    peaks = [max(live for _, live in curve) for curve in memory_curves(timeline)]
     return {
         "step time": f"{timeline.step_time:.4g}",
         "bubble": f"{timeline.bubble:.1%}",
-        "peak activations by pp rank": " ".join(f"{peak:.3g}" for peak in peaks),
+        "peak activations by pp rank": " ".join(f"{peak:.4g}" for peak in peaks),
     }
 
 
