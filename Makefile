@@ -32,7 +32,7 @@ test: $(STAMP) ## run the tests (8 minutes on 2 cores)
 test-fast: $(STAMP) ## run the tests that start no processes (under a minute)
 	$(BIN)/python -m pytest -q -m "not parity and not processes" $(ARGS)
 
-parity: $(STAMP) ## compare 66 layouts with one process, write docs/parity.md, run the long tests
+parity: $(STAMP) ## compare 73 layouts with one process, write docs/parity.md, run the long tests
 	$(BIN)/python -m tests.parity
 	$(BIN)/python -m pytest -q -m parity $(ARGS)
 
