@@ -21,6 +21,7 @@ from picotron.errors import UserError
 from picotron.files import create
 from picotron.schedules.actions import Overlapped
 from picotron.schedules.draw_svg import as_page, as_svg
+from picotron.schedules.generation import generation
 from picotron.schedules.schedule_csv import as_csv, read_csv
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.simulate import Costs, Timeline, computes, simulate, summary
@@ -105,6 +106,13 @@ def timelines_of(arguments: argparse.Namespace) -> dict[str, Timeline]:
     if arguments.measured:
         step, timeline = read_trace(arguments.measured, arguments.step)
         return {f"{arguments.measured}, step {step}, in seconds": timeline}
+    if arguments.schedule == "generation":
+        schedule = generation(pp, microbatches, arguments.tokens or 4, chunks or 1)
+        costs = Costs(weights=[1 / schedule.chunks] * schedule.num_stages, p2p=arguments.p2p)
+        title = f"generation, pp={pp}, groups={microbatches}, tokens={arguments.tokens or 4}, chunks={schedule.chunks}"
+        return {title: simulate(schedule, costs)}
+    if arguments.tokens:
+        raise UserError(f"--tokens {arguments.tokens} is only for --schedule generation; remove it")
     if arguments.csv:
         schedules = {arguments.csv: read_csv(arguments.csv)}
     elif arguments.all:
@@ -130,7 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}; by default 1f1b")
+    what.add_argument(
+        "--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}, or generation; by default 1f1b"
+    )
     what.add_argument("--all", action="store_true", help="draw all of these schedules")
     what.add_argument(
         "--csv", metavar="FILE", help="draw a schedule from a CSV file with one line of actions per pp rank"
@@ -140,6 +150,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pp", type=number(int, 1), default=4, help="number of pp ranks; by default 4")
     parser.add_argument(
         "--microbatches", type=number(int, 1), default=8, help="number of micro-batches per step; by default 8"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=number(int, 1),
+        help="tokens per prompt, only for generation, whose micro-batches are groups of prompts; by default 4",
     )
     parser.add_argument(
         "--chunks", type=number(int, 1), help="stages per pp rank, for schedules that work with any number"
