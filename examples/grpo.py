@@ -60,7 +60,7 @@ def rows_of(prompts: list[list[int]], completions: list[Completion], advantages:
         text, first = prompt + completion.tokens, len(prompt) - 1
         ids[row, : len(text) - 1], targets[row, : len(text) - 1] = torch.tensor(text[:-1]), torch.tensor(text[1:])
         drawn[row, first : len(text) - 1] = 1
-        log_probs[row, first : len(text) - 1] = torch.tensor(completion.log_probs).double()
+        log_probs[row, first : len(text) - 1] = torch.tensor(completion.log_probs, dtype=torch.float64)
     return {"input_ids": ids, "target_ids": targets, "drawn": drawn, "log_probs": log_probs, "advantages": advantages}
 
 

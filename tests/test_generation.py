@@ -44,7 +44,9 @@ def results(pool: WorkerPool, layout: dict[str, Any], cases: list[tuple[Prompts,
 def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
     assert [each.tokens for each in ours] == [each.tokens for each in theirs]
     for one, other in zip(ours, theirs, strict=True):
-        assert_close(one.log_probs, other.log_probs)
+        assert len(one.log_probs) == len(one.tokens)
+        if other.log_probs:
+            assert_close(one.log_probs, other.log_probs)
 
 
 @functools.cache
@@ -134,7 +136,7 @@ def test_few_and_short_prompts(pool: WorkerPool, layout: dict[str, Any]) -> None
 
 def test_draws_depend_on_the_number_of_the_prompt(pool: WorkerPool) -> None:
     for ours in pool.run(numbered, 1):
-        assert ours["some"] == ours["all"][2:5]
+        assert_same(ours["some"], ours["all"][2:5])
         assert len({tuple(each.tokens) for each in ours["copies"]}) == 4
         assert ours["other seed"] != ours["all"]
 
