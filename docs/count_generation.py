@@ -4,6 +4,7 @@ The model is the quickstart's, in float32.
 """
 
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -40,7 +41,7 @@ def generate_on_rank(rank: int, new: int, **layout: int) -> tuple[int, int]:
         stage, grid = stage_of(config), pgm.process_group_manager
         p, mine = grid.pp_world_size, range(grid.cp_dp_rank, PROMPTS, grid.cp_dp_world_size)
         groups = [Group(dict.fromkeys(mine[i::p], [1] * LENGTH), Sampling(new), 0, CPU) for i in range(p)]
-        last = list(stage.module.model.layers.values())[-1]
+        last: Any = list(stage.module.model.layers.values())[-1]
         last.mlp.register_forward_pre_hook(count)
         with generating(stage):
             Rotation(stage, generation(p, p, 1), groups, new).run()

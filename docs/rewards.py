@@ -24,7 +24,7 @@ def draw(folders: list[Path]) -> Svg:
     for value in (0.0, 0.25, 0.5, 0.75, 1.0):
         svg.line(*place(0, value), *place(steps, value))
         svg.text(8, place(0, value)[1] + 5, f"{value:.2f}")
-    for step in range(0, steps + 1, 30):
+    for step in range(0, steps + 1, 20):
         svg.text(place(step, 0)[0], TOP + HEIGHT + 22, str(step), "centred")
     for colour, run, folder in zip(RANKS, runs, folders, strict=False):
         for key, thickness in (("reward", 1), ("evaluation", 3)):

@@ -36,7 +36,7 @@ from picotron.train_step import make_train_step
 from picotron.weights import initial_weights
 
 END, CLOSING = 0, {1: 4, 2: 5, 3: 6}  # tokens: the end, and the closing bracket of each opening one
-DEPTH, QUESTIONS, SAMPLES, UPDATES = 4, 16, 16, 2  # largest number of brackets; per step: samples of each question
+DEPTH, QUESTIONS, SAMPLES, UPDATES = 3, 16, 16, 2  # largest number of brackets; per step: samples of each question
 CLIP = 0.2
 MODEL = LlamaConfig(
     vocab_size=7, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -83,6 +83,7 @@ def learn(config: Config, device: torch.device) -> list[dict[str, float]]:
     grid = setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     plan = check_layout(config, MODEL)
     model = build_model(config, MODEL, plan, device, dtype, initial_weights(MODEL, training.seed))
+    stage: Any = model.module
     optimizer = AdamW(model.parameters(), training, config.model.use_fused_adam)
     take_step = make_train_step(config, MODEL, plan, device, dtype)
     sampling = Sampling(DEPTH + 2, temperature=1.0, seed=training.seed, end=END)
@@ -91,14 +92,14 @@ def learn(config: Config, device: torch.device) -> list[dict[str, float]]:
     for step in range(training.total_train_steps + 1):
         record: dict[str, float] = {"step": step}
         if step % 10 == 0:
-            answers = generate(model.module, ALL_QUESTIONS, greedy)
+            answers = generate(stage, ALL_QUESTIONS, greedy)
             rewards = [reward(*pair) for pair in zip(ALL_QUESTIONS, (each.tokens for each in answers), strict=True)]
             record |= {"evaluation": sum(rewards) / len(rewards), "solved": rewards.count(1.0) / len(rewards)}
 
         dice = random.Random(f"{training.seed} {step}")  # the same questions on every rank
         questions = [dice.choices(list(CLOSING), k=dice.randint(1, DEPTH)) for _ in range(QUESTIONS)]
         prompts = [question for question in questions for _ in range(SAMPLES)]
-        completions = generate(model.module, prompts, sampling, first=step * len(prompts))
+        completions = generate(stage, prompts, sampling, first=step * len(prompts))
         rewards = [reward(prompt, completion.tokens) for prompt, completion in zip(prompts, completions, strict=True)]
         of_question = torch.tensor(rewards, dtype=torch.float64).view(QUESTIONS, SAMPLES)
         deviation, spread = of_question - of_question.mean(1, keepdim=True), of_question.std(1, keepdim=True)

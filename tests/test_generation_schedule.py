@@ -7,6 +7,7 @@ import pytest
 
 from picotron.errors import UserError
 from picotron.schedules.checker import check
+from picotron.schedules.draw import main
 from picotron.schedules.generation import generation
 from picotron.schedules.simulate import Costs, simulate
 
@@ -71,3 +72,15 @@ def test_numbers_that_do_not_work_are_errors() -> None:
         generation(2, 0, 1)
     with pytest.raises(UserError, match="must each be at least 1, and their product at most 65,536"):
         generation(2, 2, 2**16)
+
+
+def test_draw_prints_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--schedule", "generation", "--pp", "2", "--microbatches", "2", "--tokens", "3"])
+    title, *lines, facts, _ = capsys.readouterr().out.splitlines()
+    assert title == "generation, pp=2, groups=2, tokens=3, chunks=1"
+    assert lines == ["pp 0  0F0 0F1 0F2 0F3 0F4 0F5 ....", "pp 1  ....1F0 1F1 1F2 1F3 1F4 1F5"]
+    assert facts.startswith("step time 7, bubble 14.3%")
+    with pytest.raises(SystemExit, match="--tokens 3 is only for --schedule generation; remove it"):
+        main(["--schedule", "1f1b", "--tokens", "3"])
+    main(["--schedule", "generation", "--pp", "2", "--microbatches", "2", "--chunks", "2"])
+    assert "step time 8.5, bubble 5.9%" in capsys.readouterr().out  # a stage takes half as long

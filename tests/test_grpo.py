@@ -59,7 +59,7 @@ def test_the_first_ratio_is_one(pool: WorkerPool) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_evaluation_rises(pool: WorkerPool, seed: int) -> None:
-    records = pool.run(run, 4, words_of(60, training__seed=seed), timeout=400)[0]
+    records = pool.run(run, 4, words_of(40, training__seed=seed), timeout=400)[0]
     evaluations = [record["evaluation"] for record in records if "evaluation" in record]
     assert evaluations[0] < 0.2
     assert evaluations[-1] > 0.5

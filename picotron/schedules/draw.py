@@ -107,10 +107,10 @@ def timelines_of(arguments: argparse.Namespace) -> dict[str, Timeline]:
         step, timeline = read_trace(arguments.measured, arguments.step)
         return {f"{arguments.measured}, step {step}, in seconds": timeline}
     if arguments.schedule == "generation":
-        schedule = generation(pp, microbatches, arguments.tokens or 4, chunks or 1)
-        costs = Costs(weights=[1 / schedule.chunks] * schedule.num_stages, p2p=arguments.p2p)
-        title = f"generation, pp={pp}, groups={microbatches}, tokens={arguments.tokens or 4}, chunks={schedule.chunks}"
-        return {title: simulate(schedule, costs)}
+        tokens, rotation = arguments.tokens or 4, generation(pp, microbatches, arguments.tokens or 4, chunks or 1)
+        costs = Costs(weights=[1 / rotation.chunks] * rotation.num_stages, p2p=arguments.p2p)
+        title = f"generation, pp={pp}, groups={microbatches}, tokens={tokens}, chunks={rotation.chunks}"
+        return {title: simulate(rotation, costs)}
     if arguments.tokens:
         raise UserError(f"--tokens {arguments.tokens} is only for --schedule generation; remove it")
     if arguments.csv:
