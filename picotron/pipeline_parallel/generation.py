@@ -1,9 +1,9 @@
-"""Text from any layout: groups of prompts rotate through the stages of a pipeline.
+"""Generation of text in any layout: groups of prompts rotate through the stages of a pipeline.
 
 The next token of a sequence depends on the one before, so a single group of sequences would keep one stage busy at a
-time. So the prompts of a pipeline form as many groups as it has ranks, and in every tick, each rank computes a
-different group (`GenerationSchedule.ticks`), then sends the result to the next rank and receives the next group from
-the one before. For 3 ranks, whose groups are F0, F1 and F2:
+time. So the prompts of a pipeline form as many groups as it has ranks. In every tick, each rank computes a different
+group (see `GenerationSchedule.ticks`), sends the result to the next rank and receives another group from the previous
+one. For 3 ranks, whose groups are F0, F1 and F2:
 
     pp 0    F0 F1 F2 F0 F1 F2 F0
     pp 1    .. F0 F1 F2 F0 F1 F2      the last rank draws the next tokens of a group, and sends them to the first one
@@ -42,9 +42,9 @@ ENDED = -1  # in place of a token
 
 
 class Completion(NamedTuple):
-    """What follows a prompt: tokens, the last of which is the end token if that was drawn, and the logarithm of the
-    model's probability of each. (Temperature, top_k and top_p change how tokens are drawn, but not these numbers, which
-    are those of `Head.log_probs`.)
+    """The continuation of a prompt: its tokens, the last of which is the end token if that was drawn, and the logarithm
+    of the model's probability of each. (Temperature, top_k and top_p change how tokens are drawn, but not these
+    numbers, which are those of `Head.log_probs`.)
     """
 
     tokens: list[int]
@@ -143,8 +143,8 @@ class Group:
         """Draw the next token of each sequence from the head's input, (1, N, D) or (b, 1, D) -> (b,)."""
         grid = pgm.process_group_manager
         logits = head(x[:, self.last] if "cu_seqlens" in self.inputs else x.transpose(0, 1))[0]  # (b, V)
-        numbers = [self.streams[number].random() for number in self.numbers]
-        tokens = draw(logits, self.sampling, torch.tensor(numbers, dtype=torch.float64, device=self.device))
+        uniform = [self.streams[number].random() for number in self.numbers]
+        tokens = draw(logits, self.sampling, torch.tensor(uniform, dtype=torch.float64, device=self.device))
         if grid.tp_world_size > 1:  # cumulative sums may round differently on each GPU
             dist.broadcast(tokens, grid.tp_group_ids[0], grid.tp_group)
         log_probs = logits.to(accumulation_dtype(logits)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
@@ -185,7 +185,7 @@ class Rotation:
         return number, self.groups[group]
 
     def is_due(self, action: Action | None) -> TypeGuard[Action]:
-        """Whether a rank runs an action, or has nothing to compute in its tick."""
+        """Whether there is an action to run, and its group has not ended before it."""
         if action is None:
             return False
         number, group = self.round_of(action)
@@ -257,8 +257,8 @@ class Rotation:
 
 @contextlib.contextmanager
 def generating(model: PipelineParallel) -> Iterator[None]:
-    """Change what training and generation do differently, and change it back at the end: attention functions, sequence
-    parallelism, which a single token has no use for, and torch.compile, which would compile for every new length.
+    """Prepare a model for `Rotation`, and restore it at the end: its attention functions change. Sequence parallelism
+    and torch.compile are off, because one token cannot be divided, and because every length would be compiled.
     """
     modules: list[Any] = list(model.modules())
     names = ("attention_fn", "sequence_parallel")
