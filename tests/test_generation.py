@@ -20,7 +20,7 @@ from tests.support.oracle import CPU, assert_close, make_config, oracle_model, o
 from tests.support.training import Loader, all_stages, batches, layout_name, stage_of, step_of, wrapped
 from tests.support.worker_pool import WorkerPool
 
-MODEL = tiny_llama(num_hidden_layers=6)
+MODEL = tiny_llama(num_hidden_layers=6, max_position_embeddings=512)
 PROMPTS = [torch.randint(61, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 7, 3, 12, 5, 2, 9)]
 Prompts = list[list[int]]
 
