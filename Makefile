@@ -58,6 +58,7 @@ bench: $(STAMP) ## compare speed and memory with transformers and with torch's o
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.tokens
 	$(BIN)/python -m benchmarks.packing
+	$(BIN)/python -m benchmarks.generation
 
 gpu: $(STAMP) ## check and measure on this machine's GPUs, write docs/gpu.md
 	$(BIN)/python -m tests.gpu $(ARGS)

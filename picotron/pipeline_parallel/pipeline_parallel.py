@@ -65,7 +65,7 @@ class PipelineParallel(nn.Module):
     def __init__(self, model: Llama, plan: PipelinePlan) -> None:
         super().__init__()
         grid = pgm.process_group_manager
-        self.module = model
+        self.module, self.plan = model, plan
         self.stages = plan.stages_of(grid.pp_rank)
         self.kept_activations = plan.kept_activations(grid.pp_rank)
         has_embedding = any(stage.has_embedding for stage in self.stages.values())

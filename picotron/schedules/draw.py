@@ -24,6 +24,7 @@ from picotron.files import create
 from picotron.schedules.actions import Overlapped, Schedule
 from picotron.schedules.draw_svg import as_page, as_svg
 from picotron.schedules.draw_text import as_text
+from picotron.schedules.generation import generation
 from picotron.schedules.recorded import recorded_costs
 from picotron.schedules.schedule_csv import as_csv, read_csv
 from picotron.schedules.schedules import SCHEDULES, build
@@ -83,6 +84,11 @@ def timelines_of(arguments: argparse.Namespace) -> dict[str, Timeline]:
         return {f"{arguments.measured}, step {step}, in seconds": timeline}
     if arguments.csv:
         schedules = {arguments.csv: read_csv(arguments.csv)}
+    elif arguments.schedule == "generation":
+        tokens = arguments.tokens or 4
+        rotation = generation(pp, microbatches, tokens, chunks or 1)
+        caption = f"generation, pp={pp}, groups={microbatches}, tokens={tokens}, chunks={rotation.chunks}"
+        return {caption: simulate(rotation, equal_stages(pp, rotation.chunks, arguments))}
     elif arguments.schedule == "auto":
         return searched(arguments)
     elif arguments.all:
@@ -151,12 +157,15 @@ def title(name: str, schedule: Schedule) -> str:
 
 def check_options(arguments: argparse.Namespace) -> None:
     """Raise UserError if an option is given that would have no effect."""
-    searches = arguments.schedule == "auto" and not (arguments.csv or arguments.measured or arguments.all)
+    named = not (arguments.csv or arguments.measured or arguments.all)
+    searches, generates = (named and arguments.schedule == name for name in ("auto", "generation"))
     drawn = [name for name in ("csv", "measured") if getattr(arguments, name)]
     unused = {
         "--memory": arguments.memory is not None and not searches,
         "--costs": arguments.costs is not None and not searches,
-        "--group_size": arguments.group_size is not None and (searches or bool(drawn)),
+        "--group_size": arguments.group_size is not None and (searches or generates or bool(drawn)),
+        "--tokens": arguments.tokens is not None and not generates,
+        "--activations": arguments.activations is not None and generates,
         "--step": arguments.step is not None and not arguments.measured and not arguments.costs,
     }
     for option, is_unused in unused.items():
@@ -172,7 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}, or auto; by default 1f1b")
+    what.add_argument(
+        "--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}, auto or generation; by default 1f1b"
+    )
     what.add_argument("--all", action="store_true", help="draw all of these schedules")
     what.add_argument(
         "--csv", metavar="FILE", help="draw a schedule from a CSV file with one line of actions per pp rank"
@@ -182,6 +193,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pp", type=number(int, 1), default=4, help="number of pp ranks; by default 4")
     parser.add_argument(
         "--microbatches", type=number(int, 1), default=8, help="number of micro-batches per step; by default 8"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=number(int, 1),
+        help="tokens per prompt, only for generation, whose micro-batches are groups of prompts; by default 4",
     )
     parser.add_argument(
         "--chunks", type=number(int, 1), help="stages per pp rank, for schedules that work with any number"

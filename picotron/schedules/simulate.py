@@ -129,10 +129,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                 end = start + costs.of(action)
                 spans[rank].append(Span(action, start, end))
                 for part in action.parts:
-                    target = part.stage + (1 if part.kind == "F" else -1)
-                    receiver = schedule.rank_of(target) if 0 <= target < schedule.num_stages else rank
+                    target = schedule.target(part)
+                    receiver = rank if target is None else schedule.rank_of(target)
                     finished[part.result] = end
-                    if receiver != rank and part.kind != "W":
+                    if receiver != rank:
                         link_free[rank, receiver] = max(end, link_free[rank, receiver]) + costs.transfer
                         finished[part.result] = link_free[rank, receiver] + costs.p2p
         if stuck:
