@@ -13,7 +13,7 @@ from pathlib import Path
 from picotron.schedules.actions import Schedule
 from picotron.schedules.schedule_csv import read_csv
 from picotron.schedules.schedules import build
-from picotron.schedules.search import fastest_shape, shapes
+from picotron.schedules.search import fastest_schedule, shapes
 from picotron.schedules.simulate import Costs, peak_activations, simulate
 from picotron.text_table import text_table
 from tests.support.torch_schedules import CLASSES, torch_schedule
@@ -44,10 +44,8 @@ def of_torch(name: str, pp: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def searched(pp: int, microbatches: int, memory: int) -> Schedule:
-    def costs_of(shape: tuple[int, str]) -> Costs:
-        return Costs(weights=[1 / shape[0]] * (pp * shape[0]))
-
-    return fastest_shape(pp, microbatches, memory, shapes(None), costs_of).schedule
+    options = {shape: Costs(weights=[1 / shape[0]] * (pp * shape[0])) for shape in shapes(None)}
+    return fastest_schedule(pp, microbatches, memory, options).schedule
 
 
 def steps() -> Iterator[list[str]]:

@@ -23,6 +23,8 @@ from tests.support.zero_bubble import CASES, Case
 from tests.test_draw import write_trace
 from tests.test_schedules import assert_runs
 
+LOOP: Shape = (1, "loop")
+
 
 @pytest.mark.parametrize(
     "case",
@@ -53,7 +55,7 @@ def test_schedule_fits_runs_and_nothing_hand_made_is_faster(
     F, I, W = times  # noqa: E741
     weights = data.draw(st.lists(st.floats(0.25, 2), min_size=pp * shape[0], max_size=pp * shape[0]))
     costs = Costs(F=F, B=I + W, I=I, W=W, p2p=p2p, weights=weights)
-    found = fastest_schedule(pp, microbatches, memory, costs, shape)
+    found = fastest_schedule(pp, microbatches, memory, {shape: costs})
     assert_runs(found.schedule)
     assert found.score == simulate(found.schedule, costs).step_time
     assert max(map(peak_activations, found.schedule.programs)) <= memory * shape[0]
@@ -66,22 +68,22 @@ def test_schedule_fits_runs_and_nothing_hand_made_is_faster(
     ("costs", "gain"), [(Costs(F=1, B=1.5, I=1, W=0.5, p2p=0.3), 3.9), (Costs(weights=[1, 1.6, 1, 0.8], p2p=0.1), 0.7)]
 )
 def test_search_beats_the_hand_made_schedules_if_messages_are_slow_or_stages_unequal(costs: Costs, gain: float) -> None:
-    found = fastest_schedule(4, 8, 8, costs)
+    found = fastest_schedule(4, 8, 8, {LOOP: costs})
     assert found.name == "search"
-    assert found.score < min(simulate(each, costs).step_time for each in hand_made(4, 8, (1, "loop")).values()) - gain
+    assert found.score < min(simulate(each, costs).step_time for each in hand_made(4, 8, LOOP).values()) - gain
 
 
 def test_search_finds_schedules_for_less_memory_than_the_hand_made_ones() -> None:
-    assert not any(fits(each, 2, 1.0) for each in hand_made(4, 8, (1, "loop")).values())
-    assert fastest_schedule(4, 8, 2, Costs()).score < fastest_schedule(4, 8, 1, Costs()).score
+    assert not any(fits(each, 2, 1.0) for each in hand_made(4, 8, LOOP).values())
+    assert fastest_schedule(4, 8, 2, {LOOP: Costs()}).score < fastest_schedule(4, 8, 1, {LOOP: Costs()}).score
 
 
 def test_with_memory_for_one_micro_batch_only_its_w_overlaps_other_ranks() -> None:
-    assert fastest_schedule(4, 8, 1, Costs()).score == 8 * (4 * (1 + 1) + 1)  # m (p (F + I) + W)
+    assert fastest_schedule(4, 8, 1, {LOOP: Costs()}).score == 8 * (4 * (1 + 1) + 1)  # m (p (F + I) + W)
 
 
 def test_more_memory_is_never_slower() -> None:
-    scores = [fastest_schedule(4, 12, memory, Costs(p2p=0.1)).score for memory in (1, 2, 3, 4, 6, 8, 12)]
+    scores = [fastest_schedule(4, 12, memory, {LOOP: Costs(p2p=0.1)}).score for memory in (1, 2, 3, 4, 6, 8, 12)]
     assert scores == sorted(scores, reverse=True)
 
 
@@ -89,7 +91,7 @@ def test_limit_below_one_micro_batch_is_rejected() -> None:
     with pytest.raises(
         UserError, match=r"a memory limit of 0\.5 micro-batches is too low: a pp rank holds at least one"
     ):
-        fastest_schedule(2, 4, 0.5, Costs())
+        fastest_schedule(2, 4, 0.5, {LOOP: Costs()})
 
 
 def test_shapes_of_a_search() -> None:

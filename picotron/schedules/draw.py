@@ -28,7 +28,7 @@ from picotron.schedules.generation import generation
 from picotron.schedules.recorded import recorded_costs
 from picotron.schedules.schedule_csv import as_csv, read_csv
 from picotron.schedules.schedules import SCHEDULES, build
-from picotron.schedules.search import fastest_schedule, fastest_shape, shapes
+from picotron.schedules.search import fastest_schedule, shapes
 from picotron.schedules.simulate import Costs, Timeline, computes, simulate, summary
 from picotron.schedules.trace import read_trace
 
@@ -122,18 +122,10 @@ def searched(arguments: argparse.Namespace) -> dict[str, Timeline]:
             )
         given = {name: value for name in ("p2p", "transfer") if (value := getattr(arguments, name)) is not None}
         costs = dataclasses.replace(costs, **given)
-        found = fastest_schedule(
-            pp, microbatches, memory, costs, (recorded.chunks, recorded.placement), arguments.deferred
-        )
+        options = {(recorded.chunks, recorded.placement): costs}
     else:
-        found = fastest_shape(
-            pp,
-            microbatches,
-            memory,
-            shapes(arguments.chunks),
-            lambda shape: equal_stages(pp, shape[0], arguments),
-            arguments.deferred,
-        )
+        options = {shape: equal_stages(pp, shape[0], arguments) for shape in shapes(arguments.chunks)}
+    found = fastest_schedule(pp, microbatches, memory, options, arguments.deferred)
     name = f"auto: {found.name}, {found.schedule.placement} placement, memory limit {memory:g}"
     return {title(name, found.schedule): simulate(found.schedule, found.costs)}
 

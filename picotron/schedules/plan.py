@@ -10,7 +10,7 @@ from picotron.schedules.recompute import kept_activations
 from picotron.schedules.recorded import recorded_costs
 from picotron.schedules.schedule_csv import read_csv
 from picotron.schedules.schedules import build
-from picotron.schedules.search import Found, Shape, fastest_schedule, fastest_shape, shapes
+from picotron.schedules.search import Found, Shape, fastest_schedule, shapes
 from picotron.schedules.simulate import Costs, simulate, summary
 from picotron.schedules.stages import (
     Stage,
@@ -187,7 +187,8 @@ def _search_with_estimates(config: "Config", model_config: "LlamaConfig", memory
         chunks = max(1, count_stages(layout.pp_layout) // layout.pp_size)
     elif chunks is None and model_config.num_hidden_layers < 2 * layout.pp_size:
         chunks = 1
-    return fastest_shape(layout.pp_size, training.gradient_accumulation_steps, memory, shapes(chunks), costs_of)
+    options = {shape: costs_of(shape) for shape in shapes(chunks)}
+    return fastest_schedule(layout.pp_size, training.gradient_accumulation_steps, memory, options)
 
 
 def _search_with_recording(config: "Config", memory: float) -> Found:
@@ -198,5 +199,5 @@ def _search_with_recording(config: "Config", memory: float) -> Found:
         ours = getattr(layout, key)
         if ours not in (theirs, None):
             raise UserError(f"the run in pp_costs={layout.pp_costs!r} has {key}={theirs}, but the config has {ours}")
-    shape = (recorded.chunks, recorded.placement)
-    return fastest_schedule(layout.pp_size, config.training.gradient_accumulation_steps, memory, costs, shape)
+    options = {(recorded.chunks, recorded.placement): costs}
+    return fastest_schedule(layout.pp_size, config.training.gradient_accumulation_steps, memory, options)

@@ -10,7 +10,7 @@ random numbers, so all ranks find the same schedule.
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from picotron.errors import UserError
@@ -41,12 +41,13 @@ KNOBS = list(itertools.starmap(Knobs, itertools.product((True, False), (0.0, 0.5
 
 
 class Greedy:
-    """The greedy scheduler. Ranks and stages are numbers, and times are lists, because the search has about a second.
+    """The greedy scheduler. Its state is in lists of numbers, so that a search takes about a second.
 
     Args:
         empty: a schedule whose programs are to be found.
         memory: the most activations of a rank, see `peak_activations`.
         costs: times of actions and messages; the time of a pair or a full backward is not used.
+        deferred: fraction of a stage's activations that is kept between I and W.
     """
 
     def __init__(self, empty: Schedule, memory: float, costs: Costs, deferred: float) -> None:
@@ -55,19 +56,18 @@ class Greedy:
         self.change = {"F": 1.0, "I": deferred - 1, "W": -deferred}  # of a rank's activations
         stages = range(empty.num_stages)
         self.owner = [empty.rank_of(stage) for stage in stages]
-        self.stages = [empty.stages_of(rank)[::-1] for rank in range(empty.pp)]
+        self.stages = [list(enumerate(empty.stages_of(rank)[::-1], start=1)) for rank in range(empty.pp)]
         self.time = {kind: [costs.of(Action(kind, stage)) for stage in stages] for kind in "FIW"}
         message = costs.p2p + costs.transfer
         self.message = [message * (a != b) for a, b in itertools.pairwise(self.owner)]  # from each stage to the next
-        self.work = [sum(self.time[kind][s] for kind in "FIW" for s in own) * self.m for own in self.stages]
+        self.work = [sum(self.time[kind][s] for kind in "FIW" for _, s in own) * self.m for own in self.stages]
 
     def run(self, knobs: Knobs, stop: float) -> Schedule | None:
         """Return a schedule, or None if its step would take at least `stop`, or needs more memory."""
         pp, count = self.empty.pp, self.empty.num_stages
-        self.knobs, self.free, self.left = knobs, [0.0] * pp, self.work.copy()
+        self.knobs, self.free, left = knobs, [0.0] * pp, self.work.copy()
         self.held, self.ahead = [0.0] * pp, [0] * pp  # activations, and forwards without I
         self.limit = [max(self.memory - knobs.slope * rank, self.empty.chunks) for rank in range(pp)]
-        self.done = {kind: [0] * count for kind in "FIW"}
         self.ends: dict[str, list[list[float]]] = {kind: [[] for _ in range(count)] for kind in "FIW"}
         programs: list[list[Action]] = [[] for _ in range(pp)]
         queue: list[tuple[float, int, int, str, int]] = []  # start, rank, version of the choice, and the action
@@ -77,48 +77,57 @@ class Greedy:
             for rank in changed:
                 versions[rank] += 1
                 if choice := self.choose(rank):
-                    heapq.heappush(queue, (choice[3], rank, versions[rank], choice[5], choice[6]))
+                    heapq.heappush(queue, (choice[3], rank, versions[rank], choice[4], choice[5]))
             while queue and queue[0][2] != versions[queue[0][1]]:
                 heapq.heappop(queue)
             if not queue:
                 return None  # all ranks wait for memory
             start, rank, _, kind, stage = heapq.heappop(queue)
-            programs[rank].append(Action(kind, stage, self.done[kind][stage]))
-            self.start(kind, stage, rank, start)
-            if self.free[rank] + self.left[rank] >= stop:
+            programs[rank].append(Action(kind, stage, len(self.ends[kind][stage])))
+            time = self.time[kind][stage]
+            self.free[rank] = start + time
+            left[rank] -= time
+            if self.free[rank] + left[rank] >= stop:
                 return None
-            changed = {rank, *(self.owner[s] for s in (stage - 1, stage + 1) if 0 <= s <= self.last)}
+            self.ends[kind][stage].append(start + time)
+            self.held[rank] += self.change[kind]
+            self.ahead[rank] += (kind == "F") - (kind == "I")
+            target = stage + {"F": 1, "I": -1, "W": 0}[kind]
+            changed = {rank, self.owner[min(max(target, 0), self.last)]}
         return Schedule(programs, self.m, self.empty.chunks, self.empty.placement)
 
-    def start(self, kind: str, stage: int, rank: int, start: float) -> None:
-        time = self.time[kind][stage]
-        self.free[rank] = start + time
-        self.left[rank] -= time
-        self.ends[kind][stage].append(start + time)
-        self.done[kind][stage] += 1
-        self.held[rank] += self.change[kind]
-        self.ahead[rank] += (kind == "F") - (kind == "I")
-
-    def choose(self, rank: int) -> tuple[float, bool, bool, float, int, str, int] | None:
+    def choose(self, rank: int) -> tuple[float, bool, bool, float, str, int] | None:
         """Return a rank's next action: the numbers that decide, of which the fourth is its start; kind and stage."""
-        free, found = self.free[rank], []
-        for order, stage in enumerate(self.stages[rank]):
-            f, i, w = (self.done[kind][stage] for kind in "FIW")
+        free, best, forward_first = self.free[rank], None, self.knobs.forward_first
+        forwards, backwards, weights = self.ends["F"], self.ends["I"], self.ends["W"]
+        for order, stage in self.stages[rank]:
+            f, i = len(forwards[stage]), len(backwards[stage])
             # Each later stage is left room for a micro-batch, without which this one could not finish.
-            room = self.held[rank] + order + 1 <= self.memory and self.ahead[rank] + order + 1 <= self.limit[rank]
-            if f < self.m and room and (stage == 0 or f < self.done["F"][stage - 1]):
-                start = max(free, self.ends["F"][stage - 1][f] + self.message[stage - 1]) if stage else free
-                found.append((start, False, not self.knobs.forward_first, start, order, "F", stage))
-            if i < f and (stage == self.last or i < self.done["I"][stage + 1]):
-                start = max(free, self.ends["I"][stage + 1][i] + self.message[stage]) if stage < self.last else free
-                found.append((start, False, self.knobs.forward_first, start, order, "I", stage))
-            if w < i:
+            if f < self.m and self.held[rank] + order <= self.memory and self.ahead[rank] + order <= self.limit[rank]:
+                ready = 0.0
+                if stage > 0:
+                    inputs = forwards[stage - 1]
+                    ready = inputs[f] + self.message[stage - 1] if f < len(inputs) else math.inf
+                start = max(free, ready)
+                if start < math.inf and (best is None or (start, False, not forward_first) < best[:3]):
+                    best = (start, False, not forward_first, start, "F", stage)
+            if i < f:
+                ready = 0.0
+                if stage < self.last:
+                    inputs = backwards[stage + 1]
+                    ready = inputs[i] + self.message[stage] if i < len(inputs) else math.inf
+                start = max(free, ready)
+                if start < math.inf and (best is None or (start, False, forward_first) < best[:3]):
+                    best = (start, False, forward_first, start, "I", stage)
+            if len(weights[stage]) < i:
                 late = free + (1 - self.knobs.patience) * self.time["W"][stage]
-                found.append((late, True, False, free, order, "W", stage))
-        return min(found, default=None)
+                if best is None or (late, True, False) < best[:3]:
+                    best = (late, True, False, free, "W", stage)
+        return best
 
 
 def fits(schedule: Schedule, memory: float, deferred: float) -> bool:
+    """Return whether no rank ever holds more than `memory` micro-batches, see `fastest_schedule`."""
     unit = 10**6  # `peak_activations` counts integers
     sizes = dict.fromkeys(range(schedule.num_stages), unit)
     kept = dict.fromkeys(sizes, round(unit * deferred))
@@ -141,16 +150,15 @@ def fastest_schedule(
     pp: int,
     microbatches: int,
     memory: float,
-    costs: Costs,
-    shape: Shape = (1, "loop"),
+    options: Mapping[Shape, Costs],
     deferred: float = 1.0,
     objective: Callable[[Timeline], float] = step_time,
 ) -> Found:
-    """Return the fastest schedule for stages of one shape.
+    """Return the fastest schedule for stages of any of some shapes.
 
     Args:
         memory: the most activations of a rank, in units of one micro-batch in all stages of the rank.
-        costs: the times of the actions in each stage.
+        options: the times of the actions in each stage, by shape.
         deferred: fraction of a stage's activations that is kept between I and W.
         objective: what to minimise, by default the step time.
 
@@ -159,34 +167,21 @@ def fastest_schedule(
     """
     if memory < 1:
         raise UserError(f"a memory limit of {memory:g} micro-batches is too low: a pp rank holds at least one")
-    found: Found | None = None
-    for name, schedule in hand_made(pp, microbatches, shape).items():
-        if fits(schedule, memory, deferred):
-            candidate = Found(objective(simulate(schedule, costs)), name, schedule, costs)
-            found = min(filter(None, (found, candidate)), key=lambda each: each.score)
-    greedy = Greedy(Schedule([[]] * pp, microbatches, *shape), memory * shape[0], costs, deferred)
-    for knobs in KNOBS:
-        best = math.inf if found is None else found.score
-        new = greedy.run(knobs, stop=best if objective is step_time else math.inf)
-        if new is not None and (score := objective(simulate(new, costs))) < best:
-            found = Found(score, "search", new, costs)
-    assert found is not None, "room for a micro-batch on each rank is enough"
+    best = math.inf
+    for shape, costs in options.items():
+        for name, schedule in hand_made(pp, microbatches, shape).items():
+            if fits(schedule, memory, deferred) and (score := objective(simulate(schedule, costs))) < best:
+                best, found = score, Found(score, name, schedule, costs)
+    for shape, costs in options.items():
+        greedy = Greedy(Schedule([[]] * pp, microbatches, *shape), memory * shape[0], costs, deferred)
+        for knobs in KNOBS:
+            new = greedy.run(knobs, stop=best if objective is step_time else math.inf)
+            if new is not None and (score := objective(simulate(new, costs))) < best:
+                best, found = score, Found(score, "search", new, costs)
+    assert best < math.inf, "room for a micro-batch on each rank is enough"
     return found
 
 
 def shapes(chunks: int | None) -> list[Shape]:
     """Return the shapes that a search tries if it may choose the number of chunks (None) or the placement."""
     return [shape for shape in SHAPES if shape[0] == chunks] or [(chunks, "loop")] if chunks else SHAPES
-
-
-def fastest_shape(
-    pp: int,
-    microbatches: int,
-    memory: float,
-    candidates: Iterable[Shape],
-    costs_of: Callable[[Shape], Costs],
-    deferred: float = 1.0,
-) -> Found:
-    """Return the fastest schedule for stages of any of some shapes, see `fastest_schedule`."""
-    found = [fastest_schedule(pp, microbatches, memory, costs_of(shape), shape, deferred) for shape in candidates]
-    return min(found, key=lambda each: each.score)

@@ -40,7 +40,7 @@ class Case(NamedTuple):
     def searched_rate(self, memory: int) -> float:
         """The bubble rate of the best schedule for `memory` micro-batches: p in ZB-1p, 2 p in ZB-2p."""
         deferred = 32 * self.hidden / (34 * self.hidden + 5 * self.heads * 1024)
-        found = fastest_schedule(self.p, self.m, memory, self.costs, deferred=deferred, objective=longest_span)
+        found = fastest_schedule(self.p, self.m, memory, {(1, "loop"): self.costs}, deferred, longest_span)
         return self.rate(simulate(found.schedule, found.costs))
 
 
