@@ -12,11 +12,14 @@ these are all layouts of N processes. If some of the four are given, the others 
 except dp, which becomes N / (pp x cp x tp).
 
 --global_batch_size G, in sequences per step, sets gradient_accumulation_steps to G / (dp x mbs).
+
+--hardware NAME adds a forecast of each config's speed to the table and to its folder. --best N, with --world_size,
+--global_batch_size and --hardware, writes the N fastest layouts that fit into the memory of a device (--gib). It tries
+all sizes of the axes, and of keys that are not given: micro-batches of 1 to 8 sequences, activation checkpointing,
+dp_engine bucket, zero1 and zero3, pp_engine 1f1b, interleaved_1f1b and zbv.
 """
 
 import argparse
-import copy
-import functools
 import json
 import os
 import re
@@ -24,29 +27,19 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig
-
-from picotron.config import Config
-from picotron.config import Model as ModelSection
-from picotron.config_reader import (
-    drop_ignored_keys,
-    leaf_keys,
-    override,
-    parse_config,
-    read_value,
-    type_of,
-    unknown_key,
-)
+from picotron.arguments import number
+from picotron.config_reader import drop_ignored_keys, leaf_keys, read_value, type_of, unknown_key
 from picotron.errors import UserError
-from picotron.explain.estimate import Memory, bubble, rank_memory
+from picotron.explain.measure import find_hardware
+from picotron.explain.planned_jobs import PlannedJob, candidates, make_config, plan_job, table, what_fits
+from picotron.explain.planner import best_configs
 from picotron.files import write_atomically
+from picotron.hardware import Hardware
 from picotron.json_files import read_object
 from picotron.model_config import load_model_config
-from picotron.parallelize import check_layout
 from picotron.run_folder import new_archive_folder
 from picotron.sweep.combinations import (
     FLAGS,
@@ -59,9 +52,6 @@ from picotron.sweep.combinations import (
     short_name,
 )
 from picotron.sweep.jobs import ACTIVE, Job
-from picotron.text_table import text_table
-
-GIB = 2**30
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Choices]:
@@ -76,6 +66,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
     parser.add_argument("--out_dir", default="sweeps", help="folder of all runs and sweeps [%(default)s]")
     parser.add_argument("--config", default="template/base_config.json", help="the base config [%(default)s]")
     parser.add_argument("--world_size", nargs="+", type=int, metavar="N", help="number of processes, see above")
+    text = "forecast speeds on H100, H200, A100, L40S, RTX4090, this or a JSON file"
+    parser.add_argument("--hardware", metavar="NAME", help=text)
+    parser.add_argument("--best", type=number(int, 1), metavar="N", help="write only the N fastest layouts, see above")
+    parser.add_argument("--gib", type=number(float, 0), help="memory of a device for --best [that of the hardware]")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace existing configs that differ, and archive them in earlier.N/"
     )
@@ -130,65 +124,6 @@ def check_exp_name(name: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class PlannedJob:
-    """A job that can run.
-
-    Args:
-        data: the config as JSON, as it is written to the file.
-        config: the config.
-        memory: the estimated memory of each pp rank.
-        bubble: the estimated idle fraction, 0 to 1.
-    """
-
-    job: Job
-    data: dict[str, Any]
-    config: Config
-    memory: list[Memory]
-    bubble: float
-
-
-def plan_job(job: Job, base: dict[str, Any], combination: Combination) -> PlannedJob:
-    """Make the config of a combination, check it as train.py does, and estimate its memory and bubble.
-
-    Raises:
-        UserError: train.py would reject the config.
-    """
-    data = copy.deepcopy(base)
-    for key, value in combination.items():
-        if key != GLOBAL_BATCH:
-            override(data, key, value)
-    override(data, "checkpoint.save_dir", str(job.run_folder))
-    config = parse_config(data)
-    if GLOBAL_BATCH in combination:
-        override(data, FLAGS["grad_acc_steps"], accumulation_steps(combination[GLOBAL_BATCH], config))
-        config = parse_config(data)
-    model_config = load_cached(config.model)
-    if isinstance(model_config, UserError):
-        raise model_config
-    plan = check_layout(config, model_config)
-    return PlannedJob(job, data, config, rank_memory(config, model_config, plan), bubble(config, model_config, plan))
-
-
-@functools.cache
-def load_cached(section: ModelSection) -> LlamaConfig | UserError:
-    """Load a model's config. An error is returned, and thus cached: an unreachable hub takes long to fail."""
-    try:
-        return load_model_config(section)
-    except UserError as error:
-        return error
-
-
-def accumulation_steps(global_batch_size: Any, config: Config) -> int:
-    dp, mbs = config.distributed.dp_size, config.training.micro_batch_size
-    if type(global_batch_size) is not int or global_batch_size < 1 or global_batch_size % (dp * mbs):
-        raise UserError(
-            f"global_batch_size={canonical_json(global_batch_size)} should be a positive multiple of {dp * mbs}, the "
-            f"product of dp_size={dp} and micro_batch_size={mbs}"
-        )
-    return global_batch_size // (dp * mbs)
-
-
 def write_configs(planned: Sequence[PlannedJob], folder: Path, overwrite: bool) -> int:
     """Write the configs that do not exist yet. With `overwrite`, archive the files of jobs whose configs differ.
 
@@ -223,6 +158,7 @@ def write_configs(planned: Sequence[PlannedJob], folder: Path, overwrite: bool) 
         if not p.job.config_file.exists():
             p.job.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(p.job.config_file, json.dumps(p.data, indent=2) + "\n")
+        p.write_forecast()
     return len(existing) - len(different)
 
 
@@ -234,35 +170,58 @@ def read_or_none(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def table(planned: Sequence[PlannedJob]) -> str:
-    """Format the layout, batch, bubble and memory of each job; memory is that of the rank that needs most."""
-    rows = [("", "dp pp cp tp", "sequences/step", "tokens/step", "parameters/rank", "bubble", "GiB/rank")]
-    for p in planned:
-        layout, training = p.config.distributed, p.config.training
-        dp, mbs, steps = layout.dp_size, training.micro_batch_size, training.gradient_accumulation_steps
-        heaviest = max(p.memory, key=lambda memory: memory.total)
-        rows.append((
-            p.job.name,
-            f"{dp:2} {layout.pp_size:2} {layout.cp_size:2} {layout.tp_size:2}",
-            f"{p.config.global_batch_size} = {dp} x {mbs} x {steps}",
-            f"{p.config.global_batch_size * training.seq_length:,}",
-            f"{max(memory.parameters for memory in p.memory):,}",
-            f"{p.bubble:.1%}",
-            f"{heaviest.state / GIB:.3f} + {(heaviest.total - heaviest.state) / GIB:.3f} = {heaviest.total / GIB:.3f}",
-        ))  # fmt: skip
-    return text_table(rows)
+def find_best(
+    options: argparse.Namespace, choices: Choices, base: dict[str, Any], hardware: Hardware
+) -> list[Combination]:
+    """Return the combinations that `--best` asks for, best first."""
+    if options.world_size is None or len(options.world_size) > 1 or len(choices.get(GLOBAL_BATCH, [])) != 1:
+        raise UserError("--best compares layouts of one size and one batch: give --world_size and --global_batch_size")
+    for key, values in choices.items():
+        if len(values) > 1 and (key.startswith("model.") or key == "training.seq_length"):
+            raise UserError(
+                f"--best compares layouts of one model: give one value of --{short_name(key)}, not {len(values)}"
+            )
+    choices = {"distributed.use_cpu": [hardware.cores is not None]} | choices
+    tried = list(candidates(base, combinations(choices, options.world_size, base)))
+    if not tried:
+        raise UserError(
+            f"no layout of {options.world_size[0]} ranks can train this model with this batch; change one of them"
+        )
+    model_config = load_model_config(tried[0][1].model)
+    gib = hardware.gib if options.gib is None else options.gib
+    best, (needed, _, least, closest) = best_configs(tried, model_config, hardware, gib, options.best)
+    if not best:
+        assert closest is not None
+        text = ", ".join(f"{short_name(key)} {value}" for key, value in least.items())
+        raise UserError(
+            f"no layout of {options.world_size[0]} ranks fits into {gib:g} GiB; the closest one needs about {needed:.1f} GiB: "
+            f"{text}; {what_fits(closest, model_config, gib)}"
+        )
+    print(f"{len(tried):,} combinations of {options.world_size[0]} ranks can run; these are the fastest that fit:")
+    return best
 
 
 def create(options: argparse.Namespace, choices: Choices) -> None:
-    """Plan all combinations, write their configs, and print the table."""
+    """Plan all combinations, or the best ones, write their configs, and print the table."""
     check_exp_name(options.exp_name)
     base = drop_ignored_keys(read_object(Path(options.config)))
     folder = Path(options.out_dir, options.exp_name)
-    chosen = combinations(choices, options.world_size, base)
+    hardware = None
+    if options.hardware is not None:
+        on_device = ("distributed.use_cpu", "environment.OMP_NUM_THREADS")
+        _, config = make_config(base, {key: choices[key][0] for key in on_device if key in choices})
+        hardware = find_hardware(options.hardware, config)
+    elif options.best is not None or options.gib is not None:
+        raise UserError("--best and --gib need --hardware; add it")
+    if options.best is None:
+        chosen = combinations(choices, options.world_size, base)
+    else:
+        assert hardware is not None
+        chosen = find_best(options, choices, base, hardware)
     planned = []
     for combination, name in zip(chosen, folder_names(chosen), strict=True):
         try:
-            planned.append(plan_job(Job(folder / name, name or options.exp_name), base, combination))
+            planned.append(plan_job(Job(folder / name, name or options.exp_name), base, combination, hardware))
         except UserError as error:
             if len(chosen) == 1:
                 raise

@@ -28,6 +28,7 @@ from picotron.files import write_atomically
 from picotron.json_files import read_object
 from picotron.run_folder import read_records
 from picotron.sweep.jobs import Job, find_jobs
+from picotron.text_table import text_table
 
 logger = logging.getLogger("picotron")
 
@@ -35,7 +36,7 @@ RATE = "tokens_per_second_per_gpu"
 COLUMNS = (
     "name", "status", "dp", "pp", "cp", "tp", "pp_engine", "micro_batch_size", "gradient_accumulation_steps",
     "global_batch_size", "seq_length", "step", "total_train_steps", "final_loss", "eval_loss", f"mean_{RATE}",
-    f"median_{RATE}", "mfu", "memory_gb", "problem",
+    f"median_{RATE}", f"forecast_{RATE}", "mfu", "forecast_mfu", "memory_gb", "forecast_memory_gb", "problem",
 )  # fmt: skip
 
 
@@ -49,6 +50,7 @@ class Run:
         config: the config, or None if it is invalid.
         records: the records of metrics.jsonl.
         problem: the first problem of the run's files, or "".
+        forecast: what `create_config.py --hardware` expected, or {}.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Run:
     config: Config | None
     records: list[dict[str, Any]]
     problem: str
+    forecast: dict[str, Any]
 
     @property
     def layout(self) -> str:
@@ -79,9 +82,16 @@ def read_run(job: Job) -> Run:
         problem = problem or "status.txt has no status"
     records, damage = read_records(folder / "metrics.jsonl")
     name = job.folder.resolve().name if job.name == "." else job.name
+    try:
+        found = read_object(job.forecast_file) if job.forecast_file.exists() else {}
+        forecast = {
+            field: value for field in (RATE, "mfu", "memory_gb") if type(value := found.get(field)) in (int, float)
+        }
+    except UserError as error:
+        forecast, problem = {}, problem or str(error)
     if problem or damage:
         logger.warning("%s: %s", job.folder, problem or damage)
-    return Run(name, status, config, records, problem or damage)
+    return Run(name, status, config, records, problem or damage, forecast)
 
 
 def field_values(records: Sequence[dict[str, Any]], field: str) -> list[float]:
@@ -116,7 +126,20 @@ def table_row(run: Run, warmup: int) -> dict[str, Any]:
     ):
         if values := field_values(records, field):
             row[column] = summary(values)
-    return row
+    return row | {f"forecast_{field}": value for field, value in run.forecast.items()}
+
+
+def comparison(rows: Sequence[dict[str, Any]]) -> str:
+    """Format the measured and the forecast throughput and memory of each run, side by side; fastest forecast first."""
+    columns = (f"median_{RATE}", f"forecast_{RATE}", "memory_gb", "forecast_memory_gb")
+    lines = [["", "tokens/s per device", "forecast", "error", "GB", "forecast", "error"]]
+    for row in sorted(rows, key=lambda row: -row[columns[1]]):
+        cells = [row["name"]]
+        for measured, expected, digits in ((*columns[:2], 0), (*columns[2:], 3)):
+            cells += [f"{row[name]:,.{digits}f}" if name in row else "-" for name in (measured, expected)]
+            cells.append(f"{row[expected] / row[measured] - 1:+.1%}" if measured in row else "-")
+        lines.append(cells)
+    return text_table(lines, first_number=1)
 
 
 def last(values: Sequence[float]) -> float:
@@ -214,6 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         sys.exit(f"error: {error.filename}: {error.strerror}")
     statuses = ", ".join(f"{count} {status or 'by hand'}" for status, count in Counter(r.status for r in runs).items())
+    if forecasts := [row for row in rows if {f"forecast_{RATE}", "forecast_memory_gb"} <= row.keys()]:
+        print(f"Measured and forecast:\n{comparison(forecasts)}\n")
     print(f"{len(runs)} runs ({statuses}): metrics.csv, loss.png, throughput.png and memory.png in {options.inp_dir}")
 
 

@@ -42,7 +42,7 @@ def main() -> None:
     options = parse_command_line(sys.argv[1:])
     config, layout, training = options.config, options.config.distributed, options.config.training
     if options.explain:
-        return explain(config)
+        return explain(config, options.hardware, options.gib, options.json)
     logging.getLogger("picotron.pipeline").setLevel(config.logging.level.upper())
     check_world_size(layout, int(os.environ.get("WORLD_SIZE", 1)))
     claim_save_dir(config)

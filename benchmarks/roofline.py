@@ -28,11 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
-from benchmarks.hardware import HARDWARE, Hardware
 from picotron.config import Config
 from picotron.config_reader import apply_overrides, parse_config
 from picotron.errors import UserError
 from picotron.explain.fake_group import FakeGroup
+from picotron.hardware import HARDWARE, Hardware
 from picotron.metrics import peak_flops
 from picotron.model_config import load_model_config
 from picotron.optimizer import clip_grad_norm
@@ -119,14 +119,15 @@ class Recorder(TorchDispatchMode):
         hardware, seconds = self.hardware, 0.0
         if name in PRODUCTS:
             a, b = [each for each in inputs if each.dim() >= 2 and not any(each is out for out in outputs)][-2:]
-            rate = hardware.products if a.dtype == torch.bfloat16 else hardware.wide_products
+            rate = hardware.rate(str(a.dtype).removeprefix("torch."))
             seconds = 2 * a.numel() * b.size(-1) / rate
         elif "scaled_dot_product" in name:
             q, k = inputs[1:3] if "backward" in name else inputs[:2]  # the first input of backward is a gradient
             product = 2 * q.numel() * k.size(2) / 2  # FLOPs of q k', half of which are masked
-            seconds = 2 * product / hardware.attention
+            rate = hardware.rate(str(q.dtype).removeprefix("torch."))
+            seconds = 2 * product / rate / hardware.attention
             if "backward" in name:
-                seconds = 5 * product / hardware.attention_backward
+                seconds = 5 * product / rate / hardware.attention_backward
         seconds = max(seconds, moved / hardware.memory, hardware.launch)
         self.operations.append(Operation(_group(name), seconds, reads, writes))
 

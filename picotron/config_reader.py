@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from picotron.arguments import number
 from picotron.config import Config
 from picotron.config_types import Section, read_string
 from picotron.errors import UserError
@@ -152,6 +153,9 @@ class Options(NamedTuple):
 
     config: Config
     explain: bool  # print what each rank holds and sends, instead of training
+    hardware: str | None  # with explain: forecast the time of a step on it
+    gib: float | None  # with explain: say whether each rank fits
+    json: bool  # with explain: print JSON
 
 
 def load_config(arguments: list[str]) -> Config:
@@ -160,7 +164,8 @@ def load_config(arguments: list[str]) -> Config:
 
 
 def parse_command_line(arguments: list[str]) -> Options:
-    """Parse the command line of train.py: `--config FILE`, any number of dotted overrides, and `--explain`.
+    """Parse the command line of train.py: `--config FILE`, any number of dotted overrides, and `--explain` with its
+    options.
 
     `--help` and `--schema` (the JSON schema of the config) print their text and exit.
 
@@ -178,7 +183,15 @@ def parse_command_line(arguments: list[str]) -> Options:
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of the config and exit")
     text = "print what each rank holds and sends in a step, and exit; needs one process, whatever the layout"
     parser.add_argument("--explain", action="store_true", help=text)
+    text = "with --explain: also forecast the time of a step on H100, H200, A100, L40S, RTX4090, this or a JSON file"
+    parser.add_argument("--hardware", metavar="NAME", help=text)
+    text = "with --explain: say whether a rank fits into this memory; by default into that of --hardware"
+    parser.add_argument("--gib", type=number(float, 0), metavar="N", help=text)
+    parser.add_argument("--json", action="store_true", help="with --explain: print one JSON object")
     known, overrides = parser.parse_known_args(arguments)
+    for option in ("hardware", "gib", "json"):
+        if getattr(known, option) not in (None, False) and not known.explain:
+            raise UserError(f"--{option} describes a layout, and needs --explain; add it, or remove --{option}")
     if known.schema:
         print(json.dumps(json_schema(), indent=2))
         raise SystemExit(0)
@@ -186,4 +199,4 @@ def parse_command_line(arguments: list[str]) -> Options:
         raise UserError("no config given; use --config FILE, for example --config template/base_config.json")
     data = read_object(Path(known.config))
     apply_overrides(data, overrides)
-    return Options(parse_config(data), known.explain)
+    return Options(parse_config(data), known.explain, known.hardware, known.gib, known.json)

@@ -23,9 +23,11 @@ PARENT = os.getppid()
 
 
 def set_up_logging() -> None:
-    """Log progress on rank 0, warnings on the first rank of every machine, and only errors on the other ranks."""
+    """Log progress on rank 0, warnings on the first rank of every machine, and only errors on the other ranks. With
+    `--json`, the JSON is the only standard output.
+    """
     first_of_machine = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    logger.addHandler(logging.StreamHandler(sys.stdout))
+    logger.addHandler(logging.StreamHandler(sys.stderr if "--json" in sys.argv else sys.stdout))
     if int(os.environ.get("RANK", 0)) == 0:
         logger.setLevel(logging.INFO)
     else:

@@ -23,6 +23,7 @@ from picotron.config import Config
 from picotron.data import Progress
 from picotron.errors import UserError, first_line
 from picotron.files import create
+from picotron.hardware import PEAK_BF16_FLOPS
 from picotron.launch import print_line
 from picotron.run_folder import user_error_on_failure
 from picotron.schedules.costs import model_cost
@@ -30,26 +31,6 @@ from picotron.schedules.costs import model_cost
 logger = logging.getLogger("picotron")
 
 WANDB_SECONDS = 20.0
-
-# Peak dense bfloat16 FLOP/s from the vendors' data sheets. The first of these names that occurs in a device's name
-# counts, so specific names precede general ones.
-PEAK_BF16_FLOPS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800 PCIe": 756e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "MI300X": 1307e12,
-}
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

@@ -237,7 +237,7 @@ def test_explain_prints_no_messages_for_one_rank(
     monkeypatch.setattr(sys, "argv", ["train.py", "--explain", "--config", "docs/small.json"])
     train.main()
     paragraphs = [paragraph.splitlines()[1:] for paragraph in capsys.readouterr().out.split("\n\n")]
-    assert paragraphs[-2:] == [["none: there is one rank"], ["nothing"]]
+    assert paragraphs[-3:] == [["none: there is one rank"], ["nothing"], ["bubble 0.0%"]]
 
 
 def test_explain_rejects_a_layout_that_does_not_fit() -> None:

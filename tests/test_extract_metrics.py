@@ -65,6 +65,7 @@ def test_row_of_a_completed_run_summarises_its_steps_after_warm_up(
         "step": "7", "total_train_steps": "9", "final_loss": "3", "eval_loss": "6.5",
         "mean_tokens_per_second_per_gpu": str(fmean(rates[3:])), "median_tokens_per_second_per_gpu": str(median(rates[3:])),
         "mfu": str(fmean([0.13, 0.14, 0.15, 0.16])), "memory_gb": "1.7", "problem": "",
+        "forecast_tokens_per_second_per_gpu": "", "forecast_mfu": "", "forecast_memory_gb": "",
     }  # fmt: skip
     assert (
         f"1 runs (1 completed): metrics.csv, loss.png, throughput.png and memory.png in {tmp_path}"
@@ -72,6 +73,22 @@ def test_row_of_a_completed_run_summarises_its_steps_after_warm_up(
     )
     row = extract(tmp_path, "--warmup", "6")["dp2_tp2"]
     assert row["mean_tokens_per_second_per_gpu"] == row["median_tokens_per_second_per_gpu"] == "1000.0"
+
+
+def test_measured_and_forecast_numbers_are_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forecast = {"tokens_per_second_per_gpu": 110.0, "mfu": None, "memory_gb": 0.75, "step_time": 1.0}
+    for name, records in (("measured", [record(i, 100.0) for i in range(1, 6)]), ("waiting", None)):
+        new_job = job(tmp_path / name, records)
+        new_job.forecast_file.write_text(json.dumps(forecast))
+    broken = job(tmp_path / "broken", [record(1, 100.0)])
+    broken.forecast_file.write_text("{")
+    rows = extract(tmp_path)
+    assert rows["measured"]["forecast_tokens_per_second_per_gpu"] == "110.0"
+    assert rows["measured"]["forecast_mfu"] == ""
+    assert "forecast.json is not valid JSON" in rows["broken"]["problem"]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["measured", "100", "110", "+10.0%", "1.500", "0.750", "-50.0%"] in lines
+    assert ["waiting", "-", "110", "-", "-", "0.750", "-"] in lines
 
 
 def test_runs_in_every_state_have_rows(tmp_path: Path) -> None:

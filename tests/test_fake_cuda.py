@@ -87,3 +87,5 @@ def test_estimated_memory_matches_the_peak_of_a_step(reports_of: ReportsOf, name
     for report in reports_of(name):
         assert report["estimated_state"] == pytest.approx(report["state"], rel=0.001)
         assert report["estimated_peak"] == pytest.approx(report["peak"], rel=0.01)
+        passing, estimated = (report[peak] - report["state"] for peak in ("peak", "estimated_peak"))
+        assert estimated == pytest.approx(passing, rel=0.03), "activations, and what passes by"

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from benchmarks.hardware import HARDWARE
 from benchmarks.roofline import GROUPS, Operation, compiled, eager
+from picotron.hardware import HARDWARE
 from tests.support.fake_cuda import obstacle
 
 H200 = HARDWARE["H200"]
@@ -42,7 +42,7 @@ def test_times_of_products_follow_from_the_formula() -> None:
     rows = {line.split("  ")[0]: line.split()[-5:] for line in result.stdout.splitlines()[2:]}
     assert set(GROUPS) < rows.keys()
     weights = 2 * (4 * 2048 * 2048 + 3 * 2048 * 8192)
-    milliseconds = 6 * weights * 4 * 8192 / H200.products * 1e3
+    milliseconds = 6 * weights * 4 * 8192 / H200.rate("bfloat16") * 1e3
     words = next(line for line in result.stdout.splitlines() if line.startswith("matrices")).split()
     assert float(words[1]) == pytest.approx(milliseconds, abs=0.1)
     assert "nothing ran on a GPU" in result.stdout

@@ -16,7 +16,7 @@ PARALLEL = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_pa
 LAYERS = """
     errors text_table arguments
     files json_files hub rows
-    schedules packing
+    schedules packing hardware
     config_types
     config
     config_reader process_group_manager collectives model_config packed_attention sampling
@@ -86,7 +86,13 @@ def test_light_programs_do_not_import_torch() -> None:
     """Programs that read what runs have written, or estimate, start without torch."""
     heavy = {"torch", "transformers", "numpy", "matplotlib", "picotron.process_group_manager"}
     seen: set[str] = set()
-    waiting = ["picotron.explain.estimate", "picotron.sweep.combinations", "extract_metrics", "picotron.schedules.draw"]
+    waiting = [
+        "picotron.explain.estimate",
+        "picotron.explain.forecast",
+        "picotron.sweep.combinations",
+        "extract_metrics",
+        "picotron.schedules.draw",
+    ]
     while waiting:
         module = waiting.pop()
         path = Path(module.replace(".", "/") + ".py")

@@ -61,11 +61,12 @@ Temporary tensors add to the activations while a forward or a backward runs:
     zero3, backward of an MLP           the weights of two layers and the gradients of one; and until they are reduced,
                                         in float32 or wider, the gradients of the layer after it, or if the stage has a
                                         separate matrix for the head, those of the head
+    pp, other than afab and 1f1b        messages that wait, about two per direction: 4 D per token, or 4 D / t
 
 In the backward of an MLP, the loss has freed what it saved. With activation_checkpointing "full", the other tensors of
 the layer have been recomputed. If the embedding and the head share a matrix on one stage, the head's part of the
-gradient waits for that of the embedding. Not counted are other temporary tensors, such as buffers for messages, and
-what the allocator rounds up and cannot use. torch.compile saves less than these formulas say.
+gradient waits for that of the embedding. Not counted are other temporary tensors, such as gathered inputs, and what the
+allocator rounds up and cannot use. torch.compile saves less than these formulas say.
 """
 
 import dataclasses
@@ -79,6 +80,8 @@ from picotron.schedules.stages import Stage, stage_weights
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
+
+GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,11 +249,20 @@ def rank_parameters(config: Config, model: "LlamaConfig", stages: list[Stage]) -
     return parameters + has_embedding * embedding + has_head * head - shared * embedding
 
 
+def state_bytes(config: Config, s: Sizes, parameters: int) -> tuple[int, int, int]:
+    """Bytes of the weights, gradients and optimizer state of a rank with so many parameters."""
+    layout, optimizer = config.distributed, 2 * s.wide + (s.wide if s.number < s.wide else 0)
+    ranks, engine = layout.dp_size * layout.cp_size, layout.dp_engine
+    slices = parameters if engine not in ("zero1", "zero3") else -(-parameters // ranks)
+    held = slices if engine == "zero3" else parameters
+    return held * s.number, held * s.wide, slices * optimizer
+
+
 def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> list[Memory]:
     """Return the memory of each pp rank. All tp, cp and dp ranks of a pp rank need the same amount."""
     s, memories, layout = sizes(config, model), [], config.distributed
-    optimizer = 2 * s.wide + (s.wide if s.number < s.wide else 0)
-    ranks, zero3 = layout.dp_size * layout.cp_size, layout.dp_engine == "zero3"
+    zero3, by_executor = layout.dp_engine == "zero3", layout.pp_size > 1 and layout.pp_engine not in ("afab", "1f1b")
+    messages = by_executor * 4 * s.tokens * s.shard * s.number
     for rank, program in enumerate(plan.schedule.programs):
         stages = plan.stages_of(rank)
         parameters = rank_parameters(config, model, list(stages.values()))
@@ -263,20 +275,17 @@ def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> lis
             temporary["F", i] += in_forward
             for kind in ("B", "I"):
                 temporary[kind, i] = temporary_in_backward(config, model, s, stage, split=kind == "I") + in_backward
-
-        def owned(divided: bool, parameters: int = parameters) -> int:
-            return -(-parameters // ranks) if divided else parameters
-
+        weights, gradients, optimizer = state_bytes(config, s, parameters)
         activations = peak_activations(in_order, saved, deferred)
         memories.append(
             Memory(
                 parameters=parameters,
-                weights=owned(zero3) * s.number,
-                gradients=owned(zero3) * s.wide,
-                optimizer=owned(layout.dp_engine in ("zero1", "zero3")) * optimizer,
+                weights=weights,
+                gradients=gradients,
+                optimizer=optimizer,
                 gathered=parameters * s.number if zero3 and layout.pp_size > 1 else 0,
                 activations=activations,
-                temporary=peak_activations(in_order, saved, deferred, temporary) - activations,
+                temporary=peak_activations(in_order, saved, deferred, temporary) - activations + messages,
             )
         )
     return memories

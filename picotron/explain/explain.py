@@ -1,17 +1,21 @@
-"""Explain a layout of any size on one process: what each rank holds, and every message of a training step.
+"""Explain a layout of any size on one process: what each rank holds, every message of a training step, and its time.
 
     python train.py --config template/base_config.json --explain
+    python train.py --config template/base_config.json --explain --hardware H100 --gib 80 --json
 
 There is no second description of a step here. The step of train.py runs in a fake process group, which has any number
-of ranks but only one process, with tensors on the meta device, which have shapes but no memory. For each pp rank,
-the process plays the rank with dp, cp and tp rank 0; the others with this pp rank hold and send the same amounts. (With
-ZeRO, the last slices of a buffer may have padding.)
+of ranks but only one process, with tensors on the meta device, which have shapes but no memory. For each pp rank
+that differs from others, the process plays the rank with dp, cp and tp rank 0; the others with this pp rank hold and
+send the same amounts. (With ZeRO, the last slices of a buffer may have padding.)
+
+Only what does not happen on the meta device follows from formulas: activations (`estimate`) and times (`forecast`).
 
 The step includes clipping, the optimizer and the reductions of its metrics. It does not include the other messages of a
 run: evaluations, checkpoints, and the check for stop signals.
 """
 
 import itertools
+import json
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -23,13 +27,18 @@ from transformers import LlamaConfig
 from picotron.config import Config
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.explain.estimate import GIB, Memory, bubble, rank_memory
 from picotron.explain.fake_group import FakeGroup, Message, fake_rank
+from picotron.explain.forecast import Forecast, forecast
+from picotron.explain.measure import find_hardware, on_hardware
+from picotron.hardware import Hardware
 from picotron.metrics import global_mean, max_over_ranks
 from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model, check_layout, unwrap
 from picotron.rows import TextRows
 from picotron.schedules.plan import PipelinePlan
+from picotron.schedules.schedules import build
 from picotron.text_table import text_table
 from picotron.train_step import make_train_step
 from picotron.weights import Index
@@ -84,14 +93,53 @@ def run_rank(rank: int, config: Config, model_config: LlamaConfig, plan: Pipelin
         return run_step(model, MicroBatchDataLoader(one_row, config, META), config, model_config, plan)
 
 
+def run_rank_briefly(rank: int, config: Config, model_config: LlamaConfig, plan: PipelinePlan) -> Step:
+    """Play a rank with one micro-batch and with two. Every further one has the messages that the second one adds."""
+    layout, count = config.distributed, config.training.gradient_accumulation_steps
+    if count <= 3 or layout.pp_engine.startswith("csv:") or order_matters(config, plan):
+        return run_rank(rank, config, model_config, plan)
+    steps = []
+    for few in (1, 2):
+        schedule = build(layout.pp_engine if layout.pp_size > 1 else "1f1b", layout.pp_size, few, plan.schedule.chunks)
+        training = config.training.model_copy(update={"gradient_accumulation_steps": few})
+        brief = config.model_copy(update={"training": training})
+        steps.append(run_rank(rank, brief, model_config, PipelinePlan(schedule, plan.stages)))
+    one, two = (step.messages for step in steps)
+    return steps[0]._replace(
+        messages=Counter({each: one[each] + (two[each] - one[each]) * (count - 1) for each in two})
+    )
+
+
 def run_stages(config: Config, model_config: LlamaConfig, plan: PipelinePlan) -> list[Step]:
-    """Run the step of one rank for each pp rank."""
+    """Return the step of one rank for each pp rank. Of pp ranks that do not differ, only the first one is played."""
     # Compilation and data-loader workers do not change the messages, so they are switched off.
     changes = {"training": {"compile": False}, "dataset": {"num_workers": 0}}
     config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in changes.items()})
-    layout = config.distributed
-    ranks = range(0, layout.pp_size * layout.cp_size * layout.tp_size, layout.cp_size * layout.tp_size)
-    return [run_rank(rank, config, model_config, plan) for rank in ranks]
+    per_stage, played = config.distributed.cp_size * config.distributed.tp_size, {}
+    kinds = [kind_of_rank(plan, rank) for rank in range(plan.schedule.pp)]
+    if order_matters(config, plan):
+        kinds = [(rank,) for rank in range(plan.schedule.pp)]
+    for rank, kind in enumerate(kinds):
+        if kind not in played:
+            played[kind] = run_rank_briefly(rank * per_stage, config, model_config, plan)
+    return [played[kind] for kind in kinds]
+
+
+def order_matters(config: Config, plan: PipelinePlan) -> bool:
+    """Return whether messages depend on the order of actions, not only on their number. ZeRO-3 reduces the gradients of
+    a layer when it has all of them, and in a split backward, they can come from several micro-batches.
+    """
+    return config.distributed.dp_engine == "zero3" and plan.splits_backward
+
+
+def kind_of_rank(plan: PipelinePlan, rank: int) -> tuple[Any, ...]:
+    """Return what the step of a pp rank depends on: its stages, their neighbours, and the number of its actions."""
+    schedule, stages = plan.schedule, plan.stages_of(rank)
+    order = {number: i for i, number in enumerate(stages)}
+    sends = [[0 <= i + j < len(plan.stages) and schedule.rank_of(i + j) != rank for j in (-1, 1)] for i in stages]
+    actions = Counter((part.kind, order[part.stage]) for action in schedule.programs[rank] for part in action.parts)
+    contents = [(len(stage.layers), stage.has_embedding, stage.has_head) for stage in stages.values()]
+    return tuple(contents), str(sends), frozenset(actions.items())
 
 
 def meta_weights(name: str, shape: torch.Size, index: Index) -> Tensor:
@@ -99,37 +147,106 @@ def meta_weights(name: str, shape: torch.Size, index: Index) -> Tensor:
     return torch.empty(shape, device=META)[index]
 
 
-def explain(config: Config) -> None:
-    """Print what each rank holds, every message of a step, and the bytes sent.
+def explain(config: Config, hardware: str | None = None, gib: float | None = None, as_json: bool = False) -> None:
+    """Print what each rank holds, every message of a step and the bytes sent, and with `hardware` the time of a step.
+
+    Args:
+        hardware: see `find_hardware`.
+        gib: memory of a device, by default that of the hardware.
+        as_json: print one JSON object instead, with null for what only `hardware` determines.
 
     Raises:
-        UserError: the layout does not fit the model.
+        UserError: the layout does not fit the model, or there is no such hardware.
     """
+    device = find_hardware(hardware, config) if hardware is not None else None
+    config = config if device is None else on_hardware(config, device)
     layout, model_config = config.distributed, load_model_config(config.model)
     plan = check_layout(config, model_config)
-    steps = run_stages(config, model_config, plan)
+    memories, steps = rank_memory(config, model_config, plan), run_stages(config, model_config, plan)
+    times = forecast(config, model_config, plan, device) if device is not None else None
+    idle = bubble(config, model_config, plan) if times is None else times.seconds.bubble / times.pipeline
+    if as_json:
+        print(json.dumps(_as_dict(steps, memories, idle, times)))
+        return
     columns = {}  # one for neighbouring ranks with identical numbers
     for step, identical in itertools.groupby(range(layout.pp_size), key=lambda rank: steps[rank]):
-        ranks = list(identical)
-        columns[f"pp {ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else "")] = step
+        columns[_pp_ranks(list(identical))] = step
     sizes = f"dp {layout.dp_size} x pp {layout.pp_size} x cp {layout.cp_size} x tp {layout.tp_size}"
     print(f"{sizes}, {layout.world_size} ranks; {config.training.gradient_accumulation_steps} micro-batches per step")
+    memory = device.gib if gib is None and device is not None else gib
     for title, text in (
         ("The pp ranks of a pipeline", str(plan)),
-        ("What a rank holds", _holdings(columns)),
+        ("What a rank holds, at the peak of a step", f"{_holdings(steps, memories)}{_fits(memories, memory)}"),
         ("Messages per step: the full tensor of each, and the number in which a rank takes part", _messages(columns)),
         ("Bytes that a rank sends per step, if collectives use a ring", _traffic(columns)),
+        (
+            "Time of a step, estimated",
+            f"bubble {idle:.1%}" if times is None or device is None else _times(times, device),
+        ),
     ):
         print(f"\n{title}:\n{text}")
 
 
-def _holdings(columns: dict[str, Step]) -> str:
-    rows = [["", *columns]]
-    rows += [[name, *(f"{getattr(step, name):,}" for step in columns.values())] for name in ("layers", "parameters")]
-    sizes = {name: [getattr(step, name) for step in columns.values()] for name in ("weights", "gradients", "optimizer")}
-    sizes["total"] = list(map(sum, zip(*sizes.values(), strict=True)))
-    rows += [[name, *map(_bytes, row)] for name, row in sizes.items()]
+def _pp_ranks(ranks: list[int]) -> str:
+    return f"pp {ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else "")
+
+
+def _as_dict(steps: list[Step], memories: list[Memory], idle: float, times: Forecast | None) -> dict[str, Any]:
+    found = dict.fromkeys(each for step in steps for each in step.messages)
+    messages = [
+        each._asdict()
+        | {"dtype": str(each.dtype).removeprefix("torch."), "bytes": each.size}
+        | {"times": [step.messages[each] for step in steps]}
+        for each in found
+    ]
+    fields = ("weights", "gradients", "optimizer")
+    ranks = [
+        {"pp": rank, "layers": step.layers, "parameters": step.parameters}
+        | {name: getattr(step, name) for name in fields}
+        | {"activations": memory.activations, "peak": memory.total}
+        for rank, (step, memory) in enumerate(zip(steps, memories, strict=True))
+    ]
+    return {
+        "ranks": ranks,
+        "messages": messages,
+        "traffic": {axis: [_sent(step, axis) for step in steps] for axis in dict.fromkeys(each.axis for each in found)},
+        "bubble": idle,
+        "step_time": times and times.step_time,
+        "seconds": times and times.seconds._asdict(),
+        "tokens_per_second": times and times.tokens_per_second,
+        "mfu": times and times.mfu,
+    }
+
+
+def _holdings(steps: list[Step], memories: list[Memory]) -> str:
+    names = ["layers", "parameters", "weights", "gradients", "optimizer", "full weights", "activations", "temporary"]
+    lines = []
+    for step, memory in zip(steps, memories, strict=True):
+        sizes = step.weights, step.gradients, step.optimizer, memory.gathered, memory.activations, memory.temporary
+        lines.append([f"{step.layers:,}", f"{step.parameters:,}", *map(_bytes, sizes), _bytes(memory.total)])
+    rows = [["", *names, "peak"]]
+    for line, identical in itertools.groupby(range(len(lines)), key=lambda rank: lines[rank]):
+        rows.append([_pp_ranks(list(identical)), *line])
     return text_table(rows, first_number=1)
+
+
+def _fits(memories: list[Memory], gib: float | None) -> str:
+    if gib is None:
+        return ""
+    peaks = [memory.total / GIB for memory in memories]
+    rank, peak = peaks.index(max(peaks)), max(peaks)
+    if peak <= gib:
+        return f"\npp rank {rank} needs most, {peak:.2f} GiB: it fits into {gib:g} GiB"
+    return f"\npp rank {rank} needs most, {peak:.2f} GiB: it does not fit into {gib:g} GiB"
+
+
+def _times(times: Forecast, hardware: Hardware) -> str:
+    rows = [["", "seconds", "share"]]
+    for name, each in times.seconds._asdict().items():
+        rows.append([name, f"{each:.4g}", f"{each / times.step_time:.1%}"])
+    rows.append(["step", f"{times.step_time:.4g}", "100.0%"])
+    mfu = "" if times.mfu is None else f", MFU {times.mfu:.1%}"
+    return f"{text_table(rows, first_number=1)}\n{times.tokens_per_second:,.0f} tokens/s{mfu} on {hardware.name}"
 
 
 def _messages(columns: dict[str, Step]) -> str:
@@ -147,13 +264,13 @@ def _messages(columns: dict[str, Step]) -> str:
 
 def _traffic(columns: dict[str, Step]) -> str:
     rows = [["", *columns]]
-    for axis in dict.fromkeys(each.axis for step in columns.values() for each in step.messages):
-        sent = [
-            sum(each.sent * times for each, times in step.messages.items() if each.axis == axis)
-            for step in columns.values()
-        ]
-        rows.append([axis, *map(_bytes, sent)])
+    axes = dict.fromkeys(each.axis for step in columns.values() for each in step.messages)
+    rows += [[axis, *(_bytes(_sent(step, axis)) for step in columns.values())] for axis in axes]
     return text_table(rows, first_number=1) if len(rows) > 1 else "nothing"
+
+
+def _sent(step: Step, axis: str) -> int:
+    return sum(each.sent * times for each, times in step.messages.items() if each.axis == axis)
 
 
 def _bytes(size: float) -> str:

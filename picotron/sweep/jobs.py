@@ -1,6 +1,7 @@
 """A sweep on disk: one folder per job.
 
     SWEEP/dp2_tp4/config.json   the config of the run, written by create_config.py or by hand
+                  forecast.json the speed and memory that create_config.py expects, with --hardware
                   status.txt    one word of STATUSES
                   run/          checkpoint.save_dir of the run: metrics.jsonl, checkpoints, ...
                   log_*         output of the run: log_local.out, or log_123.out for Slurm job 123
@@ -56,6 +57,11 @@ class Job:
     @property
     def config_file(self) -> Path:
         return self.folder / "config.json"
+
+    @property
+    def forecast_file(self) -> Path:
+        """The forecast of the run, if `create_config.py` knew the hardware."""
+        return self.folder / "forecast.json"
 
     @property
     def run_folder(self) -> Path:

@@ -135,6 +135,32 @@ def _memory_layouts() -> dict[str, Layout]:
         *((f"pp2 {engine} checkpointing", {"pp_size": 2, "pp_engine": engine, **FULL}) for engine in ("1f1b", "zbv")),
     ):
         layouts[f"SmolLM-1.7B {name}"] = Layout(smollm | config, shape)
+    small = {  # most of the memory is activations
+        "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
+        "num_attention_heads": 16, "num_key_value_heads": 4,
+    }  # fmt: skip
+    batch = {"training__micro_batch_size": 8, "training__seq_length": 1024}
+    for name, config in (
+        ("bfloat16", {}),
+        ("float32", {"model__dtype": "float32"}),
+        ("checkpointing", FULL),
+        ("dp4 zero1", {"dp_size": 4, "dp_engine": "zero1"}),
+        ("dp4 zero3", {"dp_size": 4, "dp_engine": "zero3"}),
+        ("tp4", {"tp_size": 4}),
+        ("tp4 sequence parallel", {"tp_size": 4, **SEQUENCE_PARALLEL}),
+        (
+            "tp4 sequence parallel checkpointing float32",
+            {"tp_size": 4, **SEQUENCE_PARALLEL, **FULL, "model__dtype": "float32"},
+        ),
+        *((f"cp2 {engine}", {"cp_size": 2, "cp_engine": engine}) for engine in ("ring", "ulysses")),
+        *((f"pp4 {engine}", {"pp_size": 4, "pp_engine": engine}) for engine in ENGINES),
+        ("pp2 1f1b checkpointing", {"pp_size": 2, **FULL}),
+        (
+            "pp2 tp2 interleaved_1f1b",
+            {"pp_size": 2, "tp_size": 2, **SEQUENCE_PARALLEL, "pp_engine": "interleaved_1f1b"},
+        ),
+    ):
+        layouts[f"32k {name}"] = Layout(batch | config, small, core=name == "pp4 1f1b")
     untied = {"dp_size": 8, "tp_size": 2, "dp_engine": "zero3"}
     layouts["SmolLM-1.7B dp8 tp2 zero3 untied"] = Layout(smollm | untied, shape | {"tie_word_embeddings": False})
     return layouts

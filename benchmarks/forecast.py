@@ -1,0 +1,177 @@
+"""Errors of the forecast of a step's time, on runs that others have published and on runs of this repository.
+
+    python -m benchmarks.forecast
+    python -m benchmarks.forecast --held_out
+
+prints a row for each run, worst first, and a summary of each source. Runs used for calibration are those that were
+known when the three fractions in `picotron.hardware` were chosen; all others are held out. None of the published runs
+is picotron's: their programs differ from it in what they overlap and fuse.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from transformers import LlamaConfig
+
+from picotron.config import Config
+from picotron.config_reader import parse_config
+from picotron.explain.forecast import Forecast, forecast
+from picotron.hardware import HARDWARE, PEAK_BF16_FLOPS, read_hardware
+from picotron.schedules.costs import model_cost
+from picotron.schedules.plan import plan_pipeline
+from picotron.text_table import text_table
+
+RUNS = Path(__file__).with_name("published.json")
+ENGINES = {0: "bucket", 1: "zero1", 3: "zero3"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A run with its measured and its forecast time of a step, in seconds."""
+
+    source: str
+    run: dict[str, Any]
+    measured: float
+    forecast: Forecast
+
+    @property
+    def error(self) -> float:
+        return self.forecast.step_time / self.measured - 1
+
+    @property
+    def layout(self) -> str:
+        run = self.run
+        return f"dp {run['dp']} pp {run['pp']} cp {run.get('cp', 1)} tp {run['tp']}"
+
+
+def shape(model: dict[str, Any], tp: int) -> LlamaConfig:
+    """Return a Llama of the same shape. An MLP with GELU has two matrices instead of three, which are larger."""
+    model = dict(model)
+    if model.pop("mlp") == "gelu":
+        model["intermediate_size"] = 2 * model["intermediate_size"] // (3 * tp) * tp
+    return LlamaConfig(**model)
+
+
+def config_of(run: dict[str, Any], source: dict[str, Any], fused: bool) -> Config:
+    """Return the config of a run. Programs of 2022 and before had no fused attention."""
+    tp, on_cpu = run["tp"], "use_cpu" in source
+    return parse_config(
+        {
+            "distributed": {
+                **{f"{axis}_size": run.get(axis, 1) for axis in ("dp", "pp", "cp", "tp")},
+                **{key: run[key] for key in ("pp_engine", "pp_chunks", "cp_engine") if key in run},
+                "sequence_parallel": run.get("sequence_parallel", False) and tp > 1,
+                "dp_engine": run.get("dp_engine", ENGINES[run.get("zero", 0)]),
+                "use_cpu": on_cpu,
+            },
+            "model": {"name": run["model"], "use_flash_attention": fused, "dtype": source.get("dtype", "bfloat16")},
+            "training": {
+                "seq_length": source["seq_length"],
+                "micro_batch_size": run["micro_batch_size"],
+                "gradient_accumulation_steps": run["micro_batches"],
+                "activation_checkpointing": run.get("activation_checkpointing", "none"),
+            },
+            "dataset": {"name": "published"},
+        }
+    )
+
+
+def measured_seconds(run: dict[str, Any], config: Config, model: LlamaConfig, hardware: str) -> float:
+    """Return the measured time of a step, from what the source gives."""
+    T, world = config.training.seq_length, config.distributed.world_size
+    tokens = config.global_batch_size * T
+    if "seconds" in run:
+        return run["seconds"]
+    if "tokens_per_second_per_gpu" in run:
+        return tokens / run["tokens_per_second_per_gpu"] / world
+    if "tokens_per_second" in run:
+        return tokens / run["tokens_per_second"]
+    flops = model_cost(model, T).flops * tokens
+    if "hfu" in run:  # with recomputation: Narayanan et al. 2021, equation 3
+        L, D, V = model.num_hidden_layers, model.hidden_size, model.vocab_size
+        flops = 96 * tokens * L * D**2 * (1 + T / (6 * D) + V / (16 * L * D))
+    return flops / (run.get("mfu") or run["hfu"]) / PEAK_BF16_FLOPS[hardware] / world
+
+
+def rows(file: Path = RUNS) -> list[Row]:
+    """Forecast all runs of a file."""
+    data, found = json.loads(file.read_text()), []
+    for source in data["sources"]:
+        name = source["hardware"]
+        hardware = HARDWARE[name] if name in HARDWARE else read_hardware(file.with_name(name))
+        for run in source["runs"]:
+            spec = data["models"][run["model"]]
+            config = config_of(run, source, fused=spec["mlp"] == "swiglu")
+            model = shape(spec, run["tp"])
+            measured = measured_seconds(run, config, model, name)
+            estimate = forecast(config, model, plan_pipeline(config, model), hardware)
+            found.append(Row(source["title"], run, measured, estimate))
+    return found
+
+
+def rank_correlation(a: list[float], b: list[float]) -> float:
+    """Spearman's rank correlation. Equal numbers share the mean of their ranks."""
+
+    def ranks(numbers: list[float]) -> list[float]:
+        ordered = sorted(numbers)
+        return [mean(i for i, each in enumerate(ordered) if each == number) for number in numbers]
+
+    x, y = ranks(a), ranks(b)
+    dx, dy = ([each - mean(numbers) for each in numbers] for numbers in (x, y))
+    norm = (sum(each**2 for each in dx) * sum(each**2 for each in dy)) ** 0.5
+    return sum(p * q for p, q in zip(dx, dy, strict=True)) / norm
+
+
+def per_token(row: Row) -> tuple[float, float]:
+    """Return the measured and the forecast tokens/s per rank, by which layouts are compared."""
+    ranks = row.run["dp"] * row.run["pp"] * row.run.get("cp", 1) * row.run["tp"]
+    forecast = row.forecast.tokens_per_second / ranks
+    return forecast * row.forecast.step_time / row.measured, forecast
+
+
+def summary(found: list[Row]) -> str:
+    """Format the median error and the rank correlation of each source, and of all runs."""
+    groups: dict[tuple[str, bool], list[Row]] = defaultdict(list)
+    for row in found:
+        for source in (row.source, "all sources"):
+            groups[source, row.run["calibration"]].append(row)
+    lines = [["source", "used for calibration", "runs", "median error", "worst", "rank correlation"]]
+    for (source, calibration), each in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
+        errors = [abs(row.error) for row in each]
+        correlation = f"{rank_correlation(*map(list, zip(*map(per_token, each), strict=True))):.2f}"
+        one = len(each) < 3 or source == "all sources"
+        lines.append(
+            [source, "yes" if calibration else "no", str(len(each)), f"{median(errors):.1%}", f"{max(errors):.1%}",
+             "" if one else correlation]
+        )  # fmt: skip
+    return text_table(lines, first_number=2)
+
+
+def table(found: list[Row]) -> str:
+    lines = [["source", "run", "layout", "measured, s", "forecast, s", "error", "largest part", "reason"]]
+    for row in sorted(found, key=lambda row: -abs(row.error)):
+        parts = {name: each for name, each in row.forecast.seconds._asdict().items() if name != "compute"}
+        largest = max(parts, key=parts.__getitem__)
+        share = f"{largest} {parts[largest] / row.forecast.step_time:.0%}"
+        lines.append(
+            [row.source, row.run["name"], row.layout, f"{row.measured:.3f}", f"{row.forecast.step_time:.3f}",
+             f"{row.error:+.1%}", share, row.run.get("reason", "")]
+        )  # fmt: skip
+    return text_table(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--held_out", action="store_true", help="leave out the runs used for calibration")
+    options = parser.parse_args()
+    found = [row for row in rows() if not (options.held_out and row.run["calibration"])]
+    print(f"{table(found)}\n\n{summary(found)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Forecast the time of a training step by formulas, without running anything. No torch here.
+
+Computation. A product of (tokens x n) and (n x k) takes 2 tokens n k FLOPs at the rate that large products reach, plus
+the time to move tokens (n + k) + n k numbers: a roofline (Williams et al. 2009) with a smooth corner, on which small
+products are slow without a table of shapes. All other operations take the time to read and write their numbers. These
+are, per token of a layer in forward, with the symbols of `estimate`:
+
+    two norms and two residual additions    2 x 2 D + 2 x 3 D, with sequence parallelism D / t
+    rotation of q and k                     2 (H d + K d) / t
+    silu, and its product with up           (2 + 3) F / t
+
+Backward multiplies and moves twice as much, and adds each gradient to `main_grad`. Fused causal attention takes 2 T H d
+FLOPs per token in forward and 2.5 times as many in backward (Dao 2023, arXiv:2307.08691). Without a fused kernel,
+products compute the scores of all pairs, which six operations read or write. The loss has three products (see
+`LinearCrossEntropy`) and passes eight times over the logits.
+
+Communication. A collective of n ranks takes n - 1 steps (an all-reduce 2 log2 n, in a tree) of one latency each, plus
+the time of the bytes that a rank sends around a ring (Thakur et al. 2005) over the slowest link, see
+`Hardware.collective`.
+
+    message                             hidden behind                                             see
+    tp, the gradient of an input        the gradients of these matrices, except in I              `ColumnParallel`
+    cp, ring                            attention to the previous block; the last sum: nothing    `RingAttention`
+    dp, bucket and zero1, gradients     the stage's last backward, except for the last bucket     `DataParallelBucket`
+    dp, zero3                           forward and backward of each micro-batch                  `DataParallelZero3`
+    pp                                  computations of other micro-batches                       `simulate`
+    all others                          nothing
+
+A pipeline takes as long as `simulate` finds. A GPU computes while Python starts operations, so a layer takes the longer
+of both times; on a CPU they add up. AdamW reads and writes master weights and two moments, and reads the gradients;
+clipping reads these twice and writes them, and zeroing writes them.
+"""
+
+import math
+from collections import Counter
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from picotron.config import Config
+from picotron.explain.estimate import Sizes, loss_chunk, rank_parameters, sizes
+from picotron.hardware import Hardware
+from picotron.schedules.costs import model_cost
+from picotron.schedules.plan import PipelinePlan
+from picotron.schedules.simulate import CostKey, Costs, Timeline, simulate
+from picotron.schedules.stages import Stage
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+BUCKET = 4 * 2**20  # bytes of a bucket per data-parallel rank: `data_parallel.MIB_PER_RANK`, without torch
+
+
+class Seconds(NamedTuple):
+    """Parts of a step: work of the busiest pp rank, its waits for messages (pp) and other ranks (bubble), the end."""
+
+    compute: float
+    tp: float
+    cp: float
+    pp: float
+    bubble: float
+    dp: float
+    optimizer: float
+
+
+class Forecast(NamedTuple):
+    seconds: Seconds
+    pipeline: float  # seconds without messages over dp and the optimizer
+    step_time: float
+    tokens_per_second: float
+    mfu: float | None  # None without a peak FLOP/s, and for other dtypes than bfloat16
+
+
+class Work(NamedTuple):
+    """Seconds of an action: computation, and messages that nothing hides."""
+
+    compute: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+
+    def plus(self, other: "Work", times: float = 1.0) -> "Work":
+        return Work(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+class Clock:
+    """The times of the actions of a config on some hardware."""
+
+    def __init__(self, config: Config, model: "LlamaConfig", hardware: Hardware) -> None:
+        self.config, self.model, self.hardware, self.layout = config, model, hardware, config.distributed
+        self.s: Sizes = sizes(config, model)
+        self.rate = hardware.rate(config.model.dtype)
+
+    def product(self, n: int, k: int) -> float:
+        """Seconds of (tokens x n) times (n x k)."""
+        return 2 * self.s.tokens * n * k / self.rate + self.move(n + k + n * k / self.s.tokens)
+
+    def move(self, numbers: float, size: int | None = None) -> float:
+        """Seconds in which so many numbers per token, by default in the model's dtype, are read or written."""
+        return self.s.tokens * numbers * (size or self.s.number) / self.hardware.memory
+
+    @cached_property
+    def attention(self) -> tuple[float, float]:
+        """Seconds of a layer's attention in forward and backward."""
+        s, T, layout = self.s, self.config.training.seq_length, self.layout
+        flops = 2.0 * s.tokens * T * s.queries
+        if not self.config.model.use_flash_attention:
+            forward = 2 * flops / self.rate + self.move(6 * s.heads * T, s.wide)
+            return forward, 2 * forward
+        blocks = layout.cp_size if layout.cp_engine != "ulysses" else 1
+        if blocks > 1 and layout.cp_sharding == "contiguous":
+            flops *= 2 - 1 / blocks  # the last rank attends to nearly all blocks
+        merge = self.move(6 * blocks * s.queries, s.wide) if blocks > 1 else 0.0
+        once, hardware = flops / self.rate, self.hardware
+        return once / hardware.attention + merge, 2.5 * once / hardware.attention_backward + merge
+
+    def collective(self, axis: str, sent: float, count: float = 1, all_reduce: bool = False) -> float:
+        """Seconds of `count` collectives or messages in which a rank sends so many bytes in all."""
+        stride, groups = 1, {}
+        for name in ("tp", "cp", "pp", "dp"):  # ranks are numbered in this order
+            size = getattr(self.layout, f"{name}_size")
+            groups[name] = size, min(size, max(1, self.hardware.node // stride))
+            stride *= size
+        n, in_node = groups[axis]
+        if axis == "dp":  # cp ranks hold the same weights
+            n, in_node = n * self.layout.cp_size, in_node * groups["cp"][1]
+        steps = 1 if axis == "pp" else 2 * math.log2(n) if all_reduce else n - 1
+        return self.hardware.collective(n, in_node, count * steps, sent)
+
+    def units(self, count: float) -> float:
+        """Seconds of gathers or scatters of hidden states over tp; an all-reduce is one of each."""
+        n, split = self.layout.tp_size, self.layout.sequence_parallel
+        sent = count * self.s.tokens * self.s.D * self.s.number * (n - 1) / n
+        return self.collective("tp", sent, count if split else count / 2, all_reduce=not split)
+
+    @cached_property
+    def exposed_cp(self) -> tuple[float, float]:
+        """Seconds of a layer's messages over cp in forward and backward that attention does not hide."""
+        s, n, engine = self.s, self.layout.cp_size, self.layout.cp_engine
+        kv, dkv = 2 * s.tokens * s.kv * s.number, 2 * s.tokens * s.kv * s.wide
+        if n == 1:
+            return 0.0, 0.0
+        if engine == "ulysses":
+            once = self.collective("cp", 2 * s.tokens * (s.queries + s.kv) * s.number * (n - 1) / n, 4)
+            return once, once
+        if engine == "all_gather":
+            return self.collective("cp", (n - 1) * kv), self.collective("cp", (n - 1) * (kv + dkv), 2)
+        step, back, last = (self.collective("cp", sent, 1 / (n - 1)) for sent in (kv, kv + dkv, dkv))
+        forward, backward = (each / n for each in self.attention)
+        return (n - 1) * max(0.0, step - forward), (n - 1) * max(0.0, back - backward) + last
+
+    @cached_property
+    def layer(self) -> dict[str, Work]:
+        """The work of a layer by kind of action, without the sums of gradients in `main_grad`."""
+        s, (forward, backward), (cp_forward, cp_backward) = self.s, self.attention, self.exposed_cp
+        inputs = self.product(s.D, s.queries) + 2 * self.product(s.D, s.kv), 2 * self.product(s.D, s.F)
+        down = self.product(s.F, s.D)
+        products = sum(inputs) + self.product(s.queries, s.D) + down
+        moved = self.move(10 * s.shard + 2 * (s.queries + s.kv) + 5 * s.F)
+        # In backward, each block has a sum of gradients, and with sequence parallelism two gathers in addition.
+        split = self.layout.sequence_parallel
+        sums, gathers = (self.units(1), self.units(1)) if split else (self.units(2), 0.0)
+        exposed = sum(max(0.0, sums - each) + max(0.0, gathers - each) for each in inputs)
+        again = self.config.training.activation_checkpointing == "full"  # up to the input of down_proj
+        recomputed = Work(products - down + moved + forward, self.units(2 + split), cp_forward)
+        back = Work(products + 2 * moved + backward, 2 * gathers, cp_backward).plus(recomputed, again)
+        return {
+            "F": self.launched(Work(products + moved + forward, self.units(4), cp_forward), 1),
+            "B": self.launched(back.plus(Work(products, exposed)), 2 + again),
+            "I": self.launched(back.plus(Work(0.0, 2 * sums)), 1.5 + again),
+            "W": self.launched(Work(products, 2 * gathers), 0.5),
+        }
+
+    def launched(self, work: Work, layers: float) -> Work:
+        """Add the time in which Python starts the operations of so many forwards of a layer."""
+        both = work.compute, layers * self.hardware.layer_launch
+        return work._replace(compute=max(both) if self.hardware.cores is None else sum(both))
+
+    def work(self, stage: Stage, kind: str) -> Work:
+        """The work of an action in a stage."""
+        s, work, split = self.s, Work().plus(self.layer[kind], len(stage.layers)), self.layout.sequence_parallel
+        if stage.has_head and kind == "F":
+            sums = 2 * -(-s.tokens // loss_chunk(self.config, s)) * s.vocabulary * s.D * s.wide / self.hardware.memory
+            logits = self.move(8 * s.vocabulary, s.wide)
+            work = work.plus(Work(3 * self.product(s.D, s.vocabulary) + logits + sums, split * self.units(1)))
+        elif stage.has_head and kind != "W":
+            scaled = s.vocabulary * s.D * (2 * s.wide + s.number) / self.hardware.memory
+            work = work.plus(Work(scaled, self.units(2 - split)))
+        if stage.has_embedding and kind != "W" and (kind == "F" or split):
+            work = work.plus(Work(0.0, self.units(2 - split)))
+        added = rank_parameters(self.config, self.model, [stage]) * (s.number + 2 * s.wide) * (kind in ("B", "W"))
+        return work.plus(Work(added / self.hardware.memory))
+
+    def optimizer(self, parameters: int) -> float:
+        """Seconds of clipping, AdamW and zeroing on a rank with so many parameters."""
+        s, engine, ranks = self.s, self.layout.dp_engine, self.layout.dp_size * self.layout.cp_size
+        owned = parameters / (ranks if engine in ("zero1", "zero3") else 1)
+        zeroed = parameters / (ranks if engine == "zero3" else 1)
+        copied = s.wide + s.number if s.number < s.wide else 0
+        return (owned * (10 * s.wide + copied) + zeroed * s.wide) / self.hardware.memory + self.hardware.step_launch
+
+    def exposed_dp(self, plan: PipelinePlan, timeline: Timeline, work: dict[tuple[str, int], Work]) -> float:
+        """Seconds of messages over dp that computations do not hide, on the rank where they end last."""
+        s, n, engine = self.s, self.layout.dp_size * self.layout.cp_size, self.layout.dp_engine
+        ends = [timeline.step_time]
+        for spans in timeline.spans if n > 1 else ():
+            done = later = 0.0
+            last = {part.stage: span for span in spans for part in span.action.parts}
+            for i, (_, start, end) in sorted(last.items(), key=lambda item: item[1].end):
+                parameters = rank_parameters(self.config, self.model, [plan.stages[i]])
+                once, buckets = parameters * (n - 1) / n, max(1.0, parameters * s.wide / (BUCKET * n))
+                if engine == "naive":  # nine parameters in a layer, one after the other
+                    start, buckets = end, 9.0 * len(plan.stages[i].layers) + 3
+                gather, scatter = (self.collective("dp", size * once, buckets) for size in (s.number, s.wide))
+                if engine == "zero3":  # backward gathers all but the last layer; in a pipeline, weights stay
+                    F, B, m = sum(work["F", i]), sum(work["B", i]), plan.schedule.microbatches
+                    alone, others = self.layout.pp_size == 1, Stage(plan.stages[i].layers[1:])
+                    again = alone * gather * rank_parameters(self.config, self.model, [others]) / parameters
+                    later += m * max(0.0, scatter + again - B) + (m if alone else 1) * max(0.0, gather - F)
+                elif engine == "zero1":
+                    later, done = later + gather, max(max(done, start) + scatter, end + scatter / buckets)
+                else:
+                    reduction = self.collective("dp", 2 * s.wide * once, buckets, all_reduce=True)
+                    done = max(max(done, start) + reduction, end + reduction / buckets)
+            ends.append(max(done, timeline.step_time) + later)
+        return max(ends) - timeline.step_time
+
+
+def forecast(config: Config, model: "LlamaConfig", plan: PipelinePlan, hardware: Hardware) -> Forecast:
+    """Forecast the time of a training step. Raises a UserError if the hardware has no rate for the model's dtype."""
+    clock, layout = Clock(config, model, hardware), config.distributed
+    work = {(kind, i): clock.work(stage, kind) for i, stage in enumerate(plan.stages) for kind in "FBIW"}
+    ranks = [Work()] * layout.pp_size
+    for rank, program in enumerate(plan.schedule.programs):
+        for key, times in Counter((part.kind, part.stage) for action in program for part in action.parts).items():
+            ranks[rank] = ranks[rank].plus(work[key], times)
+    seconds_of: dict[CostKey, float] = {(key,): sum(each) for key, each in work.items()}
+    message = clock.collective("pp", clock.s.tokens * clock.s.shard * clock.s.number)
+    timeline = simulate(plan.schedule, Costs(measured=seconds_of, p2p=message))
+    pipeline = timeline.step_time
+    instant = simulate(plan.schedule, Costs(measured=seconds_of)).step_time if message else pipeline
+    if hardware.cores is not None:  # the ranks share them
+        shared = sum(map(sum, ranks)) * layout.world_size / layout.pp_size / hardware.cores
+        instant, pipeline = max(instant, shared), max(pipeline, shared)
+    held = [list(plan.stages_of(rank).values()) for rank in range(layout.pp_size)]
+    optimizer = max(clock.optimizer(rank_parameters(config, model, stages)) for stages in held)
+    busiest, dp = max(ranks, key=sum), clock.exposed_dp(plan, timeline, work)
+    seconds = Seconds(*busiest, pipeline - instant, instant - sum(busiest), dp, optimizer)
+    rate = config.global_batch_size * config.training.seq_length / sum(seconds)
+    peak = hardware.peak * layout.world_size * (config.model.dtype == "bfloat16")
+    mfu = rate * model_cost(model, config.training.seq_length).flops / peak if peak else None
+    return Forecast(seconds, pipeline, sum(seconds), rate, mfu)

@@ -1,0 +1,61 @@
+"""Search for the configs that fit into memory and, by `forecast`, are the fastest. No torch here."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from picotron.config import Config
+from picotron.explain.estimate import GIB, layer_saves, rank_memory, rank_parameters, state_bytes
+from picotron.explain.forecast import Clock, forecast
+from picotron.hardware import Hardware
+from picotron.schedules.plan import PipelinePlan, plan_pipeline
+from picotron.schedules.schedules import build
+from picotron.schedules.simulate import Costs, simulate
+from picotron.schedules.stages import Stage
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+IDLE = {"1f1b": 1.0, "interleaved_1f1b": 1 / 2, "zbv": 1 / 6}  # of (p - 1) times the work of a micro-batch
+Values = dict[str, Any]  # of the keys that distinguish a config from others
+Least = tuple[float, int, Values, Config | None]  # GiB, number and values of the config that needs least
+
+
+def bounds(config: Config, model: "LlamaConfig", hardware: Hardware) -> tuple[float, float]:
+    """Return lower bounds of the seconds and of the GiB, from the first pp rank, the average, and the idle time."""
+    clock, layout, m = Clock(config, model, hardware), config.distributed, config.training.gradient_accumulation_steps
+    layers, pp = model.num_hidden_layers, layout.pp_size
+    whole, first = Stage(range(layers), True, True), Stage(range(layers // pp), True)
+    one = PipelinePlan(build("1f1b", 1, 1), [first])
+    work = {(kind, 0): clock.work(first, kind) for kind in "FB"}
+    timeline = simulate(one.schedule, Costs(measured={(key,): sum(each) for key, each in work.items()}))
+    dp = clock.exposed_dp(one, timeline, work) * (m if layout.dp_engine == "zero3" and pp == 1 else 1)
+    average = sum(sum(clock.work(whole, kind)) for kind in ("FIW" if layout.pp_engine == "zbv" else "FB")) / pp
+    busiest = sum(sum(clock.work(Stage(range(-(-layers // pp))), kind)) for kind in "FB")
+    pipeline = max(average * (m + IDLE.get(layout.pp_engine, 0.0) * (pp - 1)), busiest * m)
+    parameters, saved = rank_parameters(config, model, [first]), layer_saves(config, clock.s)
+    memory = sum(state_bytes(config, clock.s, parameters)) + min(m, pp) * len(first.layers) * saved
+    return pipeline + dp + clock.optimizer(parameters), memory / GIB
+
+
+def best_configs(
+    configs: Iterable[tuple[Values, Config]], model: "LlamaConfig", hardware: Hardware, gib: float, count: int
+) -> tuple[list[Values], Least]:
+    """Return the `count` fastest configs that fit into `gib`, best first, and the smallest. All pass all checks."""
+    ordered = sorted(
+        (*bounds(config, model, hardware), i, values, config) for i, (values, config) in enumerate(configs)
+    )
+    plans: dict[Any, Any] = {}  # by what they depend on
+    best: list[tuple[float, int, Values]] = []
+    least: Least = (float("inf"), -1, {}, None)
+    for bound, memory, i, values, config in ordered:
+        if len(best) == count and bound >= best[-1][0]:
+            break  # no other config can be faster
+        if memory <= gib:
+            layout = config.distributed
+            key = layout.pp_size, layout.pp_engine, layout.pp_chunks, config.training.gradient_accumulation_steps
+            plans[key] = plan = plans.get(key) or plan_pipeline(config, model)
+            memory = max(each.total for each in rank_memory(config, model, plan)) / GIB
+        if memory <= gib:
+            best = sorted([*best, (forecast(config, model, plan, hardware).step_time, i, values)])[:count]
+        least = min(least, (memory, i, values, config))
+    return [values for _, _, values in best], least

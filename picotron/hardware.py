@@ -1,0 +1,191 @@
+"""Devices as data: the rates from which `explain.forecast` computes times, and the peak FLOP/s that MFU refers to.
+
+    HARDWARE["H100"]            an entry of the table below
+    read_hardware("mine.json")  a JSON object with the same fields, which may begin with `"like": "H100"`
+
+Rates are those that well-written programs reach, not those of data sheets. No torch here.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from picotron.errors import UserError
+from picotron.json_files import read_object
+
+# Peak dense bfloat16 FLOP/s from the vendors' data sheets. The first of these names that occurs in a device's name
+# counts, so specific names precede general ones.
+PEAK_BF16_FLOPS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "MI300X": 1307e12,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Rates of one device, and of the links between devices.
+
+    Args:
+        name: name of the device, as CUDA reports it.
+        peak: FLOP/s in bfloat16 according to the data sheet; 0 if there is none, and so no MFU.
+        gib: memory in GiB.
+        products: FLOP/s of large matrix products, by dtype.
+        attention, attention_backward: FLOP/s of fused causal attention, as a fraction of those of products.
+        memory: bytes/s of element-wise operations, read and written.
+        link: bytes/s that a rank sends to another rank of the same node.
+        network: bytes/s that a rank sends to another node.
+        latency, network_latency: seconds of one step of a collective or of one message, in a node and between nodes.
+        node: number of ranks in a node.
+        launch: shortest time of a kernel, in seconds.
+        layer_launch: seconds in which Python starts the operations of a layer's forward.
+        step_launch: seconds of a step that depend on nothing: data, loop over the parameters, wait for the loss.
+        cores: number of ranks that compute at the same time; null if every rank has a separate device. Then the device
+            also computes while Python starts further operations, and while messages are on their way.
+    """
+
+    name: str
+    peak: float
+    gib: float
+    products: dict[str, float]
+    attention: float
+    attention_backward: float
+    memory: float
+    link: float
+    network: float
+    latency: float = 3e-6
+    network_latency: float = 12e-6
+    node: int = 8
+    launch: float = 2e-6
+    layer_launch: float = 0.4e-3
+    step_launch: float = 0.06
+    cores: int | None = None
+
+    def rate(self, dtype: str) -> float:
+        """Return the FLOP/s of products in a dtype. Raises a UserError if there is none."""
+        if dtype not in self.products:
+            raise UserError(
+                f"{self.name} has no rate of products in {dtype}, only in {', '.join(self.products)}; use another "
+                f"model.dtype, or a JSON file of hardware that has it"
+            )
+        return self.products[dtype]
+
+    def collective(self, ranks: int, in_node: int, steps: float, sent: float) -> float:
+        """Return the seconds of collectives or messages.
+
+        Args:
+            ranks: number of ranks in the group.
+            in_node: number of them that share a node. If others are elsewhere, each of these sends a part of the bytes
+                that leave the node through its own network card.
+            steps: number of steps of the ring or tree, in all collectives together.
+            sent: bytes that a rank sends, in all collectives together.
+        """
+        if ranks == 1:
+            return 0.0
+        if in_node == ranks:
+            return steps * self.latency + sent / self.link
+        return steps * self.network_latency + sent / min(self.link, in_node * self.network)
+
+
+# Fractions that are calibrated, see `gpu`: of a data sheet's bfloat16 FLOP/s, and of a network card's rate.
+REACHED = {"H100": 0.70, "H200": 0.70, "A100": 0.84}
+NETWORK_REACHED = 0.60
+
+
+def gpu(
+    name: str, device: str, gib: float, wide: float, double: float, memory: float, link: float, network: float
+) -> Hardware:
+    """Return the rates of a GPU: its data sheet, times the fractions that programs reach.
+
+    The fractions of products and of the network are calibrated: they are those with which `benchmarks.forecast` agrees
+    best with the published runs that it lists as used for calibration. The other fractions are from these sources:
+
+        memory      0.85: what a triad reaches on an A100 (BabelStream's results, Deakin et al. 2018)
+        link        0.78: bus bandwidth that NVIDIA's nccl-tests print for large all-reduces on an H100, 350 of 450 GB/s
+        attention   0.55 and 0.45 of products: between FlashAttention-2, which reaches 35 % of an H100's peak, and
+                    FlashAttention-3, which reaches up to 75 % (Shah et al. 2024, arXiv:2407.08608)
+
+    Args:
+        name: key of PEAK_BF16_FLOPS.
+        device: name of the device, as CUDA reports it.
+        wide, double: peak FLOP/s in float32 and in float64.
+        memory, link, network: peak bytes/s.
+    """
+    peak = PEAK_BF16_FLOPS[name]
+    reached = REACHED.get(name, REACHED["A100"])
+    return Hardware(
+        name=device,
+        peak=peak,
+        gib=gib,
+        products={"bfloat16": reached * peak, "float32": 0.75 * wide, "float64": 0.75 * double},
+        attention=0.55,
+        attention_backward=0.45,
+        memory=0.85 * memory,
+        link=0.78 * link,
+        network=NETWORK_REACHED * network,
+    )
+
+
+# Data sheets: NVIDIA H100 (SXM5, 80 GB), H200 (SXM), A100 (SXM4, 80 GB), L40S; NVIDIA Ada GPU architecture whitepaper
+# (RTX 4090). NVLink's rates are half of those in the data sheets, which add both directions; PCIe 4.0 x16 has 32 GB/s.
+# Networks are those of NVIDIA's own systems: one InfiniBand card per GPU, 400 Gb/s in DGX H100 and H200, 200 Gb/s in
+# DGX A100. For the last two, which come in no such system, 100 Gb/s per GPU are assumed. GiB are those that CUDA
+# reports.
+HARDWARE = {
+    "H100": gpu("H100", "NVIDIA H100 80GB HBM3", 79.1, 67e12, 67e12, 3.35e12, 450e9, 50e9),
+    "H200": gpu("H200", "NVIDIA H200", 139.8, 67e12, 67e12, 4.8e12, 450e9, 50e9),
+    "A100": gpu("A100", "NVIDIA A100-SXM4-80GB", 79.1, 19.5e12, 19.5e12, 2.039e12, 300e9, 25e9),
+    "L40S": gpu("L40S", "NVIDIA L40S", 44.4, 91.6e12, 1.43e12, 0.864e12, 32e9, 12.5e9),
+    "RTX4090": gpu("RTX 4090", "NVIDIA GeForce RTX 4090", 23.5, 82.6e12, 1.29e12, 1.008e12, 32e9, 12.5e9),
+}
+
+
+def read_hardware(path: Path) -> Hardware:
+    """Read hardware from a JSON file. With the key `like`, missing fields are those of this entry of HARDWARE.
+
+    Raises:
+        UserError: the file cannot be read, or its fields or their values are not those of `Hardware`.
+    """
+    data: dict[str, Any] = read_object(path)
+    base = data.pop("like", None)
+    if base is not None and base not in HARDWARE:
+        raise UserError(f"{path}: like={json.dumps(base)} is none of {', '.join(HARDWARE)}")
+    fields = {field.name: field for field in dataclasses.fields(Hardware)}
+    if unknown := sorted(data.keys() - fields):
+        raise UserError(f"{path}: unknown key {unknown[0]!r}; the keys are like, {', '.join(fields)}")
+    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    if base is None and (missing := sorted(required - data.keys())):
+        raise UserError(f'{path}: {missing[0]!r} is missing; add it, or name similar hardware, as in "like": "H100"')
+    for name, value in data.items():
+        if name in ("node", "cores"):
+            valid = (type(value) is int and value > 0) or (name == "cores" and value is None)
+        elif name == "name":
+            valid = isinstance(value, str)
+        else:
+            numbers = list(value.values()) if name == "products" and isinstance(value, dict) else [value]
+            zero_is_valid = name in ("peak", "latency", "network_latency", "launch", "layer_launch", "step_launch")
+            valid = (
+                bool(numbers)
+                and all(
+                    type(each) in (int, float) and math.isfinite(each) and (each > 0 or (zero_is_valid and each == 0))
+                    for each in numbers
+                )
+                and isinstance(value, dict) == (name == "products")
+            )
+        if not valid:
+            raise UserError(f"{path}: {name}={json.dumps(value)} is not valid; see Hardware in picotron/hardware.py")
+    return dataclasses.replace(HARDWARE[base], **data) if base is not None else Hardware(**data)

@@ -1,0 +1,69 @@
+"""create_config.py --hardware and --best: forecasts in the table and in the jobs, and the fastest layouts that fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from picotron.sweep.jobs import find_jobs
+from tests.test_create_config import configs, create, error_message
+
+EIGHT = ("--world_size", 8, "--global_batch_size", 16, "--hardware", "H100")
+
+
+def forecasts(folder: Path) -> dict[str, dict[str, Any]]:
+    return {job.name: json.loads(job.forecast_file.read_text()) for job in find_jobs(folder)}
+
+
+def test_best_writes_the_fastest_layouts_with_their_forecasts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = create(tmp_path, *EIGHT, "--best", 3, "--mbs", 1, "--distributed.dp_engine", "bucket")
+    output = capsys.readouterr().out
+    rows = [line.split() for line in output.splitlines() if line.split()[:1] and line.split()[0] in configs(folder)]
+    assert [row[0] for row in rows] == list(dict.fromkeys(row[0] for row in rows))
+    expected = [forecasts(folder)[row[0]]["step_time"] for row in rows]
+    assert expected == sorted(expected)
+    assert len(expected) == 3
+    for data in configs(folder).values():
+        layout = data["distributed"]
+        assert layout["dp_size"] * layout["pp_size"] * layout["cp_size"] * layout["tp_size"] == 8
+        assert not layout["use_cpu"]
+        assert layout["sequence_parallel"] == (layout["tp_size"] > 1)
+        assert data["training"]["gradient_accumulation_steps"] * layout["dp_size"] == 16
+    every = create(tmp_path, *EIGHT, "--mbs", 1, "--use_cpu", "false", exp_name="every")  # without recomputation
+    assert min(each["step_time"] for each in forecasts(every).values()) >= expected[0]
+
+
+def test_forecast_of_a_job_has_what_metrics_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--hardware", "A100", "--tp", 1, 2, "--dtype", "bfloat16", "--use_cpu", "false")
+    folder = create(tmp_path, *("--model.dtype" if word == "--dtype" else word for word in words))
+    for name, found in forecasts(folder).items():
+        ranks = int(name.removeprefix("tp"))
+        assert found["step_time"] == pytest.approx(sum(found["seconds"].values()))
+        assert found["tokens_per_second_per_gpu"] * found["step_time"] * ranks == pytest.approx(64)
+        assert 0 < found["mfu"] < 1
+        assert 0 < found["memory_gb"] < 1
+    assert "MFU" in capsys.readouterr().out
+    assert not list(create(tmp_path, "--tp", 1, 2, exp_name="none").glob("*/forecast.json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--best", 3), "--best and --gib need --hardware"),
+        (("--hardware", "H100", "--best", 3), "give --world_size and --global_batch_size"),
+        ((*EIGHT, "--best", 3, "--seq_len", 64, 128), "give one value of --seq_len, not 2"),
+        ((*EIGHT, "--best", 3, "--tp", 16), "no combination of dp 1|2|4|8 x pp 1"),
+        ((*EIGHT[:3], 7, *EIGHT[4:], "--best", 3, "--dp", 8), "no layout of 8 ranks can train"),
+        ((*EIGHT[:-1], "H7", "--best", 3), "--hardware H7 is none of H100, "),
+        (
+            (*EIGHT, "--best", 3, "--gib", 0.001),
+            "no layout of 8 ranks fits into 0.001 GiB; the closest one needs about 0.0 GiB",
+        ),
+    ],
+    ids=str,
+)
+def test_impossible_searches_are_rejected(tmp_path: Path, words: tuple[Any, ...], message: str) -> None:
+    assert message in error_message(tmp_path, *words)
