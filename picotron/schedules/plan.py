@@ -53,6 +53,12 @@ class PipelinePlan:
         """Return (stage, micro-batch) of the forwards of a rank that keep their activations."""
         return kept_activations(self.schedule.programs[rank], self.keep_activations)
 
+    @property
+    def kept_fraction(self) -> float:
+        """The fraction of all forwards that keep their activations."""
+        kept = sum(len(self.kept_activations(rank)) for rank in range(self.schedule.pp))
+        return kept / (self.schedule.num_stages * self.schedule.microbatches)
+
     def __str__(self) -> str:
         table = format_stages(self.stages, self.schedule.pp, self.schedule.placement)
         return table if self.expectation is None else f"{table}\n{self.expectation}"
