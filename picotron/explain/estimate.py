@@ -55,6 +55,7 @@ Temporary tensors add to the activations while a forward or a backward runs:
     the loss computes a chunk           its input, D per token; and the logits of the chunk, in float32 or wider and, if
                                         that is different, in the model's dtype
     the loss's backward                 the gradient of the head's matrix in the model's dtype, D V / t numbers
+    forward of an MLP, recomputed later x, b, gate, silu(gate), up and h: 2 D + 4 F / t per token
     backward of an MLP                  the gradients of x and of gate, up and h, less h, which is freed (but not in I):
                                         D + 2 F / t per token; or if that is more, the gradients of x, h and
                                         down_proj's matrix: D + F / t per token, and D F / t
@@ -176,10 +177,13 @@ def zero3_bytes(config: Config, model: "LlamaConfig", s: Sizes, stage: Stage) ->
 
 
 def temporary_in_forward(config: Config, s: Sizes, stage: Stage) -> int:
-    """Bytes of temporary tensors in the forward of a stage with the head, the only forward that needs many."""
+    """Bytes of temporary tensors in the forward of a stage: those of the head, or of a layer that saves only x."""
     logit = s.wide + (s.number if s.number < s.wide else 0)
     logits = min(s.tokens, loss_chunk(config, s)) * s.vocabulary * logit
-    return stage.has_head * (s.tokens * s.D * s.number + logits)
+    head = stage.has_head * (s.tokens * s.D * s.number + logits)
+    if config.training.activation_checkpointing == "none" or not stage.layers:
+        return head
+    return max(head, s.tokens * (4 * s.F + 2 * s.shard) * s.number - stage.has_head * head_bytes(config, s))
 
 
 def deferred_bytes(s: Sizes, stage: Stage) -> int:
