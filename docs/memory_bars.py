@@ -94,17 +94,15 @@ def bars(found: dict[str, tuple[Memory, dict[str, int]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="draw bars into this .svg file instead of printing a table")
+    parser.add_argument("--out", type=Path, help="also draw the table as bars into this .svg file")
     options = parser.parse_args()
     if problem := obstacle():
         sys.exit(f"error: {problem}")
     restart_with_fake_cuda()
     found = {name: memory_of(*changes) for name, changes in REMEDIES.items()}
-    if options.out is None:
-        print(
-            f"SmolLM-1.7B on 8 ranks, micro-batches of 4 x 2048 tokens, 8 of them with pp: GiB of a rank at the peak of a step\n\n{table(found)}"
-        )
-    else:
+    print("SmolLM-1.7B on 8 ranks, micro-batches of 4 x 2048 tokens (8 of them with pp): GiB of a rank at its peak\n")
+    print(table(found))
+    if options.out is not None:
         options.out.write_text(bars(found), encoding="utf-8")
 
 

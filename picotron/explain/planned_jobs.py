@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from picotron.config import Config
+from picotron.config import Config, Logging
 from picotron.config import Model as ModelSection
 from picotron.config_reader import override, parse_config
 from picotron.errors import UserError
@@ -141,10 +141,10 @@ def candidates(base: dict[str, Any], layouts: Sequence[Combination]) -> Iterator
             combination.setdefault("distributed.sequence_parallel", tp > 1)
             try:
                 _, config = make_config(base, combination)
-                _check(config)
-            except UserError:  # some of all combinations never work
+            except UserError:  # for example, the batch does not divide by dp
                 continue
-            yield combination, config
+            if _can_run(config):
+                yield combination, config
 
 
 def what_fits(config: Config, model_config: LlamaConfig, gib: float) -> str:
@@ -165,13 +165,29 @@ def what_fits(config: Config, model_config: LlamaConfig, gib: float) -> str:
     return "neither recomputation nor ZeRO-3 on more ranks helps; use more tp or pp ranks"
 
 
-def _check(config: Config) -> None:
-    """Check the layout of a config with one micro-batch, which takes less time."""
-    training = config.training.model_copy(update={"gradient_accumulation_steps": 1})
+def _can_run(config: Config) -> bool:
+    """Return whether a layout fits its model. Only what that depends on is kept, because most candidates share it."""
+    changes = {
+        "distributed": {"dp_size": 1, "dp_engine": "bucket"},
+        "training": {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "activation_checkpointing": "none"},
+    }
+    kept = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
+    return _fits(config.model_copy(update=kept | {"logging": Logging()}))
+
+
+@functools.cache
+def _fits(config: Config) -> bool:
     model_config = load_cached(config.model)
     if isinstance(model_config, UserError):
         raise model_config
-    check_layout(config.model_copy(update={"training": training}), model_config)
+    layout = config.distributed
+    if layout.pp_layout is None and layout.pp_size * (layout.pp_chunks or 1) > model_config.num_hidden_layers:
+        return False  # without building a very long pipeline first
+    try:
+        check_layout(config, model_config)
+    except UserError:
+        return False
+    return True
 
 
 def table(planned: Sequence[PlannedJob]) -> str:
