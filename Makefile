@@ -32,7 +32,7 @@ test: $(STAMP) ## run the tests (8 minutes on 2 cores)
 test-fast: $(STAMP) ## run the tests that start no processes (under a minute)
 	$(BIN)/python -m pytest -q -m "not parity and not processes" $(ARGS)
 
-parity: $(STAMP) ## compare 66 layouts with one process, write docs/parity.md, run the long tests
+parity: $(STAMP) ## compare 73 layouts with one process, write docs/parity.md, run the long tests
 	$(BIN)/python -m tests.parity
 	$(BIN)/python -m pytest -q -m parity $(ARGS)
 
@@ -58,6 +58,7 @@ bench: $(STAMP) ## compare speed and memory with transformers and with torch's o
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.tokens
 	$(BIN)/python -m benchmarks.packing
+	$(BIN)/python -m benchmarks.generation
 
 gpu: $(STAMP) ## check and measure on this machine's GPUs, write docs/gpu.md
 	$(BIN)/python -m tests.gpu $(ARGS)

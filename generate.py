@@ -1,156 +1,227 @@
 """Generate text:  python generate.py --checkpoint runs/quickstart --prompt "def main("
 
-The model is a checkpoint, the newest checkpoint of a run folder, or a Hugging Face Llama, run in one process. The keys
-and values of all earlier tokens are kept (KV cache), so a new token costs a forward pass of one token.
+The model is a checkpoint, the newest checkpoint of a run folder, or a Hugging Face Llama. Several processes can divide
+its layers (pp_size), its matrices (tp_size) and, with the remaining factor of their number, the prompts of a file:
+
+    torchrun --nproc_per_node 4 generate.py --checkpoint DIR --pp_size 2 --prompts prompts.txt --output out.jsonl
 """
 
 import argparse
+import contextlib
+import json
 import logging
+import os
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from picotron.arguments import number
-from picotron.checkpoint.checkpoint import check_files, read_state
-from picotron.checkpoint.safetensors_folder import SafetensorsFolder, find_folder
-from picotron.config import Model
+from picotron.checkpoint.checkpoint import Checkpoint
+from picotron.checkpoint.safetensors_folder import find_folder
+from picotron.config_reader import parse_config
 from picotron.errors import UserError, first_line
-from picotron.launch import exit_on_error
-from picotron.model import Attention, Llama, fused_attention
+from picotron.files import create
+from picotron.json_files import parse_json
+from picotron.launch import exit_on_error, init_process_group, set_up_device
 from picotron.model_config import load_model_config
-from picotron.packed_attention import PackedDocuments
+from picotron.parallelize import build_stage, check_layout
+from picotron.pipeline_parallel.generation import Completion, generate
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import checkpoint_folders
-from picotron.weights import materialise
+from picotron.sampling import Sampling
 
 logger = logging.getLogger("picotron")
 
 
-class CachedAttention:
-    """Causal attention with a KV cache for up to `max_length` tokens: new tokens attend to all earlier ones, too.
-
-    q (B, H, T, d); k, v (B, K, T, d) -> (B, H, T, d). The first call has the prompt, every later call one token.
-    """
-
-    def __init__(self, max_length: int) -> None:
-        self.max_length, self.length = max_length, 0
-        self.keys = self.values = torch.empty(0)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
-        assert documents is None, "a prompt is one document"
-        start, self.length = self.length, self.length + k.size(2)
-        if start == 0:
-            self.keys, self.values = (x.new_empty(*x.shape[:2], self.max_length, x.size(3)) for x in (k, v))
-        self.keys[:, :, start : self.length], self.values[:, :, start : self.length] = k, v
-        if start == 0:
-            return fused_attention(q, k, v)
-        assert q.size(2) == 1
-        keys, values = self.keys[:, :, : self.length], self.values[:, :, : self.length]
-        return torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
-
-
-def load_model(folder: Path, device: torch.device) -> Llama:
-    """Load the model of a folder, in the dtype of its config.json, or else in float32.
+def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> PipelineParallel:
+    """Load this rank's part of the model in a folder, in the dtype of its config.json, or else in float32. Connects the
+    processes that torchrun has started.
 
     Raises:
-        UserError: the folder holds no Llama, or its files are damaged.
+        UserError: the folder holds no Llama, its files are damaged, or the model does not fit the layout.
     """
-    if (state := read_state(folder)) is not None:
-        check_files(folder, state.model_files)
-    config = load_model_config(Model(name=str(folder)))
-    with torch.device("meta"):
-        model = Llama(config).to(config.dtype or torch.float32)
-    materialise(model, device, SafetensorsFolder(folder).read)
-    return model.eval()
+    dp_size, left = divmod(int(os.environ.get("WORLD_SIZE", 1)), pp_size * tp_size)
+    if left or not dp_size:
+        raise UserError(
+            f"pp_size={pp_size} x tp_size={tp_size} needs a multiple of {pp_size * tp_size} processes, but "
+            f"{dp_size * pp_size * tp_size + left} started; use torchrun --nproc_per_node {pp_size * tp_size}"
+        )
+    config = parse_config(
+        {
+            "distributed": {
+                "pp_size": pp_size,
+                "tp_size": tp_size,
+                "dp_size": dp_size,
+                "use_cpu": not torch.cuda.is_available(),
+            },
+            "model": {"name": str(folder)},
+            "dataset": {"name": "none"},
+            "environment": {"OMP_NUM_THREADS": torch.get_num_threads()},
+        }
+    )
+    model_config = load_model_config(config.model)
+    plan = check_layout(config, model_config)
+    device = set_up_device(config)
+    init_process_group(config, device)
+    setup_process_group_manager(tp_size, 1, pp_size, dp_size)
+    weights = Checkpoint(folder, weights_only=True).weights()
+    return build_stage(config, model_config, plan, device, model_config.dtype or torch.float32, weights)
 
 
-@torch.inference_mode()
-def generate(
-    model: Llama,
-    prompt_ids: list[int],
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    seed: int = 0,
-    end: int | None = None,
-) -> list[int]:
-    """Generate the tokens that follow a prompt.
+def read_prompts(path: Path) -> list[str]:
+    """Read a prompt from each line of a .txt file, or from the key "prompt" of each line of a .jsonl file.
 
-    Args:
-        max_new_tokens: maximum number of tokens to generate.
-        temperature: divisor of the logits before the softmax; 0 always takes the likeliest token.
-        top_k: number of likeliest tokens to draw from; 0 draws from all.
-        seed: seed of the random draws.
-        end: token that ends the text, and is not returned.
+    Raises:
+        UserError: the file cannot be read, or a line has no prompt.
     """
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.attention_fn = CachedAttention(len(prompt_ids) + max_new_tokens)
-    tokens, new = list(prompt_ids), list(prompt_ids)
-    while len(tokens) < len(prompt_ids) + max_new_tokens:
-        positions = torch.arange(len(tokens) - len(new), len(tokens), device=device)[None]
-        hidden = model.run_layers(model.embed(torch.tensor([new], device=device)), positions)
-        logits = model.logits_or_loss(hidden[:, -1:])[0, 0].double()
-        new = [draw(logits, temperature, top_k, generator)]
-        if new[0] == end:
-            break
-        tokens += new
-    return tokens[len(prompt_ids) :]
+    if path.suffix not in (".txt", ".jsonl"):
+        raise UserError(f"--prompts {path} should be a .txt file or a .jsonl file")
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read --prompts {path}: {error.strerror}; check the path") from None
+    prompts = []
+    for row, line in enumerate(lines, 1):
+        if path.suffix == ".jsonl" and not line.strip():
+            continue
+        try:
+            prompt = line.decode() if path.suffix == ".txt" else parse_json(line, f"{path}, line {row},")["prompt"]
+            prompt.encode()  # JSON can have half of a pair of surrogates
+        except UnicodeError:
+            raise UserError(f"{path}, line {row}, is not valid UTF-8; save the file as UTF-8") from None
+        except (KeyError, TypeError, AttributeError):
+            raise UserError(
+                f'{path}, line {row}, should be an object with a text "prompt": {{"prompt": "..."}}'
+            ) from None
+        prompts.append(prompt)
+    if not prompts:
+        raise UserError(f"--prompts {path} has no prompts; write one on each line")
+    return prompts
 
 
-def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Draw the next token from the logits (V,), see `generate`."""
-    if temperature < 1e-6:  # the quotient could overflow
-        return int(logits.argmax())
-    if 0 < top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
+class Encoder:
+    """The tokenizer of a model's folder.
+
+    Raises:
+        UserError: the folder has no tokenizer.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        except Exception as error:
+            raise UserError(f"no tokenizer in {folder} ({first_line(error)}); save one there") from None
+
+    def encode(self, prompt: str) -> list[int]:
+        ids = self.tokenizer(prompt)["input_ids"] or [self.tokenizer.eos_token_id]
+        if ids == [None]:
+            raise UserError(
+                f"the tokenizer of {self.folder} has no end-of-sequence token, which an empty prompt needs; use a prompt "
+                f"with text"
+            )
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def completion(self, prompt: list[int], new: list[int]) -> str:
+        """Return the text of new tokens. (Alone, some tokenizers decode it without its first space.)"""
+        before, text = self.decode(prompt), self.decode(prompt + new)
+        return text.removeprefix(before) if text.startswith(before) else self.decode(new)
 
 
-def main() -> None:
+def without_end(completion: Completion, end: int | None) -> Completion:
+    if completion.tokens[-1:] == [end]:
+        return Completion(completion.tokens[:-1], completion.log_probs[:-1])
+    return completion
+
+
+def open_output(path: Path | None) -> Any:
+    """Open the output, on rank 0 only, or return a context without a file.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    if path is None or int(os.environ.get("RANK", 0)) > 0:
+        return contextlib.nullcontext()
+    try:
+        return open(path, "w", encoding="utf-8", opener=create)
+    except OSError as error:
+        raise UserError(f"cannot write --output {path}: {error.strerror}; check the path") from None
+
+
+def write_lines(
+    file: TextIO, texts: list[str], prompts: list[list[int]], completions: list[Completion], encoder: Encoder
+) -> None:
+    """Write a line of JSON for each completion, whose tokens do not include the end token."""
+    for text, prompt, (tokens, log_probs) in zip(texts, prompts, completions, strict=False):
+        line = {"prompt": text, "text": encoder.completion(prompt, tokens), "tokens": tokens, "log_probs": log_probs}
+        file.write(json.dumps(line) + "\n")
+    file.flush()
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Generate text with a checkpoint or a Hugging Face Llama.")
+
+    def add(name: str, type: Any, default: Any, text: str) -> None:
+        parser.add_argument(name, type=type, default=default, help=f"{text} [{default}]")
+
     parser.add_argument(
         "--checkpoint", required=True, help="checkpoint, run folder (for its newest checkpoint) or hub id"
     )
-    parser.add_argument("--prompt", default="", help="beginning of the text [empty: a new document]")
-    parser.add_argument(
-        "--max_new_tokens", type=number(int, 0, 2**24), default=100, help="maximum number of new tokens [100]"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=number(float, 0),
-        default=0.0,
-        help="divisor of the logits; 0: always take the likeliest token [0]",
-    )
-    parser.add_argument(
-        "--top_k", type=number(int, 0), default=0, help="number of likeliest tokens to draw from; 0: all [0]"
-    )
-    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="seed of the random draws [0]")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--prompt", default="", help="beginning of the text [empty: a new document]")
+    what.add_argument("--prompts", type=Path, help='file of prompts: .txt, one per line, or .jsonl, with "prompt"')
+    parser.add_argument("--output", type=Path, help=".jsonl file for the completions of --prompts")
+    add("--batch_size", number(int, 1), 64, "number of prompts of a file that are continued at the same time")
+    add("--max_new_tokens", number(int, 0, 2**24), 100, "maximum number of new tokens")
+    add("--temperature", number(float, 0), 0.0, "divisor of the logits; 0: always take the likeliest token")
+    add("--top_k", number(int, 0), 0, "number of likeliest tokens to draw from; 0: all")
+    add("--top_p", number(float, 0, 1), 1.0, "draw from the likeliest tokens with this probability in total; 1: all")
+    add("--seed", number(int, 0, 2**63 - 1), 0, "seed of the random draws")
+    add("--pp_size", number(int, 1), 1, "number of pipeline ranks, each of which holds some of the layers")
+    add("--tp_size", number(int, 1), 1, "number of tensor-parallel ranks, each of which holds a shard of every matrix")
     options = parser.parse_args()
+    if (options.prompts is None) != (options.output is None):
+        parser.error("--prompts and --output need each other: a file of prompts and a file for their completions")
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
     folder = [find_folder(options.checkpoint), *checkpoint_folders(Path(options.checkpoint)).values()][-1]
     if (folder / "metrics.jsonl").exists():
         raise UserError(
             f"{folder} is a run folder without checkpoints; train with checkpoint.save_frequency of 1 or more"
         )
-    model = load_model(folder, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:
-        raise UserError(f"no tokenizer in {folder} ({first_line(error)}); save one there") from None
-    prompt_ids = tokenizer(options.prompt)["input_ids"] or [tokenizer.eos_token_id]
-    if prompt_ids == [None]:
-        raise UserError(
-            f"the tokenizer of {folder} has no end-of-sequence token, which an empty prompt needs; use --prompt"
-        )
-    limit = model.config.max_position_embeddings
-    if len(prompt_ids) + options.max_new_tokens > limit:
-        logger.warning("the text may exceed %d tokens, the maximum sequence length of the model", limit)
-    end = tokenizer.eos_token_id
-    new = generate(model, prompt_ids, options.max_new_tokens, options.temperature, options.top_k, options.seed, end)
-    print(f"{folder}:\n{tokenizer.decode(prompt_ids + new, skip_special_tokens=True)}")
+    texts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
+    encoder = Encoder(folder)
+    prompts, end = [encoder.encode(text) for text in texts], encoder.tokenizer.eos_token_id
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed, end)
+    with open_output(options.output) as file:  # before anything expensive starts
+        model = load_model(folder, options.pp_size, options.tp_size)
+        limit, is_first = model.module.config.max_position_embeddings, dist.get_rank() == 0
+        if is_first and max(map(len, prompts)) + options.max_new_tokens > limit:
+            logger.warning("the text may exceed %d tokens, the maximum sequence length of the model", limit)
+        progress = tqdm(total=len(prompts), desc="Generating", unit=" prompts", disable=file is None)
+        for start in range(0, len(prompts), options.batch_size):
+            batch = prompts[start : start + options.batch_size]
+            completions = [without_end(each, end) for each in generate(model, batch, sampling, start)]
+            if file is not None:
+                write_lines(file, texts[start:], batch, completions, encoder)
+            progress.update(len(batch))
+        progress.close()
+    if is_first and options.output is None:
+        print(f"{folder}:\n{encoder.decode(prompts[0] + completions[0].tokens)}")
+    elif is_first:
+        print(f"{len(prompts):,} completions in {options.output}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ def main() -> None:
     # Outputs. Files of an earlier run are archived, except those up to the step from which this run resumes.
     resumed = checkpoint.state_in(config.checkpoint.save_dir) if checkpoint else None
     dist.barrier()  # no rank still reads the files of an earlier run
-    records = begin_run(config, resumed.step if resumed else None) if dist.get_rank() == 0 else []
+    searched = plan.schedule if plan.expectation else None
+    records = begin_run(config, resumed.step if resumed else None, searched) if dist.get_rank() == 0 else []
     metrics = Metrics(config, model_config, device, dtype, records, resumed.wandb_run_id if resumed else None)
     writer = CheckpointWriter(
         config, model_config, unwrap(model), optimizer, tokenizer, fingerprint, metrics.wandb_run_id

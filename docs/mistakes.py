@@ -1,6 +1,7 @@
 """Classic mistakes, made on purpose, and the tests that catch them:
 
-    python -m docs.mistakes data_parallel     (another page: tensor_parallel, pipeline_parallel, context_parallel, zero)
+    python -m docs.mistakes data_parallel     (another page: tensor_parallel, pipeline_parallel, context_parallel, zero,
+                                                             generation)
 
 A mistake replaces functions of picotron in the processes that run a test, for the time of this test.
 """
@@ -17,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from docs import zero_mistakes
+from docs import generation_mistakes, zero_mistakes
 from docs.mistake import Mistake
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
@@ -247,6 +248,7 @@ MISTAKES = {
         ("ring", 2),
     ),
     **zero_mistakes.MISTAKES,
+    **generation_mistakes.MISTAKES,
 }
 
 

@@ -7,10 +7,9 @@
 import math
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from picotron.config_types import NonNegative, Positive, Processes, Section, read_string
-from picotron.schedules.schedules import SCHEDULES, check_name
+from picotron.config_types import NonNegative, Positive, Processes, ScheduleName, Section, read_string
 
 
 class Distributed(Section):
@@ -30,16 +29,20 @@ class Distributed(Section):
     """number of data-parallel ranks, each of which trains on different sequences of the batch"""
     dp_engine: Literal["naive", "bucket", "zero1", "zero3"] = "bucket"
     """what data-parallel ranks divide: zero1 the optimizer; zero3 also weights and gradients; the others nothing"""
-    pp_engine: Annotated[
-        str,
-        AfterValidator(check_name),
-        WithJsonSchema({"anyOf": [{"enum": list(SCHEDULES)}, {"type": "string", "pattern": "^csv:."}]}),
-    ] = "1f1b"
-    """pipeline schedule for pp_size > 1: a name, or csv:FILE to read the schedule from a file"""
+    pp_engine: ScheduleName = "1f1b"
+    """pipeline schedule for pp_size > 1: a name, auto to search for the fastest one, or csv:FILE to read a file"""
     pp_chunks: Positive | None = None
-    """stages per pipeline rank, for interleaved_1f1b and looped_bfs; null: the default of the schedule"""
+    """stages per pipeline rank, for interleaved_1f1b, looped_bfs and zb_h1; null: the default of the schedule"""
+    pp_group_size: Positive | None = None
+    """micro-batches that take turns on the chunks of interleaved_1f1b and zb_h1; null: the smallest fastest group"""
+    pp_memory: Annotated[float, Field(ge=1)] | None = None
+    """for auto: the most micro-batches whose activations a pipeline rank may hold; null: pp_size, as in 1f1b"""
+    pp_costs: str | None = None
+    """for auto: folder of a run with traces (logging.trace_steps) of the same stages; null: times estimated by FLOPs"""
     pp_layout: str | None = None
     """contents of the stages, such as Et*2|tt|tL (E embedding, t layer, L head, | next stage); null: balanced costs"""
+    pp_keep_activations: NonNegative = 0
+    """micro-batches in flight on a pp rank that keep their activations although activation_checkpointing is full"""
     backend: Literal["nccl", "gloo"] | None = None
     """communication library; null: nccl on GPUs, gloo on the CPU"""
     use_cpu: bool = False

@@ -4,11 +4,18 @@ import json
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
+
+from picotron.schedules.schedules import SCHEDULES, check_name
 
 Positive = Annotated[int, Field(gt=0, le=2**40)]
 NonNegative = Annotated[int, Field(ge=0, le=2**40)]
 Processes = Annotated[int, Field(gt=0, le=4096)]
+ScheduleName = Annotated[
+    str,
+    AfterValidator(check_name),
+    WithJsonSchema({"anyOf": [{"enum": [*SCHEDULES, "auto"]}, {"type": "string", "pattern": "^csv:."}]}),
+]
 
 
 class Section(BaseModel):

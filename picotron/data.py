@@ -7,6 +7,7 @@ so a position in the data is a single integer, the global sample number, in ever
 import dataclasses
 import hashlib
 import logging
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -126,6 +127,29 @@ class MicroBatches(Dataset[dict[str, Tensor]]):
         return torch.from_numpy(np.stack(rows).astype(np.int64))[:, self.positions]
 
 
+def micro_batch_samples(
+    rows: Rows, samples: np.ndarray, dp_rank: int, cp: int, seed: int | None
+) -> Iterator[tuple[np.ndarray, float]]:
+    """Yield the rows of each of a dp rank's micro-batches, endlessly, with the weight of its counted targets.
+
+    Args:
+        samples: numbers of the first step's samples, (micro-batches, dp_size, micro_batch_size).
+        cp: number of cp ranks, which share a micro-batch.
+        seed: seed of the orders of the epochs; None keeps the order of the rows.
+    """
+    epoch, order = -1, np.arange(len(rows))
+    while True:
+        epochs, numbers = np.divmod(samples, len(order))
+        for number in np.unique(epochs):
+            if seed is not None and number != epoch:
+                epoch, order = number, epoch_order(len(order), seed, number)
+            numbers[epochs == number] = order[numbers[epochs == number]]
+        counted = 1 if rows.counts is None else rows.counts[numbers].sum()
+        weight = samples.shape[0] * samples.shape[1] * cp / counted
+        yield from ((micro_batch, weight) for micro_batch in numbers[:, dp_rank])
+        samples = samples + samples.size
+
+
 class MicroBatchDataLoader:
     """An endless iterator over this rank's micro-batches.
 
@@ -168,16 +192,18 @@ class MicroBatchDataLoader:
     ) -> None:
         training, layout, grid = config.training, config.distributed, pgm.process_group_manager
         self.grad_acc_steps = batches * training.gradient_accumulation_steps
-        self.micro_batch_size = training.micro_batch_size
-        self.global_batch_size = config.global_batch_size
-        self.seed, self.shuffle = training.seed, config.dataset.shuffle if shuffle is None else shuffle
-        self.rows, self.device, self.grid = rows, device, grid
+        self.micro_batch_size, self.global_batch_size = training.micro_batch_size, config.global_batch_size
+        self.device, shuffle = device, config.dataset.shuffle if shuffle is None else shuffle
         positions = local_positions(training.seq_length, layout.cp_size, grid.cp_rank, layout.cp_sharding)
-        self.position_ids = positions.to(device).expand(self.micro_batch_size, -1)
+        self.position_ids = positions.to(device).expand(training.micro_batch_size, -1)
+        shape = self.grad_acc_steps, grid.dp_world_size, training.micro_batch_size
+        samples = start + np.arange(math.prod(shape)).reshape(shape)
+        seed = training.seed if shuffle else None
         loader = DataLoader(
             MicroBatches(rows, positions),
             batch_size=None,
-            sampler=self._micro_batches(start),
+            # not a method: the iterator would refer to this loader, which would then never be freed
+            sampler=micro_batch_samples(rows, samples, grid.dp_rank, grid.cp_world_size, seed),
             num_workers=config.dataset.num_workers,
             # Forked workers share the memory-mapped tokens; other start methods would copy them to each worker.
             multiprocessing_context="fork" if config.dataset.num_workers else None,
@@ -188,22 +214,6 @@ class MicroBatchDataLoader:
         # that still run at exit would get SIGTERM from Python, which they ignore, and Python would wait forever.
         self.iterators = [iter(loader)]
         weakref.finalize(self, self.iterators.clear)
-
-    def _micro_batches(self, start: int) -> Iterator[tuple[np.ndarray, float]]:
-        """Yield the index of each of this rank's micro-batches, from sample `start` on, endlessly."""
-        dp, cp = self.grid.dp_world_size, self.grid.cp_world_size
-        samples = np.arange(self.grad_acc_steps * dp * self.micro_batch_size).reshape(-1, dp, self.micro_batch_size)
-        epoch, order = -1, np.arange(len(self.rows))
-        while True:
-            epochs, numbers = np.divmod(start + samples, len(order))
-            for number in np.unique(epochs):
-                if self.shuffle and number != epoch:
-                    epoch, order = number, epoch_order(len(order), self.seed, number)
-                numbers[epochs == number] = order[numbers[epochs == number]]
-            counted = 1 if self.rows.counts is None else self.rows.counts[numbers].sum()
-            weight = self.grad_acc_steps * dp * cp / counted
-            yield from ((rows, weight) for rows in numbers[:, self.grid.dp_rank])
-            start += samples.size
 
     def __iter__(self) -> "MicroBatchDataLoader":
         return self

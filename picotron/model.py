@@ -237,14 +237,21 @@ class Llama(nn.Module):
         return self.model.embed_tokens(input_ids)
 
     def run_layers(
-        self, x: Tensor, position_ids: Tensor, layers: Iterable[int] | None = None, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        layers: Iterable[int] | None = None,
+        cu_seqlens: Tensor | None = None,
+        keep_activations: bool = False,
     ) -> Tensor:
-        """Apply the given decoder layers, by default all: x (B, T, D), position_ids (B, T) -> (B, T, D)."""
+        """Apply the given decoder layers, by default all: x (B, T, D), position_ids (B, T) -> (B, T, D). With
+        `keep_activations`, backward recomputes nothing even if `checkpoint_activations` is set.
+        """
         documents = None if cu_seqlens is None else PackedDocuments.of(cu_seqlens, x.device)
         cos, sin = (table.to(x.dtype) for table in rope(self.config, position_ids))
         for name in self.model.layers if layers is None else map(str, layers):
             layer = self.model.layers[name]
-            if self.checkpoint_activations and torch.is_grad_enabled():
+            if self.checkpoint_activations and not keep_activations and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, documents, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, cos, sin, documents)

@@ -32,22 +32,22 @@ def check_layout(config: Config, model_config: LlamaConfig) -> PipelinePlan:
     return plan
 
 
-def build_model(
+def build_stage(
     config: Config,
     model_config: LlamaConfig,
     plan: PipelinePlan,
     device: torch.device,
     dtype: torch.dtype,
-    weights: ReadTensor,
-) -> DataParallel:
-    """Build this rank's part of a Llama, ready for a training step.
+    weights: ReadTensor | None,
+) -> PipelineParallel:
+    """Build this rank's part of a Llama, without data parallelism, which only training needs.
 
     The model is first built on the meta device, where parameters have shapes but no memory, and the layers and shards
     of other ranks are removed there. So a rank never allocates more than its own part.
 
     Args:
         plan: see `check_layout`.
-        weights: function that reads the weights, see `materialise`.
+        weights: function that reads the weights, or None, see `materialise`.
     """
     attention_fn = fused_attention if config.model.use_flash_attention else math_attention
     with torch.device("meta"):
@@ -56,14 +56,27 @@ def build_model(
         llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)  # replaces layers by their shards
         stage = PipelineParallel(llama, plan)  # removes the layers of other stages
         apply_context_parallel(stage, config.distributed)  # swaps the attention function
+    materialise(llama, device, weights)
+    return stage
+
+
+def build_model(
+    config: Config,
+    model_config: LlamaConfig,
+    plan: PipelinePlan,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: ReadTensor,
+) -> DataParallel:
+    """Build this rank's part of a Llama, ready for a training step. Arguments: see `build_stage`."""
     whole = config.distributed.dp_engine != "zero3"
-    materialise(llama, device, weights if whole else None)
+    stage = build_stage(config, model_config, plan, device, dtype, weights if whole else None)
     compiled = device.type == "cuda" if config.training.compile is None else config.training.compile
-    for layer in llama.model.layers.values() if compiled else ():
+    for layer in unwrap(stage).model.layers.values() if compiled else ():
         layer.forward = torch.compile(layer.forward)  # without the module's hooks, which gather weights with zero3
     if not whole:
         model = DataParallelZero3(stage)
-        read_owned_weights(llama, weights)
+        read_owned_weights(unwrap(stage), weights)
         return model
     engines = {"naive": DataParallelNaive, "bucket": DataParallelBucket, "zero1": DataParallelZero1}
     wrap = engines[config.distributed.dp_engine]
@@ -71,5 +84,5 @@ def build_model(
 
 
 def unwrap(model: nn.Module) -> Llama:
-    """The `Llama` inside the wrappers of `build_model`."""
+    """The `Llama` inside the wrappers of `build_stage` and `build_model`."""
     return next(module for module in model.modules() if isinstance(module, Llama))

@@ -1,6 +1,6 @@
 """Folder of a run, `checkpoint.save_dir`: its files, and how a new run archives those of an earlier one.
 
-    config.json  metrics.jsonl  step_00000080/  step_00000160/  ...    trace_step_00000005.jsonl  ...
+    config.json  schedule.csv  metrics.jsonl  step_00000080/  step_00000160/  ...    trace_step_00000005.jsonl  ...
     earlier.1/  earlier.2/  ...
 
 A checkpoint folder with its final name is complete: it is written under another name, and renamed at the end.
@@ -25,6 +25,8 @@ from picotron.config import Config
 from picotron.errors import UserError
 from picotron.files import create, write_atomically
 from picotron.json_files import parse_json
+from picotron.schedules.actions import Schedule
+from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.trace import traces
 
 logger = logging.getLogger("picotron")
@@ -160,12 +162,13 @@ def new_archive_folder(folder: Path) -> Path:
     return archive
 
 
-def begin_run(config: Config, resumed_step: int | None) -> list[dict[str, Any]]:
-    """Write config.json, and archive the files of an earlier run in a folder `earlier.N`.
+def begin_run(config: Config, resumed_step: int | None, schedule: Schedule | None = None) -> list[dict[str, Any]]:
+    """Write config.json and schedule.csv, and archive the files of an earlier run in a folder `earlier.N`.
 
     Args:
         resumed_step: step of the checkpoint in save_dir from which this run resumes; files up to that step stay in
             place. None if this run does not resume an earlier one.
+        schedule: the pipeline schedule, if it was searched. It can be drawn, and used again with pp_engine "csv:FILE".
 
     Returns:
         The records of metrics.jsonl up to `resumed_step`. The file keeps only these; the archived copy has all records.
@@ -174,11 +177,11 @@ def begin_run(config: Config, resumed_step: int | None) -> list[dict[str, Any]]:
         UserError: the folder cannot be written.
     """
     save_dir = Path(config.checkpoint.save_dir)
-    metrics, config_file = save_dir / "metrics.jsonl", save_dir / "config.json"
+    metrics, config_file, schedule_file = (save_dir / n for n in ("metrics.jsonl", "config.json", "schedule.csv"))
     by_step = [*checkpoint_folders(save_dir).items(), *traces(save_dir).items()]
     old = [path for step, path in by_step if resumed_step is None or step > resumed_step]
     if resumed_step is None:
-        old += [path for path in (metrics, config_file) if path.exists()]
+        old += [path for path in (metrics, config_file, schedule_file) if path.exists()]
     with user_error_on_failure(save_dir):
         records, problem = ([], "") if resumed_step is None else read_records(metrics, resumed_step)
         if old or problem:
@@ -195,4 +198,6 @@ def begin_run(config: Config, resumed_step: int | None) -> list[dict[str, Any]]:
         if resumed_step is not None and metrics.exists():
             write_atomically(metrics, "".join(json.dumps(record) + "\n" for record in records))
         write_atomically(config_file, config.model_dump_json(indent=2) + "\n")
+        if schedule is not None:
+            write_atomically(schedule_file, as_csv(schedule.programs))
     return records

@@ -27,9 +27,9 @@ REPORT = Path("docs/parity.md")
 HEADS = 8
 GLOBAL_BATCH = 16  # sequences
 
-# The sizes of the axes; a schedule, with pp; sp, sequence parallel, with tp; how the sequence is split and attention
-# sees the rest of it, with cp; zero1 or zero3, else bucket, with dp or cp; embedding and head tied or not; how many
-# key/value heads there are for 8 query heads.
+# The sizes of the axes; a schedule, with pp, and chunks2 for two stages per rank where one is the default; sp, sequence
+# parallel, with tp; how the sequence is split and attention sees the rest of it, with cp; zero1 or zero3, else bucket,
+# with dp or cp; embedding and head tied or not; how many key/value heads there are for 8 query heads.
 # test_parity shows that any two of these meet, if they can.
 LAYOUTS = """
 cp2 x tp2 sp zigzag ulysses zero1 tied kv4
@@ -98,6 +98,13 @@ pp4 x cp2 x tp2 looped_bfs contiguous ulysses zero3 tied kv8
 pp4 x cp2 x tp2 zbv sp zigzag all_gather tied kv1
 pp4 x cp4 zbv contiguous all_gather untied kv4
 pp4 x tp4 looped_bfs tied kv4
+pp4 auto tied kv8
+dp2 x pp2 auto zero1 untied kv4
+dp2 x pp4 x cp2 auto contiguous ulysses zero3 untied kv8
+pp2 x cp2 x tp2 auto sp zigzag ring tied kv1
+pp4 zb_h1 chunks2 tied kv1
+dp2 x pp2 x tp2 zb_h1 chunks2 sp zero3 untied kv4
+pp2 x cp2 zb_h1 chunks2 zigzag ulysses zero1 tied kv8
 """.strip().splitlines()
 
 
@@ -107,7 +114,9 @@ def features(name: str) -> dict[str, Any]:
     sizes = {axis: next((int(w[2:]) for w in words if w[:2] == axis), 1) for axis in ("dp", "pp", "cp", "tp")}
     found: dict[str, Any] = dict(sizes)
     if sizes["pp"] > 1:
-        found["pp_engine"] = next(word for word in words if word in SCHEDULES)
+        found["pp_engine"] = next(word for word in words if word in (*SCHEDULES, "auto"))
+        if "chunks2" in words:
+            found["pp_chunks"] = 2
     if sizes["tp"] > 1:
         found["sequence_parallel"] = "sp" in words
     if sizes["cp"] > 1:
@@ -134,7 +143,7 @@ def settings(name: str) -> tuple[Config, LlamaConfig]:
         training__max_grad_norm=0.5,
         dataset__shuffle=False,
     )
-    two_chunks = found.get("pp_engine") not in (None, "afab", "1f1b", "zb_h1")
+    two_chunks = "pp_chunks" in found or found.get("pp_engine") not in (None, "afab", "1f1b", "zb_h1")
     layers = sizes["distributed__pp_size"] * (2 if two_chunks else 1)
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": kv_heads}
     return config, tiny_llama(num_hidden_layers=max(2, layers), tie_word_embeddings=tied, **heads)
@@ -197,6 +206,7 @@ def report(rows: dict[str, dict[str, float]]) -> str:
         "|---|---|---|",
         "| `dp2 x pp2` | the sizes of the layout; sizes of 1 are omitted | always |",
         "| `1f1b`, `zbv`, ... | the pipeline schedule | pp > 1 |",
+        "| `chunks2` | 2 stages per pp rank | `zb_h1` and pp_chunks is 2 |",
         "| `sp` | sequence parallelism | tp > 1 and it is switched on |",
         "| `zigzag`, `contiguous` | how the sequence is split over the cp ranks | cp > 1 |",
         "| `ring`, `all_gather`, `ulysses` | the implementation of attention over the cp ranks | cp > 1 |",

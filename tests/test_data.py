@@ -1,5 +1,8 @@
 """Micro-batches: the order of samples does not depend on the layout, and every cp rank gets its shard of each."""
 
+import gc
+import multiprocessing
+import weakref
 from typing import Any
 
 import numpy as np
@@ -67,6 +70,22 @@ def test_every_layout_reads_the_same_global_batches(pool: WorkerPool, shuffle: b
                 step, i = start + k // accumulation, k % accumulation
                 first = step * 12 + (i * dp + rank) * size
                 assert batch == order[first : first + size]
+
+
+def loader_is_freed(config: Config) -> bool:
+    setup_process_group_manager(1, 1, 1, 1)
+    loader = MicroBatchDataLoader(TextRows(np.arange(1001, dtype=np.uint16), 10), config, CPU)
+    next(loader)
+    reference = weakref.ref(loader)
+    del loader
+    gc.collect()
+    return reference() is None and not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_without_references_is_freed_with_its_processes(pool: WorkerPool, workers: int) -> None:
+    """Otherwise its process groups stay, too, whose threads slow down what runs next."""
+    assert pool.run(loader_is_freed, 1, sample_config(dataset__num_workers=workers)) == [True]
 
 
 def test_an_epoch_has_every_window_once_and_epochs_differ() -> None:

@@ -1,8 +1,6 @@
-"""Drawings show the simulated or measured timeline: as text, SVG, page and trace, and on the command line."""
+"""Drawings show the simulated or measured timeline as text and trace, and on the command line. See test_draw_svg.py."""
 
-import itertools
 import json
-import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,21 +9,15 @@ import pytest
 from picotron.errors import UserError
 from picotron.schedules import draw
 from picotron.schedules.actions import Action
-from picotron.schedules.draw_svg import COLOURS, LEFT, as_page, as_svg, boxes, lighter
+from picotron.schedules.draw_svg import as_page, as_svg
 from picotron.schedules.schedule_csv import read_csv
-from picotron.schedules.schedules import SCHEDULES, build, forward_only
+from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.simulate import Costs, Span, Timeline, simulate
 from picotron.schedules.trace import read_trace, trace_line, trace_path
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def timeline_of(name: str, pp: int = 3, microbatches: int = 5) -> Timeline:
     return simulate(build(name, pp, microbatches))
-
-
-def parts_of(timeline: Timeline) -> int:
-    return sum(len(span.action.parts) for spans in timeline.spans for span in spans)
 
 
 def write_trace(run_dir: Path, step: int, timeline: Timeline) -> None:
@@ -40,92 +32,40 @@ def write_trace(run_dir: Path, step: int, timeline: Timeline) -> None:
 def test_text_shows_names_if_they_fit() -> None:
     assert draw.as_text(timeline_of("1f1b", 3, 4)).splitlines() == [
         "pp 0  0F0 0F1 0F2 ................0B0---- 0F3 0B1---- ....0B2---- ....0B3----",
+        "      ▃▃▃▃▆▆▆▆████████████████████████████████████████▆▆▆▆▆▆▆▆▆▆▆▆▃▃▃▃▃▃▃▃▃▃▃",
         "pp 1  ....1F0 1F1 ........1B0---- 1F2 1B1---- 1F3 1B2---- ....1B3---- ........",
+        "          ▃▃▃▃▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▃▃▃▃▃▃▃▃▃▃▃▃",
         "pp 2  ........2F0 2B0---- 2F1 2B1---- 2F2 2B2---- 2F3 2B3---- ................",
+        "              ▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃",
+        "time  0                   5                   10                  15",
+        "F forward, B backward, . idle; below each rank its activations, █ = 3 micro-batches",
     ]
 
 
 def test_narrow_text_shows_letters() -> None:
     """Lower case is the second chunk, and X an overlapped pair."""
-    assert draw.as_text(timeline_of("dualpipev", 2, 4), width=60).splitlines() == [
+    assert draw.as_text(timeline_of("dualpipev", 2, 4), width=60).splitlines()[:4:2] == [
         "pp 0  FFFfiwfX--.x--b-.x--b-IWIW",
         "pp 1  .FfFfFb-x--X--x--b-B-.iIwW",
     ]
+    assert draw.as_text(timeline_of("dualpipev", 2, 4), width=60).splitlines()[-1] == (
+        "F forward, B backward, I backward for the input, W backward for the weights, X overlapped forward and backward, "
+        "lower case every other chunk, . idle; below each rank its activations, █ = 2.5 micro-batches"
+    )
     # If there is less than one column for each F, lines still fit the width.
     narrow = draw.as_text(timeline_of("1f1b", 4, 32), width=50).splitlines()
-    assert all(len(line) <= 50 + len("pp 0  ") for line in narrow)
+    assert all(len(line) <= 50 + len("pp 0  ") for line in narrow[:-1])
+    assert len(narrow) == 4 * 2 + 2
 
 
 def test_text_omits_messages_and_actions_that_take_no_time() -> None:
     """An action of a stage without layers takes no time."""
     spans = [Span(Action("F", 0), 0.0, 1.0), Span(Action("SEND_F", 0), 1.0, 1.5), Span(Action("B", 0), 2.0, 2.0)]
-    assert draw.as_text(Timeline([spans, []])).splitlines() == ["pp 0  0F0 ....", "pp 1  ........"]
-
-
-# -------------------------------------------------------------------------------------------------------- pictures
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_svg_has_a_rectangle_for_every_action(name: str) -> None:
-    timeline = timeline_of(name)
-    root = ElementTree.fromstring(as_svg(timeline, width=1000))
-    rectangles = [r for r in root.iter(f"{SVG}rect") if r.get("class") == "action"]
-    assert len(rectangles) == parts_of(timeline) == 2 * 5 * 3 * SCHEDULES[name].chunks + splits(timeline)
-    scale = (1000 - LEFT) / timeline.step_time
-    expected = [
-        (f"{action}, pp rank {rank}, {start:.6g} to {end:.6g}", LEFT + start * scale, (end - start) * scale)
-        for rank, spans in enumerate(timeline.spans)
-        for action, start, end in spans
-        for _ in action.parts
+    assert draw.as_text(Timeline([spans, []])).splitlines()[:3] == [
+        "pp 0  0F0 ....",
+        "      ████████",
+        "pp 1  ........",
     ]
-    for rectangle, (title, x, width) in zip(rectangles, expected, strict=True):
-        assert rectangle.findtext(f"{SVG}title") == title
-        assert float(rectangle.get("x", "")) == pytest.approx(x, abs=0.01)
-        assert float(rectangle.get("width", "")) == pytest.approx(width, abs=0.01)
-
-
-def splits(timeline: Timeline) -> int:
-    return sum(part.kind == "W" for spans in timeline.spans for span in spans for part in span.action.parts)
-
-
-def test_boxes_of_a_rank_do_not_overlap() -> None:
-    timeline = timeline_of("dualpipev", 3, 8)
-    for one, other in itertools.combinations(boxes(timeline), 2):
-        same_time = min(one.end, other.end) - max(one.start, other.start) > 1e-9
-        same_place = min(one.top + one.height, other.top + other.height) - max(one.top, other.top) > 1e-9
-        assert not (one.rank == other.rank and same_time and same_place)
-
-
-def test_colour_shows_kind_and_chunk() -> None:
-    """A later chunk is lighter. Messages are low and have no label."""
-    timeline = simulate(forward_only(1, 1, chunks=2))
-    assert [box.colour for box in boxes(timeline)] == [COLOURS["F"], lighter(COLOURS["F"], 0.5)]
-    assert (lighter("#102030", 0), lighter("#102030", 1)) == ("#102030", "#ffffff")
-    message = boxes(Timeline([[Span(Action("SEND_F", 0), 0.0, 1.0)]]))[0]
-    assert (message.top, message.height, message.label) == (0.75, 0.25, "")
-
-
-def test_page_has_pictures_on_one_time_axis_and_a_summary() -> None:
-    """The page is valid XML with a legend, and loads nothing from elsewhere."""
-    timelines = {f"{name} <&>": timeline_of(name) for name in SCHEDULES}
-    page = as_page("All & everything", timelines)
-    root = ElementTree.fromstring(page.removeprefix("<!doctype html>"))
-    assert [h.text for h in root.iter("h2")] == list(timelines)
-    pictures = list(root.iter(f"{SVG}svg"))
-    longest = max(timeline.step_time for timeline in timelines.values())
-    for picture, timeline in zip(pictures, timelines.values(), strict=True):
-        found = [r for r in picture.iter(f"{SVG}rect") if r.get("class") == "action"]
-        assert len(found) == parts_of(timeline)
-        ends = [float(r.get("x", "")) + float(r.get("width", "")) for r in found]
-        assert max(ends) == pytest.approx(LEFT + (960 - LEFT) * timeline.step_time / longest, abs=0.02)
-    rows = [[cell.text for cell in row] for row in root.iter("tr")]
-    assert rows[0] == [None, "step time", "bubble", "peak activations by pp rank"]
-    assert rows[2] == ["1f1b <&>", "21", "28.6%", "3 2 1"]
-    legend = [span.text for span in root.iter("span")]
-    assert legend == ["F forward", "B backward", "I backward for the input", "W backward for the weights"]
-    assert "prefers-color-scheme: dark" in page
-    assert not re.search(r"(src|href)=|url\(|<script|@import", page)
-    assert len(page) < 300_000
 
 
 # ---------------------------------------------------------------------------------------------------------- traces
@@ -203,7 +143,12 @@ def test_draw_prints_text_and_summary(capsys: pytest.CaptureFixture[str], monkey
     assert capsys.readouterr().out.splitlines() == [
         "zb_h1, pp=2, microbatches=2, chunks=1",
         "pp 0  0F0 0F1 ....0I0 0W0 0I1 0W1",
+        "      ▄▄▄▄████████████████▄▄▄▄▄▄▄",
         "pp 1  ....1F0 1I0 1F1 1I1 1W0 1W1",
+        "          ▄▄▄▄▄▄▄▄████████████▄▄▄",
+        "time  0                   5",
+        "F forward, I backward for the input, W backward for the weights, . idle; "
+        "below each rank its activations, █ = 2 micro-batches",
         "step time 7, bubble 14.3%, peak activations by pp rank 2 2",
         "",
     ]
@@ -226,7 +171,7 @@ def test_draw_all_has_every_schedule(tmp_path: Path, capsys: pytest.CaptureFixtu
     run("--all", "--pp", 2, "--microbatches", 3, "--chunks", 3, "--out", tmp_path / "out.html")
     root = ElementTree.fromstring((tmp_path / "out.html").read_text().removeprefix("<!doctype html>"))
     assert [(h.text or "").split(",")[0] for h in root.iter("h2")] == list(SCHEDULES)
-    assert [(h.text or "")[-1] for h in root.iter("h2")] == ["1", "1", "3", "3", "1", "2", "2"]
+    assert [(h.text or "")[-1] for h in root.iter("h2")] == ["1", "1", "3", "3", "3", "2", "2"]
     run("--all")
     assert capsys.readouterr().out.count("bubble") == len(SCHEDULES)
 
@@ -234,15 +179,27 @@ def test_draw_all_has_every_schedule(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_draw_reads_a_csv_file_and_a_measured_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.csv").write_text("0F0,0B0\n1F0,1B0\n")
     run("--csv", tmp_path / "own.csv")
-    assert "own.csv, pp=2, microbatches=1, chunks=1\npp 0  0F0 ............0B0----\n" in capsys.readouterr().out
+    assert (
+        "own.csv, pp=2, microbatches=1, chunks=1\npp 0  0F0 ............0B0----\n      ███" in capsys.readouterr().out
+    )
     write_trace(tmp_path, 7, timeline_of("1f1b", 2, 2))
     run("--measured", tmp_path)
     assert f"{tmp_path}, step 7, in seconds\npp 0  0F0 0F1 " in capsys.readouterr().out
 
 
+def test_draw_takes_the_activations_of_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    run(*["--schedule", "zb_h1", "--pp", "2", "--microbatches", "4", "--activations", "10", "30", "--deferred", "0.5"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].endswith("below each rank its activations, █ = 45 in the given unit")
+    assert lines[-2] == "step time 13, bubble 7.7%, peak activations by pp rank 20 45"
+    run(*["--schedule", "afab", "--pp", "2", "--microbatches", "4", "--transfer", "2", "--p2p", "0.5"])
+    assert "step time 23" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--activations", "1", "2"], "error: --activations has 2 sizes, but there are 4 stages"),
         (["--schedule", "gpipe"], "error: there is no schedule 'gpipe'; choose one of afab, "),
         (["--schedule", "zbv", "--chunks", "3"], r"error: zbv has 2 chunk\(s\) per pp rank, not 3"),
         (["--csv", "nowhere.csv"], "error: cannot read the schedule 'nowhere.csv'"),

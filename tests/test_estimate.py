@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data import MicroBatchDataLoader
-from picotron.explain.estimate import bubble, layer_bytes, loss_chunk, rank_memory, sizes
+from picotron.explain.estimate import bubble, layer_bytes, loss_chunk, rank_memory
+from picotron.explain.sizes import sizes
 from picotron.optimizer import AdamW
 from picotron.parallelize import build_model, check_layout
 from picotron.process_group_manager import setup_process_group_manager
@@ -127,6 +128,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [  # changes of the config,
     ({"distributed__pp_size": 2, "distributed__pp_engine": "1f1b"}, {"tie_word_embeddings": True}),
     ({"distributed__pp_size": 2, "distributed__pp_engine": "interleaved_1f1b"}, {}),
     ({"training__activation_checkpointing": "full", "distributed__pp_size": 2, "distributed__pp_engine": "afab"}, {}),
+    ({"training__activation_checkpointing": "full", "distributed__pp_size": 2, "distributed__pp_keep_activations": 1}, {}),
     ({"training__activation_checkpointing": "full", "distributed__tp_size": 2, "distributed__sequence_parallel": True}, {}),
     ({"model__use_flash_attention": False, "model__dtype": "bfloat16"}, {}),
     ({"distributed__dp_size": 2, "distributed__dp_engine": "zero1", "model__dtype": "bfloat16"}, {}),

@@ -1,6 +1,8 @@
 """The executor: every schedule equals one process. test_executor_order.py checks timing and memory."""
 
 import itertools
+import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,12 @@ from transformers import LlamaConfig
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
+from picotron.schedules.actions import Schedule
 from picotron.schedules.plan import training_schedule
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import SCHEDULES, build
+from picotron.schedules.search import KNOBS, SHAPES, Greedy
+from picotron.schedules.simulate import Costs
 from tests.support.oracle import assert_close, assert_equals_training, tiny_llama
 from tests.support.training import Loader, all_stages, batches, layout_name, pipeline_config, step_of, train, wrapped
 from tests.support.worker_pool import WorkerPool
@@ -120,7 +125,7 @@ def test_compiled_layers_equal_transformers(pool: WorkerPool, engine: str) -> No
         ("afab", 3, "E|t*4|L"),
         ("zb_h1", 3, "Et|ttt|L"),
         ("interleaved_1f1b", 2, "E|tt||ttL"),
-        ("zbv", 2, "Ett||tt|L"),
+        ("zbv", 2, "|Ett|ttL|"),
         ("dualpipev", 2, "E|t|ttt|L"),
     ],
 )
@@ -131,6 +136,39 @@ def test_pp_layouts_equal_transformers(pool: WorkerPool, engine: str, pp: int, l
 def test_pp_chunks_equal_transformers(pool: WorkerPool) -> None:
     check_step(pool, pipeline_config("interleaved_1f1b", 2, pp_chunks=3), num_hidden_layers=6)
     check_step(pool, pipeline_config("looped_bfs", 3, pp_chunks=1), num_hidden_layers=3)
+    check_step(pool, pipeline_config("zb_h1", 2, pp_chunks=3), num_hidden_layers=6)
+
+
+def test_pp_group_size_equals_transformers(pool: WorkerPool) -> None:
+    for engine in ("interleaved_1f1b", "zb_h1"):
+        check_step(pool, pipeline_config(engine, 2, pp_chunks=2, pp_group_size=3), num_hidden_layers=4)
+
+
+def test_searched_schedules_equal_transformers(pool: WorkerPool) -> None:
+    """Room for one micro-batch is too little for any hand-made schedule, so these are new."""
+    for layout in ("Et|tt|t|ttL", "Ettt|tttL"):
+        config = pipeline_config("auto", 2, pp_memory=1, pp_layout=layout)
+        check_step(pool, config, num_hidden_layers=6)
+
+
+def random_schedule(seed: int) -> Schedule:
+    """Return a valid schedule that nobody would write: random shape, limit of memory and times."""
+    draw = random.Random(seed)
+    shape = draw.choice([*SHAPES, (3, "loop")])
+    weights = [draw.uniform(0.1, 3) for _ in range(2 * shape[0])]
+    costs = Costs(F=1, I=draw.uniform(0.2, 3), W=draw.uniform(0.2, 3), p2p=draw.uniform(0, 2), weights=weights)
+    greedy = Greedy(Schedule([[], []], 3, *shape), draw.randint(1, 3) * shape[0], costs, deferred=1.0)
+    schedule = greedy.run(draw.choice(KNOBS), stop=math.inf)
+    assert schedule is not None
+    return schedule
+
+
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[] if i == 0 else pytest.mark.parity) for i in range(24)])
+def test_random_schedules_equal_transformers(pool: WorkerPool, tmp_path: Path, seed: int) -> None:
+    schedule = random_schedule(seed)
+    (tmp_path / "own.csv").write_text(as_csv(schedule.programs))
+    config = pipeline_config(f"csv:{tmp_path}/own.csv", 2)
+    check_step(pool, config, num_hidden_layers=6, tie_word_embeddings=seed % 2 == 0)
 
 
 def test_schedule_from_a_file_equals_transformers(pool: WorkerPool, tmp_path: Path) -> None:

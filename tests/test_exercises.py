@@ -70,6 +70,9 @@ FAILURES = {
     "decay_by_shape_of_slice": "losses: off by",
     "weights_not_gathered": "losses: off by",
     "gradients_overwritten": "losses: off by",
+    "every_token_is_the_first": r"assert \[\[",
+    "empty_columns_seen": r"assert \[\[",
+    "one_stream_of_draws": r"assert \[\[",
     "contiguous_shards": r"assert \[\(78, 78\), \(222, 222\)\] == \[\(150, 150\)",
 }
 

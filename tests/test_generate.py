@@ -1,22 +1,30 @@
-"""generate.py: with its KV cache it generates the same tokens as transformers, and reports bad arguments."""
+"""generate.py: text and files of completions from one process and several, and what is wrong in one sentence."""
 
 import logging
 import sys
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import generate as program
-from generate import draw, generate, load_model
+from generate import load_model
 from picotron.errors import UserError
+from picotron.pipeline_parallel.generation import generate
+from picotron.sampling import Sampling
 from picotron.text.tokens import train_bpe
 from tests.support.oracle import tiny_llama
 from tests.test_safetensors_folder import break_folder
 
-CPU = torch.device("cpu")
+
+@pytest.fixture(autouse=True)
+def _end_process_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -36,39 +44,15 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path, dtype: torch.dtype, ti
     config = tiny_llama(vocab_size=300, initializer_range=0.5, tie_word_embeddings=tied, eos_token_id=None)
     reference = LlamaForCausalLM(config).to(dtype)
     reference.save_pretrained(tmp_path, max_shard_size="50KB")
-    model = load_model(tmp_path, CPU)
+    model = load_model(tmp_path)
     assert next(model.parameters()).dtype == dtype
     for prompt in ([5], [1, 2, 3], list(range(20))):
         ids = torch.tensor([prompt])
         expected = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
-        result = generate(model, prompt, 40)
-        assert result == expected[0, len(prompt) :].tolist()
-        assert len(set(result)) > 5  # the text is not one repeated token
-        assert generate(model, prompt, 40) == result  # each call starts with an empty cache
-
-
-def test_generate_stops_before_the_end_token(folder: Path) -> None:
-    model = load_model(folder, CPU)
-    text = generate(model, [7], 30)
-    assert generate(model, [7], 30, end=text[4]) == text[: text.index(text[4])]
-    assert generate(model, [7], 0) == []
-
-
-def test_draw_follows_temperature_and_top_k() -> None:
-    logits = torch.tensor([1.0, 3.0, 2.0, 0.0], dtype=torch.float64)
-
-    def frequencies(temperature: float, top_k: int) -> list[float]:
-        generator = torch.Generator().manual_seed(0)
-        counts = Counter(draw(logits, temperature, top_k, generator) for _ in range(4000))
-        return [counts[i] / 4000 for i in range(4)]
-
-    assert frequencies(0.0, 0) == [0, 1, 0, 0]
-    assert frequencies(1.0, 1) == [0, 1, 0, 0]
-    for temperature in (0.5, 2.0):
-        assert frequencies(temperature, 0) == pytest.approx((logits / temperature).softmax(0).tolist(), abs=0.03)
-    best = (logits[1:3]).softmax(0).tolist()
-    assert frequencies(1.0, 2) == pytest.approx([0, *best, 0], abs=0.03)
-    assert frequencies(1.0, 9) == frequencies(1.0, 0)
+        (result,) = generate(model, [prompt], Sampling(40))
+        assert result.tokens == expected[0, len(prompt) :].tolist()
+        assert len(set(result.tokens)) > 5  # the text is not one repeated token
+        assert generate(model, [prompt], Sampling(40)) == [result]  # each call starts with an empty cache
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -140,12 +124,13 @@ def test_program_rejects_unknown_models(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_program_rejects_folders_without_tokenizer_or_with_damaged_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path)
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path)])
     with pytest.raises(UserError, match=f"no tokenizer in {tmp_path} "):
         program.main()
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
     break_folder(tmp_path, "truncated")
     with pytest.raises(UserError, match="are damaged"):
         program.main()

@@ -81,6 +81,7 @@ def test_names_describe_the_settings() -> None:
         words = [f"{axis}{getattr(layout, f'{axis}_size')}" for axis in ("dp", "pp", "cp", "tp")]
         words = [" x ".join(word for word in words if word[2:] != "1")]
         words += [layout.pp_engine] if layout.pp_size > 1 else []
+        words += [f"chunks{layout.pp_chunks}"] if layout.pp_chunks else []
         words += ["sp"] if layout.sequence_parallel else []
         words += [layout.cp_sharding, layout.cp_engine] if layout.cp_size > 1 else []
         words += [layout.dp_engine] if layout.dp_engine != "bucket" else []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from picotron.errors import UserError
-from picotron.schedules.plan import plan_pipeline
+from picotron.schedules.plan import plan_pipeline, training_schedule
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import SCHEDULES, build
 from tests.support.oracle import make_config, tiny_llama
@@ -16,8 +16,21 @@ from tests.support.oracle import make_config, tiny_llama
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pp_chunks": 2}, "zb_h1 has 1 chunk(s) per pp rank, not 2; for 2, use looped_bfs or interleaved_1f1b"),
+        (
+            {"pp_chunks": 2, "pp_engine": "afab"},
+            "afab has 1 chunk(s) per pp rank, not 2; for 2, use looped_bfs, interleaved_1f1b or zb_h1",
+        ),
         ({"pp_chunks": 3, "pp_engine": "zbv"}, "zbv has 2 chunk(s) per pp rank, not 3"),
+        ({"pp_group_size": 1}, "a group of 1 micro-batches is smaller than pp_size=2"),
+        (
+            {"pp_group_size": 2, "pp_engine": "looped_bfs"},
+            "looped_bfs has no groups of micro-batches, so remove the group size 2, or use interleaved_1f1b or zb_h1",
+        ),
+        (
+            {"pp_group_size": 2, "pp_engine": "csv:FILE"},
+            "pp_group_size=2 cannot be used with a schedule from a file; remove it",
+        ),
+        ({"pp_size": 1, "pp_group_size": 2}, "pp_group_size=2 needs a pipeline, but pp_size=1; remove it"),
         (
             {"pp_engine": "looped_bfs", "pp_chunks": 4},
             "needs at least 8 layers, one per stage, but num_hidden_layers=6",
@@ -48,6 +61,18 @@ def test_mismatch_is_rejected_in_one_line(changes: dict[str, Any], message: str,
     with pytest.raises(UserError, match=re.escape(message)) as error:
         plan_pipeline(config, tiny_llama(num_hidden_layers=6))
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_group_size_reaches_the_schedule() -> None:
+    for engine in ("interleaved_1f1b", "zb_h1"):
+        keys = {"pp_engine": engine, "pp_size": 2, "pp_chunks": 2}
+        config = make_config(
+            distributed__pp_group_size=4,
+            training__gradient_accumulation_steps=8,
+            **{f"distributed__{key}": value for key, value in keys.items()},
+        )
+        assert training_schedule(config).programs == build(engine, 2, 8, 2, group_size=4).programs
+        assert training_schedule(config).programs != build(engine, 2, 8, 2).programs
 
 
 def test_single_rank_ignores_pp_engine() -> None:

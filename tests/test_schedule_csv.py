@@ -1,12 +1,17 @@
 """Schedules as CSV files: what is written can be read, and malformed files are rejected."""
 
+import itertools
 from pathlib import Path
 
 import pytest
+from torch.distributed.pipelining.schedules import _add_send_recv, _PipelineScheduleRuntime, _simulate_comms_compute
 
 from picotron.errors import UserError
+from picotron.schedules.checker import add_communication
 from picotron.schedules.schedule_csv import as_csv, read_csv
 from picotron.schedules.schedules import SCHEDULES, build
+from picotron.schedules.simulate import peak_activations, simulate
+from tests.support.torch_schedules import CLASSES, torch_schedule
 from tests.test_schedules import names
 
 
@@ -34,12 +39,62 @@ def test_read_csv_accepts_files_of_spreadsheets_and_torch(tmp_path: Path) -> Non
     ]
 
 
+# ------------------------------------------------------------------------------------ torch.distributed.pipelining
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_torch_loads_validates_and_finishes_every_schedule(name: str, tmp_path: Path) -> None:
+    """torch's loader checks the order of actions and adds messages; its simulator finds deadlocks."""
+    path, compared = tmp_path / "schedule.csv", 0
+    for pp, m, chunks in itertools.product((2, 3, 4, 8), (1, 4, 8, 9, 16), (1, 2, 3)):
+        recipe = SCHEDULES[name]
+        if chunks == recipe.chunks or recipe.any_chunks:
+            schedule = build(name, pp, m, chunks)
+            path.write_text(as_csv(schedule.programs))
+            theirs = torch_schedule(_PipelineScheduleRuntime, pp, m, chunks)
+            theirs.pipeline_order = {}
+            theirs._load_csv(str(path))
+            owners = {stage: schedule.rank_of(stage) for stage in range(schedule.num_stages)}
+            assert theirs.stage_index_to_group_rank == owners
+            if name != "dualpipev":  # torch's simulator knows no overlapped pairs
+                with_messages = _add_send_recv(theirs.pipeline_order, owners.__getitem__, schedule.num_stages)
+                _simulate_comms_compute(with_messages, owners.__getitem__, schedule.num_stages)
+            compared += 1
+    assert compared >= 20
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [("looped_bfs", 3), ("interleaved_1f1b", 3), ("zb_h1", 1), ("zb_h1", 3), ("zbv", 2), ("dualpipev", 2)],
+)
+def test_schedules_of_torch_are_read_and_are_not_faster(name: str, chunks: int, tmp_path: Path) -> None:
+    path = tmp_path / "schedule.csv"
+    for pp, groups in itertools.product((2, 4, 8), (2, 3)):
+        theirs = torch_schedule(CLASSES[name], pp, groups * pp, chunks)
+        theirs._dump_csv(str(path), format="compute_only")
+        schedule = read_csv(path)
+        ours = build(name, pp, groups * pp, chunks)
+        assert (schedule.pp, schedule.microbatches, schedule.chunks) == (pp, groups * pp, chunks)
+        assert schedule.placement == ours.placement
+        assert simulate(ours).step_time <= simulate(schedule).step_time
+        assert max(map(peak_activations, ours.programs)) <= max(map(peak_activations, schedule.programs))
+        add_communication(schedule)
+
+        theirs._dump_csv(str(path), format="compute_comms")
+        with pytest.raises(UserError, match=r"remove .*: messages and reductions are added automatically"):
+            read_csv(path)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (
             "0F0,0B0\n1F0,1X0",
             "has '1X0' in line 2, column 2; expected stage, kind (F, B, I or W) and micro-batch like 2F0",
+        ),
+        (
+            "0UNSHARD,0F0,0B0,0REDUCE_GRAD\n1F0,1B0",
+            "has '0UNSHARD' in line 1, column 1; remove all such cells: messages and reductions are added automatically",
         ),
         ("0F0,,(0B0;1F0)", "has '(0B0;1F0)' in line 1, column 3; expected stage, kind"),
         ("0F0;0B0", "has '0F0;0B0' in line 1, column 1; expected"),

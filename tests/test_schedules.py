@@ -34,7 +34,7 @@ def order_of_torch(schedule: type, rank: int, pp: int, microbatches: int, chunks
     ("name", "torch_schedule", "all_chunks", "min_microbatches"),
     [
         ("interleaved_1f1b", torch_schedules.ScheduleInterleaved1F1B, (1, 2, 3, 4), lambda pp: 1),
-        ("zb_h1", torch_schedules.ScheduleInterleavedZeroBubble, (1,), lambda pp: 1),
+        ("zb_h1", torch_schedules.ScheduleInterleavedZeroBubble, (1, 2, 3, 4), lambda pp: 1),
         ("dualpipev", torch_schedules.ScheduleDualPipeV, (2,), lambda pp: 2 * pp),
     ],
 )
@@ -47,7 +47,7 @@ def test_order_matches_torch(
             rounds = max(1, microbatches // pp)
             if microbatches % rounds or microbatches < min_microbatches(pp):  # type: ignore[operator]
                 continue  # torch rejects these numbers
-            group_size = microbatches // rounds if name == "interleaved_1f1b" else None
+            group_size = microbatches // rounds if SCHEDULES[name].has_groups else None
             for chunks in all_chunks:
                 schedule = build(name, pp, microbatches, chunks, group_size)
                 for rank, program in enumerate(schedule.programs):
@@ -152,8 +152,9 @@ def test_built_schedule_runs_or_its_chunks_are_rejected(
 ) -> None:
     fixed = chunks is not None and chunks != SCHEDULES[name].chunks and not SCHEDULES[name].any_chunks
     if fixed:
+        advice = "use looped_bfs, interleaved_1f1b or zb_h1"
         with pytest.raises(
-            UserError, match=rf"{name} has . chunk\(s\) per pp rank, not {chunks}; for {chunks}, use looped_bfs"
+            UserError, match=rf"{name} has . chunk\(s\) per pp rank, not {chunks}; for {chunks}, {advice}"
         ):
             build(name, pp, microbatches, chunks)
     else:
@@ -161,15 +162,20 @@ def test_built_schedule_runs_or_its_chunks_are_rejected(
 
 
 @settings(deadline=None, max_examples=60)
-@given(chunks=st.integers(1, 4), group_size=st.integers(0, 40), **small)
-def test_interleaved_1f1b_needs_a_group_of_at_least_pp(
-    pp: int, microbatches: int, chunks: int, group_size: int
+@given(
+    name=st.sampled_from(["interleaved_1f1b", "zb_h1"]),
+    chunks=st.integers(1, 4),
+    group_size=st.integers(0, 40),
+    **small,
+)
+def test_interleaved_schedules_need_a_group_of_at_least_pp(
+    name: str, pp: int, microbatches: int, chunks: int, group_size: int
 ) -> None:
     if group_size < min(pp, microbatches):
-        with pytest.raises(UserError, match=f"use a group_size of at least {min(pp, microbatches)}"):
-            build("interleaved_1f1b", pp, microbatches, chunks, group_size)
+        with pytest.raises(UserError, match=f"use a group size of at least {min(pp, microbatches)}"):
+            build(name, pp, microbatches, chunks, group_size)
     else:
-        assert_runs(build("interleaved_1f1b", pp, microbatches, chunks, group_size))
+        assert_runs(build(name, pp, microbatches, chunks, group_size))
 
 
 @settings(deadline=None, max_examples=60)
@@ -189,7 +195,10 @@ def test_build_rejects_wrong_numbers() -> None:
         (("1f1b", 4, 0), "pp=4, microbatches=0 and chunks=1 must each be at least 1"),
         (("looped_bfs", 2, 4, 0), "chunks=0 must each be at least 1"),
         (("gpipe", 2, 4), "there is no schedule 'gpipe'; choose one of afab, 1f1b, "),
-        (("zb_h1", 2, 4, None, 2), "group_size=2 cannot be used with zb_h1, only with interleaved_1f1b; remove it"),
+        (
+            ("zbv", 2, 4, None, 2),
+            "zbv has no groups of micro-batches, so remove the group size 2, or use interleaved_1f1b or zb_h1",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             build(*arguments)

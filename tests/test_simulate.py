@@ -1,12 +1,24 @@
 """The simulator: idle time and activations match the papers' formulas; costs and messages match results by hand."""
 
+import dataclasses
 import itertools
 
 import pytest
 
 from picotron.schedules.actions import Action, Schedule, parse_action
 from picotron.schedules.schedules import SCHEDULES, build, forward_only
-from picotron.schedules.simulate import Costs, Span, Timeline, measured_costs, peak_activations, simulate, summary
+from picotron.schedules.simulate import (
+    Costs,
+    Span,
+    Timeline,
+    measured_costs,
+    memory_curves,
+    peak_activations,
+    simulate,
+    summary,
+    tick_distance,
+)
+from tests.support.zero_bubble import CASES, Case
 
 GRID = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16, 24)))  # pp, micro-batches
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (2.0, 2.0, 0.5)]  # F, I, W of a micro-batch in all stages of a rank
@@ -38,8 +50,9 @@ def test_chunks_divide_the_idle_time(chunks: int, F: float, I: float, W: float) 
     for pp, m in GRID:
         idle = (pp - 1) * (F + I + W) / chunks
         assert idle / (m * (F + I + W)) == pytest.approx((pp - 1) / (chunks * m))  # as a fraction of the computing time
-        if m % pp == 0:
+        if m >= pp:
             assert timeline_of("interleaved_1f1b", pp, m, chunks, F=F, B=I + W).idle == pytest.approx([idle] * pp)
+        if m % pp == 0:
             assert max(simulate(forward_only(pp, m, chunks)).idle) == pp - 1
         if m >= pp:
             assert timeline_of("looped_bfs", pp, m, chunks, F=F, B=I + W).idle == pytest.approx([idle] * pp)
@@ -60,19 +73,51 @@ def test_larger_groups_of_interleaved_1f1b_cost_memory_but_no_time(groups: int, 
         assert [peak_activations(program) for program in schedule.programs] == expected
 
 
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_default_group_is_the_smallest_of_the_fastest(name: str, chunks: int) -> None:
+    for pp, m in itertools.product((1, 2, 3, 4, 6), range(1, 15)):
+        sizes = range(pp, max(pp, m) + 1)
+        times = {g: simulate(build(name, pp, m, chunks, g)).step_time for g in sizes}
+        fastest = min(sizes, key=times.__getitem__)
+        assert build(name, pp, m, chunks).programs == build(name, pp, m, chunks, fastest).programs
+
+
+def test_default_group_of_nine_micro_batches_on_eight_ranks() -> None:
+    assert timeline_of("interleaved_1f1b", 8, 9, 4).step_time == 32.25
+    with_groups_of_pp = simulate(build("interleaved_1f1b", 8, 9, 4, 8), Costs(weights=[0.25] * 32))
+    assert with_groups_of_pp.step_time == 43.0
+
+
 @pytest.mark.parametrize(("F", "I", "W"), TIMES)
-def test_zb_h1_matches_the_formulas(F: float, I: float, W: float) -> None:  # noqa: E741
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_zb_h1_matches_the_formulas(chunks: int, F: float, I: float, W: float) -> None:  # noqa: E741
     for pp, m in GRID:
-        if m >= pp:
-            assert timeline_of("zb_h1", pp, m, F=F, I=I, W=W).idle == pytest.approx([(pp - 1) * (F + I - W)] * pp)
-        assert peaks("zb_h1", pp, m) == [min(pp, m)] * pp
+        idle = (pp - 1) * (F + I - W) / chunks
+        if (m >= pp and chunks == 1) or m % pp == 0:
+            assert timeline_of("zb_h1", pp, m, chunks, F=F, I=I, W=W).idle == pytest.approx([idle] * pp)
+        if chunks == 1 or m % pp == 0:
+            assert peaks("zb_h1", pp, m, chunks) == [min(pp * chunks, m * chunks)] * pp
 
 
-def test_zb_h1_has_a_third_of_the_idle_time_of_1f1b() -> None:
-    for pp, m in GRID:
+def test_zb_h1_has_a_third_of_the_idle_time_of_interleaved_1f1b() -> None:
+    for (pp, m), chunks in itertools.product(GRID, (1, 2, 4)):
         if m >= pp:
-            idle = timeline_of("zb_h1", pp, m).idle
-            assert [3 * each for each in idle] == pytest.approx(timeline_of("1f1b", pp, m).idle)
+            idle = timeline_of("zb_h1", pp, m, chunks).idle
+            assert [3 * each for each in idle] == pytest.approx(timeline_of("interleaved_1f1b", pp, m, chunks).idle)
+
+
+def test_zb_h1_with_chunks_is_faster_than_zbv_for_few_micro_batches() -> None:
+    assert timeline_of("zbv", 8, 8).step_time == 31
+    assert timeline_of("zb_h1", 8, 8).step_time == 31
+    assert timeline_of("zb_h1", 8, 8, 2).step_time == 27.5
+    assert timeline_of("zb_h1", 8, 8, 4).step_time == 25.75
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}, m {case.m}")
+def test_bubbles_are_those_of_the_zero_bubble_paper(case: Case) -> None:
+    assert case.rate_of("1f1b") == pytest.approx(case.of_1f1b, abs=5.1e-5)
+    assert case.rate_of("zb_h1") == pytest.approx(case.of_zb_h1, abs=5.1e-5)
 
 
 def test_zbv_ranks_never_idle_between_their_first_and_last_action() -> None:
@@ -147,6 +192,43 @@ def test_message_travels_while_its_receiver_computes() -> None:
     """pp rank 1 of AFAB receives each input while it computes the one before, so it waits only for the first."""
     timeline = simulate(build("afab", 2, 4), Costs(p2p=0.9))
     assert [span.start for span in timeline.spans[1][:4]] == pytest.approx([1.9, 2.9, 3.9, 4.9])
+
+
+def test_messages_queue_on_the_link_between_two_ranks() -> None:
+    """A message occupies its link for `transfer`, and then takes `p2p`. Links of the two directions are separate."""
+    timeline = simulate(build("afab", 2, 3), Costs(transfer=1.5, p2p=0.25))
+    assert [span.start for span in timeline.spans[1][:3]] == [1 + 1.5 + 0.25, 1 + 3.0 + 0.25, 1 + 4.5 + 0.25]
+    back = [span.end for span in timeline.spans[1][3:]]
+    assert timeline.spans[0][3].start == back[0] + 1.75
+    fast = Costs(transfer=0.9, p2p=0.1)  # links are free when the next message leaves: as one time of a message
+    assert simulate(build("1f1b", 3, 5), fast) == simulate(build("1f1b", 3, 5), Costs(p2p=1.0))
+
+
+def test_memory_curves_are_the_activations_at_each_time() -> None:
+    timeline = simulate(build("1f1b", 2, 2))
+    assert memory_curves(timeline) == [
+        [(0.0, 0), (0.0, 1), (1.0, 1), (1.0, 2), (2.0, 2), (4.0, 2), (6.0, 1), (7.0, 1), (9.0, 0)],
+        [(0.0, 0), (1.0, 1), (2.0, 1), (2.0, 1), (4.0, 0), (4.0, 1), (5.0, 1), (5.0, 1), (7.0, 0)],
+    ]
+
+
+def test_memory_curves_of_unequal_stages_in_bytes() -> None:
+    """I frees what W does not need."""
+    schedule = build("zb_h1", 2, 3)
+    curves = memory_curves(dataclasses.replace(simulate(schedule), sizes=[10, 30], deferred=0.4))
+    peaks = [peak_activations(program, {0: 10, 1: 30}, {0: 4, 1: 12}) for program in schedule.programs]
+    assert [max(live for _, live in curve) for curve in curves] == peaks == [20, 42]
+    assert [curve[-1][1] for curve in curves] == [0, 0]
+    split = Timeline([[Span(parse_action(f"0{kind}0"), i, i + 1) for i, kind in enumerate("FIW")]], [10], 0.4)
+    assert memory_curves(split) == [[(0, 0), (0, 10), (1, 10), (1, 10), (2, 4), (2, 4), (3, 0)]]
+    assert summary(split)["peak activations by pp rank"] == "10"
+
+
+@pytest.mark.parametrize(
+    ("duration", "most", "expected"), [(18, 12, 2), (33, 12, 5), (0.05, 12, 0.005), (12, 12, 1), (1, 1, 1), (7, 1, 10)]
+)
+def test_tick_distance(duration: float, most: int, expected: float) -> None:
+    assert tick_distance(duration, most) == pytest.approx(expected)
 
 
 def test_costs_depend_on_kind_stage_overlap_and_measurement() -> None:

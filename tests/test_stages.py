@@ -44,6 +44,13 @@ def test_parse_stages_reads_the_notation(text: str, expected: list[str]) -> None
     assert parse_stages("|".join(expected), layers, len(expected)) == stages
 
 
+def test_empty_first_and_last_stages_get_the_embedding_and_the_head() -> None:
+    """Megatron-LM accepts such layouts, and its first and last stages always hold the embedding and the head."""
+    assert list(map(str, parse_stages("||Ettt|L||", 3, 6))) == ["E", "", "ttt", "", "", "L"]
+    assert list(map(str, parse_stages("|EtttL", 3, 2))) == ["E", "tttL"]
+    assert list(map(str, parse_stages("EtttL|", 3, 2))) == ["Ettt", "L"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -53,11 +60,9 @@ def test_parse_stages_reads_the_notation(text: str, expected: list[str]) -> None
         ("Ett|ttL", r"has 4 layers \(t\), but the model has 3"),
         ("tt|tL", "has 0 E; it must begin with its only E, because the first stage reads the tokens"),
         ("tE|ttL", "has 1 E; it must begin with its only E"),
-        ("|EtttL", "has 1 E; it must begin with its only E"),
         ("EEt|ttL", "has 2 E; it must begin with its only E"),
         ("Ett|t", "has 0 L; it must end with its only L, because the last stage computes the loss"),
         ("Ett|Lt", "has 1 L; it must end with its only L"),
-        ("EtttL|", "has 1 L; it must end with its only L"),
         ("EtL|ttL", "has 2 L; it must end with its only L"),
         (
             "Etx|ttL",

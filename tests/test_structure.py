@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = sorted(Path("picotron").rglob("*.py"))
-FOLDERS = ("picotron", "tests", "docs", "benchmarks")
+FOLDERS = ("picotron", "tests", "docs", "benchmarks", "examples")
 ALL_FILES = sorted([*Path().glob("*.py"), *(path for folder in FOLDERS for path in Path(folder).rglob("*.py"))])
 PARALLEL = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel")
 # Layers of the package, from bottom to top. A module or folder imports only from lower lines, or from its own folder.
@@ -19,9 +19,9 @@ LAYERS = """
     schedules packing hardware
     config_types
     config
-    config_reader process_group_manager collectives model_config packed_attention
+    config_reader process_group_manager collectives model_config packed_attention sampling
     launch split_backward run_folder model
-    sweep weights
+    sweep weights kv_cache
     owned_slices
     data_parallel tensor_parallel pipeline_parallel context_parallel
     data optimizer text
@@ -127,8 +127,9 @@ def test_the_first_path_stays_about_2200_lines() -> None:
         "log_probs.py",
         "zero1.py",
         "zero3.py",
+        "generation.py",
     }
-    assert sum(len(path.read_text().splitlines()) for path in files if path.name not in later) <= 2250
+    assert sum(len(path.read_text().splitlines()) for path in files if path.name not in later) <= 2260
 
 
 def test_only_torchrun_and_secrets_come_from_the_environment() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
+from picotron.schedules.schedule_csv import read_csv
 from tests.support.oracle import assert_close, oracle_model
 from tests.support.program import TORCHRUN, arguments, metrics, run
 
@@ -71,13 +72,15 @@ def test_every_layout_writes_the_metrics_of_one_process(
 
 @pytest.mark.parity
 def test_combined_options_give_the_losses_of_one_process(home: Path, tmp_path: Path) -> None:
-    """pp 2 x tp 2, afab, sequence parallel, fewer key/value heads than tp ranks, recomputed activations."""
+    """pp 2 x tp 2, auto, sequence parallel, fewer key/value heads than tp ranks, recomputed activations."""
     more = {"model.num_key_value_heads": 1, "training.activation_checkpointing": "full"}
     layout = {"distributed.tp_size": 2, "distributed.sequence_parallel": "true"}
-    layout |= {"distributed.pp_size": 2, "distributed.pp_engine": "afab"}
+    layout |= {"distributed.pp_size": 2, "distributed.pp_engine": "auto"}
     one = run(home, 0, *arguments(tmp_path / "one", 1, 4, **more))
     four = run(home, 4, *arguments(tmp_path / "four", 1, 4, **more | layout))
     assert (one.returncode, four.returncode) == (0, 0), one.stderr + four.stderr
+    assert "expected, with times estimated by FLOPs: step time" in four.stdout + four.stderr
+    assert read_csv(tmp_path / "four" / "schedule.csv").pp == 2
     for field in ("loss", "grad_norm"):
         values = [[line[field] for line in metrics(tmp_path / name)] for name in ("four", "one")]
         assert_close(*values, what=field)

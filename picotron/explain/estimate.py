@@ -37,7 +37,8 @@ without dropout and scores. Without a fused kernel, or with Ulysses, autograd sa
     on a GPU, not in bfloat16           k and v of H heads each, except with cp_engine "ring" or "all_gather"
     cp_engine is "ulysses"              y twice, before and after its all-to-all
 
-With activation_checkpointing "full", a layer saves only x: D numbers, or D / t with sequence parallelism.
+With activation_checkpointing "full", a layer saves only x: D numbers, or D / t with sequence parallelism. In
+a pipeline, some micro-batches save everything nevertheless, see `recompute.kept_activations`.
 
 All layers of a stage share the rotary angles, d numbers per token. The last stage also saves, for each micro-batch, the
 input of the last norm and the gradient of its output, which the loss computes in its forward (`LinearCrossEntropy`):
@@ -54,6 +55,7 @@ Temporary tensors add to the activations while a forward or a backward runs:
     the loss computes a chunk           its input, D per token; and the logits of the chunk, in float32 or wider and, if
                                         that is different, in the model's dtype
     the loss's backward                 the gradient of the head's matrix in the model's dtype, D V / t numbers
+    forward of an MLP, recomputed later x, b, gate, silu(gate), up and h: 2 D + 4 F / t per token
     backward of an MLP                  the gradients of x and of gate, up and h, less h, which is freed (but not in I):
                                         D + 2 F / t per token; or if that is more, the gradients of x, h and
                                         down_proj's matrix: D + F / t per token, and D F / t
@@ -70,9 +72,10 @@ allocator rounds up and cannot use. torch.compile saves less than these formulas
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from picotron.config import Config
+from picotron.explain.sizes import Sizes, sizes
 from picotron.schedules.costs import part_parameters
 from picotron.schedules.plan import PipelinePlan
 from picotron.schedules.simulate import Costs, peak_activations, simulate
@@ -110,40 +113,6 @@ class Memory:
     @property
     def total(self) -> int:
         return self.state + self.gathered + self.activations + self.temporary
-
-
-class Sizes(NamedTuple):
-    """Values of the symbols in the formulas above, for one tp rank."""
-
-    number: int  # bytes of a weight or an activation
-    wide: int  # bytes of a number in float32 or wider
-    tokens: int  # per micro-batch
-    D: int
-    shard: int  # D, or D / t with sequence parallelism
-    heads: int  # H / t
-    queries: int  # H d / t
-    kv: int  # K d / t
-    F: int  # F / t
-    vocabulary: int  # V / t, padded
-
-
-def sizes(config: Config, model: "LlamaConfig") -> Sizes:
-    """Compute the symbols for a config and a model."""
-    layout, training = config.distributed, config.training
-    number = {"bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
-    heads = model.num_attention_heads // layout.tp_size
-    return Sizes(
-        number=number,
-        wide=max(4, number),
-        tokens=training.micro_batch_size * training.seq_length // layout.cp_size,
-        D=model.hidden_size,
-        shard=model.hidden_size // (layout.tp_size if layout.sequence_parallel else 1),
-        heads=heads,
-        queries=heads * model.head_dim,
-        kv=max(1, model.num_key_value_heads // layout.tp_size) * model.head_dim,
-        F=model.intermediate_size // layout.tp_size,
-        vocabulary=-(-model.vocab_size // layout.tp_size),
-    )
 
 
 def norm_bytes(config: Config, s: Sizes) -> int:
@@ -208,10 +177,13 @@ def zero3_bytes(config: Config, model: "LlamaConfig", s: Sizes, stage: Stage) ->
 
 
 def temporary_in_forward(config: Config, s: Sizes, stage: Stage) -> int:
-    """Bytes of temporary tensors in the forward of a stage with the head, the only forward that needs many."""
+    """Bytes of temporary tensors in the forward of a stage: those of the head, or of a layer that saves only x."""
     logit = s.wide + (s.number if s.number < s.wide else 0)
     logits = min(s.tokens, loss_chunk(config, s)) * s.vocabulary * logit
-    return stage.has_head * (s.tokens * s.D * s.number + logits)
+    head = stage.has_head * (s.tokens * s.D * s.number + logits)
+    if config.training.activation_checkpointing == "none" or not stage.layers:
+        return head
+    return max(head, s.tokens * (4 * s.F + 2 * s.shard) * s.number - stage.has_head * head_bytes(config, s))
 
 
 def deferred_bytes(s: Sizes, stage: Stage) -> int:
@@ -263,18 +235,25 @@ def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> lis
     s, memories, layout = sizes(config, model), [], config.distributed
     zero3, by_executor = layout.dp_engine == "zero3", layout.pp_size > 1 and layout.pp_engine not in ("afab", "1f1b")
     messages = by_executor * 4 * s.tokens * s.shard * s.number
+    training = config.training.model_copy(update={"activation_checkpointing": "none"})
+    keeping = config.model_copy(update={"training": training})
     for rank, program in enumerate(plan.schedule.programs):
         stages = plan.stages_of(rank)
         parameters = rank_parameters(config, model, list(stages.values()))
+        kept = plan.kept_activations(rank)
         in_order = [part for action in program for part in action.parts[::-1]]  # as the executor runs overlapped pairs
-        saved = {i: stage_bytes(config, model, s, stage) for i, stage in stages.items()}
-        deferred = {i: deferred_bytes(s, stage) for i, stage in stages.items()}
-        temporary = {("F", i): temporary_in_forward(config, s, stage) for i, stage in stages.items()}
-        for i, stage in stages.items():
-            in_forward, in_backward = zero3_bytes(config, model, s, stage) if zero3 else (0, 0)
-            temporary["F", i] += in_forward
+        # Micro-batches that keep their activations count as those of another stage, with a negative number.
+        in_order = [p._replace(stage=~p.stage) if (p.stage, p.microbatch) in kept else p for p in in_order]
+        saved: dict[int, int] = {}
+        deferred: dict[int, int] = {}
+        temporary: dict[tuple[str, int], int] = {}
+        variants = [(i, stage, config) for i, stage in stages.items()]
+        for i, stage, each in variants + [(~i, stage, keeping) for i, stage, _ in variants if kept]:
+            saved[i], deferred[i] = stage_bytes(each, model, s, stage), deferred_bytes(s, stage)
+            in_forward, in_backward = zero3_bytes(each, model, s, stage) if zero3 else (0, 0)
+            temporary["F", i] = temporary_in_forward(each, s, stage) + in_forward
             for kind in ("B", "I"):
-                temporary[kind, i] = temporary_in_backward(config, model, s, stage, split=kind == "I") + in_backward
+                temporary[kind, i] = temporary_in_backward(each, model, s, stage, split=kind == "I") + in_backward
         weights, gradients, optimizer = state_bytes(config, s, parameters)
         activations = peak_activations(in_order, saved, deferred)
         memories.append(

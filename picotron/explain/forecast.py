@@ -37,7 +37,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from picotron.config import Config
-from picotron.explain.estimate import Sizes, loss_chunk, rank_parameters, sizes
+from picotron.explain.estimate import loss_chunk, rank_parameters
+from picotron.explain.sizes import sizes
 from picotron.hardware import Hardware
 from picotron.schedules.costs import model_cost
 from picotron.schedules.plan import PipelinePlan
@@ -82,12 +83,11 @@ class Work(NamedTuple):
 
 
 class Clock:
-    """The times of the actions of a config on some hardware."""
+    """The times of the actions of a config on some hardware. `kept` is the plan's `kept_fraction`."""
 
-    def __init__(self, config: Config, model: "LlamaConfig", hardware: Hardware) -> None:
+    def __init__(self, config: Config, model: "LlamaConfig", hardware: Hardware, kept: float = 0.0) -> None:
         self.config, self.model, self.hardware, self.layout = config, model, hardware, config.distributed
-        self.s: Sizes = sizes(config, model)
-        self.rate = hardware.rate(config.model.dtype)
+        self.s, self.rate, self.kept = sizes(config, model), hardware.rate(config.model.dtype), kept
 
     def product(self, n: int, k: int) -> float:
         """Seconds of (tokens x n) times (n x k)."""
@@ -159,7 +159,8 @@ class Clock:
         split = self.layout.sequence_parallel
         sums, gathers = (self.units(1), self.units(1)) if split else (self.units(2), 0.0)
         exposed = sum(max(0.0, sums - each) + max(0.0, gathers - each) for each in inputs)
-        again = self.config.training.activation_checkpointing == "full"  # up to the input of down_proj
+        recomputes = self.config.training.activation_checkpointing == "full"  # up to the input of down_proj
+        again = recomputes * (1 - self.kept)
         recomputed = Work(products - down + moved + forward, self.units(2 + split), cp_forward)
         back = Work(products + 2 * moved + backward, 2 * gathers, cp_backward).plus(recomputed, again)
         return {
@@ -226,7 +227,7 @@ class Clock:
 
 def forecast(config: Config, model: "LlamaConfig", plan: PipelinePlan, hardware: Hardware) -> Forecast:
     """Forecast the time of a training step. Raises a UserError if the hardware has no rate for the model's dtype."""
-    clock, layout = Clock(config, model, hardware), config.distributed
+    clock, layout = Clock(config, model, hardware, plan.kept_fraction), config.distributed
     work = {(kind, i): clock.work(stage, kind) for i, stage in enumerate(plan.stages) for kind in "FBIW"}
     ranks = [Work()] * layout.pp_size
     for rank, program in enumerate(plan.schedule.programs):

@@ -126,7 +126,7 @@ class StepState:
         x = self.take_input(action)
         if x is not None:
             x.requires_grad_(torch.is_grad_enabled())
-        y = self.model(**self.batches[i] | {"hidden_states": x}, stage=stage)
+        y = self.model(**self.batches[i] | {"hidden_states": x}, stage=stage, micro_batch=i)
         if stage == self.schedule.num_stages - 1:
             y = y / self.schedule.microbatches  # so that gradients sum up to those of the mean
             self.losses.append(y.detach())

@@ -59,13 +59,15 @@ class PipelineParallel(nn.Module):
 
     Attributes:
         stages: contents of this rank's stages, by number. With one stage per rank, its number is the pp rank.
+        kept_activations: (stage, micro-batch) of the forwards whose activations are not recomputed in backward.
     """
 
     def __init__(self, model: Llama, plan: PipelinePlan) -> None:
         super().__init__()
         grid = pgm.process_group_manager
-        self.module = model
+        self.module, self.plan = model, plan
         self.stages = plan.stages_of(grid.pp_rank)
+        self.kept_activations = plan.kept_activations(grid.pp_rank)
         has_embedding = any(stage.has_embedding for stage in self.stages.values())
         has_head = any(stage.has_head for stage in self.stages.values())
         has_replica = model.config.tie_word_embeddings and plan.last_rank != 0  # the first stage is always on pp rank 0
@@ -92,21 +94,23 @@ class PipelineParallel(nn.Module):
         hidden_states: Tensor | None,
         cu_seqlens: Tensor | None = None,
         stage: int | None = None,
+        micro_batch: int | None = None,
         **loss: Any,
     ) -> Tensor:
         """Run a stage. The first one reads input_ids (B, T/cp), the others hidden_states, see `hidden_states_shape`.
 
         Args:
             cu_seqlens, loss: boundaries of documents, and arguments of the loss, see `Llama.forward`.
-            stage: number of the stage; by default this rank's first one.
+            stage, micro_batch: their numbers; by default this rank's first stage, and no micro-batch of a step.
 
         Returns:
             Hidden states for the next stage. On the last stage, the loss or the logits.
         """
-        contents = self.stages[min(self.stages) if stage is None else stage]
+        stage = min(self.stages) if stage is None else stage
+        contents, keep = self.stages[stage], (stage, micro_batch) in self.kept_activations
         x = self.module.embed(input_ids) if contents.has_embedding else hidden_states
         assert x is not None
-        y = self.module.run_layers(x, position_ids, contents.layers, cu_seqlens)
+        y = self.module.run_layers(x, position_ids, contents.layers, cu_seqlens, keep)
         if contents.has_head:
             return self.module.logits_or_loss(y, **loss)
         return y.view_as(y) if y is hidden_states else y  # an empty stage needs a new tensor that it can deallocate
@@ -173,7 +177,7 @@ def forward_step(model: Any, data_loader: Any, input_tensor: Tensor | None, i: i
     """
     batch = next(data_loader) | {"hidden_states": input_tensor}
     with record_action(f"F{i}" if torch.is_grad_enabled() else f"E{i}"):
-        output_tensor = model(**batch)
+        output_tensor = model(**batch, micro_batch=i)
         if pgm.process_group_manager.pp_is_last_stage:
             output_tensor = output_tensor / data_loader.grad_acc_steps
             losses.append(output_tensor.detach())

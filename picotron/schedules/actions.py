@@ -172,6 +172,11 @@ class Schedule:
         """Return the stages of a rank, chunk 0 first."""
         return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
 
+    def target(self, action: Action) -> int | None:
+        """Return the stage that needs an action's result, or None if none does."""
+        stage = action.stage + (1 if action.kind == "F" else -1)
+        return stage if action.kind != "W" and 0 <= stage < self.num_stages else None
+
     def source(self, action: Action) -> Action | None:
         """Return the result of another stage that an action needs, see `Action.result`, or None if it needs none."""
         if action.kind == "F" and action.stage > 0:

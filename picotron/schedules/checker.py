@@ -15,6 +15,8 @@ from picotron.errors import UserError
 from picotron.schedules.actions import Action, AnyAction, Schedule
 from picotron.schedules.simulate import Timeline, simulate
 
+ADDED_AUTOMATICALLY = "messages and reductions are added automatically"
+
 
 def check(schedule: Schedule) -> Timeline:
     """Check that a schedule is complete and cannot deadlock.
@@ -67,7 +69,7 @@ def _faults(schedule: Schedule) -> Iterator[str]:
 
 def _misplaced(schedule: Schedule, rank: int, action: Action) -> str | None:
     if action.kind not in ("F", "B", "I", "W"):
-        return f"pp rank {rank} has {action}; remove it: messages and reductions are added automatically"
+        return f"pp rank {rank} has {action}; remove it: {ADDED_AUTOMATICALLY}"
     if action.stage >= schedule.num_stages or action.microbatch >= schedule.microbatches:
         return (
             f"pp rank {rank} has {action}, but the schedule has {schedule.num_stages} stages "

@@ -3,12 +3,14 @@
     python -m picotron.schedules.draw --schedule zbv --pp 4 --microbatches 8 --out zbv.svg
     python -m picotron.schedules.draw --measured out/run --step 5
     python -m picotron.schedules.draw --all --pp 4 --microbatches 8 --out schedules.html
+    python -m picotron.schedules.draw --schedule auto --costs out/run --memory 4
 
 The unit of simulated times is the forward of one micro-batch through all stages of one rank. A backward takes 2 units,
-and each half of a split backward takes 1 unit.
+and each half of a split backward takes 1 unit. `--schedule auto` searches the fastest schedule that fits into memory.
 """
 
 import argparse
+import dataclasses
 import json
 import shutil
 import sys
@@ -19,41 +21,16 @@ from typing import Any
 from picotron.arguments import number
 from picotron.errors import UserError
 from picotron.files import create
-from picotron.schedules.actions import Overlapped
+from picotron.schedules.actions import Overlapped, Schedule
 from picotron.schedules.draw_svg import as_page, as_svg
+from picotron.schedules.draw_text import as_text
+from picotron.schedules.generation import generation
+from picotron.schedules.recorded import recorded_costs
 from picotron.schedules.schedule_csv import as_csv, read_csv
 from picotron.schedules.schedules import SCHEDULES, build
+from picotron.schedules.search import fastest_schedule, shapes
 from picotron.schedules.simulate import Costs, Timeline, computes, simulate, summary
 from picotron.schedules.trace import read_trace
-
-
-def as_text(timeline: Timeline, width: int = 160) -> str:
-    """Draw a timeline as text, with one line per rank. Dots are idle time. If names like 2F0 do not fit, an action is
-    shown as a letter: its kind, or X for an overlapped pair, in lower case for every other chunk.
-
-    Args:
-        width: largest width of the timeline, in characters.
-    """
-    spans = [[span for span in rank if computes(span.action) and span.end > span.start] for rank in timeline.spans]
-    longest_name = max(len(str(action)) for rank in spans for action, _, _ in rank)
-    shortest = min(end - start for rank in spans for _, start, end in rank)
-    names_fit = timeline.step_time / shortest * (longest_name + 1) <= width
-    scale = (longest_name + 1) / shortest if names_fit else min(1 / shortest, width / timeline.step_time)
-    lines = []
-    for rank in spans:
-        stages = sorted({part.stage for action, _, _ in rank for part in action.parts})
-        line = ["."] * round(timeline.step_time * scale)
-        for action, start, end in rank:
-            first, last = round(start * scale), round(end * scale)
-            if names_fit:
-                text = str(action).ljust(last - first - 1, "-") + " "
-            else:
-                letter = "X" if isinstance(action, Overlapped) else action.kind
-                odd_chunk = stages.index(action.parts[0].stage) % 2
-                text = (letter.lower() if odd_chunk else letter).ljust(last - first, "-")
-            line[first:last] = text[: last - first]
-        lines.append("".join(line).rstrip())
-    return "\n".join(f"pp {rank}  {line}" for rank, line in enumerate(lines))
 
 
 def as_trace(timeline: Timeline) -> str:
@@ -107,20 +84,86 @@ def timelines_of(arguments: argparse.Namespace) -> dict[str, Timeline]:
         return {f"{arguments.measured}, step {step}, in seconds": timeline}
     if arguments.csv:
         schedules = {arguments.csv: read_csv(arguments.csv)}
+    elif arguments.schedule == "generation":
+        tokens = arguments.tokens or 4
+        rotation = generation(pp, microbatches, tokens, chunks or 1)
+        caption = f"generation, pp={pp}, groups={microbatches}, tokens={tokens}, chunks={rotation.chunks}"
+        return {caption: simulate(rotation, equal_stages(pp, rotation.chunks, arguments))}
+    elif arguments.schedule == "auto":
+        return searched(arguments)
     elif arguments.all:
         schedules = {
-            name: build(name, pp, microbatches, chunks if recipe.any_chunks else None)
+            name: build(
+                name,
+                pp,
+                microbatches,
+                chunks if recipe.any_chunks else None,
+                arguments.group_size if recipe.has_groups else None,
+            )
             for name, recipe in SCHEDULES.items()
         }
     else:
-        schedules = {arguments.schedule: build(arguments.schedule, pp, microbatches, chunks)}
-    timelines = {}
-    for name, schedule in schedules.items():
-        # The weights make a rank take the same time for a micro-batch, whatever the number of its stages.
-        costs = Costs(weights=[1 / schedule.chunks] * schedule.num_stages, p2p=arguments.p2p)
-        title = f"{name}, pp={schedule.pp}, microbatches={schedule.microbatches}, chunks={schedule.chunks}"
-        timelines[title] = simulate(schedule, costs)
-    return timelines
+        schedules = {arguments.schedule: build(arguments.schedule, pp, microbatches, chunks, arguments.group_size)}
+    return {
+        title(name, schedule): simulate(schedule, equal_stages(schedule.pp, schedule.chunks, arguments))
+        for name, schedule in schedules.items()
+    }
+
+
+def searched(arguments: argparse.Namespace) -> dict[str, Timeline]:
+    """Return the timeline of the fastest schedule, see `search`."""
+    pp, microbatches, memory = arguments.pp, arguments.microbatches, arguments.memory or arguments.pp
+    if arguments.costs:
+        recorded, costs = recorded_costs(arguments.costs, arguments.step)
+        if (recorded.pp, arguments.chunks or recorded.chunks) != (pp, recorded.chunks):
+            raise UserError(
+                f"the run {arguments.costs!r} has pp={recorded.pp} and {recorded.chunks} chunk(s) per pp rank; "
+                f"use --pp {recorded.pp} --chunks {recorded.chunks}"
+            )
+        given = {name: value for name in ("p2p", "transfer") if (value := getattr(arguments, name)) is not None}
+        costs = dataclasses.replace(costs, **given)
+        options = {(recorded.chunks, recorded.placement): costs}
+    else:
+        options = {shape: equal_stages(pp, shape[0], arguments) for shape in shapes(arguments.chunks)}
+    found = fastest_schedule(pp, microbatches, memory, options, arguments.deferred)
+    name = f"auto: {found.name}, {found.schedule.placement} placement, memory limit {memory:g}"
+    return {title(name, found.schedule): simulate(found.schedule, found.costs)}
+
+
+def with_memory(timeline: Timeline, arguments: argparse.Namespace) -> Timeline:
+    """Return the timeline with the activations of each stage that are given on the command line."""
+    stages = {part.stage for program in timeline.programs for action in program for part in action.parts}
+    if arguments.activations and len(arguments.activations) != len(stages):
+        raise UserError(f"--activations has {len(arguments.activations)} sizes, but there are {len(stages)} stages")
+    return dataclasses.replace(timeline, sizes=arguments.activations, deferred=arguments.deferred)
+
+
+def equal_stages(pp: int, chunks: int, arguments: argparse.Namespace) -> Costs:
+    """Return costs with which a rank takes the same time for a micro-batch, whatever the number of its stages."""
+    return Costs(weights=[1 / chunks] * pp * chunks, p2p=arguments.p2p or 0.0, transfer=arguments.transfer or 0.0)
+
+
+def title(name: str, schedule: Schedule) -> str:
+    return f"{name}, pp={schedule.pp}, microbatches={schedule.microbatches}, chunks={schedule.chunks}"
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Raise UserError if an option is given that would have no effect."""
+    named = not (arguments.csv or arguments.measured or arguments.all)
+    searches, generates = (named and arguments.schedule == name for name in ("auto", "generation"))
+    drawn = [name for name in ("csv", "measured") if getattr(arguments, name)]
+    unused = {
+        "--memory": arguments.memory is not None and not searches,
+        "--costs": arguments.costs is not None and not searches,
+        "--group_size": arguments.group_size is not None and (searches or generates or bool(drawn)),
+        "--tokens": arguments.tokens is not None and not generates,
+        "--activations": arguments.activations is not None and generates,
+        "--step": arguments.step is not None and not arguments.measured and not arguments.costs,
+    }
+    for option, is_unused in unused.items():
+        if is_unused:
+            what = f"--{drawn[0]}" if drawn else "--all" if arguments.all else f"--schedule {arguments.schedule}"
+            raise UserError(f"{option} has no effect with {what}; remove it")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -130,7 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}; by default 1f1b")
+    what.add_argument(
+        "--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}, auto or generation; by default 1f1b"
+    )
     what.add_argument("--all", action="store_true", help="draw all of these schedules")
     what.add_argument(
         "--csv", metavar="FILE", help="draw a schedule from a CSV file with one line of actions per pp rank"
@@ -142,18 +187,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--microbatches", type=number(int, 1), default=8, help="number of micro-batches per step; by default 8"
     )
     parser.add_argument(
+        "--tokens",
+        type=number(int, 1),
+        help="tokens per prompt, only for generation, whose micro-batches are groups of prompts; by default 4",
+    )
+    parser.add_argument(
         "--chunks", type=number(int, 1), help="stages per pp rank, for schedules that work with any number"
+    )
+    parser.add_argument(
+        "--group_size", type=number(int, 1), help="micro-batches that take turns on the chunks of interleaved schedules"
     )
     parser.add_argument(
         "--p2p",
         type=number(float, 0),
-        default=0.0,
-        help="time of a message between pp ranks, in the unit above; by default 0",
+        help="latency of a message between pp ranks, in the unit above; by default 0, or with --costs as estimated from them",
+    )
+    parser.add_argument(
+        "--transfer",
+        type=number(float, 0),
+        help="time in which a message occupies the link between two ranks, in the unit above; by default 0",
+    )
+    parser.add_argument(
+        "--memory",
+        type=number(float, 1),
+        help="for auto: the most micro-batches that a pp rank may hold; by default --pp",
+    )
+    parser.add_argument(
+        "--activations",
+        type=number(float, 0),
+        nargs="+",
+        metavar="SIZE",
+        help="size of a micro-batch's activations in each stage, in any unit; by default, a micro-batch on a rank is 1",
+    )
+    parser.add_argument(
+        "--deferred", type=number(float, 0, 1), default=1.0, help="fraction of them that W needs after I; by default 1"
+    )
+    parser.add_argument(
+        "--costs", metavar="RUN_DIR", help="for auto: use the times, in seconds, of a step that a run recorded"
     )
     parser.add_argument("--out", type=Path, help=".svg, .html, .json or .csv file; by default, text is printed")
     options = parser.parse_args(arguments)
     try:
-        timelines = timelines_of(options)
+        check_options(options)
+        timelines = {title: with_memory(timeline, options) for title, timeline in timelines_of(options).items()}
         if options.out:
             write(timelines, options.out)
             return

@@ -6,14 +6,27 @@ from typing import TYPE_CHECKING
 from picotron.errors import UserError
 from picotron.schedules.actions import Schedule
 from picotron.schedules.checker import check
+from picotron.schedules.recompute import kept_activations
+from picotron.schedules.recorded import recorded_costs
 from picotron.schedules.schedule_csv import read_csv
 from picotron.schedules.schedules import build
-from picotron.schedules.stages import Stage, balanced_stages, format_stages, parse_stages
+from picotron.schedules.search import Found, Shape, fastest_schedule, shapes
+from picotron.schedules.simulate import Costs, simulate, summary
+from picotron.schedules.stages import (
+    Stage,
+    balanced_stages,
+    count_stages,
+    format_stages,
+    parse_stages,
+    stage_weights,
+)
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
     from picotron.config import Config
+
+ESTIMATED_MESSAGE = 0.02  # in forwards of a micro-batch on a rank; an assumption, where nothing is measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,17 +36,32 @@ class PipelinePlan:
     Args:
         schedule: the schedule of a training step.
         stages: all stages of the pipeline, by number.
+        keep_activations: number of forwards in flight on a rank that keep their activations, see `kept_activations`.
+        expectation: why a search chose the schedule, in a sentence; None if the config names the schedule.
     """
 
     schedule: Schedule
     stages: list[Stage]
+    keep_activations: int = 0
+    expectation: str | None = None
 
     def stages_of(self, rank: int) -> dict[int, Stage]:
         """Return the stages of a rank, by number."""
         return {number: self.stages[number] for number in self.schedule.stages_of(rank)}
 
+    def kept_activations(self, rank: int) -> set[tuple[int, int]]:
+        """Return (stage, micro-batch) of the forwards of a rank that keep their activations."""
+        return kept_activations(self.schedule.programs[rank], self.keep_activations)
+
+    @property
+    def kept_fraction(self) -> float:
+        """The fraction of all forwards that keep their activations."""
+        kept = sum(len(self.kept_activations(rank)) for rank in range(self.schedule.pp))
+        return kept / (self.schedule.num_stages * self.schedule.microbatches)
+
     def __str__(self) -> str:
-        return format_stages(self.stages, self.schedule.pp, self.schedule.placement)
+        table = format_stages(self.stages, self.schedule.pp, self.schedule.placement)
+        return table if self.expectation is None else f"{table}\n{self.expectation}"
 
     @property
     def last_rank(self) -> int:
@@ -46,19 +74,24 @@ class PipelinePlan:
 
 
 def training_schedule(config: "Config") -> Schedule:
-    """Return the schedule of a training step, checked. A pipeline of one rank has one stage, whatever pp_engine is.
+    """Return the schedule that a config names, checked. A pipeline of one rank has one stage, whatever pp_engine is.
 
     Raises:
         UserError: the schedule does not work with these numbers, or its CSV file has a fault or does not match them.
     """
     layout, microbatches = config.distributed, config.training.gradient_accumulation_steps
     if layout.pp_size == 1:
-        if layout.pp_chunks not in (1, None):
-            raise UserError(f"pp_chunks={layout.pp_chunks} needs a pipeline, but pp_size=1; remove it")
+        for key, value in (("pp_chunks", layout.pp_chunks), ("pp_group_size", layout.pp_group_size)):
+            if value not in (1, None):
+                raise UserError(f"{key}={value} needs a pipeline, but pp_size=1; remove it")
         return build("1f1b", 1, microbatches)
     if layout.pp_engine.startswith("csv:"):
+        if layout.pp_group_size is not None:
+            raise UserError(
+                f"pp_group_size={layout.pp_group_size} cannot be used with a schedule from a file; remove it"
+            )
         return _from_file(layout.pp_engine.removeprefix("csv:"), layout.pp_size, microbatches, layout.pp_chunks)
-    schedule = build(layout.pp_engine, layout.pp_size, microbatches, layout.pp_chunks)
+    schedule = build(layout.pp_engine, layout.pp_size, microbatches, layout.pp_chunks, layout.pp_group_size)
     check(schedule)
     return schedule
 
@@ -75,22 +108,102 @@ def _from_file(path: str, pp: int, microbatches: int, chunks: int | None) -> Sch
     return schedule
 
 
+def _keep_activations(config: "Config") -> int:
+    keep, checkpointing = config.distributed.pp_keep_activations, config.training.activation_checkpointing
+    if keep and config.distributed.pp_size == 1:
+        raise UserError(f"pp_keep_activations={keep} needs a pipeline, but pp_size=1; remove it")
+    if keep and checkpointing != "full":
+        raise UserError(
+            f"pp_keep_activations={keep} needs training.activation_checkpointing='full', not {checkpointing!r}, which "
+            f"keeps all activations; remove one of them"
+        )
+    return keep
+
+
 def plan_pipeline(config: "Config", model_config: "LlamaConfig") -> PipelinePlan:
     """Choose the schedule and the stages of a config's pipeline.
 
     Raises:
-        UserError: `training_schedule` fails, or the stages do not fit the model.
+        UserError: `training_schedule` or `search_schedule` fails, or the stages do not fit the model.
     """
-    schedule, layout = training_schedule(config), config.distributed.pp_layout
-    if layout is None:
-        seq_length = config.training.seq_length
-        stages = balanced_stages(model_config, seq_length, schedule.pp, schedule.chunks, schedule.placement)
+    layout, keep = config.distributed, _keep_activations(config)
+    if layout.pp_engine == "auto" and layout.pp_size > 1:
+        plan = dataclasses.replace(search_schedule(config, model_config), keep_activations=keep)
     else:
-        stages = parse_stages(layout, model_config.num_hidden_layers, schedule.num_stages)
-    plan = PipelinePlan(schedule, stages)
-    for rank in range(schedule.pp):
+        for key, value in (("pp_memory", layout.pp_memory), ("pp_costs", layout.pp_costs)):
+            if value is not None and layout.pp_engine != "auto":
+                raise UserError(f"{key}={value!r} is for pp_engine='auto', not {layout.pp_engine!r}; remove it")
+        schedule = training_schedule(config)
+        plan = PipelinePlan(schedule, stages_for(config, model_config, (schedule.chunks, schedule.placement)), keep)
+    for rank in range(layout.pp_size):
         if not any(str(stage) for stage in plan.stages_of(rank).values()):
             raise UserError(
-                f"pp_layout={layout!r} gives pp rank {rank} nothing; give it a layer, the embedding or the head"
+                f"pp_layout={layout.pp_layout!r} gives pp rank {rank} nothing; give it a layer, the embedding or the head"
             )
     return plan
+
+
+def stages_for(config: "Config", model_config: "LlamaConfig", shape: Shape) -> list[Stage]:
+    """Return the stages of a config's pp_layout, or the balanced ones."""
+    (chunks, placement), layout = shape, config.distributed
+    if layout.pp_layout is None:
+        return balanced_stages(model_config, config.training.seq_length, layout.pp_size, chunks, placement)
+    return parse_stages(layout.pp_layout, model_config.num_hidden_layers, layout.pp_size * chunks)
+
+
+def search_schedule(config: "Config", model_config: "LlamaConfig") -> PipelinePlan:
+    """Find the fastest schedule for the times of a recorded run, or for times that are estimated by FLOPs.
+
+    Raises:
+        UserError: the recorded run does not match the config, or the stages do not fit the model.
+    """
+    layout = config.distributed
+    if layout.pp_group_size is not None:
+        raise UserError(f"pp_group_size={layout.pp_group_size} cannot be used with pp_engine='auto'; remove it")
+    memory = layout.pp_size if layout.pp_memory is None else layout.pp_memory
+    if layout.pp_costs is None:
+        found, source, unit = _search_with_estimates(config, model_config, memory), "estimated by FLOPs", "forwards"
+    else:
+        found, source, unit = _search_with_recording(config, memory), f"measured in {layout.pp_costs!r}", "s"
+    schedule = found.schedule
+    facts = summary(simulate(schedule, found.costs))
+    expectation = (
+        f"schedule: {found.name} with {schedule.chunks} chunk(s) per pp rank, {schedule.placement} placement; expected, "
+        f"with times {source}: step time {facts.pop('step time')} {unit}, "
+        f"{', '.join(f'{name} {value}' for name, value in facts.items())} (limit {memory:g})"
+    )
+    stages = stages_for(config, model_config, (schedule.chunks, schedule.placement))
+    return PipelinePlan(schedule, stages, expectation=expectation)
+
+
+def _search_with_estimates(config: "Config", model_config: "LlamaConfig", memory: float) -> Found:
+    """Search with estimated times, in forwards of a micro-batch on an average rank: I and W take 1, an I that
+    recomputes activations takes 2, and a message `ESTIMATED_MESSAGE`.
+    """
+    layout, training = config.distributed, config.training
+    recompute = training.activation_checkpointing == "full"
+
+    def costs_of(shape: Shape) -> Costs:
+        stages = stages_for(config, model_config, shape)
+        weights = stage_weights(model_config, stages, training.seq_length, layout.pp_size)
+        return Costs(B=2.0 + recompute, I=1.0 + recompute, weights=weights, p2p=ESTIMATED_MESSAGE)
+
+    chunks = layout.pp_chunks
+    if chunks is None and layout.pp_layout is not None:
+        chunks = max(1, count_stages(layout.pp_layout) // layout.pp_size)
+    elif chunks is None and model_config.num_hidden_layers < 2 * layout.pp_size:
+        chunks = 1
+    options = {shape: costs_of(shape) for shape in shapes(chunks)}
+    return fastest_schedule(layout.pp_size, training.gradient_accumulation_steps, memory, options)
+
+
+def _search_with_recording(config: "Config", memory: float) -> Found:
+    layout = config.distributed
+    assert layout.pp_costs is not None
+    recorded, costs = recorded_costs(layout.pp_costs)
+    for key, theirs in (("pp_size", recorded.pp), ("pp_chunks", recorded.chunks)):
+        ours = getattr(layout, key)
+        if ours not in (theirs, None):
+            raise UserError(f"the run in pp_costs={layout.pp_costs!r} has {key}={theirs}, but the config has {ours}")
+    options = {(recorded.chunks, recorded.placement): costs}
+    return fastest_schedule(layout.pp_size, config.training.gradient_accumulation_steps, memory, options)

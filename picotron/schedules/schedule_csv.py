@@ -2,20 +2,24 @@
 
 0F0,0F1,0B0,0B1
 1F0,1B0,1F1,1B1
+
+torch.distributed.pipelining reads and writes the same format (`compute_only`).
 """
 
 import csv
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from picotron.errors import UserError, first_line
-from picotron.schedules.actions import AnyAction, Placement, Schedule, parse_action
-from picotron.schedules.checker import check
+from picotron.schedules.actions import AnyAction, Overlapped, Placement, Schedule, parse_action
+from picotron.schedules.checker import ADDED_AUTOMATICALLY, check
 
 
 def as_csv(programs: Sequence[Sequence[AnyAction]]) -> str:
-    """Return the contents of a schedule's CSV file."""
-    return "".join(",".join(map(str, program)) + "\n" for program in programs)
+    """Return the contents of a schedule's CSV file. An overlapped pair ends in OVERLAP_F_B, as torch requires."""
+    lines = [[f"{a}OVERLAP_F_B" if isinstance(a, Overlapped) else str(a) for a in program] for program in programs]
+    return "".join(",".join(line) + "\n" for line in lines)
 
 
 def read_csv(path: str | Path) -> Schedule:
@@ -30,16 +34,18 @@ def read_csv(path: str | Path) -> Schedule:
         lines = list(csv.reader(Path(path).read_text(encoding="utf-8-sig").rstrip().splitlines(), strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot read the schedule {str(path)!r}: {first_line(error)}") from None
-    programs = [_program(path, number, cells) for number, cells in enumerate(lines, start=1)]
+    return assemble([_program(path, number, cells) for number, cells in enumerate(lines, start=1)], f"{str(path)!r}")
+
+
+def assemble(programs: Sequence[Sequence[AnyAction]], name: str) -> Schedule:
+    """Check the programs of a schedule for training, and find the placement of its stages, see `read_csv`."""
     parts = [part for program in programs for action in program for part in action.parts]
     if not parts:
-        raise UserError(
-            f"the schedule {str(path)!r} is empty; expected a line of actions like 0F0,0B0 for each pp rank"
-        )
+        raise UserError(f"the schedule {name} is empty; expected a line of actions like 0F0,0B0 for each pp rank")
     pp, num_stages = len(programs), 1 + max(part.stage for part in parts)
     if num_stages % pp:
         raise UserError(
-            f"the schedule {str(path)!r} has {num_stages} stages on {pp} pp ranks (lines); every pp rank must have the same number of stages"
+            f"the schedule {name} has {num_stages} stages on {pp} pp ranks (lines); every pp rank must have the same number of stages"
         )
     in_a_v = pp > 1 and any(part.stage == pp for action in programs[-1] for part in action.parts)
     placement: Placement = "V" if in_a_v else "loop"
@@ -47,13 +53,18 @@ def read_csv(path: str | Path) -> Schedule:
     try:
         check(schedule)
     except UserError as fault:
-        raise UserError(f"the schedule {str(path)!r} cannot run: {fault}") from None
+        raise UserError(f"the schedule {name} cannot run: {fault}") from None
     return schedule
 
 
 def _program(path: str | Path, line: int, cells: Sequence[str]) -> list[AnyAction]:
     program = []
     for column, cell in enumerate(cells, start=1):
+        if re.fullmatch(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)", cell.strip()):  # of torch's format "compute_comms"
+            raise UserError(
+                f"the schedule {str(path)!r} has {cell.strip()!r} in line {line}, column {column}; remove all such cells: "
+                f"{ADDED_AUTOMATICALLY}"
+            )
         try:
             program += [parse_action(cell.strip())] if cell.strip() else []
         except ValueError:

@@ -12,7 +12,7 @@ Activations: the most that a rank holds at a time, in units of one micro-batch i
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from picotron.errors import UserError
@@ -84,43 +84,74 @@ def signed_order(table: list[tuple[int, int]], chunks: int, warmup: int) -> list
     return forwards[:warmup] + [number for pair in pairs for number in pair if number]
 
 
-def interleaved_1f1b(rank: int, pp: int, microbatches: int, chunks: int, group_size: int | None = None) -> Program:
-    """Interleaved 1F1B: with several smaller stages per rank, the pipeline fills and drains sooner (Narayanan et al.
-    2021, arXiv:2104.04473).
+def smallest_group(pp: int, microbatches: int, last: int) -> int:
+    """Return the smallest group size of an interleaved schedule that makes no group shorter than `last` micro-batches.
 
-    Idle: (p - 1) (F + B) / v, which is (p - 1) / (v m) of the rank's work, if m is a multiple of g.
-    Activations: (v - 1) g + 2 (p - rank) - 1, at most v m.
+    Only a short last group prolongs the step: in interleaved 1F1B one of fewer than p micro-batches; with split
+    backwards one of fewer than p / 2, because W fills gaps. (The tests compare all group sizes by simulation.)
+    """
+    sizes = range(pp, microbatches)
+    return next((g for g in sizes if microbatches % g == 0 or microbatches % g >= last), max(pp, microbatches))
+
+
+def interleaved_order(
+    rank: int, pp: int, microbatches: int, chunks: int, group_size: int | None, warmup_per_rank: int
+) -> list[int]:
+    """Return the `signed_order` of a rank in which groups of micro-batches take turns on the chunks.
 
     Args:
-        group_size: g, the number of micro-batches that run through a chunk before the next chunk's turn; by default p.
+        group_size: g, the number of micro-batches that run through a chunk before the next chunk's turn; by default the
+            smallest one that makes the step as short as possible.
+        warmup_per_rank: difference in the length of the warm-up between two ranks, in forwards.
 
     Raises:
         UserError: the group size is too small.
     """
-    program, group_size = Program(microbatches), pp if group_size is None else group_size
+    if group_size is None:
+        group_size = smallest_group(pp, microbatches, last=-(-pp * warmup_per_rank // 2))
     if group_size < min(pp, microbatches):
         raise UserError(
-            f"group_size={group_size} is smaller than pp_size={pp}: the group would end before its first micro-batch "
-            f"leaves the pipeline; use a group_size of at least {min(pp, microbatches)}"
+            f"a group of {group_size} micro-batches is smaller than pp_size={pp}: it would end before its first micro-batch "
+            f"leaves the pipeline; use a group size of at least {min(pp, microbatches)}"
         )
     full_groups = -(-microbatches // group_size) * group_size  # `Program` drops those beyond the last micro-batch
-    warmup = (chunks - 1) * group_size + 2 * (pp - rank - 1)
-    for number in signed_order(schedule_table(full_groups, chunks, group_size), chunks, warmup):
+    warmup = (chunks - 1) * group_size + warmup_per_rank * (pp - rank - 1)
+    return signed_order(schedule_table(full_groups, chunks, group_size), chunks, warmup)
+
+
+def interleaved_1f1b(rank: int, pp: int, microbatches: int, chunks: int, group_size: int | None = None) -> Program:
+    """Interleaved 1F1B: with several smaller stages per rank, the pipeline fills and drains sooner (Narayanan et al.
+    2021, arXiv:2104.04473). Llama 3 chooses the group size freely (Grattafiori et al. 2024, arXiv:2407.21783).
+
+    Idle: (p - 1) (F + B) / v, which is (p - 1) / (v m) of the rank's work, for the default group size and m >= p.
+    Activations: (v - 1) g + 2 (p - rank) - 1, at most v m.
+
+    Args:
+        group_size: see `interleaved_order`, which can raise UserError.
+    """
+    program = Program(microbatches)
+    for number in interleaved_order(rank, pp, microbatches, chunks, group_size, warmup_per_rank=2):
         append = program.forward if number > 0 else program.backward
         append(rank + pp * (abs(number) - 1))
     return program
 
 
-def zb_h1(rank: int, pp: int, microbatches: int) -> Program:
+def zb_h1(rank: int, pp: int, microbatches: int, chunks: int, group_size: int | None = None) -> Program:
     """ZB-H1: 1F1B with split backwards. No other stage waits for W, so W is delayed and fills time at the end of the
-    step in which 1F1B is idle (Qi et al. 2023, arXiv:2401.10241).
+    step in which 1F1B is idle (Qi et al. 2023, arXiv:2401.10241). With several chunks, the order is that of interleaved
+    1F1B (torch's ScheduleInterleavedZeroBubble).
 
-    Idle: (p - 1) (F + I - W), a third of 1F1B's if F = I = W, for m >= p. Activations: p, at most m.
+    Idle: (p - 1) (F + I - W) / v for m a multiple of p, or m >= p if v = 1. If F = I = W, it is a third of interleaved
+    1F1B's for any m >= p. Activations: (v - 1) g + p, at most v m.
+
+    Args:
+        group_size: see `interleaved_order`, which can raise UserError.
     """
     program = Program(microbatches)
-    for _ in range(pp - rank - 1): program.forward(rank)
-    for _ in range(microbatches):
-        program.forward(rank); program.backward_input(rank); program.backward_weight(keep=rank)
+    for number in interleaved_order(rank, pp, microbatches, chunks, group_size, warmup_per_rank=1):
+        stage = rank + pp * (abs(number) - 1)
+        if number > 0: program.forward(stage)
+        else: program.backward_input(stage); program.backward_weight(keep=rank)
     program.all_backward_weights()
     return program
 
@@ -178,6 +209,7 @@ class Recipe(NamedTuple):
     program: Callable[..., Program]
     chunks: int = 1  # per rank, by default
     any_chunks: bool = False  # whether other numbers of chunks work, too
+    has_groups: bool = False  # whether micro-batches take turns on the chunks in groups, whose size can be chosen
     placement: Placement = "loop"
 
 
@@ -187,22 +219,22 @@ SCHEDULES = {
     "afab": Recipe(afab),
     "1f1b": Recipe(one_f_one_b),
     "looped_bfs": Recipe(looped_bfs, chunks=2, any_chunks=True),
-    "interleaved_1f1b": Recipe(interleaved_1f1b, chunks=2, any_chunks=True),
-    "zb_h1": Recipe(zb_h1),
+    "interleaved_1f1b": Recipe(interleaved_1f1b, chunks=2, any_chunks=True, has_groups=True),
+    "zb_h1": Recipe(zb_h1, any_chunks=True, has_groups=True),
     "zbv": Recipe(zbv, chunks=2, placement="V"),
     "dualpipev": Recipe(dualpipev, chunks=2, placement="V"),
 }
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it names a schedule: a key of SCHEDULES, or csv:FILE.
+    """Return `name` if it names a schedule: a key of SCHEDULES, auto (see `search`), or csv:FILE.
 
     Raises:
         UserError: there is no such schedule.
     """
-    if name in SCHEDULES or re.match("csv:.", name):
+    if name in (*SCHEDULES, "auto") or re.match("csv:.", name):
         return name
-    raise UserError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}, or csv:FILE")
+    raise UserError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}, auto, or csv:FILE")
 
 
 def build(name: str, pp: int, microbatches: int, chunks: int | None = None, group_size: int | None = None) -> Schedule:
@@ -212,25 +244,35 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, grou
         pp: number of ranks.
         microbatches: number of micro-batches per step.
         chunks: number of stages per rank; by default that of SCHEDULES.
-        group_size: only for interleaved_1f1b, see `interleaved_1f1b`.
+        group_size: only for schedules with groups, see `interleaved_order`.
 
     Raises:
         UserError: there is no such schedule, or it does not work with these numbers.
     """
     if check_name(name) not in SCHEDULES:
-        raise UserError(f"the schedule {name!r} is a file; read it with `read_csv`")
+        raise UserError(
+            f"the schedule {name!r} is not hand-made; read a file with `read_csv`, or call `fastest_schedule`"
+        )
     recipe = SCHEDULES[name]
     chunks = recipe.chunks if chunks is None else chunks
     _check_numbers(pp, microbatches, chunks)
     if chunks != recipe.chunks and not recipe.any_chunks:
-        flexible = " or ".join(other for other in SCHEDULES if SCHEDULES[other].any_chunks)
+        flexible = _one_of(other for other in SCHEDULES if SCHEDULES[other].any_chunks)
         raise UserError(f"{name} has {recipe.chunks} chunk(s) per pp rank, not {chunks}; for {chunks}, use {flexible}")
-    if group_size is not None and name != "interleaved_1f1b":
-        raise UserError(f"group_size={group_size} cannot be used with {name}, only with interleaved_1f1b; remove it")
+    if group_size is not None and not recipe.has_groups:
+        grouped = _one_of(other for other in SCHEDULES if SCHEDULES[other].has_groups)
+        raise UserError(
+            f"{name} has no groups of micro-batches, so remove the group size {group_size}, or use {grouped}"
+        )
     options = {"chunks": chunks} if recipe.any_chunks else {}
     options |= {} if group_size is None else {"group_size": group_size}
     programs = [recipe.program(rank, pp, microbatches, **options) for rank in range(pp)]
     return Schedule(programs, microbatches, chunks, recipe.placement)
+
+
+def _one_of(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
 
 
 def forward_only(pp: int, microbatches: int, chunks: int = 1, placement: Placement = "loop") -> Schedule:

@@ -1,14 +1,16 @@
 """Simulation of a schedule: step time, and the idle time and activations of each rank. No torch, no processes.
 
 A rank runs its actions in order, each as soon as the rank is free and the action's input has arrived. A message leaves
-when the action that produces it ends; while it travels, both ranks continue to compute.
+when the action that produces it ends and the messages before it, from the same rank to the same rank, have left. While
+it travels, both ranks continue to compute.
 """
 
 import dataclasses
+import math
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from picotron.errors import UserError
 from picotron.schedules.actions import Action, AnyAction, Overlapped, Schedule
@@ -27,7 +29,8 @@ class Costs:
     Args:
         F, B, I, W: time of an action in a stage of weight 1. A split backward can be slower than a full one: I + W > B.
         overlapped: time of an overlapped pair, as a fraction of the sum F + B; 1 if overlapping saves no time.
-        p2p: time of a message from one rank to another.
+        p2p: latency of a message from one rank to another.
+        transfer: time in which a message occupies the link between two ranks: its size, divided by the bandwidth.
         weights: relative time of each stage, see `stages.stage_weights`; by default 1.
         measured: measured times of actions, by `cost_key`; they replace the times that follow from the fields above.
     """
@@ -38,6 +41,7 @@ class Costs:
     W: float = 1.0
     overlapped: float = 1.0
     p2p: float = 0.0
+    transfer: float = 0.0
     weights: Sequence[float] | None = None
     measured: Mapping[CostKey, float] = dataclasses.field(default_factory=dict)
 
@@ -64,14 +68,23 @@ class Timeline:
 
     Args:
         spans: the spans of each rank, in order; times are relative to the beginning of the step.
+        sizes: the activations of a micro-batch in each stage, in any unit, such as bytes. By default, the unit is one
+            micro-batch in all stages of a rank.
+        deferred: fraction of a stage's activations that is kept between I and W.
     """
 
     spans: Sequence[Sequence[Span]]
+    sizes: Sequence[float] | None = None
+    deferred: float = 1.0
 
     @property
     def programs(self) -> list[list[AnyAction]]:
         """The computations of each rank. (Messages and reductions are not computations.)"""
         return [[span.action for span in rank if computes(span.action)] for rank in self.spans]
+
+    @property
+    def memory_unit(self) -> str:
+        return "micro-batches" if self.sizes is None else "in the given unit"
 
     @property
     def step_time(self) -> float:
@@ -105,16 +118,23 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = costs or Costs()
     todo = [deque(program) for program in schedule.programs]
     spans: list[list[Span]] = [[] for _ in todo]
-    finished: dict[Action, float] = {}  # end of the action that produced each result
+    finished: dict[Action, float] = {}  # when each result is on the rank that needs it
+    link_free: dict[tuple[int, int], float] = defaultdict(float)  # by sender and receiver
     while any(todo):
         stuck = True
         for rank, queue in enumerate(todo):
             while queue and finished.keys() >= (sources := _sources(schedule, queue[0])):
                 action, stuck = queue.popleft(), False
-                arrivals = [finished[s] + costs.p2p * (schedule.rank_of(s.stage) != rank) for s in sources]
-                start = max([spans[rank][-1].end if spans[rank] else 0.0, *arrivals])
-                spans[rank].append(Span(action, start, start + costs.of(action)))
-                finished |= {part.result: spans[rank][-1].end for part in action.parts}
+                start = max([spans[rank][-1].end if spans[rank] else 0.0, *(finished[source] for source in sources)])
+                end = start + costs.of(action)
+                spans[rank].append(Span(action, start, end))
+                for part in action.parts:
+                    target = schedule.target(part)
+                    receiver = rank if target is None else schedule.rank_of(target)
+                    finished[part.result] = end
+                    if receiver != rank:
+                        link_free[rank, receiver] = max(end, link_free[rank, receiver]) + costs.transfer
+                        finished[part.result] = link_free[rank, receiver] + costs.p2p
         if stuck:
             raise UserError(_deadlock(schedule, todo, finished))
     return Timeline(spans)
@@ -165,28 +185,56 @@ def peak_activations(
         deferred: size of the unit between I and W; by default that of the whole unit.
         temporary: size of what an action needs in addition while it runs, by its (kind, stage); by default 0.
     """
+    more = temporary or {}
+    levels = zip(program, activations(program, sizes, deferred), strict=True)
+    return max((live + max(more.get((p.kind, p.stage), 0) for p in a.parts) for a, (live, _) in levels), default=0)
+
+
+def activations(
+    program: Sequence[AnyAction], sizes: Mapping[int, Any] | None = None, deferred: Mapping[int, Any] | None = None
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the activations that a rank holds during each action and after it, see `peak_activations`."""
     parts = [part for action in program for part in action.parts]
     kept = {(part.stage, part.microbatch) for part in parts if part.kind in ("B", "W")}
     units = dict.fromkeys((part.stage for part in parts), 1) if sizes is None else sizes
     freed = {("B", stage): size for stage, size in units.items()}
     for stage, size in (deferred or units).items():
         freed |= {("I", stage): units[stage] - size, ("W", stage): size}
-    live = peak = 0
+    live = 0
     for action in program:
         live += sum(units[p.stage] for p in action.parts if p.kind == "F" and (p.stage, p.microbatch) in kept)
-        peak = max(peak, live + max((temporary or {}).get((p.kind, p.stage), 0) for p in action.parts))
+        during = live
         live -= sum(freed.get((p.kind, p.stage), 0) for p in action.parts)
-    return peak
+        yield during, live
+
+
+def memory_curves(timeline: Timeline) -> list[list[tuple[float, float]]]:
+    """Return the activations of each rank as steps: (time, activations from that time on), see `peak_activations`."""
+    curves = []
+    for program, spans in zip(timeline.programs, timeline.spans, strict=True):
+        stages = {part.stage for action in program for part in action.parts}
+        sizes = {stage: timeline.sizes[stage] if timeline.sizes else 1 / len(stages) for stage in stages}
+        kept = {stage: size * timeline.deferred for stage, size in sizes.items()}
+        computations = [span for span in spans if computes(span.action)]
+        levels = zip(computations, activations(program, sizes, kept), strict=True)
+        steps = [step for span, (during, after) in levels for step in ((span.start, during), (span.end, after))]
+        curves.append([(0.0, 0.0), *((time, round(live, 9)) for time, live in steps)])
+    return curves
+
+
+def tick_distance(duration: float, most: int) -> float:
+    """Return the distance of the numbers on a time axis: 1, 2 or 5 times a power of ten, so that at most `most` fit."""
+    power = 10.0 ** math.floor(math.log10(duration / most))
+    return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power * most >= duration)
 
 
 def summary(timeline: Timeline) -> dict[str, str]:
-    """Return key figures of a timeline as text. Activations are in units of one micro-batch in all stages of a rank."""
-    stages = [len({part.stage for action in program for part in action.parts}) for program in timeline.programs]
-    peaks = [peak_activations(program) / max(n, 1) for program, n in zip(timeline.programs, stages, strict=True)]
+    """Return key figures of a timeline as text. The unit of activations is that of `memory_curves`."""
+    peaks = [max(live for _, live in curve) for curve in memory_curves(timeline)]
     return {
         "step time": f"{timeline.step_time:.4g}",
         "bubble": f"{timeline.bubble:.1%}",
-        "peak activations by pp rank": " ".join(f"{peak:.3g}" for peak in peaks),
+        "peak activations by pp rank": " ".join(f"{peak:.4g}" for peak in peaks),
     }
 
 

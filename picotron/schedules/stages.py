@@ -2,7 +2,8 @@
 
 Stages can be written as text, in the notation of Megatron-LM's `--pipeline-model-parallel-layout`: E is the embedding,
 t a (transformer) layer, L the head with its loss, and | a boundary between two stages. x*n repeats x n times, where x
-is one of these or a group in parentheses. Commas and spaces are ignored. An empty stage passes its input on.
+is one of these or a group in parentheses. Commas and spaces are ignored. An empty stage passes its input on. But the
+first stage reads the tokens and the last one computes the loss, so if they are empty, they get the E and the L.
 
     Et*3|(tt|)*5L       seven stages: the embedding and three layers, five times two layers, the head alone
 
@@ -97,6 +98,11 @@ def balanced_stages(
     return [Stage(each, i == 0, i == num_stages - 1) for i, each in enumerate(layers)]
 
 
+def count_stages(text: str) -> int:
+    """Count the stages in text in the notation above. Raises as `parse_stages` does."""
+    return _expand(text).count("|") + 1
+
+
 def parse_stages(text: str, num_layers: int, num_stages: int) -> list[Stage]:
     """Parse stages that are written in the notation above.
 
@@ -111,14 +117,14 @@ def parse_stages(text: str, num_layers: int, num_stages: int) -> list[Stage]:
         why = f"has {len(stages)} stages, but the schedule has {num_stages} (pp ranks times chunks)"
     elif symbols.count("t") != num_layers:
         why = f"has {symbols.count('t')} layers (t), but the model has {num_layers}"
-    elif symbols.count("E") != 1 or symbols[0] != "E":
+    elif symbols.count("E") != 1 or symbols.strip("|")[0] != "E":
         why = f"has {symbols.count('E')} E; it must begin with its only E, because the first stage reads the tokens"
-    elif symbols.count("L") != 1 or symbols[-1] != "L":
+    elif symbols.count("L") != 1 or symbols.strip("|")[-1] != "L":
         why = f"has {symbols.count('L')} L; it must end with its only L, because the last stage computes the loss"
     else:
         ends = list(itertools.accumulate(stage.count("t") for stage in stages))
         layers = [range(end - stage.count("t"), end) for stage, end in zip(stages, ends, strict=True)]
-        return [Stage(each, "E" in stage, "L" in stage) for stage, each in zip(stages, layers, strict=True)]
+        return [Stage(each, i == 0, i == num_stages - 1) for i, each in enumerate(layers)]
     raise UserError(f"pp_layout={text!r} {why}")
 
 

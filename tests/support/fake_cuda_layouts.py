@@ -94,6 +94,11 @@ def _layouts() -> dict[str, Layout]:
             {"pp_size": 2, "pp_engine": "zbv", "tp_size": 2, **SEQUENCE_PARALLEL}, packed=True
         ),
         "pp2 zbv checkpointing": Layout({"pp_size": 2, "pp_engine": "zbv", **FULL}),
+        "pp4 checkpointing, 2 kept": Layout({"pp_size": 4, "pp_keep_activations": 2, **FULL}),
+        "pp2 interleaved checkpointing, 3 kept": Layout(
+            {"pp_size": 2, "pp_engine": "interleaved_1f1b", "pp_keep_activations": 3, **FULL}
+        ),
+        "pp2 zbv checkpointing, 1 kept": Layout({"pp_size": 2, "pp_engine": "zbv", "pp_keep_activations": 1, **FULL}),
     }
     for engine in ("ring", "all_gather", "ulysses"):
         for sharding in ("zigzag", "contiguous"):
@@ -133,6 +138,10 @@ def _memory_layouts() -> dict[str, Layout]:
         *((f"cp2 {engine}", {"cp_size": 2, "cp_engine": engine}) for engine in ("ring", "all_gather", "ulysses")),
         *((f"pp2 {engine}", {"pp_size": 2, "pp_engine": engine}) for engine in ENGINES),
         *((f"pp2 {engine} checkpointing", {"pp_size": 2, "pp_engine": engine, **FULL}) for engine in ("1f1b", "zbv")),
+        *(
+            (f"pp2 {engine} checkpointing, kept", {"pp_size": 2, "pp_engine": engine, "pp_keep_activations": 1, **FULL})
+            for engine in ("1f1b", "afab", "interleaved_1f1b", "zbv")
+        ),
     ):
         layouts[f"SmolLM-1.7B {name}"] = Layout(smollm | config, shape)
     small = {  # most of the memory is activations

@@ -26,8 +26,6 @@ import torch.distributed as dist
 from picotron import process_group_manager
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# Number of calls after which all processes are replaced. Some leak threads of gloo groups, which slow down others.
-CALLS = 40
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.llama.modeling_llama"])
 
 
@@ -69,7 +67,6 @@ class WorkerPool:
         self.backend, self.context = backend, context
         self.processes: list[Any] = []
         self.connections: list[multiprocessing.connection.Connection] = []
-        self.calls = 0
         atexit.register(self.close)
 
     def _grow(self, size: int) -> None:
@@ -98,9 +95,6 @@ class WorkerPool:
             WorkerError: `function` raised on some rank, a worker died, or `timeout` seconds passed. All workers are
                 replaced.
         """
-        self.calls += 1
-        if self.calls % CALLS == 0:
-            self.close()
         self._grow(size)
         with tempfile.TemporaryDirectory() as folder:
             for rank, connection in enumerate(self.connections[:size]):

@@ -1,0 +1,56 @@
+"""Generation, compared with transformers' `generate`, in one process and over two pipeline stages.
+
+python -m benchmarks.generation
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM
+
+from benchmarks.side_by_side import Variant, measure, print_table
+from benchmarks.workload import ON_GPU, SHAPE, arguments, device_of, model_config, require_gpus, run_config, stage_of
+from picotron.pipeline_parallel.generation import generate
+from picotron.sampling import Sampling
+
+PROMPT, NEW = (512, 128) if ON_GPU else (64, 32)  # tokens
+
+
+def random_prompts(count: int) -> torch.Tensor:
+    return torch.randint(SHAPE["vocab_size"], (count, PROMPT), generator=torch.Generator().manual_seed(0))
+
+
+def transformers_generation(rank: int, prompts: int) -> Callable[[], Any]:
+    """Return a function that continues the prompts with tokens drawn by transformers."""
+    device, ids = device_of(rank), random_prompts(prompts)
+    with device:
+        model = LlamaForCausalLM(model_config()).to(torch.bfloat16 if ON_GPU else torch.float32).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW, "attention_mask": torch.ones_like(ids).to(device)}
+    return lambda: model.generate(ids.to(device), **options)
+
+
+def picotron_generation(rank: int, prompts: int, layout: dict[str, Any]) -> Callable[[], Any]:
+    """Return the same for picotron."""
+    config = run_config(layout)
+    stage = stage_of(config, device_of(rank), getattr(torch, config.model.dtype))
+    ids = random_prompts(prompts).tolist()
+    return lambda: generate(stage, ids, Sampling(NEW, temperature=1.0))
+
+
+def main() -> None:
+    options = arguments(__doc__ or "").parse_args()
+    require_gpus(2)
+    for prompts in (8, 32):
+        baseline = f"transformers, {prompts} prompts"
+        variants = [
+            Variant(baseline, transformers_generation, (prompts,)),
+            Variant("picotron", picotron_generation, (prompts, {})),
+            Variant("picotron, pp 2", picotron_generation, (prompts, {"pp_size": 2}), processes=2),
+        ]
+        print_table(measure(variants, options.turns, options.steps), prompts * NEW, baseline)
+
+
+if __name__ == "__main__":
+    main()

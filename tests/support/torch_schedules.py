@@ -1,0 +1,41 @@
+"""Schedules of torch.distributed.pipelining, without modules and process groups."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+CLASSES = {
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zb_h1": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+
+def torch_schedule(kind: type[Any], pp: int, microbatches: int, chunks: int) -> Any:
+    """Build a schedule of torch as rank 0 does, on stages without a module. The constructor validates it."""
+    stages = [
+        SimpleNamespace(
+            has_backward=True,
+            num_stages=pp * chunks,
+            stage_index=chunk * pp,
+            group_size=pp,
+            group_rank=0,
+            is_first=chunk == 0,
+            is_last=False,
+            submod=None,
+            device="cpu",
+            group=None,
+            stage_index_to_group_rank=None,
+        )
+        for chunk in range(chunks)
+    ]
+    return kind(stages, microbatches)
