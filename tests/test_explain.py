@@ -32,7 +32,7 @@ def _no_grid_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(micro_batches: int = 4, **layout: Any) -> Config:
-    keys = {f"distributed__{key}": value for key, value in layout.items()}
+    keys = {key if "__" in key else f"distributed__{key}": value for key, value in layout.items()}
     return make_config(training__gradient_accumulation_steps=micro_batches, **keys)
 
 

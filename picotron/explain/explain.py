@@ -38,7 +38,7 @@ from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model, check_layout, unwrap
 from picotron.rows import TextRows
 from picotron.schedules.plan import PipelinePlan
-from picotron.schedules.schedules import build
+from picotron.schedules.schedules import SCHEDULES, build
 from picotron.text_table import text_table
 from picotron.train_step import make_train_step
 from picotron.weights import Index
@@ -96,7 +96,8 @@ def run_rank(rank: int, config: Config, model_config: LlamaConfig, plan: Pipelin
 def run_rank_briefly(rank: int, config: Config, model_config: LlamaConfig, plan: PipelinePlan) -> Step:
     """Play a rank with one micro-batch and with two. Every further one has the messages that the second one adds."""
     layout, count = config.distributed, config.training.gradient_accumulation_steps
-    if count <= 3 or layout.pp_engine.startswith("csv:") or order_matters(config, plan):
+    searched = layout.pp_size > 1 and layout.pp_engine not in SCHEDULES  # or read from a file
+    if count <= 3 or searched or plan.keep_activations or order_matters(config, plan):
         return run_rank(rank, config, model_config, plan)
     steps = []
     for few in (1, 2):
@@ -133,13 +134,16 @@ def order_matters(config: Config, plan: PipelinePlan) -> bool:
 
 
 def kind_of_rank(plan: PipelinePlan, rank: int) -> tuple[Any, ...]:
-    """Return what the step of a pp rank depends on: its stages, their neighbours, and the number of its actions."""
+    """Return what the step of a pp rank depends on: its stages and their neighbours, the number of its actions, and how
+    many of them keep their activations.
+    """
     schedule, stages = plan.schedule, plan.stages_of(rank)
     order = {number: i for i, number in enumerate(stages)}
     sends = [[0 <= i + j < len(plan.stages) and schedule.rank_of(i + j) != rank for j in (-1, 1)] for i in stages]
     actions = Counter((part.kind, order[part.stage]) for action in schedule.programs[rank] for part in action.parts)
     contents = [(len(stage.layers), stage.has_embedding, stage.has_head) for stage in stages.values()]
-    return tuple(contents), str(sends), frozenset(actions.items())
+    kept = Counter(order[stage] for stage, _ in plan.kept_activations(rank))
+    return tuple(contents), str(sends), frozenset(actions.items()), frozenset(kept.items())
 
 
 def meta_weights(name: str, shape: torch.Size, index: Index) -> Tensor:
