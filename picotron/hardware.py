@@ -111,8 +111,9 @@ def gpu(
 ) -> Hardware:
     """Return the rates of a GPU: its data sheet, times the fractions that programs reach.
 
-    The fractions of products and of the network are calibrated: they are those with which `benchmarks.forecast` agrees
-    best with the published runs that it lists as used for calibration. The other fractions are from these sources:
+    The fractions of products and of the network and `step_launch` are calibrated: they are those with which
+    `benchmarks.forecast` agrees best with the published runs that it lists as used for calibration. The other fractions
+    are from these sources:
 
         memory      0.85: what a triad reaches on an A100 (BabelStream's results, Deakin et al. 2018)
         link        0.78: bus bandwidth that NVIDIA's nccl-tests print for large all-reduces on an H100, 350 of 450 GB/s
