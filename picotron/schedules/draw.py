@@ -116,7 +116,9 @@ def searched(arguments: argparse.Namespace) -> dict[str, Timeline]:
     memory, chunks = pp if arguments.memory is None else arguments.memory, arguments.chunks
     if sizes:
         if arguments.memory is None:
-            raise UserError("--schedule auto with --activations needs --memory, the limit of a pp rank in the same unit")
+            raise UserError(
+                "--schedule auto with --activations needs --memory, the limit of a pp rank in the same unit"
+            )
         if len(sizes) % pp or chunks not in (None, len(sizes) // pp):
             stages = f"{pp} pp ranks need a multiple of {pp}" if chunks is None else f"there are {pp * chunks} stages"
             raise UserError(f"--activations has {len(sizes)} sizes, but {stages}")

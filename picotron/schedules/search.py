@@ -10,6 +10,7 @@ random numbers, so all ranks find the same schedule.
 import heapq
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ class Knobs(NamedTuple):
     patience: float  # a W may delay the next action by this fraction of its time
 
 
-# Settings that often win come first: a search stops as soon as it is known to be slower than the best schedule so far.
+# Settings that often win come first, because a run stops when its schedule cannot be faster than the best so far.
 KNOBS = [
     Knobs(forward_first, slope, patience)
     for slope in (0.0, 0.5, 1.0, 1.5, 2.0)
@@ -76,14 +77,22 @@ class Greedy:
         self.message = [message * (a != b) for a, b in itertools.pairwise(self.owner)]  # from each stage to the next
         self.work = [sum(self.time[kind][s] for kind in "FIW" for _, s, _ in own) * self.m for own in self.stages]
         full = [own[-1][2] for own in self.stages]  # the size of one micro-batch in all stages of a rank
+        # How far each rank could have run ahead in the last run, by its knobs other than the slope.
+        self.reached: dict[tuple[bool, float], list[int]] = {}
         self.room = [empty.chunks * self.memory / size if size else math.inf for size in full]  # in forwards
 
     def run(self, knobs: Knobs, stop: float) -> Schedule | None:
-        """Return a schedule, or None if its step would take at least `stop`, or needs more memory."""
+        """Return a schedule, or None if its step would take at least `stop`, if memory is too short for a micro-batch,
+        or if the run would be the same as the last one with a smaller slope and otherwise equal knobs.
+        """
         pp, count = self.empty.pp, self.empty.num_stages
         self.knobs, self.free, left = knobs, [0.0] * pp, self.work.copy()
         self.held, self.ahead = [0.0] * pp, [0] * pp  # activations, and forwards without I
         self.limit = [max(room - knobs.slope * rank, self.empty.chunks) for rank, room in enumerate(self.room)]
+        others = knobs.forward_first, knobs.patience
+        if others in self.reached and all(map(operator.le, self.reached[others], self.limit)):
+            return None
+        self.reach = self.reached[others] = [0] * pp
         self.ends: dict[str, list[list[float]]] = {kind: [[] for _ in range(count)] for kind in "FIW"}
         programs: list[list[Action]] = [[] for _ in range(pp)]
         queue: list[tuple[float, int, int, str, int]] = []  # start, rank, version of the choice, and the action
@@ -97,7 +106,7 @@ class Greedy:
             while queue and queue[0][2] != versions[queue[0][1]]:
                 heapq.heappop(queue)
             if not queue:
-                return None  # all ranks wait for memory
+                return None
             start, rank, _, kind, stage = heapq.heappop(queue)
             programs[rank].append(Action(kind, stage, len(self.ends[kind][stage])))
             time = self.time[kind][stage]
@@ -121,11 +130,12 @@ class Greedy:
         for order, stage, need in self.stages[rank]:
             f, i = len(forwards[stage]), len(backwards[stage])
             # Each later stage is left room for a micro-batch, without which this one could not finish.
-            if f < self.m and held + need <= self.memory and ahead + order <= self.limit[rank]:
-                start = free
+            if f < self.m and held + need <= self.memory:
+                self.reach[rank] = max(self.reach[rank], ahead + order)
+                start = free if ahead + order <= self.limit[rank] else math.inf
                 if stage > 0:
                     inputs = forwards[stage - 1]
-                    start = max(free, inputs[f] + self.message[stage - 1]) if f < len(inputs) else math.inf
+                    start = max(start, inputs[f] + self.message[stage - 1]) if f < len(inputs) else math.inf
                 if start <= best[0]:
                     best = min(best, (start, place_of_f, order, "F"))
             if i < f:
@@ -203,9 +213,10 @@ def fastest_schedule(
         for name, schedule in hand_made(pp, microbatches, shape).items():
             if fits(schedule, memory, deferred, sizes) and (score := objective(simulate(schedule, costs))) < best:
                 best, found = score, Found(score, name, schedule, costs)
-    for shape in roomy:
+    # A program for equal stages of the largest size also fits, and is sometimes faster.
+    for shape, each in itertools.product(roomy, [sizes] if sizes is None else [sizes, [max(sizes)] * len(sizes)]):
         costs = options[shape]
-        greedy = Greedy(empty[shape], memory, costs, deferred, sizes)
+        greedy = Greedy(empty[shape], memory, costs, deferred, each)
         for knobs in KNOBS:
             new = greedy.run(knobs, stop=best * (1 - ROUNDING) if objective is step_time else math.inf)
             if new is not None and (score := objective(simulate(new, costs))) < best:
