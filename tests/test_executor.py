@@ -157,7 +157,7 @@ def random_schedule(seed: int) -> Schedule:
     shape = draw.choice([*SHAPES, (3, "loop")])
     weights = [draw.uniform(0.1, 3) for _ in range(2 * shape[0])]
     costs = Costs(F=1, I=draw.uniform(0.2, 3), W=draw.uniform(0.2, 3), p2p=draw.uniform(0, 2), weights=weights)
-    greedy = Greedy(Schedule([[], []], 3, *shape), draw.randint(1, 3) * shape[0], costs, deferred=1.0)
+    greedy = Greedy(Schedule([[], []], 3, *shape), draw.randint(1, 3), costs, deferred=1.0)
     schedule = greedy.run(draw.choice(KNOBS), stop=math.inf)
     assert schedule is not None
     return schedule

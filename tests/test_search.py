@@ -1,6 +1,7 @@
 """The search for a schedule: results fit and run, nothing hand-made is faster, and bubbles are those of the paper."""
 
-import itertools
+import dataclasses
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,11 @@ from hypothesis import strategies as st
 
 from picotron.errors import UserError
 from picotron.schedules import draw
-from picotron.schedules.actions import Action, parse_action
+from picotron.schedules.actions import Schedule, parse_action
 from picotron.schedules.plan import plan_pipeline
-from picotron.schedules.recorded import message_time, recorded_costs
 from picotron.schedules.schedules import SCHEDULES, build
-from picotron.schedules.search import Shape, fastest_schedule, fits, hand_made, shapes
-from picotron.schedules.simulate import Costs, Timeline, peak_activations, simulate
+from picotron.schedules.search import KNOBS, Greedy, Shape, fastest_schedule, fits, hand_made, shapes
+from picotron.schedules.simulate import Costs, memory_curves, peak_activations, simulate
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.zero_bubble import CASES, Case
 from tests.test_draw import write_trace
@@ -62,6 +62,86 @@ def test_schedule_fits_runs_and_nothing_hand_made_is_faster(
     for schedule in hand_made(pp, microbatches, shape).values():
         if max(map(peak_activations, schedule.programs)) <= memory * shape[0]:
             assert found.score <= simulate(schedule, costs).step_time
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    pp=st.integers(1, 5),
+    microbatches=st.integers(1, 12),
+    more=st.floats(1, 8),
+    shape=st.sampled_from([(1, "loop"), (2, "loop"), (2, "V"), (3, "loop")]),
+    deferred=st.sampled_from([0.0, 0.4, 1.0]),
+    unit=st.sampled_from([1.0, 1e10]),
+    data=st.data(),
+)
+def test_activations_of_unequal_stages_fit(
+    pp: int, microbatches: int, more: float, shape: Shape, deferred: float, unit: float, data: st.DataObject
+) -> None:
+    """The limit is `more` times what one micro-batch needs."""
+    size = st.one_of(st.just(0.0), st.floats(0.1, 3))
+    sizes = [unit * each for each in data.draw(st.lists(size, min_size=pp * shape[0], max_size=pp * shape[0]))]
+    memory = more * max(sum(sizes[stage] for stage in own) for own in stages_of(pp, shape))
+    costs = Costs(weights=data.draw(st.lists(st.floats(0.25, 2), min_size=len(sizes), max_size=len(sizes))), p2p=0.1)
+
+    def peak(schedule: Schedule) -> float:
+        timeline = dataclasses.replace(simulate(schedule, costs), sizes=sizes, deferred=deferred)
+        return max(live for curve in memory_curves(timeline) for _, live in curve)
+
+    found = fastest_schedule(pp, microbatches, memory, {shape: costs}, deferred, sizes=sizes)
+    assert_runs(found.schedule)
+    assert peak(found.schedule) <= memory * (1 + 1e-8)
+    for schedule in hand_made(pp, microbatches, shape).values():
+        if peak(schedule) <= memory * (1 - 1e-8):
+            assert found.score <= simulate(schedule, costs).step_time
+    if max(sizes) > 0 and memory >= shape[0] * max(sizes):
+        limit = memory / max(sizes) / shape[0]
+        in_micro_batches = fastest_schedule(pp, microbatches, limit, {shape: costs}, deferred)
+        assert found.score <= in_micro_batches.score * (1 + 1e-8)
+
+
+def stages_of(pp: int, shape: Shape) -> list[list[int]]:
+    """Return the stages of each rank."""
+    empty = Schedule([[]] * pp, 1, *shape)
+    return [empty.stages_of(rank) for rank in range(pp)]
+
+
+@pytest.mark.parametrize("shape", [(1, "loop"), (2, "loop"), (2, "V")])
+@pytest.mark.parametrize("limit", [1, 1.5, 3, 8])
+def test_sizes_of_equal_stages_are_a_change_of_unit(shape: Shape, limit: float) -> None:
+    costs = {shape: Costs(weights=[1 + s % 3 / 4 for s in range(4 * shape[0])], p2p=0.1)}
+    in_bytes = fastest_schedule(4, 8, limit * 2**30 * shape[0], costs, 0.5, sizes=[2**30] * (4 * shape[0]))
+    assert in_bytes.schedule == fastest_schedule(4, 8, limit, costs, 0.5).schedule
+
+
+def test_small_stages_hold_more_micro_batches() -> None:
+    """The last rank holds two micro-batches at most, and the first one more, as 1F1B needs."""
+    found = fastest_schedule(4, 8, 8, {LOOP: Costs()}, sizes=[2, 2, 2, 4])
+    assert found.score < fastest_schedule(4, 8, 2, {LOOP: Costs()}).score
+    assert peak_activations(found.schedule.programs[0]) > 2 >= peak_activations(found.schedule.programs[3])
+
+
+def test_shapes_that_need_too_much_memory_are_skipped() -> None:
+    """In a loop, rank 1 has both large stages; in a V, each rank has one."""
+    options = {shape: Costs() for shape in shapes(2)}
+    assert fastest_schedule(2, 4, 4, options, sizes=[1, 3, 1, 3]).schedule.placement == "V"
+    assert fastest_schedule(2, 4, 4, options, sizes=[1, 1, 3, 3]).schedule.placement == "loop"
+    with pytest.raises(UserError, match=r"^a memory limit of 3\.9 is too low: one micro-batch takes 4 on a pp rank$"):
+        fastest_schedule(2, 4, 3.9, options, sizes=[1, 3, 1, 3])
+
+
+@pytest.mark.parametrize("shape", [(1, "loop"), (2, "loop"), (2, "V")])
+@pytest.mark.parametrize("memory", [1, 2, 4, 12])
+def test_runs_that_are_skipped_would_repeat_an_earlier_one(shape: Shape, memory: int) -> None:
+    costs = Costs(weights=[1 + s % 3 / 10 for s in range(4 * shape[0])], W=0.8, p2p=0.1)
+
+    def greedy() -> Greedy:
+        return Greedy(Schedule([[]] * 4, 8, *shape), memory, costs, 1.0)
+
+    shared = greedy()
+    found = [shared.run(knobs, math.inf) for knobs in KNOBS]
+    for schedule in (greedy().run(knobs, math.inf) for knobs in KNOBS):
+        assert schedule in found
+    assert (None in found) == (memory in (1, 12))
 
 
 @pytest.mark.parametrize(
@@ -110,50 +190,6 @@ def test_all_processes_find_the_same_schedule() -> None:
     ]
     assert printed[0] == printed[1] != ""
     assert printed[0].startswith("auto: search, ")
-
-
-# -------------------------------------------------------------------------------------------------- recorded times
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zbv", "looped_bfs"])
-def test_recorded_costs_are_those_of_the_recorded_step(name: str, tmp_path: Path) -> None:
-    """B is I + W, and each half of a B that was not split half of it. The clock of a rank can be late."""
-    schedule = build(name, 3, 7)
-    costs = Costs(F=1.1, B=2.2, I=1.3, W=0.9, p2p=0.25, weights=[1 + 0.1 * s for s in range(schedule.num_stages)])
-    timeline = simulate(schedule, costs)
-    late = [
-        [span._replace(start=span.start + rank, end=span.end + rank) for span in spans]
-        for rank, spans in enumerate(timeline.spans)
-    ]
-    write_trace(tmp_path, 4, Timeline(late))
-    recorded, found = recorded_costs(tmp_path)
-    assert (recorded.pp, recorded.chunks, recorded.placement) == (3, schedule.chunks, schedule.placement)
-    assert found.p2p == pytest.approx(0.25)
-    for stage in range(schedule.num_stages):
-        for kind in "FBIW":
-            halved = kind in "IW" and name in ("1f1b", "looped_bfs")
-            expected = costs.of(Action("B", stage)) / 2 if halved else costs.of(Action(kind, stage))
-            assert found.of(Action(kind, stage)) == pytest.approx(expected)
-
-
-def test_recorded_pairs_add_no_times_of_their_own(tmp_path: Path) -> None:
-    schedule, costs = build("dualpipev", 3, 8), Costs(F=1.1, B=2.2, I=1.3, W=0.9, overlapped=0.5)
-    write_trace(tmp_path, 4, simulate(schedule, costs))
-    _, found = recorded_costs(tmp_path)
-    for kind, stage in itertools.product("FBIW", range(6)):
-        action = Action(kind, stage)
-        assert found.of(action) in (pytest.approx(costs.of(action)), pytest.approx(costs.of(Action("B", stage)) / 2))
-
-
-def test_incomplete_trace_is_rejected(tmp_path: Path) -> None:
-    timeline = simulate(build("1f1b", 2, 4))
-    write_trace(tmp_path, 2, Timeline([timeline.spans[0][:-1], timeline.spans[1]]))
-    with pytest.raises(UserError, match=r"the schedule of step 2 in .* cannot run: pp rank 0 lacks 0B3"):
-        recorded_costs(tmp_path)
-
-
-def test_message_time_of_one_rank_is_zero() -> None:
-    assert message_time(build("afab", 1, 2), simulate(build("afab", 1, 2))) == 0.0
 
 
 # ------------------------------------------------------------------------------------------------ config and draw
@@ -216,6 +252,7 @@ def test_draw_searches_with_and_without_recorded_times(tmp_path: Path, capsys: p
     draw.main(["--schedule", "auto", "--costs", str(tmp_path), "--pp", "2", "--memory", "4"])
     assert "V placement, memory limit 4, pp=2, microbatches=8, chunks=2" in capsys.readouterr().out
     for words, message in (
+        (["--schedule", "auto", "--memory", "0"], "a memory limit of 0 micro-batches is too low"),
         (["--memory", "2"], "--memory has no effect with --schedule 1f1b; remove it"),
         (["--all", "--costs", "x"], "--costs has no effect with --all; remove it"),
         (["--schedule", "auto", "--group_size", "4"], "--group_size has no effect with --schedule auto; remove it"),
@@ -227,6 +264,28 @@ def test_draw_searches_with_and_without_recorded_times(tmp_path: Path, capsys: p
     ):
         with pytest.raises(SystemExit) as error:
             draw.main(words)
+        assert message in str(error.value)
+
+
+def test_draw_searches_with_sizes_of_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    auto = ["--schedule", "auto", "--activations", "3.1", "2.9", "2.9", "4.0"]
+    for pp, memory in ((4, "12"), (4, "4"), (2, "7"), (2, "20"), (1, "12.9")):
+        draw.main([*auto, "--pp", str(pp), "--memory", memory])
+        out = capsys.readouterr().out
+        assert f"memory limit {memory}, pp={pp}, microbatches=8, chunks={4 // pp}" in out
+        assert max(map(float, out.split("peak activations by pp rank ")[1].split())) <= float(memory)
+    write_trace(tmp_path, 3, simulate(build("zbv", 2, 4), Costs(F=0.01, I=0.01, W=0.01)))
+    draw.main([*auto, "--costs", str(tmp_path), "--pp", "2", "--memory", "14"])
+    assert "V placement, memory limit 14, pp=2, microbatches=8, chunks=2" in capsys.readouterr().out
+    for words, message in (
+        (["--memory", "3.5"], "error: a memory limit of 3.5 is too low: one micro-batch takes 4 on a pp rank"),
+        ([], "error: --schedule auto with --activations needs --memory, the limit of a pp rank in the same unit"),
+        (["--memory", "12", "--pp", "3"], "error: --activations has 4 sizes, but 3 pp ranks need a multiple of 3"),
+        (["--memory", "12", "--chunks", "2"], "error: --activations has 4 sizes, but there are 8 stages"),
+        (["--memory", "12", "--costs", str(tmp_path)], "has pp=2 and 2 chunk(s) per pp rank; use --pp 2 --chunks 2"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            draw.main([*auto, *words])
         assert message in str(error.value)
 
 

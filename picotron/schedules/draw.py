@@ -112,10 +112,20 @@ def timelines_of(arguments: argparse.Namespace) -> dict[str, Timeline]:
 
 def searched(arguments: argparse.Namespace) -> dict[str, Timeline]:
     """Return the timeline of the fastest schedule, see `search`."""
-    pp, microbatches, memory = arguments.pp, arguments.microbatches, arguments.memory or arguments.pp
+    pp, microbatches, sizes = arguments.pp, arguments.microbatches, arguments.activations
+    memory, chunks = pp if arguments.memory is None else arguments.memory, arguments.chunks
+    if sizes:
+        if arguments.memory is None:
+            raise UserError(
+                "--schedule auto with --activations needs --memory, the limit of a pp rank in the same unit"
+            )
+        if len(sizes) % pp or chunks not in (None, len(sizes) // pp):
+            stages = f"{pp} pp ranks need a multiple of {pp}" if chunks is None else f"there are {pp * chunks} stages"
+            raise UserError(f"--activations has {len(sizes)} sizes, but {stages}")
+        chunks = len(sizes) // pp
     if arguments.costs:
         recorded, costs = recorded_costs(arguments.costs, arguments.step)
-        if (recorded.pp, arguments.chunks or recorded.chunks) != (pp, recorded.chunks):
+        if (recorded.pp, chunks or recorded.chunks) != (pp, recorded.chunks):
             raise UserError(
                 f"the run {arguments.costs!r} has pp={recorded.pp} and {recorded.chunks} chunk(s) per pp rank; "
                 f"use --pp {recorded.pp} --chunks {recorded.chunks}"
@@ -124,8 +134,8 @@ def searched(arguments: argparse.Namespace) -> dict[str, Timeline]:
         costs = dataclasses.replace(costs, **given)
         options = {(recorded.chunks, recorded.placement): costs}
     else:
-        options = {shape: equal_stages(pp, shape[0], arguments) for shape in shapes(arguments.chunks)}
-    found = fastest_schedule(pp, microbatches, memory, options, arguments.deferred)
+        options = {shape: equal_stages(pp, shape[0], arguments) for shape in shapes(chunks)}
+    found = fastest_schedule(pp, microbatches, memory, options, arguments.deferred, sizes=sizes)
     name = f"auto: {found.name}, {found.schedule.placement} placement, memory limit {memory:g}"
     return {title(name, found.schedule): simulate(found.schedule, found.costs)}
 
@@ -209,8 +219,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--memory",
-        type=number(float, 1),
-        help="for auto: the most micro-batches that a pp rank may hold; by default --pp",
+        type=number(float, 0),
+        help="for auto: the most activations that a pp rank may hold, in micro-batches or in the unit of --activations; "
+        "by default, --pp micro-batches",
     )
     parser.add_argument(
         "--activations",

@@ -10,16 +10,18 @@ random numbers, so all ranks find the same schedule.
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from picotron.errors import UserError
 from picotron.schedules.actions import Action, Placement, Schedule
 from picotron.schedules.schedules import SCHEDULES, build
-from picotron.schedules.simulate import Costs, Timeline, peak_activations, simulate
+from picotron.schedules.simulate import Costs, Timeline, activations, simulate
 
 Shape = tuple[int, Placement]  # chunks per rank, and placement of the stages
 SHAPES: list[Shape] = [(1, "loop"), (2, "loop"), (2, "V")]
+ROUNDING = 1e-9  # relative: sums of fractions are rounded
 
 
 class Found(NamedTuple):
@@ -37,7 +39,13 @@ class Knobs(NamedTuple):
     patience: float  # a W may delay the next action by this fraction of its time
 
 
-KNOBS = list(itertools.starmap(Knobs, itertools.product((True, False), (0.0, 0.5, 1.0, 1.5, 2.0), (0.0, 0.5, 1.0))))
+# Settings that often win come first, because a run stops when its schedule cannot be faster than the best so far.
+KNOBS = [
+    Knobs(forward_first, slope, patience)
+    for slope in (0.0, 0.5, 1.0, 1.5, 2.0)
+    for forward_first in (False, True)
+    for patience in (1.0, 0.5, 0.0)
+]
 
 
 class Greedy:
@@ -45,29 +53,46 @@ class Greedy:
 
     Args:
         empty: a schedule whose programs are to be found.
-        memory: the most activations of a rank, see `peak_activations`.
+        memory, deferred, sizes: see `fastest_schedule`.
         costs: times of actions and messages; the time of a pair or a full backward is not used.
-        deferred: fraction of a stage's activations that is kept between I and W.
     """
 
-    def __init__(self, empty: Schedule, memory: float, costs: Costs, deferred: float) -> None:
+    def __init__(
+        self, empty: Schedule, memory: float, costs: Costs, deferred: float, sizes: Sequence[float] | None = None
+    ) -> None:
         self.empty, self.last, self.m = empty, empty.num_stages - 1, empty.microbatches
-        self.memory = memory + 1e-6  # sums of fractions are rounded
-        self.change = {"F": 1.0, "I": deferred - 1, "W": -deferred}  # of a rank's activations
+        self.memory = memory * (1 + ROUNDING)
+        sizes = stage_sizes(empty, sizes)
         stages = range(empty.num_stages)
+        fractions = {"F": 1.0, "I": deferred - 1, "W": -deferred}
+        self.change = {kind: [fraction * size for size in sizes] for kind, fraction in fractions.items()}
         self.owner = [empty.rank_of(stage) for stage in stages]
-        self.stages = [list(enumerate(empty.stages_of(rank)[::-1], start=1)) for rank in range(empty.pp)]
+        # The stages of each rank, the last one first: its place, its number, and the size of it and of those before it.
+        self.stages: list[list[tuple[int, int, float]]] = []
+        for own in (empty.stages_of(rank)[::-1] for rank in range(empty.pp)):
+            needs = itertools.accumulate(sizes[stage] for stage in own)
+            self.stages.append(list(zip(itertools.count(1), own, needs)))
         self.time = {kind: [costs.of(Action(kind, stage)) for stage in stages] for kind in "FIW"}
         message = costs.p2p + costs.transfer
         self.message = [message * (a != b) for a, b in itertools.pairwise(self.owner)]  # from each stage to the next
-        self.work = [sum(self.time[kind][s] for kind in "FIW" for _, s in own) * self.m for own in self.stages]
+        self.work = [sum(self.time[kind][s] for kind in "FIW" for _, s, _ in own) * self.m for own in self.stages]
+        full = [own[-1][2] for own in self.stages]  # the size of one micro-batch in all stages of a rank
+        # How far each rank could have run ahead in the last run, by its knobs other than the slope.
+        self.reached: dict[tuple[bool, float], list[int]] = {}
+        self.room = [empty.chunks * self.memory / size if size else math.inf for size in full]  # in forwards
 
     def run(self, knobs: Knobs, stop: float) -> Schedule | None:
-        """Return a schedule, or None if its step would take at least `stop`, or needs more memory."""
+        """Return a schedule, or None if its step would take at least `stop`, if memory is too short for a micro-batch,
+        or if the run would be the same as the last one with a smaller slope and otherwise equal knobs.
+        """
         pp, count = self.empty.pp, self.empty.num_stages
         self.knobs, self.free, left = knobs, [0.0] * pp, self.work.copy()
         self.held, self.ahead = [0.0] * pp, [0] * pp  # activations, and forwards without I
-        self.limit = [max(self.memory - knobs.slope * rank, self.empty.chunks) for rank in range(pp)]
+        self.limit = [max(room - knobs.slope * rank, self.empty.chunks) for rank, room in enumerate(self.room)]
+        others = knobs.forward_first, knobs.patience
+        if others in self.reached and all(map(operator.le, self.reached[others], self.limit)):
+            return None
+        self.reach = self.reached[others] = [0] * pp
         self.ends: dict[str, list[list[float]]] = {kind: [[] for _ in range(count)] for kind in "FIW"}
         programs: list[list[Action]] = [[] for _ in range(pp)]
         queue: list[tuple[float, int, int, str, int]] = []  # start, rank, version of the choice, and the action
@@ -77,11 +102,11 @@ class Greedy:
             for rank in changed:
                 versions[rank] += 1
                 if choice := self.choose(rank):
-                    heapq.heappush(queue, (choice[3], rank, versions[rank], choice[4], choice[5]))
+                    heapq.heappush(queue, (choice[0], rank, versions[rank], *choice[1:]))
             while queue and queue[0][2] != versions[queue[0][1]]:
                 heapq.heappop(queue)
             if not queue:
-                return None  # all ranks wait for memory
+                return None
             start, rank, _, kind, stage = heapq.heappop(queue)
             programs[rank].append(Action(kind, stage, len(self.ends[kind][stage])))
             time = self.time[kind][stage]
@@ -90,49 +115,56 @@ class Greedy:
             if self.free[rank] + left[rank] >= stop:
                 return None
             self.ends[kind][stage].append(start + time)
-            self.held[rank] += self.change[kind]
+            self.held[rank] += self.change[kind][stage]
             self.ahead[rank] += (kind == "F") - (kind == "I")
             target = stage + {"F": 1, "I": -1, "W": 0}[kind]
             changed = {rank, self.owner[min(max(target, 0), self.last)]}
         return Schedule(programs, self.m, self.empty.chunks, self.empty.placement)
 
-    def choose(self, rank: int) -> tuple[float, bool, bool, float, str, int] | None:
-        """Return a rank's next action: the numbers that decide, of which the fourth is its start; kind and stage."""
-        free, best, forward_first = self.free[rank], None, self.knobs.forward_first
+    def choose(self, rank: int) -> tuple[float, str, int] | None:
+        """Return the start, kind and stage of a rank's next action, or None if the rank waits."""
+        free, held, ahead = self.free[rank], self.held[rank], self.ahead[rank]
         forwards, backwards, weights = self.ends["F"], self.ends["I"], self.ends["W"]
-        for order, stage in self.stages[rank]:
+        place_of_f, place_of_i = (0, 1) if self.knobs.forward_first else (1, 0)
+        best: tuple[float, int, int, str] = (math.inf, 0, 0, "")  # its start, and what decides between equal starts
+        for order, stage, need in self.stages[rank]:
             f, i = len(forwards[stage]), len(backwards[stage])
             # Each later stage is left room for a micro-batch, without which this one could not finish.
-            if f < self.m and self.held[rank] + order <= self.memory and self.ahead[rank] + order <= self.limit[rank]:
-                ready = 0.0
+            if f < self.m and held + need <= self.memory:
+                self.reach[rank] = max(self.reach[rank], ahead + order)
+                start = free if ahead + order <= self.limit[rank] else math.inf
                 if stage > 0:
                     inputs = forwards[stage - 1]
-                    ready = inputs[f] + self.message[stage - 1] if f < len(inputs) else math.inf
-                start = max(free, ready)
-                if start < math.inf and (best is None or (start, False, not forward_first) < best[:3]):
-                    best = (start, False, not forward_first, start, "F", stage)
+                    start = max(start, inputs[f] + self.message[stage - 1]) if f < len(inputs) else math.inf
+                if start <= best[0]:
+                    best = min(best, (start, place_of_f, order, "F"))
             if i < f:
-                ready = 0.0
+                start = free
                 if stage < self.last:
                     inputs = backwards[stage + 1]
-                    ready = inputs[i] + self.message[stage] if i < len(inputs) else math.inf
-                start = max(free, ready)
-                if start < math.inf and (best is None or (start, False, forward_first) < best[:3]):
-                    best = (start, False, forward_first, start, "I", stage)
+                    start = max(free, inputs[i] + self.message[stage]) if i < len(inputs) else math.inf
+                if start <= best[0]:
+                    best = min(best, (start, place_of_i, order, "I"))
             if len(weights[stage]) < i:
-                late = free + (1 - self.knobs.patience) * self.time["W"][stage]
-                if best is None or (late, True, False) < best[:3]:
-                    best = (late, True, False, free, "W", stage)
-        return best
+                # A W starts when the rank is free, but it is chosen as if it started later.
+                best = min(best, (free + (1 - self.knobs.patience) * self.time["W"][stage], 2, order, "W"))
+        start, _, order, kind = best
+        if start == math.inf:
+            return None
+        return free if kind == "W" else start, kind, self.stages[rank][order - 1][1]
 
 
-def fits(schedule: Schedule, memory: float, deferred: float) -> bool:
-    """Return whether no rank ever holds more than `memory` micro-batches, see `fastest_schedule`."""
-    unit = 10**6  # `peak_activations` counts integers
-    sizes = dict.fromkeys(range(schedule.num_stages), unit)
-    kept = dict.fromkeys(sizes, round(unit * deferred))
-    peak = max(peak_activations(program, sizes, kept) for program in schedule.programs)
-    return peak <= memory * schedule.chunks * unit
+def stage_sizes(schedule: Schedule, sizes: Sequence[float] | None) -> Sequence[float]:
+    """Return the size of a micro-batch in each stage; by default, a micro-batch in all stages of a rank is 1."""
+    return [1 / schedule.chunks] * schedule.num_stages if sizes is None else sizes
+
+
+def fits(schedule: Schedule, memory: float, deferred: float, sizes: Sequence[float] | None = None) -> bool:
+    """Return whether no rank ever holds more than `memory`, see `fastest_schedule`."""
+    units = dict(enumerate(stage_sizes(schedule, sizes)))
+    kept = {stage: size * deferred for stage, size in units.items()}
+    peak = max(during for program in schedule.programs for during, _ in activations(program, units, kept))
+    return bool(peak <= memory * (1 + ROUNDING))
 
 
 def hand_made(pp: int, microbatches: int, shape: Shape) -> dict[str, Schedule]:
@@ -153,33 +185,50 @@ def fastest_schedule(
     options: Mapping[Shape, Costs],
     deferred: float = 1.0,
     objective: Callable[[Timeline], float] = step_time,
+    sizes: Sequence[float] | None = None,
 ) -> Found:
     """Return the fastest schedule for stages of any of some shapes.
 
     Args:
-        memory: the most activations of a rank, in units of one micro-batch in all stages of the rank.
+        memory: the most activations of a rank, in the unit of `sizes`.
         options: the times of the actions in each stage, by shape.
         deferred: fraction of a stage's activations that is kept between I and W.
         objective: what to minimise, by default the step time.
+        sizes: the activations of a micro-batch in each stage, in any unit, such as bytes; then all shapes have this
+            number of stages. By default, the unit is one micro-batch in all stages of a rank.
 
     Raises:
-        UserError: the limit of memory is less than one micro-batch.
+        UserError: the limit of memory is less than one micro-batch needs.
     """
-    if memory < 1:
-        raise UserError(f"a memory limit of {memory:g} micro-batches is too low: a pp rank holds at least one")
+    empty = {shape: Schedule([[]] * pp, microbatches, *shape) for shape in options}
+    roomy = [shape for shape in options if memory * (1 + ROUNDING) >= largest_rank(empty[shape], sizes)]
+    if not roomy:
+        if sizes is None:
+            raise UserError(f"a memory limit of {memory:g} micro-batches is too low: a pp rank holds at least one")
+        least = min(largest_rank(each, sizes) for each in empty.values())
+        raise UserError(f"a memory limit of {memory:g} is too low: one micro-batch takes {least:g} on a pp rank")
     best = math.inf
-    for shape, costs in options.items():
+    for shape in roomy:
+        costs = options[shape]
         for name, schedule in hand_made(pp, microbatches, shape).items():
-            if fits(schedule, memory, deferred) and (score := objective(simulate(schedule, costs))) < best:
+            if fits(schedule, memory, deferred, sizes) and (score := objective(simulate(schedule, costs))) < best:
                 best, found = score, Found(score, name, schedule, costs)
-    for shape, costs in options.items():
-        greedy = Greedy(Schedule([[]] * pp, microbatches, *shape), memory * shape[0], costs, deferred)
+    # A program for equal stages of the largest size also fits, and is sometimes faster.
+    for shape, each in itertools.product(roomy, [sizes] if sizes is None else [sizes, [max(sizes)] * len(sizes)]):
+        costs = options[shape]
+        greedy = Greedy(empty[shape], memory, costs, deferred, each)
         for knobs in KNOBS:
-            new = greedy.run(knobs, stop=best if objective is step_time else math.inf)
+            new = greedy.run(knobs, stop=best * (1 - ROUNDING) if objective is step_time else math.inf)
             if new is not None and (score := objective(simulate(new, costs))) < best:
                 best, found = score, Found(score, "search", new, costs)
     assert best < math.inf, "room for a micro-batch on each rank is enough"
     return found
+
+
+def largest_rank(schedule: Schedule, sizes: Sequence[float] | None) -> float:
+    """Return the largest size of a micro-batch in all stages of a rank."""
+    sizes = stage_sizes(schedule, sizes)
+    return max(sum(sizes[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.pp))
 
 
 def shapes(chunks: int | None) -> list[Shape]:
