@@ -266,6 +266,7 @@ def compiled_gradients(engine: str, cp: int) -> dict[str, Tensor]:
     return all_stages(stage.module, "main_grad")
 
 
+@pytest.mark.parity
 def test_compiled_layers_have_the_same_gradients(pool: WorkerPool) -> None:
     (expected,) = pool.run(compiled_gradients, 1, "ring", 1)
     for name, gradient in pool.run(compiled_gradients, 2, "ring", 2)[0].items():

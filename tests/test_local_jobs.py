@@ -19,6 +19,7 @@ from tests.support.jobs import RESUMED, SHELL_SYNTAX, log_of, processes_of, run_
 from tests.support.program import metrics
 
 
+@pytest.mark.parity
 def test_local_sweep_runs_each_new_job_once(make_job: Callable[..., Job], home: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(home)}
     fails, works = make_job("1_fails", dataset__name=str(tmp_path / "later.txt")), make_job(f"2 {SHELL_SYNTAX}")

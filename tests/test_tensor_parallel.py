@@ -110,6 +110,7 @@ def compiled_gradients(sequence_parallel: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
+@pytest.mark.parity
 def test_compiled_layers_have_the_same_gradients(pool: WorkerPool, sequence_parallel: bool) -> None:
     expected = pool.run(loss_and_gradients, 1, model_of("kv heads < tp"), 1, False, False)[0]["gradients"]
     for name, gradient in pool.run(compiled_gradients, 2, sequence_parallel)[0].items():

@@ -172,6 +172,7 @@ def run_broken(
     return result, time.time()
 
 
+@pytest.mark.parity
 def test_a_failing_rank_ends_the_others_and_shows_its_traceback(home: Path, tmp_path: Path) -> None:
     """A bug is no user error: its traceback is printed in full, and no rank waits for the one that failed."""
     result, _ = run_broken(
@@ -196,6 +197,7 @@ def test_killed_stage_ends_the_run_within_30_seconds(home: Path, tmp_path: Path)
     assert len(metrics(tmp_path / "run")) == 1
 
 
+@pytest.mark.parity
 def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> None:
     """The addresses of the listening sockets of two ranks, as the first rank sees them after the first step."""
     program = tmp_path / "program.py"
