@@ -27,7 +27,7 @@ ifeq ($(CONFIG) $(ARGS),template/base_config.json )
 endif
 
 test: $(STAMP) ## run the tests (8 minutes on 2 cores)
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 test-fast: $(STAMP) ## run the tests that start no processes (under a minute)
 	$(BIN)/python -m pytest -q -m "not parity and not processes" $(ARGS)

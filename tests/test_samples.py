@@ -74,6 +74,7 @@ def test_a_prompt_begins_as_generation_encodes_it(tmp_path: Path, folder: str) -
 
 
 @pytest.mark.processes
+@pytest.mark.parity
 def test_number_of_tokenising_processes_does_not_change_the_samples(tmp_path: Path, folder: str) -> None:
     records = [{"q": "x" * (i % 50), "a": "it is 4. " * (i % 70)} for i in range(9_000)]
     name = write_jsonl(tmp_path / "a.jsonl", records)
