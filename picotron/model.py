@@ -229,7 +229,7 @@ class Llama(nn.Module):
         x = self.embed(input_ids) if hidden_states is None else hidden_states
         if position_ids is None:
             position_ids = torch.arange(input_ids.size(1), device=x.device)[None]
-        x = self.run_layers(x, position_ids, cu_seqlens=cu_seqlens)
+        x = self.run_layers(x, position_ids, range(self.config.num_hidden_layers), cu_seqlens)
         return self.logits_or_loss(x, target_ids, target_weights, loss_fn)
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -237,21 +237,14 @@ class Llama(nn.Module):
         return self.model.embed_tokens(input_ids)
 
     def run_layers(
-        self,
-        x: Tensor,
-        position_ids: Tensor,
-        layers: Iterable[int] | None = None,
-        cu_seqlens: Tensor | None = None,
-        keep_activations: bool = False,
+        self, x: Tensor, position_ids: Tensor, layers: Iterable[int], cu_seqlens: Tensor | None, keep: bool = False
     ) -> Tensor:
-        """Apply the given decoder layers, by default all: x (B, T, D), position_ids (B, T) -> (B, T, D). With
-        `keep_activations`, backward recomputes nothing even if `checkpoint_activations` is set.
-        """
+        """Apply decoder layers, without recomputation if `keep`: x (B, T, D), position_ids (B, T) -> (B, T, D)."""
         documents = None if cu_seqlens is None else PackedDocuments.of(cu_seqlens, x.device)
         cos, sin = (table.to(x.dtype) for table in rope(self.config, position_ids))
-        for name in self.model.layers if layers is None else map(str, layers):
-            layer = self.model.layers[name]
-            if self.checkpoint_activations and not keep_activations and torch.is_grad_enabled():
+        for i in layers:
+            layer = self.model.layers[str(i)]
+            if self.checkpoint_activations and not keep and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, documents, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, cos, sin, documents)

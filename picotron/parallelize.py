@@ -69,7 +69,7 @@ def build_model(
     weights: ReadTensor,
 ) -> DataParallel:
     """Build this rank's part of a Llama, ready for a training step. Arguments: see `build_stage`."""
-    whole = config.distributed.dp_engine != "zero3"
+    layout, whole = config.distributed, config.distributed.dp_engine != "zero3"
     stage = build_stage(config, model_config, plan, device, dtype, weights if whole else None)
     compiled = device.type == "cuda" if config.training.compile is None else config.training.compile
     for layer in unwrap(stage).model.layers.values() if compiled else ():
@@ -78,8 +78,7 @@ def build_model(
         model = DataParallelZero3(stage)
         read_owned_weights(unwrap(stage), weights)
         return model
-    engines = {"naive": DataParallelNaive, "bucket": DataParallelBucket, "zero1": DataParallelZero1}
-    wrap = engines[config.distributed.dp_engine]
+    wrap = {"naive": DataParallelNaive, "bucket": DataParallelBucket, "zero1": DataParallelZero1}[layout.dp_engine]
     return wrap(stage, parameters_by_stage=stage.parameters_by_stage())  # adds gradient buffers and hooks
 
 

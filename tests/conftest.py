@@ -9,6 +9,8 @@ import pytest
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
+import torch.distributed as dist
+
 from picotron.sweep.jobs import Job
 from picotron.text.tokens import train_bpe
 from tests.support import checkpoints
@@ -50,6 +52,14 @@ def pool() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def _end_process_group() -> Iterator[None]:
+    """End the process group of a program that the test has run in this process."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,10 @@
 
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import generate as program
@@ -19,12 +17,7 @@ from picotron.text.tokens import train_bpe
 from tests.support.oracle import tiny_llama
 from tests.test_safetensors_folder import break_folder
 
-
-@pytest.fixture(autouse=True)
-def _end_process_group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("_end_process_group")
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import generate as program
@@ -25,11 +23,7 @@ from tests.support.program import TORCHRUN
 TEXTS = ["def f", "x", "class A", "", "return x + 1", "d", "pass"]
 
 
-@pytest.fixture(autouse=True)
-def _end_process_group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("_end_process_group")
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,8 @@ def test_loss_is_that_of_each_sample_alone() -> None:
     advantages = torch.tensor([1.5, -0.5], dtype=torch.float64)
     completions = [Completion(*pair) for pair in zip(tokens, old, strict=True)]
     batch = rows_of(prompts, completions, advantages, 2 * DEPTH + 1)
-    x = model.model.norm(model.run_layers(model.embed(batch["input_ids"]), torch.arange(2 * DEPTH + 1)[None]))
+    embedded, positions = model.embed(batch["input_ids"]), torch.arange(2 * DEPTH + 1)[None]
+    x = model.model.norm(model.run_layers(embedded, positions, range(2), None))
     loss, count, statistics = clipped_ratio(model.lm_head, x, batch)
     expected, change = 0.0, 0.0
     for prompt, completion, advantage in zip(prompts, completions, advantages.tolist(), strict=True):

@@ -129,7 +129,7 @@ def test_the_first_path_stays_about_2200_lines() -> None:
         "zero3.py",
         "generation.py",
     }
-    assert sum(len(path.read_text().splitlines()) for path in files if path.name not in later) <= 2260
+    assert sum(len(path.read_text().splitlines()) for path in files if path.name not in later) <= 2250
 
 
 def test_only_torchrun_and_secrets_come_from_the_environment() -> None:
