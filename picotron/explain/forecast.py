@@ -159,8 +159,7 @@ class Clock:
         split = self.layout.sequence_parallel
         sums, gathers = (self.units(1), self.units(1)) if split else (self.units(2), 0.0)
         exposed = sum(max(0.0, sums - each) + max(0.0, gathers - each) for each in inputs)
-        recomputes = self.config.training.activation_checkpointing == "full"  # up to the input of down_proj
-        again = recomputes * (1 - self.kept)
+        again = (self.config.training.activation_checkpointing == "full") * (1 - self.kept)  # up to down_proj's input
         recomputed = Work(products - down + moved + forward, self.units(2 + split), cp_forward)
         back = Work(products + 2 * moved + backward, 2 * gathers, cp_backward).plus(recomputed, again)
         return {

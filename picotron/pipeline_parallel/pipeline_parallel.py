@@ -101,7 +101,7 @@ class PipelineParallel(nn.Module):
 
         Args:
             cu_seqlens, loss: boundaries of documents, and arguments of the loss, see `Llama.forward`.
-            stage, micro_batch: their numbers; by default this rank's first stage, and no micro-batch of a step.
+            stage, micro_batch: numbers of the stage (by default this rank's first one) and of the micro-batch.
 
         Returns:
             Hidden states for the next stage. On the last stage, the loss or the logits.
