@@ -16,6 +16,7 @@ from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
+from picotron.launch import keep_freed_memory
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
@@ -127,6 +128,8 @@ def picotron_step(
         rows: rows to train on; by default, random tokens.
     """
     torch.set_num_threads(threads)
+    if not ON_GPU:
+        keep_freed_memory()  # as train.py does
     device, config = device_of(rank), run_config(layout, **training)
     train_step, model, loader = training_of(config, device, layers)
     if rows is not None:

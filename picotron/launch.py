@@ -1,5 +1,6 @@
 """Start and end of a process: logging, device, process group, stop signals, and the exit after an error."""
 
+import ctypes
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ logger = logging.getLogger("picotron")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PARENT = os.getppid()
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man mallopt
 
 
 def set_up_logging() -> None:
@@ -53,6 +55,7 @@ def set_up_device(config: Config) -> torch.device:
     os.environ["TOKENIZERS_PARALLELISM"] = str(config.environment.TOKENIZERS_PARALLELISM).lower()
     torch.set_num_threads(config.environment.OMP_NUM_THREADS)
     if config.distributed.use_cpu:
+        keep_freed_memory()
         return torch.device("cpu")
     count, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
     if count == 0:
@@ -63,6 +66,16 @@ def set_up_device(config: Config) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep freed memory for the next step instead of returning it to the kernel, which clears every
+    page that it gives out again. Without glibc, this has no effect.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(M_TRIM_THRESHOLD, -1)
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the largest value that glibc accepts
 
 
 def init_process_group(config: Config, device: torch.device) -> None:

@@ -237,6 +237,7 @@ def test_training_continues_as_without_generation(pool: WorkerPool, layout: dict
 
 def compiled() -> int:
     """Generate with compiled layers, and return the number of compiled functions."""
+    torch._dynamo.utils.counters.clear()  # this process may have run other tests
     generate(stage_of(config_of({}, training__compile=True), MODEL), PROMPTS, Sampling(5))
     return sum(torch._dynamo.utils.counters["frames"].values())
 

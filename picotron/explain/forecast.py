@@ -86,8 +86,9 @@ class Clock:
     """The times of the actions of a config on some hardware. `kept` is the plan's `kept_fraction`."""
 
     def __init__(self, config: Config, model: "LlamaConfig", hardware: Hardware, kept: float = 0.0) -> None:
-        self.config, self.model, self.hardware, self.layout = config, model, hardware, config.distributed
-        self.s, self.rate, self.kept = sizes(config, model), hardware.rate(config.model.dtype), kept
+        self.config, self.model, self.layout = config, model, config.distributed
+        self.hardware = hardware.for_ranks(self.layout.world_size)
+        self.s, self.rate, self.kept = sizes(config, model), self.hardware.rate(config.model.dtype), kept
 
     def product(self, n: int, k: int) -> float:
         """Seconds of (tokens x n) times (n x k)."""
@@ -152,9 +153,8 @@ class Clock:
         """The work of a layer by kind of action, without the sums of gradients in `main_grad`."""
         s, (forward, backward), (cp_forward, cp_backward) = self.s, self.attention, self.exposed_cp
         inputs = self.product(s.D, s.queries) + 2 * self.product(s.D, s.kv), 2 * self.product(s.D, s.F)
-        down = self.product(s.F, s.D)
+        down, moved = self.product(s.F, s.D), self.move(10 * s.shard + 2 * (s.queries + s.kv) + 5 * s.F)
         products = sum(inputs) + self.product(s.queries, s.D) + down
-        moved = self.move(10 * s.shard + 2 * (s.queries + s.kv) + 5 * s.F)
         # In backward, each block has a sum of gradients, and with sequence parallelism two gathers in addition.
         split = self.layout.sequence_parallel
         sums, gathers = (self.units(1), self.units(1)) if split else (self.units(2), 0.0)

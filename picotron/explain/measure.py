@@ -132,8 +132,12 @@ def measure(device: torch.device, threads: int) -> Hardware:
     y = fused_attention(q, k, v)
     backward = seconds(lambda: torch.autograd.grad(y, (q, k, v), y, retain_graph=True), device)
 
-    gate, up = random(16 * size, size), random(16 * size, size)
-    memory = 5 * gate.nbytes / seconds(lambda: F.silu(gate) * up, device)
+    gate, up = random(4 * size, size), random(4 * size, size)  # the C library maps and clears larger memory each time
+
+    def move() -> torch.Tensor:
+        return F.silu(gate) * up
+
+    memory = 5 * gate.nbytes / seconds(move, device)
 
     tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_key_value_heads=1)
     layer = DecoderLayer(tiny, fused_attention).to(device, dtype)
@@ -145,6 +149,18 @@ def measure(device: torch.device, threads: int) -> Hardware:
     if ranks > 1:
         latency = seconds(lambda: all_reduce(number, None), device, 200) / (2 * (ranks - 1).bit_length())
         link = 2 * (ranks - 1) / ranks * buffer.nbytes / seconds(lambda: all_reduce(buffer, None), device, 20)
+    alone = 1.0
+    if ranks > 1 and not on_gpu:
+        square = random(size, size)
+
+        def compute() -> None:
+            torch.mm(square, square)
+            move()
+
+        together = seconds(compute, device)
+        dist.barrier()
+        alone = together / seconds(compute, device) if dist.get_rank() == 0 else 1.0
+        dist.barrier()
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else _memory() / ranks
     return Hardware(
         name=_name(device.type),
@@ -162,6 +178,7 @@ def measure(device: torch.device, threads: int) -> Hardware:
         layer_launch=launch,
         step_launch=HARDWARE["H100"].step_launch if on_gpu else 0.0,
         cores=None if on_gpu else ranks,
+        alone=alone,
     )
 
 
