@@ -44,8 +44,7 @@ def best_configs(
     ordered = sorted(
         (*bounds(config, model, hardware), i, values, config) for i, (values, config) in enumerate(configs)
     )
-    plans: dict[Any, Any] = {}  # by what they depend on
-    best: list[tuple[float, int, Values]] = []
+    plans, best = dict[Any, PipelinePlan](), list[tuple[float, int, Values]]()  # plans by what they depend on
     least: Least = (float("inf"), -1, {}, None)
     for bound, memory, i, values, config in ordered:
         if len(best) == count and bound >= best[-1][0]:
