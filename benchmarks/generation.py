@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.side_by_side import Variant, gather, measure, print_markdown, print_table
 from benchmarks.workload import ON_GPU, SHAPE, arguments, device_of, model_config, require_gpus, run_config, stage_of
+from picotron.launch import keep_freed_memory
 from picotron.pipeline_parallel import recorder
 from picotron.pipeline_parallel.generation import generate
 from picotron.sampling import Sampling
@@ -36,6 +37,8 @@ def transformers_generation(rank: int, prompts: int) -> Callable[[], Any]:
 
 def picotron_generation(rank: int, prompts: int, layout: dict[str, Any]) -> Callable[[], Any]:
     """Return the same for picotron."""
+    if not ON_GPU:
+        keep_freed_memory()  # as generate.py does
     config = run_config(layout)
     stage = stage_of(config, device_of(rank), getattr(torch, config.model.dtype))
     ids = random_prompts(prompts).tolist()
