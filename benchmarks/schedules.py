@@ -1,142 +1,106 @@
 """Pipeline schedules: each compared with the class of torch.distributed.pipelining that has its name, on the same
-stages, and with the step that picotron's simulator predicts.
+stages, with the time of each part of the step, and with the step that picotron's simulator predicts.
 
 python -m benchmarks.schedules
 """
 
+import json
+import resource
+import statistics
+import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as torch_schedules
 
-from benchmarks.side_by_side import Variant, gather, measure, print_markdown, print_table
-from benchmarks.workload import (
-    MICRO_BATCH,
-    ON_GPU,
-    SEQ_LENGTH,
-    arguments,
-    device_of,
-    loader_of,
-    picotron_step,
-    require_gpus,
-    run_config,
-    stage_of,
-    torch_adamw,
-    training_of,
-)
-from picotron import process_group_manager as pgm
-from picotron.config import Config
-from picotron.pipeline_parallel import recorder
+from benchmarks.side_by_side import Variant, gather, machine, measure, print_markdown
+from benchmarks.torch_pipeline import PP, TORCH_CLASSES, config_of, torch_step
+from benchmarks.workload import ON_GPU, arguments, device_of, picotron_step, require_gpus, training_of
+from picotron.optimizer import AdamW
+from picotron.pipeline_parallel import executor, recorder
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.schedules.plan import training_schedule
 from picotron.schedules.simulate import Span, Timeline, measured_costs, simulate
-from picotron.tensor_parallel.cross_entropy import LinearCrossEntropy
 
-PP = 2
-TORCH_CLASSES = {
-    "afab": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "looped_bfs": "ScheduleLoopedBFS",
-    "interleaved_1f1b": "ScheduleInterleaved1F1B",
-    "zb_h1": "ScheduleInterleavedZeroBubble",  # with one stage per rank
-    "zbv": "ScheduleZBVZeroBubble",
-    "dualpipev": "ScheduleDualPipeV",
+TIMED: dict[str, list[tuple[Any, str, str]]] = {
+    "torch": [
+        (PipelineStage, "forward_one_chunk", "forward"),
+        (PipelineStage, "backward_one_chunk", "backward"),
+        (PipelineStage, "backward_weight_one_chunk", "backward"),
+        (torch.optim.AdamW, "step", "AdamW"),
+    ],
+    "picotron": [
+        (PipelineParallel, "forward", "forward"),
+        (PipelineParallel, "backward", "backward"),
+        (executor, "run_deferred", "backward"),
+        (AdamW, "step", "AdamW"),
+    ],
 }
-SPLIT_BACKWARD = ("zb_h1", "zbv", "dualpipev")
+PARTS = ["forward", "backward", "AdamW", "rest", "of the step in the kernel", "page faults, thousands"]
+COLUMNS = ["step"] + ([] if ON_GPU else PARTS)  # a GPU computes while Python calls these functions
 
 
-def config_of(engine: str, micro_batches: int) -> Config:
-    return run_config({"pp_size": PP, "pp_engine": engine}, gradient_accumulation_steps=micro_batches)
+def timed(function: Callable[..., Any], name: str, seconds: dict[str, float]) -> Callable[..., Any]:
+    """Return `function` with the time of its calls added to `seconds[name]`."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*arguments, **keywords)
+        seconds[name] += time.perf_counter() - start
+        return result
+
+    return call
 
 
-class TorchStage(nn.Module):
-    """A stage of picotron with the interface of torch's schedules: one tensor in, one tensor out; the last stage
-    returns the loss.
+def profiled_step(rank: int, trainer: str, engine: str, micro_batches: int, folder: str) -> Callable[[], None]:
+    """Return a training step that appends its profile to the file `{trainer}{rank}`, one JSON object per step."""
+    seconds: dict[str, float] = defaultdict(float)
+    for owner, method, name in TIMED[trainer]:
+        mock.patch.object(owner, method, timed(getattr(owner, method), name, seconds)).start()
+    if trainer == "torch":
+        step = torch_step(rank, engine, micro_batches)
+    else:
+        step = picotron_step(rank, {"pp_size": PP, "pp_engine": engine}, gradient_accumulation_steps=micro_batches)
 
-    On a GPU its weights are float32, like picotron's master weights, and it computes under bfloat16 autocast.
-    """
+    def profiled() -> None:
+        seconds.clear()
+        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+        step()
+        after, total = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter() - start
+        found = {**seconds, "rest": total - sum(seconds.values()), "step": total}
+        found["of the step in the kernel"] = after.ru_stime - before.ru_stime
+        found["page faults, thousands"] = (after.ru_minflt - before.ru_minflt) / 1000
+        with Path(folder, f"{trainer}{rank}").open("a") as file:
+            file.write(json.dumps(found) + "\n")
 
-    def __init__(self, held: PipelineParallel, number: int) -> None:
-        super().__init__()
-        self.stage, llama = held.stages[number], held.module
-        self.layers = nn.ModuleList(llama.model.layers[str(i)] for i in self.stage.layers)
-        self.embedding = llama.model.embed_tokens if self.stage.has_embedding else None
-        self.norm, self.head = (llama.model.norm, llama.lm_head) if self.stage.has_head else (None, None)
-        self.llama = [llama]  # in a list, so that it is not a submodule: a rank can have several stages
-        self.register_buffer("positions", torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1))
-
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        (llama,) = self.llama
-        with torch.autocast("cuda", torch.bfloat16, enabled=ON_GPU):
-            y = llama.run_layers(llama.embed(x) if self.embedding else x, self.positions, self.stage.layers, None)
-            if self.head is not None:
-                return llama.logits_or_loss(y, targets)
-            return y.to(torch.bfloat16) if ON_GPU else y  # the dtype that picotron's stages send
-
-
-def repeatable_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the backward of the loss without changing its gradients in place, because torch's split backward runs it
-    twice: once for the gradients of inputs, once for those of weights.
-    """
-    dx, dweight = ctx.gradients
-    return dx * gradient, (dweight * gradient).to(ctx.dtype), *[None] * 4
+    return profiled
 
 
-def torch_step(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
-    """Return a step of torch's schedule, on the same stages as picotron's."""
-    device, config = device_of(rank), config_of(engine, micro_batches)
-    if engine in SPLIT_BACKWARD:
-        mock.patch.object(LinearCrossEntropy, "backward", staticmethod(repeatable_backward)).start()
-    held = stage_of(config, device, torch.float32)
-    for module in held.modules():  # torch splits the backward of any graph and does not need picotron's `split_linear`
-        if hasattr(module, "linear_fn"):
-            module.linear_fn = torch.nn.functional.linear
-    modules = [TorchStage(held, number).to(device) for number in held.stages]
-    group, count = pgm.process_group_manager.pp_group, training_schedule(config).num_stages
-    stages: list[Any] = [
-        PipelineStage(module, number, count, device, group=group)
-        for module, number in zip(modules, held.stages, strict=True)
-    ]
-    kind: Any = getattr(torch_schedules, TORCH_CLASSES[engine])
-    single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
-    schedule = kind(stages[0] if single else stages, micro_batches, loss_fn=lambda loss, _: loss)
-    parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
-    optimizer = torch_adamw(parameters)
-    loader = loader_of(config, device)
-    has_first, has_last = 0 in held.stages, count - 1 in held.stages
-
-    def step() -> None:
-        batches = [next(loader) for _ in range(micro_batches)]
-        ids, targets = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "target_ids"))
-        losses: list[Tensor] = []
-        last: dict[str, Any] = {"target": targets, "targets": targets, "losses": losses} if has_last else {}
-        schedule.step(*([ids] if has_first else []), **last, return_outputs=False)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        square = torch.nn.utils.get_total_norm(gradients) ** 2
-        dist.all_reduce(square)
-        torch._foreach_mul_(gradients, (1.0 / (square.sqrt() + 1e-6)).clamp(max=1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def profile(engine: str, micro_batches: int, turns: int, steps: int) -> list[list[str]]:
+    """Return the rows of a schedule: the mean of each column over all steps, for each rank and trainer."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        variants = [Variant(name, profiled_step, (name, engine, micro_batches, folder), PP) for name in TIMED]
+        (theirs, memory), (ours, our_memory) = measure(variants, turns, steps).values()
+        speed = statistics.median(one / other for one, other in zip(theirs, ours, strict=True))
+        for rank in range(PP):
+            for trainer in TIMED:
+                lines = Path(folder, f"{trainer}{rank}").read_text().splitlines()[steps:]  # without the warm-up
+                means = [statistics.mean(json.loads(line)[column] for line in lines) for column in COLUMNS]
+                ratios = ["", ""] if trainer == "torch" else [f"{speed:.2f}", f"{our_memory / memory:.2f}"]
+                rows.append([engine, str(rank), trainer, *(f"{value:.2f}" for value in means), *ratios])
+    return rows
 
 
-def speed(engines: list[str], micro_batches: int, turns: int, steps: int) -> None:
-    for engine in engines:
-        layout, baseline = {"pp_size": PP, "pp_engine": engine}, f"torch, {TORCH_CLASSES[engine]}"
-        step = partial(picotron_step, gradient_accumulation_steps=micro_batches)
-        variants = [
-            Variant(baseline, torch_step, (engine, micro_batches), PP),
-            Variant(f"picotron, {engine}", step, (layout,), PP),
-        ]
-        print(f"\n{micro_batches} micro-batches per step")
-        print_table(measure(variants, turns, steps), SEQ_LENGTH * MICRO_BATCH * micro_batches, baseline)
+def print_profiles(engines: list[str], micro_batches: int, turns: int, steps: int) -> None:
+    print(f"\n{micro_batches} micro-batches per step, times in seconds. {machine()}")
+    header = ["schedule", "rank", "", *COLUMNS, "relative speed", "relative memory"]
+    print_markdown([header] + [row for engine in engines for row in profile(engine, micro_batches, turns, steps)])
 
 
 def recorded(rank: int, engine: str, micro_batches: int, turns: int) -> list[list[Span]]:
@@ -151,13 +115,13 @@ def recorded(rank: int, engine: str, micro_batches: int, turns: int) -> list[lis
     return steps[1:]  # the first step is a warm-up
 
 
-def prediction(engines: list[str], turns: int) -> None:
+def prediction(engines: list[str], counts: list[int], turns: int) -> None:
     """Compare steps with simulations that use the mean time of each kind of action on each stage in the same step."""
     print("\nA measured step, that with the median ratio, and its simulation from the measured times of its actions.")
     ratio_name = "measured / simulated"
     rows = [["", "micro-batches", "measured, s", "simulated, s", ratio_name, "idle, measured", "idle, simulated"]]
     for engine in engines:
-        for micro_batches in (4, 8):
+        for micro_batches in counts:
             schedule = training_schedule(config_of(engine, micro_batches))
             pairs = []
             for spans in zip(*gather(recorded, PP, engine, micro_batches, turns), strict=True):
@@ -178,11 +142,14 @@ def main() -> None:
     parser.add_argument(
         "--engines", nargs="+", choices=TORCH_CLASSES, default=list(TORCH_CLASSES), help="schedules; default: all"
     )
+    parser.add_argument(
+        "--micro_batches", type=int, nargs="+", default=[4, 8], help="micro-batches per step; default: 4 8"
+    )
     options = parser.parse_args()
     require_gpus(PP)
-    prediction(options.engines, options.turns)
-    for micro_batches in (4, 8):
-        speed(options.engines, micro_batches, options.turns, options.steps)
+    prediction(options.engines, options.micro_batches, options.turns)
+    for micro_batches in options.micro_batches:
+        print_profiles(options.engines, micro_batches, options.turns, options.steps)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,106 @@
+"""The public alternative to picotron's pipelines: torch.distributed.pipelining, on the same stages."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from benchmarks.workload import MICRO_BATCH, ON_GPU, SEQ_LENGTH, device_of, loader_of, run_config, stage_of, torch_adamw
+from picotron import process_group_manager as pgm
+from picotron.config import Config
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+from picotron.schedules.plan import training_schedule
+from picotron.tensor_parallel.cross_entropy import LinearCrossEntropy
+
+PP = 2
+TORCH_CLASSES = {
+    "afab": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "looped_bfs": "ScheduleLoopedBFS",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zb_h1": "ScheduleInterleavedZeroBubble",  # with one stage per rank
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+SPLIT_BACKWARD = ("zb_h1", "zbv", "dualpipev")
+
+
+def config_of(engine: str, micro_batches: int) -> Config:
+    return run_config({"pp_size": PP, "pp_engine": engine}, gradient_accumulation_steps=micro_batches)
+
+
+class TorchStage(nn.Module):
+    """A stage of picotron with the interface of torch's schedules: one tensor in, one tensor out; the last stage
+    returns the loss.
+
+    On a GPU its weights are float32, like picotron's master weights, and it computes under bfloat16 autocast.
+    """
+
+    def __init__(self, held: PipelineParallel, number: int) -> None:
+        super().__init__()
+        self.stage, llama = held.stages[number], held.module
+        self.layers = nn.ModuleList(llama.model.layers[str(i)] for i in self.stage.layers)
+        self.embedding = llama.model.embed_tokens if self.stage.has_embedding else None
+        self.norm, self.head = (llama.model.norm, llama.lm_head) if self.stage.has_head else (None, None)
+        self.llama = [llama]  # in a list, so that it is not a submodule: a rank can have several stages
+        self.register_buffer("positions", torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1))
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        (llama,) = self.llama
+        with torch.autocast("cuda", torch.bfloat16, enabled=ON_GPU):
+            y = llama.run_layers(llama.embed(x) if self.embedding else x, self.positions, self.stage.layers, None)
+            if self.head is not None:
+                return llama.logits_or_loss(y, targets)
+            return y.to(torch.bfloat16) if ON_GPU else y  # the dtype that picotron's stages send
+
+
+def repeatable_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Compute the backward of the loss without changing its gradients in place, because torch's split backward runs it
+    twice: once for the gradients of inputs, once for those of weights.
+    """
+    dx, dweight = ctx.gradients
+    return dx * gradient, (dweight * gradient).to(ctx.dtype), *[None] * 4
+
+
+def torch_step(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
+    """Return a step of torch's schedule, on the same stages as picotron's."""
+    device, config = device_of(rank), config_of(engine, micro_batches)
+    if engine in SPLIT_BACKWARD:
+        mock.patch.object(LinearCrossEntropy, "backward", staticmethod(repeatable_backward)).start()
+    held = stage_of(config, device, torch.float32)
+    for module in held.modules():  # torch splits the backward of any graph and does not need picotron's `split_linear`
+        if hasattr(module, "linear_fn"):
+            module.linear_fn = torch.nn.functional.linear
+    modules = [TorchStage(held, number).to(device) for number in held.stages]
+    group, count = pgm.process_group_manager.pp_group, training_schedule(config).num_stages
+    stages: list[Any] = [
+        PipelineStage(module, number, count, device, group=group)
+        for module, number in zip(modules, held.stages, strict=True)
+    ]
+    kind: Any = getattr(torch_schedules, TORCH_CLASSES[engine])
+    single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
+    schedule = kind(stages[0] if single else stages, micro_batches, loss_fn=lambda loss, _: loss)
+    parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+    optimizer = torch_adamw(parameters)
+    loader = loader_of(config, device)
+    has_first, has_last = 0 in held.stages, count - 1 in held.stages
+
+    def step() -> None:
+        batches = [next(loader) for _ in range(micro_batches)]
+        ids, targets = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "target_ids"))
+        losses: list[Tensor] = []
+        last: dict[str, Any] = {"target": targets, "targets": targets, "losses": losses} if has_last else {}
+        schedule.step(*([ids] if has_first else []), **last, return_outputs=False)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        square = torch.nn.utils.get_total_norm(gradients) ** 2
+        dist.all_reduce(square)
+        torch._foreach_mul_(gradients, (1.0 / (square.sqrt() + 1e-6)).clamp(max=1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
