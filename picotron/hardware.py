@@ -56,8 +56,6 @@ class Hardware:
         step_launch: seconds of a step that depend on nothing: data, loop over the parameters, wait for the loss.
         cores: number of ranks that compute at the same time; null if every rank has a separate device. Then the device
             also computes while Python starts further operations, and while messages are on their way.
-        alone: how many times as fast a rank computes if no other one does; ranks on the cores of a CPU share its memory
-            and its power.
     """
 
     name: str
@@ -76,14 +74,6 @@ class Hardware:
     layer_launch: float = 0.4e-3
     step_launch: float = 0.06
     cores: int | None = None
-    alone: float = 1.0
-
-    def for_ranks(self, count: int) -> "Hardware":
-        """Return the rates with which so many ranks compute."""
-        if count > 1 or self.alone == 1:
-            return self
-        products = {dtype: self.alone * rate for dtype, rate in self.products.items()}
-        return dataclasses.replace(self, products=products, memory=self.alone * self.memory, alone=1.0)
 
     def rate(self, dtype: str) -> float:
         """Return the FLOP/s of products in a dtype. Raises a UserError if there is none."""

@@ -30,8 +30,8 @@ LAYERS = {2: 5, 4: 9}
 # A single micro-batch; fewer than stages; not a multiple of the stages; enough for a steady state.
 MICRO_BATCHES = (1, 3, 5, 8)
 EVERYTHING = list(itertools.product(SCHEDULES, (2, 4), MORE, MICRO_BATCHES, (False, True), ("none", "full")))
-# `make test` runs some combinations: each schedule on two pp ranks with another axis, and on four pp ranks alone, unless
-# test_parity.py does.
+# `make test` runs some combinations: each schedule on two pp ranks with another axis, and on four pp ranks alone (two
+# schedules in test_parity.py).
 SOME = [
     (
         engine,

@@ -86,9 +86,8 @@ class Clock:
     """The times of the actions of a config on some hardware. `kept` is the plan's `kept_fraction`."""
 
     def __init__(self, config: Config, model: "LlamaConfig", hardware: Hardware, kept: float = 0.0) -> None:
-        self.config, self.model, self.layout = config, model, config.distributed
-        self.hardware = hardware.for_ranks(self.layout.world_size)
-        self.s, self.rate, self.kept = sizes(config, model), self.hardware.rate(config.model.dtype), kept
+        self.config, self.model, self.hardware, self.layout = config, model, hardware, config.distributed
+        self.s, self.rate, self.kept = sizes(config, model), hardware.rate(config.model.dtype), kept
 
     def product(self, n: int, k: int) -> float:
         """Seconds of (tokens x n) times (n x k)."""

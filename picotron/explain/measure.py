@@ -8,6 +8,7 @@ the memory as in a run. Rank 0 writes the rates.
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import platform
@@ -28,6 +29,7 @@ from picotron.config import Config
 from picotron.errors import UserError
 from picotron.files import write_atomically
 from picotron.hardware import HARDWARE, Hardware, read_hardware
+from picotron.launch import keep_freed_memory
 from picotron.metrics import peak_flops
 from picotron.model import DecoderLayer, fused_attention
 from picotron.text.cache import cached
@@ -132,12 +134,14 @@ def measure(device: torch.device, threads: int) -> Hardware:
     y = fused_attention(q, k, v)
     backward = seconds(lambda: torch.autograd.grad(y, (q, k, v), y, retain_graph=True), device)
 
-    gate, up = random(4 * size, size), random(4 * size, size)  # the C library maps and clears larger memory each time
+    # On a CPU, several tensors in turn, because one stays in its cache.
+    pairs = itertools.cycle([(random(4 * size, size), random(4 * size, size)) for _ in range(1 if on_gpu else 8)])
 
-    def move() -> torch.Tensor:
+    def silu() -> torch.Tensor:
+        gate, up = next(pairs)
         return F.silu(gate) * up
 
-    memory = 5 * gate.nbytes / seconds(move, device)
+    memory = 5 * 4 * size**2 * dtype.itemsize / seconds(silu, device)
 
     tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_key_value_heads=1)
     layer = DecoderLayer(tiny, fused_attention).to(device, dtype)
@@ -149,18 +153,6 @@ def measure(device: torch.device, threads: int) -> Hardware:
     if ranks > 1:
         latency = seconds(lambda: all_reduce(number, None), device, 200) / (2 * (ranks - 1).bit_length())
         link = 2 * (ranks - 1) / ranks * buffer.nbytes / seconds(lambda: all_reduce(buffer, None), device, 20)
-    alone = 1.0
-    if ranks > 1 and not on_gpu:
-        square = random(size, size)
-
-        def compute() -> None:
-            torch.mm(square, square)
-            move()
-
-        together = seconds(compute, device)
-        dist.barrier()
-        alone = together / seconds(compute, device) if dist.get_rank() == 0 else 1.0
-        dist.barrier()
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else _memory() / ranks
     return Hardware(
         name=_name(device.type),
@@ -178,7 +170,6 @@ def measure(device: torch.device, threads: int) -> Hardware:
         layer_launch=launch,
         step_launch=HARDWARE["H100"].step_launch if on_gpu else 0.0,
         cores=None if on_gpu else ranks,
-        alone=alone,
     )
 
 
@@ -193,6 +184,8 @@ def main() -> None:
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()  # as in a run
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     hardware = measure(device, threads)
     if dist.get_rank() == 0:
