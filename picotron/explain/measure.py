@@ -7,7 +7,6 @@ the memory as in a run. Rank 0 writes the rates.
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -120,11 +119,13 @@ def measure(device: torch.device, threads: int) -> Hardware:
         return torch.randn(*shape, device=device, dtype=dtype)
 
     products = {}
-    for each in (torch.bfloat16, torch.float32, torch.float64):
-        square = random(size, size, dtype=each)
-        products[str(each).removeprefix("torch.")] = (
-            2 * size**3 / seconds(functools.partial(torch.mm, square, square), device)
-        )
+    for each in (torch.bfloat16, torch.float32, torch.float64):  # a linear layer and its two gradients
+        x, weight, dy = (random(size, size, dtype=each).requires_grad_() for _ in range(3))
+
+        def linear(x: torch.Tensor = x, weight: torch.Tensor = weight, dy: torch.Tensor = dy) -> None:
+            torch.autograd.grad(F.linear(x, weight), (x, weight), dy)
+
+        products[str(each).removeprefix("torch.")] = 6 * size**3 / seconds(linear, device)
     rate = products[str(dtype).removeprefix("torch.")]
 
     T = size
