@@ -38,11 +38,12 @@ class Deadlock(UserError):
     """A cycle of waits.
 
     Args:
+        schedule: the schedule that deadlocks.
         waits: what the ranks of the cycle wait for: each for the next one, and the last one for the first.
         events: the actions that can run before the deadlock.
     """
 
-    def __init__(self, waits: Sequence[Wait], events: Sequence[Event]) -> None:
+    def __init__(self, schedule: Schedule, waits: Sequence[Wait], events: Sequence[Event]) -> None:
         chain = ", which waits ".join(f"at {wait.action} for {wait.awaited} of pp rank {wait.other}" for wait in waits)
         following = [*waits[1:], waits[0]]
         remedies = [
@@ -53,7 +54,7 @@ class Deadlock(UserError):
         # If every awaited action is the next one of its rank, overlapped pairs wait for each other.
         remedies.append(f"split the pair {waits[0].action} into two actions")
         super().__init__(f"deadlock: pp rank {waits[0].rank} waits {chain}; {remedies[0]}")
-        self.waits, self.events = waits, events
+        self.schedule, self.waits, self.events = schedule, waits, events
 
 
 def run_order(schedule: Schedule) -> list[Event]:
@@ -88,7 +89,7 @@ def run_order(schedule: Schedule) -> list[Event]:
             events.append(Event(rank, action, [numbers[source] for source in sources], receivers))
             done[rank] += 1
     if waiting:
-        raise Deadlock(_cycle(schedule, done, waiting), events)
+        raise Deadlock(schedule, _cycle(schedule, done, waiting), events)
     return events
 
 
