@@ -1,4 +1,4 @@
-"""What the page's controls ask for: a schedule (hand-made, searched or the reader's own) and the times of its actions."""
+"""What the page's controls ask for: a schedule (hand-made, searched or the reader's own) and the times of actions."""
 
 import dataclasses
 import functools
@@ -7,17 +7,16 @@ import json
 import linecache
 import math
 import traceback
-from typing import NamedTuple
 
 from picotron.errors import UserError
 from picotron.schedules import actions, schedules
-from picotron.schedules.actions import Action, AnyAction, Overlapped, Schedule, rank_of
+from picotron.schedules.actions import Action, AnyAction, Overlapped, rank_of
 from picotron.schedules.checker import check
-from picotron.schedules.order import Event, run_order
 from picotron.schedules.schedule_csv import arrange, parse_csv
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.search import Found, Shape, fastest_schedule, shapes
 from picotron.schedules.simulate import Costs
+from playground.drawing import Structure
 
 EDITOR = "<editor>"
 MAX_ACTIONS = 2**15  # of the reader's own schedule, so that the page stays fast
@@ -64,14 +63,6 @@ class Request:
         return cls(**json.loads(text))
 
 
-class Structure(NamedTuple):
-    """A schedule and the order of its actions: all that does not depend on times."""
-
-    name: str
-    schedule: Schedule
-    events: list[Event]
-
-
 def stage_costs(request: Request, pp: int, shape: Shape) -> Costs:
     """Return the times of stages that share the time of a rank equally, except for what `first`, `last` and `factors`
     add.
@@ -107,8 +98,9 @@ def structure(request: Request) -> Structure:
     """
     if request.schedule == "auto":
         found = searched(request)
-        return Structure(found.name, found.schedule, run_order(found.schedule))
-    return _built(request.schedule, request.text, request.pp, request.microbatches, request.chunks, request.group_size)
+        return Structure.of(found.name, found.schedule, request.deferred)
+    numbers = request.pp, request.microbatches, request.chunks, request.group_size
+    return _built(request.schedule, request.text, *numbers, request.deferred)
 
 
 def searched(request: Request) -> Found:
@@ -119,7 +111,9 @@ def searched(request: Request) -> Found:
 
 
 @functools.lru_cache(maxsize=16)
-def _built(name: str, text: str, pp: int, microbatches: int, chunks: int, group_size: int) -> Structure:
+def _built(
+    name: str, text: str, pp: int, microbatches: int, chunks: int, group_size: int, deferred: float
+) -> Structure:
     if name in ("csv", "python"):
         programs = parse_csv(text, "") if name == "csv" else own_programs(text, pp, microbatches, chunks or 2)
         if (count := sum(map(len, programs))) > MAX_ACTIONS:
@@ -130,7 +124,7 @@ def _built(name: str, text: str, pp: int, microbatches: int, chunks: int, group_
         recipe = SCHEDULES.get(name, SCHEDULES["1f1b"])
         group = group_size if recipe.has_groups and group_size else None
         schedule = build(name, pp, microbatches, chunks if recipe.any_chunks and chunks else None, group)
-    return Structure(name, schedule, run_order(schedule))
+    return Structure.of(name, schedule, deferred)
 
 
 def own_programs(text: str, pp: int, microbatches: int, chunks: int) -> list[list[AnyAction]]:

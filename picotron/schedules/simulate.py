@@ -19,7 +19,9 @@ CostKey = tuple[tuple[str, int], ...]  # kind and stage of an action's parts: th
 
 
 def cost_key(action: AnyAction) -> CostKey:
-    return tuple((part.kind, part.stage) for part in action.parts)
+    if isinstance(action, Overlapped):
+        return cost_key(action.forward) + cost_key(action.backward)
+    return ((action.kind, action.stage),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Timeline:
 
 
 def computes(action: AnyAction) -> bool:
-    return all(part.kind in ("F", "B", "I", "W") for part in action.parts)
+    return isinstance(action, Overlapped) or action.kind in ("F", "B", "I", "W")
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -174,9 +176,12 @@ def activations(
         freed |= {("I", stage): units[stage] - size, ("W", stage): size}
     live = 0
     for action in program:
-        live += sum(units[p.stage] for p in action.parts if p.kind == "F" and (p.stage, p.microbatch) in kept)
+        for kind, stage, microbatch in action.parts:
+            if kind == "F" and (stage, microbatch) in kept:
+                live += units[stage]
         during = live
-        live -= sum(freed.get((p.kind, p.stage), 0) for p in action.parts)
+        for kind, stage, _ in action.parts:
+            live -= freed.get((kind, stage), 0)
         yield during, live
 
 

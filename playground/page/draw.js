@@ -14,22 +14,26 @@ export function theme() {
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-// Prepare the spans of a drawing of the bridge: for each rank, what each span needs to be painted.
+// Prepare the spans of a drawing of the bridge: for each rank, what each span needs to be painted. Actions after a
+// deadlock have no times.
 export function prepare(data) {
-  return data.actions.map((names, rank) =>
-    names.map((name, index) => ({
-      name, rank, index,
-      start: data.starts[rank][index],
-      end: data.ends[rank][index],
-      during: data.during[rank][index],
-      after: data.after[rank][index],
-      waited: data.waits?.[rank][index] ?? null,
-      computes: computes(name),
-      parts: parts(name).map(({ stage, kind, microbatch }) => ({
-        label: microbatch,
-        colour: data.colours[kind]?.[Math.floor(stage / data.pp)] ?? null,
-      })),
-    })));
+  return data.starts.map((starts, rank) => starts.map((start, index) => spanOf(data, rank, index)));
+}
+
+function spanOf(data, rank, index) {
+  const name = data.actions[rank][index];
+  return {
+    name, rank, index,
+    start: data.starts[rank][index],
+    end: data.ends[rank][index],
+    during: data.during[rank][index],
+    after: data.after[rank][index],
+    computes: computes(name),
+    parts: parts(name).map(({ stage, kind, microbatch }) => ({
+      label: microbatch,
+      colour: data.colours[kind]?.[Math.floor(stage / data.pp)] ?? null,
+    })),
+  };
 }
 
 // Args: rows: the result of prepare. options: peak (activations at the full height of a curve), limit, stepTime,
@@ -151,9 +155,10 @@ function paintLinks(context, layout, shown, colours) {
   for (const span of shown) {
     const before = span.before;
     if (!before || before.rank === span.rank || !shown.has(before)) continue;
+    const goesDown = before.rank < span.rank;
     context.beginPath();
-    context.moveTo(layout.x(before.end), layout.top(before.rank) + layout.row / 2);
-    context.lineTo(layout.x(span.start), layout.top(span.rank) + layout.row / 2);
+    context.moveTo(layout.x(before.end), layout.top(before.rank) + (goesDown ? layout.row : 0));
+    context.lineTo(layout.x(span.start), layout.top(span.rank) + (goesDown ? 0 : layout.row));
     context.stroke();
   }
 }

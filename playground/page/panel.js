@@ -79,15 +79,17 @@ export class Panel {
     this.chain.textContent = this.action.textContent = this.note.textContent = "";
     this.timeline.element.classList.toggle("stale", !deadlock);
     if (!deadlock) return;
-    const { drawing, waits } = deadlock;
+    const { drawing, cycle } = deadlock;
     this.result = drawing;
     const peak = Math.max(...drawing.peaks);
     const label = `The step until the deadlock: ${error}`;
-    this.timeline.show(drawing, { label, duration: Math.max(1, drawing.step_time) * 1.6, peak, unit: UNIT, deadlock: waits });
+    this.timeline.show(drawing, { label, duration: Math.max(1, drawing.step_time) * 1.6, peak, unit: UNIT, deadlock: cycle });
   }
 
   onselect(span, tell) {
-    this.action.textContent = span ? sentence(span, this.unit === SECONDS ? " s" : "") : "";
+    const hint = "Select an action, with a click or the arrow keys, to see what it waited for.";
+    this.action.textContent = span ? sentence(span, this.unit === SECONDS ? " s" : "") : hint;
+    this.action.classList.toggle("hint", !span);
     this.chain.replaceChildren();
     if (!span) return;
     const chain = this.timeline.chain(span);

@@ -31,7 +31,7 @@ export class Ranking {
     if (rows.error) return this.fail(rows.error);
     this.fill(rows);
     this.note.textContent = "Searching for a schedule that is made to measure …";
-    const found = await this.call("searched", request);
+    const found = await this.call("best", request);
     if (!found || request !== this.shown) return;
     this.fill([...rows, found]);
     this.note.textContent = memory

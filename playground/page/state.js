@@ -2,7 +2,7 @@
 
 export const DEFAULTS = {
   a: "1f1b",
-  b: "",
+  b: "zbv",
   pp: 4,
   microbatches: 8,
   chunks: 0,

@@ -34,9 +34,10 @@ export class Timeline {
     this.data = data;
     this.options = options;
     this.rows = prepare(data);
-    for (const span of this.rows.flat()) span.before = span.waited ? this.rows[span.waited[0]][span.waited[1]] : null;
+    const all = this.rows.flat();
+    all.forEach((span, i) => (span.before = all[data.waits?.[i]] ?? null));
     this.canvas.setAttribute("aria-label", `${options.label}. Arrow keys go from action to action.`);
-    this.select(name ? this.rows.flat().find((span) => span.name === name) ?? null : null, false);
+    this.select(name ? all.find((span) => span.name === name) ?? null : null, false);
   }
 
   // The chain of what an action waited for, itself last.
