@@ -115,10 +115,12 @@ def _built(
     name: str, text: str, pp: int, microbatches: int, chunks: int, group_size: int, deferred: float
 ) -> Structure:
     if name in ("csv", "python"):
-        programs = parse_csv(text, "") if name == "csv" else own_programs(text, pp, microbatches, chunks or 2)
+        programs = (
+            parse_csv(text, "in the editor") if name == "csv" else own_programs(text, pp, microbatches, chunks or 2)
+        )
         if (count := sum(map(len, programs))) > MAX_ACTIONS:
             raise UserError(f"the schedule has {count:,} actions; the playground draws at most {MAX_ACTIONS:,}")
-        schedule = arrange(programs, "")
+        schedule = arrange(programs, "in the editor")
         check(schedule)
     else:
         recipe = SCHEDULES.get(name, SCHEDULES["1f1b"])

@@ -82,7 +82,7 @@ def test_built_page_is_complete(tmp_path: Path) -> None:
     html = (site / "index.html").read_text()
     assert f'<meta name="pyodide" content="{CDN}">' in html
     links = re.findall(r'(?:src|href)="([^"#][^":]*)"', unescape(html))
-    scripts = [path for path in site.glob("*.js")]
+    scripts = list(site.glob("*.js"))
     links += [name for path in scripts for name in re.findall(r'from "\./([^"]+)"', path.read_text())]
     links += [name for path in scripts for name in re.findall(r'new URL\("([^"]+)", (?:base|import)', path.read_text())]
     assert {"main.js", "style.css", "worker.js", "python.zip", "state.js"} <= set(links)

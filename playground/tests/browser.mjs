@@ -1,5 +1,6 @@
 // A headless Chromium with the built page, for the tests and the pictures.
 
+import { execFileSync } from "node:child_process";
 import fs from "node:fs";
 import http from "node:http";
 import path from "node:path";
@@ -9,6 +10,11 @@ import { chromium } from "playwright-core";
 const SITE = fileURLToPath(new URL("../../site/", import.meta.url));
 const TYPES = { ".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".wasm": "application/wasm", ".json": "application/json" };
 const FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"];
+
+// The path of a program.
+function program(name) {
+  return execFileSync("sh", ["-c", 'command -v "$1"', "sh", name], { encoding: "utf8" }).trim();
+}
 
 function serve() {
   const server = http.createServer((request, response) => {
@@ -25,7 +31,7 @@ export class Browser {
     const self = new Browser();
     self.server = await serve();
     self.url = `http://localhost:${self.server.address().port}/`;
-    self.chromium = await chromium.launch({ executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium", args: FLAGS });
+    self.chromium = await chromium.launch({ executablePath: program(process.env.CHROMIUM ?? "chromium"), args: FLAGS });
     return self;
   }
 

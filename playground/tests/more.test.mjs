@@ -126,6 +126,7 @@ test("the command that trains", async () => {
 
 test("everything can be reached and used with the keyboard", async () => {
   page = await browser.open();
+  await page.waitForFunction(() => document.querySelectorAll("#ranking tbody tr").length === 8);
   const seen = new Set();
   for (let i = 0; i < 120; i++) {
     await page.keyboard.press("Tab");
