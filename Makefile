@@ -4,9 +4,11 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 NPROC ?= 8
 CONFIG ?= template/base_config.json
+CHROMIUM ?= chromium
+export CHROMIUM
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-fast parity lint schema docs bench gpu clean
+.PHONY: help setup train test test-fast parity lint schema docs bench gpu clean playground playground-test playground-pictures
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -62,6 +64,21 @@ bench: $(STAMP) ## compare speed and memory with transformers and with torch's o
 
 gpu: $(STAMP) ## check and measure on this machine's GPUs, write docs/gpu.md
 	$(BIN)/python -m tests.gpu $(ARGS)
+
+playground: $(STAMP) ## build the playground, a page for browsers, in site/ (ARGS=--pyodide DIR: for use without a network)
+	$(BIN)/python -m playground.build $(ARGS)
+
+playground-test: $(STAMP) playground-browser ## test the playground in a headless Chromium
+	node --test playground/tests
+
+playground-pictures: $(STAMP) playground-browser ## take the pictures of docs/playground.md in a headless Chromium
+	node playground/tests/pictures.mjs
+
+.PHONY: playground-browser
+playground-browser: $(STAMP)
+	@for program in node npm $(CHROMIUM); do command -v $$program > /dev/null || { echo "the playground's tests need $$program; on Debian: apt install nodejs npm chromium (CHROMIUM=PROGRAM names another one)"; exit 1; }; done
+	@test -d playground/node_modules || npm install --prefix playground --no-audit --no-fund --no-package-lock
+	$(BIN)/python -m playground.build --pyodide playground/node_modules/pyodide
 
 clean: ## remove .venv and the tools' caches, not the outputs of runs
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache

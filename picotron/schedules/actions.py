@@ -44,7 +44,7 @@ class Action(NamedTuple):
     @property
     def result(self) -> "Action":
         """The name of this action's result. I and B both compute the gradient of the input, whose name is that of B."""
-        return self._replace(kind="B") if self.kind == "I" else self
+        return Action("B", self.stage, self.microbatch) if self.kind == "I" else self
 
 
 class Overlapped(NamedTuple):

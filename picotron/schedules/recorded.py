@@ -23,7 +23,11 @@ def recorded_costs(run_dir: str | Path, step: int | None = None) -> tuple[Schedu
         UserError: there is no such step, or its trace cannot be read or is incomplete.
     """
     step, timeline = read_trace(run_dir, step)
-    name = f"of step {step} in {str(run_dir)!r}"
+    return timeline_costs(timeline, f"of step {step} in {str(run_dir)!r}")
+
+
+def timeline_costs(timeline: Timeline, name: str) -> tuple[Schedule, Costs]:
+    """Return the schedule and the times of a recorded timeline, see `recorded_costs`."""
     schedule = assemble(timeline.programs, name)
     times = dict(measured_costs(timeline).measured)
     for stage in range(schedule.num_stages):

@@ -31,14 +31,37 @@ def read_csv(path: str | Path) -> Schedule:
         UserError: the file cannot be read, a cell is not an action, or `check` finds a fault in the schedule.
     """
     try:
-        lines = list(csv.reader(Path(path).read_text(encoding="utf-8-sig").rstrip().splitlines(), strict=True))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the schedule {str(path)!r}: {first_line(error)}") from None
-    return assemble([_program(path, number, cells) for number, cells in enumerate(lines, start=1)], f"{str(path)!r}")
+    return assemble(parse_csv(text, f"{str(path)!r}"), f"{str(path)!r}")
+
+
+def parse_csv(text: str, name: str) -> list[list[AnyAction]]:
+    """Return the programs that the text of a CSV file holds, unchecked. Raises a UserError as `read_csv` does."""
+    try:
+        lines = list(csv.reader(text.rstrip().splitlines(), strict=True))
+    except csv.Error as error:
+        raise UserError(f"cannot read the schedule {name}: {first_line(error)}") from None
+    return [_program(name, number, cells) for number, cells in enumerate(lines, start=1)]
 
 
 def assemble(programs: Sequence[Sequence[AnyAction]], name: str) -> Schedule:
     """Check the programs of a schedule for training, and find the placement of its stages, see `read_csv`."""
+    schedule = arrange(programs, name)
+    try:
+        check(schedule)
+    except UserError as fault:
+        raise UserError(f"the schedule {name} cannot run: {fault}") from None
+    return schedule
+
+
+def arrange(programs: Sequence[Sequence[AnyAction]], name: str) -> Schedule:
+    """Find the numbers and the placement of the stages that programs are for. `check` says whether they can run.
+
+    Raises:
+        UserError: the programs are empty, or the ranks cannot have the same number of stages.
+    """
     parts = [part for program in programs for action in program for part in action.parts]
     if not parts:
         raise UserError(f"the schedule {name} is empty; expected a line of actions like 0F0,0B0 for each pp rank")
@@ -49,27 +72,22 @@ def assemble(programs: Sequence[Sequence[AnyAction]], name: str) -> Schedule:
         )
     in_a_v = pp > 1 and any(part.stage == pp for action in programs[-1] for part in action.parts)
     placement: Placement = "V" if in_a_v else "loop"
-    schedule = Schedule(programs, 1 + max(part.microbatch for part in parts), num_stages // pp, placement)
-    try:
-        check(schedule)
-    except UserError as fault:
-        raise UserError(f"the schedule {name} cannot run: {fault}") from None
-    return schedule
+    return Schedule(programs, 1 + max(part.microbatch for part in parts), num_stages // pp, placement)
 
 
-def _program(path: str | Path, line: int, cells: Sequence[str]) -> list[AnyAction]:
+def _program(name: str, line: int, cells: Sequence[str]) -> list[AnyAction]:
     program = []
     for column, cell in enumerate(cells, start=1):
         if re.fullmatch(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)", cell.strip()):  # of torch's format "compute_comms"
             raise UserError(
-                f"the schedule {str(path)!r} has {cell.strip()!r} in line {line}, column {column}; remove all such cells: "
+                f"the schedule {name} has {cell.strip()!r} in line {line}, column {column}; remove all such cells: "
                 f"{ADDED_AUTOMATICALLY}"
             )
         try:
             program += [parse_action(cell.strip())] if cell.strip() else []
         except ValueError:
             raise UserError(
-                f"the schedule {str(path)!r} has {cell.strip()!r} in line {line}, column {column}; expected stage, kind "
+                f"the schedule {name} has {cell.strip()!r} in line {line}, column {column}; expected stage, kind "
                 f"(F, B, I or W) and micro-batch like 2F0, an overlapped pair like (2F3;1B0), or an empty cell"
             ) from None
     return program

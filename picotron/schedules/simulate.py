@@ -7,19 +7,21 @@ it travels, both ranks continue to compute.
 
 import dataclasses
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any, NamedTuple
 
-from picotron.errors import UserError
-from picotron.schedules.actions import Action, AnyAction, Overlapped, Schedule
+from picotron.schedules.actions import AnyAction, Overlapped, Schedule
+from picotron.schedules.order import Event, run_order
 
 CostKey = tuple[tuple[str, int], ...]  # kind and stage of an action's parts: the time depends on no micro-batch
 
 
 def cost_key(action: AnyAction) -> CostKey:
-    return tuple((part.kind, part.stage) for part in action.parts)
+    if isinstance(action, Overlapped):
+        return cost_key(action.forward) + cost_key(action.backward)
+    return ((action.kind, action.stage),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Timeline:
 
 
 def computes(action: AnyAction) -> bool:
-    return all(part.kind in ("F", "B", "I", "W") for part in action.parts)
+    return isinstance(action, Overlapped) or action.kind in ("F", "B", "I", "W")
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -113,59 +115,31 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         schedule: a complete schedule; `checker.check` finds missing actions.
 
     Raises:
-        UserError: the schedule deadlocks. The message names the ranks and actions that wait for each other.
+        Deadlock: the schedule deadlocks, see `run_order`.
     """
-    costs = costs or Costs()
-    todo = [deque(program) for program in schedule.programs]
-    spans: list[list[Span]] = [[] for _ in todo]
-    finished: dict[Action, float] = {}  # when each result is on the rank that needs it
+    return simulate_events(run_order(schedule), schedule.pp, costs or Costs())
+
+
+def simulate_events(events: Sequence[Event], pp: int, costs: Costs) -> Timeline:
+    """Compute when the events of `run_order` take place. The order can be reused for other costs."""
+    spans: list[list[Span]] = [[] for _ in range(pp)]
+    free = [0.0] * pp  # when each rank is free
+    arrival: list[float] = []  # when each result is on the rank that needs it
     link_free: dict[tuple[int, int], float] = defaultdict(float)  # by sender and receiver
-    while any(todo):
-        stuck = True
-        for rank, queue in enumerate(todo):
-            while queue and finished.keys() >= (sources := _sources(schedule, queue[0])):
-                action, stuck = queue.popleft(), False
-                start = max([spans[rank][-1].end if spans[rank] else 0.0, *(finished[source] for source in sources)])
-                end = start + costs.of(action)
-                spans[rank].append(Span(action, start, end))
-                for part in action.parts:
-                    target = schedule.target(part)
-                    receiver = rank if target is None else schedule.rank_of(target)
-                    finished[part.result] = end
-                    if receiver != rank:
-                        link_free[rank, receiver] = max(end, link_free[rank, receiver]) + costs.transfer
-                        finished[part.result] = link_free[rank, receiver] + costs.p2p
-        if stuck:
-            raise UserError(_deadlock(schedule, todo, finished))
+    times: dict[CostKey, float] = {}
+    for rank, action, sources, receivers in events:
+        if (key := cost_key(action)) not in times:
+            times[key] = costs.of(action)
+        start = max(free[rank], *[arrival[source] for source in sources]) if sources else free[rank]
+        free[rank] = end = start + times[key]
+        spans[rank].append(Span(action, start, end))
+        for receiver in receivers:
+            if receiver == rank:
+                arrival.append(end)
+            else:
+                link_free[rank, receiver] = max(end, link_free[rank, receiver]) + costs.transfer
+                arrival.append(link_free[rank, receiver] + costs.p2p)
     return Timeline(spans)
-
-
-def _sources(schedule: Schedule, action: AnyAction) -> set[Action]:
-    return {source for part in action.parts if (source := schedule.source(part))}
-
-
-def _deadlock(schedule: Schedule, todo: Sequence[deque[AnyAction]], finished: Mapping[Action, float]) -> str:
-    """Describe a deadlock. Each rank with actions left waits for another such rank, so these waits contain a cycle."""
-    waits: dict[int, tuple[AnyAction, AnyAction, int]] = {}  # rank: its next action, the awaited one, that one's rank
-    for rank, queue in enumerate(todo):
-        if queue:
-            source = min(_sources(schedule, queue[0]) - finished.keys())
-            other = schedule.rank_of(source.stage)
-            awaited = next(action for action in todo[other] for part in action.parts if part.result == source)
-            waits[rank] = queue[0], awaited, other
-    path = [min(waits)]
-    while (rank := waits[path[-1]][2]) not in path:
-        path.append(rank)
-    cycle = [waits[rank] for rank in path[path.index(rank) :]]
-    chain = ", which waits ".join(f"at {at} for {awaited} of pp rank {other}" for at, awaited, other in cycle)
-    remedies = [
-        f"put {awaited} before {waits[other][0]} in the program of pp rank {other}"
-        for _, awaited, other in cycle
-        if awaited != waits[other][0]
-    ]
-    # If every awaited action is the next one of its rank, overlapped pairs wait for each other.
-    remedies.append(f"split the pair {cycle[0][0]} into two actions")
-    return f"deadlock: pp rank {rank} waits {chain}; {remedies[0]}"
 
 
 def peak_activations(
@@ -202,9 +176,12 @@ def activations(
         freed |= {("I", stage): units[stage] - size, ("W", stage): size}
     live = 0
     for action in program:
-        live += sum(units[p.stage] for p in action.parts if p.kind == "F" and (p.stage, p.microbatch) in kept)
+        for kind, stage, microbatch in action.parts:
+            if kind == "F" and (stage, microbatch) in kept:
+                live += units[stage]
         during = live
-        live -= sum(freed.get((p.kind, p.stage), 0) for p in action.parts)
+        for kind, stage, _ in action.parts:
+            live -= freed.get((kind, stage), 0)
         yield during, live
 
 

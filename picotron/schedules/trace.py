@@ -44,8 +44,14 @@ def read_trace(run_dir: str | Path, step: int | None = None) -> tuple[int, Timel
     step = steps[-1] if step is None else step
     if step not in steps:
         raise UserError(f"{str(run_dir)!r} has no trace of step {step}; choose one of {steps}")
+    path = trace_path(run_dir, step)
+    return step, parse_trace(path.read_bytes(), str(path))
+
+
+def parse_trace(data: bytes, name: str) -> Timeline:
+    """Return the timeline in the contents of a trace, see `read_trace`."""
     spans: dict[int, list[Span]] = {}
-    for number, line in enumerate(trace_path(run_dir, step).read_bytes().splitlines(), start=1):
+    for number, line in enumerate(data.splitlines(), start=1):
         try:
             event = parse_json(line, "a line")
             span = Span(parse_action(event["action"]), float(event["start"]), float(event["end"]))
@@ -54,11 +60,9 @@ def read_trace(run_dir: str | Path, step: int | None = None) -> tuple[int, Timel
             spans.setdefault(int(event["rank"]), []).append(span)
         except (ValueError, TypeError, KeyError):
             raise UserError(
-                f"{trace_path(run_dir, step)} is not a valid trace: line {number} is {line[:80].decode(errors='replace')!r}; expected "
+                f"{name} is not a valid trace: line {number} is {line[:80].decode(errors='replace')!r}; expected "
                 f'{{"rank": 0, "action": "0F0", "start": 0.0, "end": 1.0}}, with times in seconds'
             ) from None
     if not spans or sorted(spans) != list(range(len(spans))):
-        raise UserError(
-            f"{trace_path(run_dir, step)} is incomplete: it has pp ranks {sorted(spans)}; expected 0, 1, ..."
-        )
-    return step, Timeline([sorted(spans[rank], key=lambda span: span.start) for rank in range(len(spans))])
+        raise UserError(f"{name} is incomplete: it has pp ranks {sorted(spans)}; expected 0, 1, ...")
+    return Timeline([sorted(spans[rank], key=lambda span: span.start) for rank in range(len(spans))])

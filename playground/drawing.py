@@ -1,0 +1,87 @@
+"""What the page needs to draw a schedule: first what does not depend on times, then a step of it."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from picotron.schedules.actions import AnyAction, Schedule
+from picotron.schedules.critical_path import waited_for
+from picotron.schedules.draw_svg import COLOURS, lighter
+from picotron.schedules.order import Event, run_order
+from picotron.schedules.simulate import Timeline, activations, computes
+
+Drawing = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """A schedule with all that does not depend on times.
+
+    Args:
+        name: its name; for a schedule that was searched, where it comes from.
+        events: the order of its actions.
+        sketch: the result of `sketch`.
+    """
+
+    name: str
+    schedule: Schedule
+    events: list[Event]
+    sketch: Drawing
+
+    @classmethod
+    def of(cls, name: str, schedule: Schedule, deferred: float) -> "Structure":
+        return cls(name, schedule, run_order(schedule), sketch(schedule, schedule.programs, deferred))
+
+
+def sketch(schedule: Schedule, programs: Sequence[Sequence[AnyAction]], deferred: float) -> Drawing:
+    """Return what does not depend on times. Lists with an item for each rank have lists with one for each action.
+    Activations are None during and after a message.
+
+    Args:
+        programs: what the ranks run: the programs of the schedule, or those of a recorded step, with messages.
+        deferred: fraction of the activations that is kept between I and W.
+    """
+    chunks = schedule.chunks
+    units = dict.fromkeys(range(schedule.num_stages), 1 / chunks)
+    kept = dict.fromkeys(units, deferred / chunks)
+    levels = []
+    for program in programs:
+        computed = activations([action for action in program if computes(action)], units, kept)
+        levels.append([next(computed) if computes(action) else (None, None) for action in program])
+    return {
+        "pp": schedule.pp,
+        "microbatches": schedule.microbatches,
+        "chunks": chunks,
+        "placement": schedule.placement,
+        "actions": [[str(action) for action in program] for program in programs],
+        "during": [[during for during, _ in rank] for rank in levels],
+        "after": [[after for _, after in rank] for rank in levels],
+        "peaks": [max((during for during, _ in rank if during is not None), default=0) for rank in levels],
+        "colours": {kind: [lighter(each, chunk / chunks) for chunk in range(chunks)] for kind, each in COLOURS.items()},
+    }
+
+
+def times(step: Timeline) -> Drawing:
+    """Return the times of a step's spans, in lists as in `sketch`, and its key figures."""
+    return {
+        "starts": [[span.start for span in rank] for rank in step.spans],
+        "ends": [[span.end for span in rank] for rank in step.spans],
+        "step_time": step.step_time,
+        "bubble": step.bubble,
+        "idle": step.idle,
+    }
+
+
+def waits(events: Sequence[Event], step: Timeline) -> list[int]:
+    """Return what each action waited for, see `waited_for`, or -1. Actions are counted rank by rank."""
+    first = [0]  # the number of the first action of each rank
+    for rank in step.spans:
+        first.append(first[-1] + len(rank))
+    numbers: list[int] = []  # of the events
+    found = [-1] * first[-1]
+    for event, before in zip(events, waited_for(events, step), strict=True):
+        numbers.append(number := first[event.rank])
+        first[event.rank] += 1
+        if before is not None:
+            found[number] = numbers[before]
+    return found

@@ -1,0 +1,30 @@
+// The names of actions: 2F0, (2F3;1B0), 1SEND_F2, 0R.
+
+const PART = /(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|[FBIWR])(\d*)/g;
+const KIND = {
+  F: "forward",
+  B: "backward",
+  I: "backward for the input",
+  W: "backward for the weights",
+  R: "reduction of the gradients",
+  SEND_F: "sending of the activations",
+  RECV_F: "receiving of the activations",
+  SEND_B: "sending of the gradient",
+  RECV_B: "receiving of the gradient",
+};
+
+// Return the parts of an action: two of a pair, one of any other.
+export function parts(name) {
+  return [...name.matchAll(PART)].map(([, stage, kind, microbatch]) => ({ stage: +stage, kind, microbatch }));
+}
+
+// Describe an action in words.
+export function describe(name) {
+  const words = parts(name).map(({ stage, kind, microbatch }) =>
+    kind === "R" ? `${KIND.R} of stage ${stage}` : `${KIND[kind]} of micro-batch ${microbatch} in stage ${stage}`);
+  return words.length === 1 ? words[0] : `${words.join(" and ")}, which overlap`;
+}
+
+export function computes(name) {
+  return !/[_R]/.test(name);
+}

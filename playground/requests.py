@@ -1,0 +1,158 @@
+"""What the page's controls ask for: a schedule (hand-made, searched or the reader's own) and the times of actions."""
+
+import dataclasses
+import functools
+import inspect
+import json
+import linecache
+import math
+import traceback
+
+from picotron.errors import UserError
+from picotron.schedules import actions, schedules
+from picotron.schedules.actions import Action, AnyAction, Overlapped, rank_of
+from picotron.schedules.checker import check
+from picotron.schedules.schedule_csv import arrange, parse_csv
+from picotron.schedules.schedules import SCHEDULES, build
+from picotron.schedules.search import Found, Shape, fastest_schedule, shapes
+from picotron.schedules.simulate import Costs
+from playground.drawing import Structure
+
+EDITOR = "<editor>"
+MAX_ACTIONS = 2**15  # of the reader's own schedule, so that the page stays fast
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The state of the controls. Times are in forwards of one micro-batch on one rank, activations in micro-batches.
+
+    Args:
+        schedule: a key of SCHEDULES, auto, csv or python.
+        text: the schedule itself if it is csv or python.
+        pp: number of ranks, except of a schedule csv, which has a line for each.
+        chunks, group_size: 0 for the schedule's default; ignored by schedules that leave no choice.
+        message: latency of a message between ranks.
+        overlapped: time of an overlapped pair, as a fraction of F + B.
+        first, last: additional time of the first and of the last stage, as that of the embedding and of the head.
+        factors: a factor for the time of each stage, or of each rank, separated by spaces; empty for none.
+        memory: the most activations of a rank; 0 for no limit.
+        deferred: fraction of the activations that is kept between I and W.
+    """
+
+    schedule: str = "1f1b"
+    text: str = ""
+    pp: int = 4
+    microbatches: int = 8
+    chunks: int = 0
+    group_size: int = 0
+    F: float = 1.0
+    B: float = 2.0
+    I: float = 1.0  # noqa: E741
+    W: float = 1.0
+    message: float = 0.0
+    overlapped: float = 1.0
+    first: float = 0.0
+    last: float = 0.0
+    factors: str = ""
+    memory: float = 0.0
+    deferred: float = 1.0
+
+    @classmethod
+    def of(cls, text: str) -> "Request":
+        """Read a request from JSON."""
+        return cls(**json.loads(text))
+
+
+def stage_costs(request: Request, pp: int, shape: Shape) -> Costs:
+    """Return the times of stages that share the time of a rank equally, except for what `first`, `last` and `factors`
+    add.
+
+    Raises:
+        UserError: `factors` are not numbers above 0, or are neither one for each rank nor one for each stage.
+    """
+    chunks, placement = shape
+    weights = [1 / chunks] * (pp * chunks)
+    weights[0] += request.first
+    weights[-1] += request.last
+    try:
+        factors = [float(word) for word in request.factors.replace(",", " ").split()]
+    except ValueError:
+        factors = [math.nan]
+    if not all(0 < factor < math.inf for factor in factors):
+        raise UserError(f"the factors {request.factors!r} are not numbers above 0, separated by spaces")
+    if len(factors) == pp:
+        factors = [factors[rank_of(stage, pp, placement)] for stage in range(pp * chunks)]
+    if len(factors) not in (0, len(weights)):
+        stages = f", or {len(weights)}, one for each stage" if chunks > 1 else ""
+        raise UserError(f"there are {len(factors)} factors; write {pp}, one for each pp rank{stages}")
+    weights = [weight * factor for weight, factor in zip(weights, factors or [1.0] * len(weights), strict=True)]
+    times = request.F, request.B, request.I, request.W
+    return Costs(*times, overlapped=request.overlapped, p2p=request.message, weights=weights)
+
+
+def structure(request: Request) -> Structure:
+    """Return the schedule that a request names. Those that do not depend on times are kept for the next request.
+
+    Raises:
+        UserError: there is a fault in the schedule, or the numbers do not suit it.
+    """
+    if request.schedule == "auto":
+        found = searched(request)
+        return Structure.of(found.name, found.schedule, request.deferred)
+    numbers = request.pp, request.microbatches, request.chunks, request.group_size
+    return _built(request.schedule, request.text, *numbers, request.deferred)
+
+
+def searched(request: Request) -> Found:
+    """Search for the fastest schedule within the limit of memory; without one, a rank can hold all micro-batches."""
+    options = {shape: stage_costs(request, request.pp, shape) for shape in shapes(request.chunks or None)}
+    memory = request.memory or request.microbatches
+    return fastest_schedule(request.pp, request.microbatches, memory, options, request.deferred)
+
+
+@functools.lru_cache(maxsize=16)
+def _built(
+    name: str, text: str, pp: int, microbatches: int, chunks: int, group_size: int, deferred: float
+) -> Structure:
+    if name in ("csv", "python"):
+        programs = (
+            parse_csv(text, "in the editor") if name == "csv" else own_programs(text, pp, microbatches, chunks or 2)
+        )
+        if (count := sum(map(len, programs))) > MAX_ACTIONS:
+            raise UserError(f"the schedule has {count:,} actions; the playground draws at most {MAX_ACTIONS:,}")
+        schedule = arrange(programs, "in the editor")
+        check(schedule)
+    else:
+        recipe = SCHEDULES.get(name, SCHEDULES["1f1b"])
+        group = group_size if recipe.has_groups and group_size else None
+        schedule = build(name, pp, microbatches, chunks if recipe.any_chunks and chunks else None, group)
+    return Structure.of(name, schedule, deferred)
+
+
+def own_programs(text: str, pp: int, microbatches: int, chunks: int) -> list[list[AnyAction]]:
+    """Run a reader's Python, whose last function returns the program of one rank, like those in schedules.py.
+
+    Raises:
+        UserError: the text has no such function, or it raises an error; the message names the line.
+    """
+    linecache.cache[EDITOR] = (len(text), None, text.splitlines(keepends=True), EDITOR)  # for tracebacks
+    namespace = {**vars(actions), **vars(schedules), "__name__": EDITOR}
+    try:
+        exec(compile(text, EDITOR, "exec"), namespace)
+        own = [each for each in namespace.values() if inspect.isfunction(each) and each.__code__.co_filename == EDITOR]
+        if not own:
+            raise UserError("there is no function; write one like: def mine(rank, pp, microbatches): ...")
+        options = {"chunks": chunks} if "chunks" in inspect.signature(own[-1]).parameters else {}
+        programs = [own[-1](rank, pp, microbatches, **options) for rank in range(pp)]
+    except UserError:
+        raise
+    except SyntaxError as error:
+        raise UserError(f"line {error.lineno}: {error.msg}") from None
+    except Exception as error:  # whatever a reader's code may raise
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == EDITOR]
+        where = f"line {lines[-1]}: " if lines else ""
+        raise UserError(f"{where}{type(error).__name__}: {error}") from None
+    for rank, program in enumerate(programs):
+        if not isinstance(program, list) or not all(isinstance(each, Action | Overlapped) for each in program):
+            raise UserError(f"{own[-1].__name__} returns {program!r:.60} for pp rank {rank}; it must return a Program")
+    return programs

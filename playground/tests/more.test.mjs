@@ -1,0 +1,202 @@
+// The editor, recorded steps, the command, keyboard, screen readers, dark mode and a phone.
+
+import assert from "node:assert/strict";
+import fs from "node:fs";
+import os from "node:os";
+import path from "node:path";
+import { after, afterEach, before, test } from "node:test";
+import { Browser, figures } from "./browser.mjs";
+
+let browser;
+let page;
+
+before(async () => (browser = await Browser.start()));
+after(() => browser.stop());
+afterEach(async () => {
+  assert.deepEqual(page.errors, []);
+  await page.close();
+});
+
+const text = (selector) => page.textContent(selector);
+const until = (selector, pattern) =>
+  page.waitForFunction(([selector, source]) => new RegExp(source).test(document.querySelector(selector).textContent), [selector, pattern.source]);
+
+test("a CSV is checked as it is typed, and a deadlock shows its cycle", async () => {
+  page = await browser.open("#b=");
+  await page.fill("#editor-text", "0F0,0B0\n1F0");
+  await until("#editor-verdict", /^pp rank 1 lacks 1B0 \(or 1I0 and 1W0\), the backward of micro-batch 0 in stage 1$/);
+  await page.fill("#editor-text", "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n");
+  await until("#editor-verdict", /^deadlock: pp rank 0 waits at 0B0 for 1B0 of pp rank 1, which waits at 1F1 for 0F1 of pp rank 0; put 1B0 before 1F1/);
+  await page.click("#editor >> text=Show it");
+  await until("#a .error", /^deadlock/);
+  assert.match(await page.getAttribute("#a canvas", "aria-label"), /^The step until the deadlock/);
+  const red = await page.$eval("#a canvas", (canvas) => {
+    const [, r, g, b] = getComputedStyle(document.documentElement).getPropertyValue("--limit").match(/#(..)(..)(..)/).map((hex) => parseInt(hex, 16));
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    let count = 0;
+    for (let i = 0; i < data.length; i += 4) count += data[i] === r && data[i + 1] === g && data[i + 2] === b;
+    return count;
+  });
+  assert.ok(red > 100, "the ranks that wait, and the arrows of the cycle, are drawn");
+  await page.fill("#editor-text", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n");
+  await until("#editor-verdict", /^It runs: 2 ranks, 2 micro-batches, step time 9\.$/);
+  await until("#a .figures", /Step time9/);
+  assert.equal(await page.isVisible("#a .error"), false);
+});
+
+test("a Python function is checked as it is typed", async () => {
+  page = await browser.open("#b=");
+  await page.click("#editor >> text=Python");
+  await until("#editor-verdict", /^It runs: 4 ranks, 8 micro-batches/);
+  await page.fill("#editor-text", "def mine(rank, pp, microbatches):\n    return programme");
+  await until("#editor-verdict", /^line 2: NameError: name 'programme' is not defined/);
+  await page.fill("#editor-text", "def mine(rank, pp, microbatches:\n");
+  await until("#editor-verdict", /^line 1: /);
+  await page.fill("#editor-text", "def mine(rank, pp, microbatches):\n    return [1]");
+  await until("#editor-verdict", /^mine returns \[1\] for pp rank 0; it must return a Program/);
+});
+
+test("a schedule's own function can be edited and compared", async () => {
+  page = await browser.open("#a=1f1b&b=1f1b");
+  await page.click("#b >> text=Edit");
+  await page.waitForFunction(() => document.querySelector("#b-schedule").value === "python");
+  const source = await page.inputValue("#editor-text");
+  assert.match(source, /^def one_f_one_b\(rank: int/);
+  await page.fill("#editor-text", source.replace("pp - rank - 1", "pp - rank"));
+  await until("#b .figures", /Peak activations5/);
+  assert.equal((await figures(page, "a"))["Peak activations"], "4");
+});
+
+test("an endless loop is stopped, and the page goes on", async () => {
+  page = await browser.open("#b=");
+  await page.click("#editor >> text=Python");
+  await page.fill("#editor-text", "def mine(rank, pp, microbatches):\n    while True: pass");
+  await until("#editor-verdict", /^this ran for more than 8 seconds, so it was stopped/);
+  await page.fill("#pp", "8");
+  await until("#a .figures", /Step time45/);
+});
+
+// A trace like those of picotron/schedules/trace.py: 1F1B on two ranks, with messages.
+const SPANS = [
+  [0, "0F0", 0, 0.01], [0, "0SEND_F0", 0.01, 0.012], [0, "0F1", 0.01, 0.021], [0, "0SEND_F1", 0.021, 0.022], [0, "0B0", 0.05, 0.07], [0, "0B1", 0.081, 0.1],
+  [1, "1RECV_F0", 0.01, 0.013], [1, "1F0", 0.013, 0.023], [1, "1B0", 0.023, 0.045], [1, "1F1", 0.045, 0.056], [1, "1B1", 0.056, 0.078],
+];
+const TRACE = SPANS.map(([rank, action, start, end]) => `${JSON.stringify({ rank, action, start, end })}\n`).join("");
+
+async function drop(name, contents) {
+  const data = await page.evaluateHandle(([name, contents]) => {
+    const transfer = new DataTransfer();
+    transfer.items.add(new File([contents], name));
+    return transfer;
+  }, [name, contents]);
+  await page.dispatchEvent("#ranking", "drop", { dataTransfer: data });
+}
+
+test("a recorded step is drawn under the simulated one", async () => {
+  page = await browser.open();
+  await drop("trace_step_00000005.jsonl", TRACE);
+  await until("#b .title .note", /^measured: trace_step_00000005.jsonl/);
+  assert.equal((await figures(page, "b"))["Step time"], "0.1 s");
+  assert.match((await figures(page, "a"))["Step time"], /^0\.1\d* s$/);
+  assert.match(await text("#trace-verdict"), /the measured step took 0.100 s, \d.\d\d times the simulated one/);
+  assert.match(await page.getAttribute("#b canvas", "aria-label"), /^measured: .*2 pp ranks, 2 micro-batches, step time 0.1/);
+  await page.click("text=Back to the sliders");
+  await until("#a .figures", /Step time33/);
+  await drop("notes.txt", "no trace");
+  await until("#trace-verdict", /^notes.txt is not a valid trace: line 1 is 'no trace'; expected/);
+  const file = path.join(os.tmpdir(), `trace_step_00000007-${process.pid}.jsonl`);
+  fs.writeFileSync(file, TRACE);
+  await page.setInputFiles("#trace-file", file);
+  await until("#b .title .note", /^measured: trace_step_00000007/);
+  fs.rmSync(file);
+});
+
+test("the command that trains", async () => {
+  page = await browser.open("#a=interleaved_1f1b&chunks=2");
+  await page.click("#a >> text=Train this");
+  await until("#train-command", /torchrun --nproc_per_node 4 train.py --config template\/base_config.json/);
+  assert.match(await text("#train-command"), /--distributed.pp_engine interleaved_1f1b \\\n {4}.*\n? *--distributed.pp_chunks 2|--distributed.pp_chunks 2/);
+  await page.selectOption("#a-schedule", "auto");
+  await until("#a .title .note", /^[a-z0-9_]+, 2 chunks/);
+  await page.click("#a >> text=Train this");
+  await until("#train-command", /--distributed.pp_engine csv:schedule.csv/);
+  const [download] = await Promise.all([page.waitForEvent("download"), page.click("text=Download schedule.csv")]);
+  assert.match(fs.readFileSync(await download.path(), "utf8"), /^0F0,0F1/);
+});
+
+test("everything can be reached and used with the keyboard", async () => {
+  page = await browser.open();
+  await page.waitForFunction(() => document.querySelectorAll("#ranking tbody tr").length === 8);
+  const seen = new Set();
+  for (let i = 0; i < 120; i++) {
+    await page.keyboard.press("Tab");
+    seen.add(await page.evaluate(() => {
+      const at = document.activeElement;
+      return at.id || at.getAttribute("aria-label") || at.textContent;
+    }));
+  }
+  for (const name of ["critical", "zoom-in", "a-schedule", "b-schedule", "Train this", "pp", "pp-range", "factors", "memory", "Reset all", "trace-file", "editor-text", "Show it", "Compare with zbv"]) {
+    assert.ok(seen.has(name), `${name} cannot be reached; seen: ${[...seen].join(", ")}`);
+  }
+  await page.focus("#a canvas");
+  const announced = async (key) => {
+    await page.keyboard.press(key);
+    return (await text("#announce")).split(":")[0];
+  };
+  assert.equal(await announced("ArrowRight"), "0F0");
+  assert.equal(await announced("ArrowRight"), "0F1");
+  assert.equal(await announced("ArrowDown"), "1F0");
+  assert.equal(await announced("End"), "1B7");
+  assert.equal(await announced("Enter"), "2B7", "the action that it waited for");
+  assert.equal(await announced("ArrowUp"), "1B6");
+  assert.equal(await announced("Home"), "1F0");
+  await page.keyboard.press("c");
+  assert.equal(await page.isChecked("#critical"), true);
+  await page.keyboard.press("Escape");
+  assert.match(await text("#a .action"), /^Select an action/);
+});
+
+test("a timeline can be zoomed", async () => {
+  page = await browser.open("#pp=16&microbatches=64&a=zbv&b=");
+  const picture = () => page.$eval("#a canvas", (canvas) => canvas.toDataURL());
+  const whole = await picture();
+  await page.click("#zoom-in");
+  assert.notEqual(await picture(), whole);
+  await page.click("#zoom-fit");
+  assert.equal(await picture(), whole);
+});
+
+test("screen readers get names for everything", async () => {
+  page = await browser.open();
+  const label = await page.getAttribute("#a canvas", "aria-label");
+  assert.match(label, /^1f1b: 4 pp ranks, 8 micro-batches, step time 33, bubble 27.3\s%, peak activations 4. Arrow keys/);
+  const unnamed = await page.$$eval("input, select, textarea, button, canvas", (all) =>
+    all.filter((each) => !each.labels?.length && !each.getAttribute("aria-label") && !each.textContent.trim()).map((each) => each.outerHTML));
+  assert.deepEqual(unnamed, []);
+  await page.click("#a >> text=Each rank in numbers");
+  assert.deepEqual(await page.$$eval("#a table tbody tr:first-child > *", (cells) => cells.map((cell) => cell.textContent.replace("\u202f", " "))),
+    ["pp 0", "0", "24", "9", "27.3 %", "4"]);
+});
+
+test("dark mode", async () => {
+  page = await browser.open("", { scheme: "dark" });
+  const [ground, ink] = await page.evaluate(() => ["background-color", "color"].map((name) =>
+    getComputedStyle(document.body).getPropertyValue(name).match(/\d+/g).reduce((sum, channel) => sum + Number(channel), 0)));
+  assert.ok(ground < 100 && ink > 600);
+  await page.emulateMedia({ colorScheme: "light" });
+  const label = await page.$eval("#a canvas", (canvas) => {
+    const { data } = canvas.getContext("2d").getImageData(0, 0, 40, 24); // "pp 0"
+    return Math.min(...data.filter((_, i) => i % 4 === 0 && data[i + 3] > 200));
+  });
+  assert.ok(label < 80, "the timeline follows, too");
+});
+
+test("on a phone, the page does not scroll sideways", async () => {
+  for (const hash of ["", "#pp=16&microbatches=64&memory=4", "#a=python&b=auto"]) {
+    page = await browser.open(hash, { width: 390, height: 844 });
+    await page.waitForFunction(() => document.querySelectorAll("#ranking tbody tr").length === 8);
+    assert.ok((await page.evaluate(() => document.documentElement.scrollWidth)) <= 390);
+    assert.deepEqual(page.errors, []);
+    if (hash !== "#a=python&b=auto") await page.close();
+  }
+});

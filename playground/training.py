@@ -1,0 +1,32 @@
+"""The command that trains with a schedule of the playground."""
+
+from picotron.schedules.actions import Schedule
+from picotron.schedules.schedules import SCHEDULES
+from playground.requests import Request
+
+CONFIG = "template/base_config.json"
+LAYERS = 4  # of the model in CONFIG
+
+
+def training_command(request: Request, schedule: Schedule) -> str:
+    """Return the torchrun command that trains the quickstart's model with a schedule. It expects the programs of a
+    schedule that is not hand-made in the file schedule.csv.
+    """
+    by_name = request.schedule in SCHEDULES
+    options: dict[str, object] = {
+        "distributed.dp_size": 1,
+        "distributed.tp_size": 1,
+        "distributed.pp_size": schedule.pp,
+        "distributed.pp_engine": request.schedule if by_name else "csv:schedule.csv",
+        "training.gradient_accumulation_steps": schedule.microbatches,
+    }
+    if by_name and SCHEDULES[request.schedule].any_chunks:
+        options["distributed.pp_chunks"] = schedule.chunks
+    if by_name and SCHEDULES[request.schedule].has_groups and request.group_size:
+        options["distributed.pp_group_size"] = request.group_size
+    if schedule.num_stages > LAYERS:
+        options["model.num_hidden_layers"] = schedule.num_stages
+    options |= {"checkpoint.save_dir": "runs/playground", "logging.trace_steps": "[5]"}
+    lines = [f"torchrun --nproc_per_node {schedule.pp} train.py --config {CONFIG}"]
+    lines += [f"    --{key} {value}" for key, value in options.items()]
+    return " \\\n".join(lines)
