@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from docs.collectives import COLLECTIVES, before_and_after
 from docs.count import zero_step
 from docs.quickstart import quickstart, stage_of
 from docs.svg import LINE, RANKS, WIDTH, Svg
@@ -16,6 +17,7 @@ from picotron.explain.fake_group import fake_rank
 from picotron.schedules.schedules import build
 from picotron.schedules.simulate import Costs, simulate, summary
 from picotron.weights import Shard, main_grad, parameters_and_shards
+from tests.support.worker_pool import WorkerPool
 
 
 def buckets(bucket_mb: float = 0.7) -> str:
@@ -46,6 +48,40 @@ def buckets(bucket_mb: float = 0.7) -> str:
     picture.text(
         left, y + 20, "order of backward in each row; a full bucket is averaged while backward fills the next one"
     )
+    return str(picture)
+
+
+def collectives(n: int = 4) -> str:
+    """Draw what each of n ranks has before and after a collective, as computed by n processes."""
+    size, row, left, arrow, panel = 44, 34, 64, 44, 496
+    height = n * row + 2 * LINE + 10
+    picture = Svg(WIDTH, 4 * height + 2 * LINE)
+    for rank in range(n):
+        picture.box(140 * rank, 0, 18, 18, RANKS[rank])
+        picture.text(140 * rank + 25, 15, f"from rank {rank}")
+    picture.text(140 * n, 15, "four colours: a sum over the ranks")
+    picture.text(0, LINE + 17, "Left: before the call. Right: after it. The number of block b of rank r is 10 r + b.")
+    pool = WorkerPool()
+    for number, name in enumerate(name for name in COLLECTIVES if name != "all_reduce_in_parts"):
+        x, y = number % 2 * panel, 2 * LINE + 10 + number // 2 * height
+        picture.text(x, y + 16, name.replace("_", "-").replace("send-recv", "send and receive"), "title")
+        for rank, numbers in enumerate(pool.run(before_and_after, n, name)):
+            top = y + LINE + 4 + rank * row
+            picture.text(x, top + 21, f"rank {rank}")
+            for column, values in zip((x + left, x + left + n * size + arrow), numbers, strict=True):
+                picture.frame(column, top, n * size - 3, row - 4)
+                for i, value in enumerate(values):
+                    is_sum = value >= 10 * n
+                    if len(values) == 1:  # a shard is drawn where it belongs in the full tensor
+                        i = rank if is_sum else value % 10
+                    left_edge, width = column + i * size, size - 3
+                    picture.box(left_edge, top, width, row - 4, "#ffffff" if is_sum else RANKS[value // 10])
+                    for source in range(n) if is_sum else ():
+                        picture.box(left_edge + source * width / n, top + row - 12, width / n, 8, RANKS[source])
+                    picture.text(left_edge + width / 2, top + (17 if is_sum else 21), str(value), "label")
+        middle = y + LINE + 2 + n * row / 2
+        picture.arrow(x + left + n * size + 4, middle, x + left + n * size + arrow - 8, middle)
+    pool.close()
     return str(picture)
 
 
@@ -201,4 +237,4 @@ def main(description: str | None, *pictures: Callable[[], str]) -> None:
 
 
 if __name__ == "__main__":
-    main(__doc__, buckets, matrices, schedules, shards, ring_steps, zero)
+    main(__doc__, collectives, buckets, matrices, schedules, shards, ring_steps, zero)

@@ -9,7 +9,7 @@ WIDTH = 960  # pixels, as all sizes here; GitHub shows a README 830 px wide
 LINE, CHARACTER = 22, 9.2  # height of a line of text, and the mean width of a character in a wide font
 RANKS = [COLOURS[kind] for kind in "FBWIR"]  # colours of the first five ranks
 TEXT = """
-text { font-size: 16px }
+text { font-size: 17px }
 .title { font-weight: 600 }
 .centred { text-anchor: middle }
 .arrow { stroke: #888; stroke-width: 1.5; fill: #888 }
