@@ -150,13 +150,13 @@ def main() -> None:
     ranks, n = range(dist.get_world_size()), dist.get_world_size()
     if chosen:
         rows = [[chosen, "before", "after"]]
-        for rank, numbers in zip(ranks, run_on_all_ranks(lambda: before_and_after(chosen)), strict=True):
-            rows.append([f"rank {rank}", *(" ".join(f"{number:2}" for number in part) or "-" for part in numbers)])
+        for rank, parts in zip(ranks, run_on_all_ranks(lambda: before_and_after(chosen)), strict=True):
+            rows.append([f"rank {rank}", *(" ".join(f"{number:2}" for number in part) or "-" for part in parts)])
     else:
         rows = [["full tensors sent by", *(f"rank {rank}" for rank in ranks), "sum", "formula", ""]]
         for name, collective in COLLECTIVES.items():
             sent = run_on_all_ranks(functools.partial(full_tensors_sent, name))
-            numbers = [f"{each:.2f}" for each in (*sent, sum(sent), collective.sent_by(n))]
+            numbers = (f"{each:.2f}" for each in (*sent, sum(sent), collective.sent_by(n)))
             rows.append([name, *numbers, collective.sent])
     if dist.get_rank() == 0:
         print(text_table(rows, first_number=None if chosen else 1))
