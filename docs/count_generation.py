@@ -49,14 +49,14 @@ def generate_on_rank(rank: int, new: int, **layout: int) -> tuple[int, int]:
 
 
 def tokens_computed() -> Iterator[Row]:
-    """Tokens that go through the layers until each of 8 prompts of t = 40 tokens has n new ones. With a cache, the
-    prefill computes 8 t, and each of n - 1 decodes 8 more. Without a cache, every new token would need a forward pass
-    of all tokens before it.
+    """Tokens that go through the layers until each of 8 prompts of 40 tokens has some new ones. With a cache, the
+    prefill computes 8 x 40, and each further new token 8 more. Without a cache, every new token would need a forward
+    pass of all tokens before it.
     """
-    yield "", "counted", "8 (t + n - 1)", "without a cache, 8 n (t + (n - 1)/2)"
-    for n in (1, 8, 32):
-        tokens, _ = generate_on_rank(0, n)
-        yield f"n = {n}", tokens, PROMPTS * (LENGTH + n - 1), int(PROMPTS * n * (LENGTH + (n - 1) / 2))
+    yield "", "counted", "8 (40 + new - 1)", "without a cache, 8 new (40 + (new - 1)/2)"
+    for new in (1, 8, 32):
+        tokens, _ = generate_on_rank(0, new)
+        yield f"new = {new}", tokens, PROMPTS * (LENGTH + new - 1), int(PROMPTS * new * (LENGTH + (new - 1) / 2))
 
 
 def caches() -> Iterator[Row]:
@@ -74,12 +74,12 @@ def caches() -> Iterator[Row]:
 
 
 def idle_times() -> Iterator[Row]:
-    """Bubble of p = 4 ranks with g groups of prompts that get 100 tokens each, simulated: every forward of a group in a
-    stage takes the same time, and messages take none.
+    """Bubble of p = 4 ranks with some groups of prompts that get 100 tokens each, simulated: every forward of a group
+    in a stage takes the same time, and messages take none.
     """
-    yield "", "simulated", "1 - g/4"
+    yield "", "simulated", "1 - groups/p"
     for groups in (1, 2, 4, 8):
-        yield f"g = {groups}", f"{check(generation(4, groups, 100)).bubble:.1%}", f"{max(0, 1 - groups / 4):.1%}"
+        yield f"groups = {groups}", f"{check(generation(4, groups, 100)).bubble:.1%}", f"{max(0, 1 - groups / 4):.1%}"
 
 
 TABLES = (tokens_computed, caches, idle_times)

@@ -73,11 +73,13 @@ def bars(found: dict[str, tuple[Memory, dict[str, int]]]) -> str:
     """Draw two bars for each remedy: the estimate above, the count below."""
     left, row = 230.0, 46
     scale = (WIDTH - left - 90) / max(memory.total for memory, _ in found.values())
-    picture, x = Svg(WIDTH, LINE + 10 + row * len(found)), left
+    picture, x = Svg(WIDTH, 2 * LINE + 10 + row * len(found)), left
     for colour, part in zip(RANKS, PARTS, strict=True):
         picture.box(x, 0, 18, 18, colour)
         picture.text(x + 24, 14, part)
         x += 34 + 9 * len(part)
+    picture.frame(x, 0, 18, 18)
+    picture.text(x + 24, 14, "counted")
     for number, (name, (memory, counted)) in enumerate(found.items()):
         x, y = left, LINE + 10 + row * number
         picture.text(0, y + 24, name)
@@ -89,6 +91,8 @@ def bars(found: dict[str, tuple[Memory, dict[str, int]]]) -> str:
         picture.text(x + 8, y + 24, f"{memory.total / GIB:.1f} GiB")
         picture.frame(left, y + 22, counted["peak"] * scale, 12)
         picture.line(left + counted["state"] * scale, y + 22, left + counted["state"] * scale, y + 34)
+    y = LINE + 10 + row * len(found)
+    picture.text(left, y + 14, "GiB of the rank that needs most; the mark is what stays between steps")
     return str(picture)
 
 

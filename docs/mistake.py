@@ -1,8 +1,10 @@
-"""A classic mistake, and the test that catches it, see docs/mistakes.py."""
+"""A classic mistake: see docs/mistakes.py for the tests that catch them, docs/broken_run.py for runs with them."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,3 +23,12 @@ class Mistake:
     replacements: dict[str, Any]
     test: Callable[..., None]
     arguments: tuple[Any, ...]
+
+
+@contextmanager
+def replaced(replacements: Mapping[str, Any]) -> Iterator[None]:
+    """Replace functions, given by their dotted names, in a `with` block."""
+    with ExitStack() as stack:
+        for target, replacement in replacements.items():
+            stack.enter_context(mock.patch(target, replacement))
+        yield

@@ -11,15 +11,13 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from docs import generation_mistakes, zero_mistakes
-from docs.mistake import Mistake
+from docs.mistake import Mistake, replaced
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.context_parallel.positions import local_positions, visible_blocks
@@ -47,9 +45,7 @@ class MistakenPool:
 
 def with_mistake(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Call `function(*arguments)` in a worker, with a mistake."""
-    with ExitStack() as stack:
-        for target, replacement in MISTAKES[name].replacements.items():
-            stack.enter_context(mock.patch(target, replacement))
+    with replaced(MISTAKES[name].replacements):
         return function(*arguments)
 
 
@@ -268,9 +264,9 @@ def main() -> None:
     for name, mistake in MISTAKES.items():
         if which not in (name, mistake.page):
             continue
-        print(
-            f"{name}: {mistake.description}\n    {mistake.test.__module__.replace('.', '/')}.py::{mistake.test.__name__}"
-        )
+            print(
+                f"{name}: {mistake.description}\n    {mistake.test.__module__.replace('.', '/')}.py::{mistake.test.__name__}"
+            )
         try:
             run_test(mistake, pool)
         except AssertionError as error:

@@ -1,51 +1,54 @@
 """Pictures of single ideas for the pages, drawn from what the code does:
 
-python -m docs.pictures buckets --out docs/pictures/buckets.svg
+python -m docs.pictures shards --out docs/pictures/shards.svg
 """
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from docs.collectives import COLLECTIVES, before_and_after
 from docs.count import zero_step
 from docs.quickstart import quickstart, stage_of
 from docs.svg import LINE, RANKS, WIDTH, Svg
 from picotron.context_parallel.positions import local_positions, visible_blocks
-from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.explain.fake_group import fake_rank
-from picotron.schedules.schedules import build
-from picotron.schedules.simulate import Costs, simulate, summary
-from picotron.weights import Shard, main_grad, parameters_and_shards
+from picotron.schedules.draw_svg import lighter
+from picotron.weights import Shard, parameters_and_shards
+from tests.support.worker_pool import WorkerPool
 
 
-def buckets(bucket_mb: float = 0.7) -> str:
-    """Draw the quickstart's gradients in buckets, in the order in which they are reduced; a colour for each layer."""
-    config = quickstart(dp_size=2)
-    with fake_rank(0, config.distributed):
-        stage = stage_of(config)
-        model = DataParallelBucket(stage, bucket_mb, stage.parameters_by_stage())
-    names = {parameter: name for name, parameter in stage.module.named_parameters()}
-    left, row = 170.0, 36
-    scale = (WIDTH - left) / max(bucket.buffer.nbytes for bucket in model.buckets)
-    picture = Svg(WIDTH, row * len(model.buckets) + 3 * LINE)
-    layers, x = list(stage.stages[0].layers), left
-    for layer in reversed(layers):
-        picture.box(x, 0, 80, 20, RANKS[layer], f"layer {layer}")
-        x += 90
-    picture.box(x, 0, 200, 20, RANKS[-1], "norm and embedding")
-    for number, bucket in enumerate(model.buckets):
-        x, y = left, row * number + LINE + 10
-        picture.text(0, y + 20, f"bucket {number}: {bucket.buffer.nbytes / 2**20:.2f} MiB")
-        for parameter in bucket.parameters:
-            words, width = names[parameter].split("."), main_grad(parameter).nbytes * scale
-            colour = RANKS[int(words[2])] if "layers" in words else RANKS[-1]
-            picture.box(x, y, width, row - 8, colour, words[-2].removesuffix("_proj"), names[parameter])
-            x += width
-    y = row * len(model.buckets) + LINE + 14
-    picture.arrow(left, y, WIDTH, y)
-    picture.text(
-        left, y + 20, "order of backward in each row; a full bucket is averaged while backward fills the next one"
-    )
+def collectives(n: int = 4) -> str:
+    """Draw what each of n ranks has before and after a collective, as computed by n processes."""
+    size, row, left, arrow, panel = 44, 34, 64, 44, 496
+    height = n * row + 2 * LINE + 10
+    picture = Svg(WIDTH, 4 * height + 2 * LINE)
+    for rank in range(n):
+        picture.box(140 * rank, 0, 18, 18, RANKS[rank])
+        picture.text(140 * rank + 25, 15, f"from rank {rank}")
+    picture.text(140 * n, 15, "four colours: a sum over the ranks")
+    picture.text(0, LINE + 17, "Left: before the call. Right: after it. The number of block b of rank r is 10 r + b.")
+    pool = WorkerPool()
+    for number, name in enumerate(name for name in COLLECTIVES if name != "all_reduce_in_parts"):
+        x, y = number % 2 * panel, 2 * LINE + 10 + number // 2 * height
+        picture.text(x, y + 16, name.replace("_", "-").replace("send-recv", "send and receive"), "title")
+        for rank, numbers in enumerate(pool.run(before_and_after, n, name)):
+            top = y + LINE + 4 + rank * row
+            picture.text(x, top + 21, f"rank {rank}")
+            for column, values in zip((x + left, x + left + n * size + arrow), numbers, strict=True):
+                picture.frame(column, top, n * size - 3, row - 4)
+                for i, value in enumerate(values):
+                    is_sum = value >= 10 * n
+                    if len(values) == 1:  # a shard is drawn where it belongs in the full tensor
+                        i = rank if is_sum else value % 10
+                    left_edge, width = column + i * size, size - 3
+                    picture.box(left_edge, top, width, row - 4, "#ffffff" if is_sum else RANKS[value // 10])
+                    for source in range(n) if is_sum else ():
+                        picture.box(left_edge + source * width / n, top + row - 12, width / n, 8, RANKS[source])
+                    picture.text(left_edge + width / 2, top + (17 if is_sum else 21), str(value), "label")
+        middle = y + LINE + 2 + n * row / 2
+        picture.arrow(x + left + n * size + 4, middle, x + left + n * size + arrow - 8, middle)
+    pool.close()
     return str(picture)
 
 
@@ -66,7 +69,7 @@ def matrices(tp: int = 4) -> str:
     picture, x = Svg(WIDTH, height + 2 * LINE), 0.0
     for name, (rows, columns) in shapes.items():
         axis = "rows" if shards_of[name][0].dim == 0 else "columns"
-        for i, line in enumerate((name, f"{rows} x {columns}", f"{axis} split")):
+        for i, line in enumerate((name, f"{rows} x {columns}", f"by {axis}")):
             picture.text(x, 14 + 20 * i, line, "" if i else "title")
         for rank, shard in shards_of[name].items():
             start, size = shard.start * scale, (shard.stop - shard.start) * scale
@@ -78,6 +81,65 @@ def matrices(tp: int = 4) -> str:
         x += columns * scale + gap
     for rank in range(tp):
         picture.box(90 * rank, height + LINE - 4, 80, LINE, RANKS[rank], f"rank {rank}")
+    return str(picture)
+
+
+def block() -> str:
+    """Draw the activations of an attention block on two tp ranks, without and with sequence parallelism."""
+    width, height, step, column, names = 84, 44, 82, 496, 214
+    replicated = lighter("#888888", 0.5)
+    picture = Svg(WIDTH, 6 * step + 2 * LINE)
+    for x, colour, name in (
+        (0, RANKS[0], "rank 0"),
+        (120, RANKS[1], "rank 1"),
+        (240, replicated, "replicated: equal on both"),
+    ):
+        picture.box(x, 0, 18, 18, colour)
+        picture.text(x + 25, 15, name)
+    picture.text(
+        0, LINE + 17, "Rectangle: tokens (down) x features (across). Stripes: partial, a term of the true value."
+    )
+    # (tensor, its shape, how it is divided), and the operation that computes the next one
+    middle = [
+        ("q, k, v", "(B, T, heads/tp, d)", "heads", "attention"),
+        ("a", "(B, T, H/tp, d)", "heads", "o_proj: columns"),
+    ]
+    for x, title, flow in (
+        (0, "tensor parallelism", [
+            ("x in", "(B, T, D)", "", "copy (backward: all-reduce)"),
+            ("x", "(B, T, D)", "", "q, k, v_proj: rows"), *middle,
+            ("y", "(B, T, D)", "partial", "all-reduce"),
+            ("y out", "(B, T, D)", "", ""),
+        ]),
+        (column, "with sequence parallelism", [
+            ("x in", "(B, T/tp, D)", "tokens", "all-gather"),
+            ("x", "(B, T, D)", "", "q, k, v_proj: rows"), *middle,
+            ("y", "(B, T, D)", "partial", "reduce-scatter"),
+            ("y out", "(B, T/tp, D)", "tokens", ""),
+        ]),
+    ):  # fmt: skip
+        picture.text(x, 2 * LINE + 24, title, "title")
+        for number, (name, shape, divided, operation) in enumerate(flow):
+            y = 3 * LINE + 14 + number * step
+            for rank in range(2):
+                left, colour = x + rank * (width + 12), RANKS[rank]
+                picture.frame(left, y, width, height)
+                if divided == "heads":
+                    picture.box(left + rank * width / 2, y, width / 2, height, colour)
+                elif divided == "tokens":
+                    picture.box(left, y + rank * height / 2, width, height / 2, colour)
+                elif divided == "partial":
+                    for stripe in range(0, width, 12):
+                        picture.box(left + stripe, y, 6, height, colour)
+                else:
+                    picture.box(left, y, width, height, replicated)
+                if operation:
+                    picture.arrow(left + width / 2, y + height + 4, left + width / 2, y + step - 4)
+            kind = {"": "replicated", "partial": "partial"}.get(divided, f"sharded by {divided}")
+            picture.text(x + names, y + 18, f"{name}: {kind}")
+            picture.text(x + names, y + 38, shape)
+            if operation:
+                picture.text(x + names, y + step - 14, operation, "title")
     return str(picture)
 
 
@@ -146,8 +208,8 @@ def ring_steps(cp: int = 4) -> str:
 def zero(ranks: tuple[int, ...] = (2, 8)) -> str:
     """Draw the memory of a rank between steps, in bytes per parameter, for each engine and number of ranks."""
     parts = ("weight", "gradient", "master weight", "first moment", "second moment")
-    left, row, scale = 200, 40, (WIDTH - 260) / 18
-    picture, x = Svg(WIDTH, LINE + 10 + row * (1 + 2 * len(ranks)) + 10), float(left)
+    left, row, scale = 190, 40, (WIDTH - 290) / 18
+    picture, x = Svg(WIDTH, 2 * LINE + 10 + row * (1 + 2 * len(ranks)) + 4), float(left)
     for colour, part in zip(RANKS, parts, strict=True):
         picture.box(x, 0, 18, 18, colour)
         picture.text(x + 24, 14, part)
@@ -166,28 +228,7 @@ def zero(ranks: tuple[int, ...] = (2, 8)) -> str:
             x += width
         picture.text(x + 8, y + 22, f"{(step.weights + step.gradients + step.optimizer) / parameters:.3g} bytes")
         y += row
-    return str(picture)
-
-
-def schedules(pp: int = 4, microbatches: int = 8) -> str:
-    """Draw five schedules on one time axis, simulated with a backward that takes as long as two forwards."""
-    names = ("afab", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
-    built = {name: build(name, pp, microbatches) for name in names}
-    timelines = {name: simulate(s, Costs(weights=[1 / s.chunks] * s.num_stages)) for name, s in built.items()}
-    left, row, gap = 50, 22, 3
-    height, duration = pp * (row + gap) + 40, max(timeline.step_time for timeline in timelines.values())
-    scale = (WIDTH - left - 6) / duration
-    picture = Svg(WIDTH, height * len(timelines) + 4 * LINE)
-    picture.legend(left, 0, *timelines.values())
-    for number, (name, timeline) in enumerate(timelines.items()):
-        y = LINE + 12 + number * height
-        facts = ", ".join(f"{what} {value}" for what, value in summary(timeline).items())
-        picture.text(left, y + 14, f"{name}: {facts}")
-        for rank in range(pp):
-            picture.text(0, y + LINE + rank * (row + gap) + 17, f"pp {rank}")
-        picture.timeline(timeline, left, y + LINE, scale, row, gap)
-    unit = "unit: the forward of one micro-batch through all stages of a pp rank"
-    picture.time_axis(left, LINE + 6 + len(timelines) * height, scale, duration, 5, unit)
+    picture.text(left, y + 16, "bytes per parameter that a rank holds between steps, in bfloat16")
     return str(picture)
 
 
@@ -201,4 +242,4 @@ def main(description: str | None, *pictures: Callable[[], str]) -> None:
 
 
 if __name__ == "__main__":
-    main(__doc__, buckets, matrices, schedules, shards, ring_steps, zero)
+    main(__doc__, collectives, matrices, block, shards, ring_steps, zero)

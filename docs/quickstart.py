@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from picotron.config import Config
+from picotron.config import Config, Training
 from picotron.config_reader import load_config
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel
@@ -29,12 +29,12 @@ def quickstart(**changes: Any) -> Config:
     """Return the config template/base_config.json with all sizes of the layout set to 1, and with `changes`.
 
     Args:
-        changes: keys of the section `distributed`, or gradient_accumulation_steps.
+        changes: keys of the sections `distributed` and `training`.
     """
     one_process = {"dp_size": 1, "pp_size": 1, "tp_size": 1}
     arguments = ["--config", "template/base_config.json"]
     for key, value in (one_process | changes).items():
-        section = "training" if key == "gradient_accumulation_steps" else "distributed"
+        section = "training" if key in Training.model_fields else "distributed"
         arguments += [f"--{section}.{key}", str(value).lower()]
     return load_config(arguments)
 
@@ -53,11 +53,11 @@ def stage_of(config: Config) -> PipelineParallel:
     return stage
 
 
-def step_of(config: Config) -> Callable[[], Any]:
+def step_of(config: Config, dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
     """Return this rank's training step, without the optimizer, as a function without arguments."""
-    model, model_config = model_of(config), load_model_config(config.model)
+    model, model_config = model_of(config, dtype), load_model_config(config.model)
     length = config.training.seq_length
     rows = TextRows(np.zeros(length * config.global_batch_size + 1, np.uint16), length)
     loader = MicroBatchDataLoader(rows, config, CPU)
-    step = make_train_step(config, model_config, plan_pipeline(config, model_config), CPU, torch.float32)
+    step = make_train_step(config, model_config, plan_pipeline(config, model_config), CPU, dtype)
     return lambda: step(model, loader)

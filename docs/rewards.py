@@ -34,7 +34,8 @@ def draw(folders: list[Path]) -> Svg:
         x = LEFT + 130 * folders.index(folder)
         svg.box(x, TOP + HEIGHT + 38, 18, 18, colour, title=folder.name)
         svg.text(x + 25, TOP + HEIGHT + 52, folder.name)
-    svg.text(LEFT + 130 * len(folders), TOP + HEIGHT + 52, "thin: samples of a step, thick: evaluation; over steps")
+    svg.text(LEFT + 8, TOP + 18, "mean reward")
+    svg.text(LEFT + 130 * len(folders), TOP + HEIGHT + 52, "thin: samples, thick: evaluation; horizontal: step")
     return svg
 
 

@@ -7,6 +7,7 @@ Each rank's coordinates, stages, heads, sequences and byte ranges are those of t
 
 import itertools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from picotron.model_config import load_model_config
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import new_groups
 from picotron.rows import TextRows
-from picotron.schedules.draw_svg import lighter
+from picotron.schedules.draw_svg import COLOURS, lighter
 from picotron.schedules.plan import plan_pipeline
 from picotron.schedules.simulate import Costs, simulate
 from picotron.schedules.stages import Stage, stage_weights
@@ -67,9 +68,9 @@ def overview() -> str:
     layout, model_config = config.distributed, load_model_config(config.model)
     plan = plan_pipeline(config, model_config)
     dp, pp, tp = layout.dp_size, layout.pp_size, layout.tp_size
-    box, width, stage_gap, tp_gap, dp_gap, left, top = 44, 190, 26, 26, 32, 48, 66
+    box, width, stage_gap, tp_gap, dp_gap, left, top = 46, 204, 26, 26, 32, 48, 66
     pipeline = tp * box + (tp - 1) * tp_gap
-    right = left + pp * (width + stage_gap) + 20  # where the schedule begins
+    right = left + pp * (width + stage_gap) + 12  # where the schedule begins
     picture = Svg(WIDTH, top + dp * pipeline + (dp - 1) * dp_gap + 12)
 
     picture.text(0, 16, f"{layout.world_size} ranks: dp {dp} x pp {pp} x cp {layout.cp_size} x tp {tp}", "title")
@@ -119,7 +120,7 @@ def overview() -> str:
             f"Grey: idle, {timeline.bubble:.1%} of the step (the bubble).",
             f"tp: ranks {tp_group} sum partial results per layer.",
             f"pp: ranks {pp_group} send hidden states, gradients.",
-            f"dp: ranks {dp_group} average gradients once per step.",
+            f"dp: ranks {dp_group} average gradients per step.",
         )
     ):
         picture.text(right, axis + 72 + LINE * i, line)
@@ -128,25 +129,30 @@ def overview() -> str:
 
 def batch() -> str:
     """Draw a global batch of the quickstart: the sequences of each dp rank and micro-batch."""
-    dp, steps, width, left, row = 2, 4, 183, 54, 34
+    dp, steps, width, left, row = 2, 4, 176, 54, 36
     config = quickstart(dp_size=dp, gradient_accumulation_steps=steps)
-    picture = Svg(WIDTH, dp * row + 2 * LINE + 12)
+    picture = Svg(WIDTH, dp * row + 4 * LINE + 12)
+    for x, colour, name in ((left, COLOURS["F"], "forward"), (left + 110, COLOURS["B"], "backward")):
+        picture.box(x, 0, 18, 18, colour)
+        picture.text(x + 25, 15, name)
+    picture.text(left + 230, 15, "The numbers are those of the two sequences in a micro-batch.")
     for i in range(steps):
-        picture.text(left + i * width + 4, 16, f"micro-batch {i}")
+        picture.text(left + (i + 0.5) * width, LINE + 16, f"micro-batch {i}", "centred")
     for rank in range(dp):
-        y = LINE + 2 + rank * row
-        picture.text(0, y + 20, f"dp {rank}")
+        y = 2 * LINE + 2 + rank * row
+        picture.text(0, y + 22, f"dp {rank}")
         with fake_rank(rank, config.distributed):
             batches = micro_batches(config)
         for i, rows in enumerate(batches):
-            label = f"sequences {', '.join(map(str, rows))}"
-            picture.box(left + i * width, y, width - 4, row - 4, RANKS[rank], label)
-    x, bottom = left + steps * width, LINE + 2 + dp * row
-    picture.frame(x, LINE + 2, WIDTH - x, dp * row - 4)
-    for i, line in enumerate(("average gradients,", "update")):
-        picture.text((x + WIDTH) / 2, (LINE + bottom) / 2 - 4 + 20 * i, line, "centred")
+            x, third, label = left + i * width, (width - 4) / 3, ", ".join(map(str, rows))
+            picture.box(x, y, third, row - 4, COLOURS["F"], label)
+            picture.box(x + third, y, 2 * third, row - 4, COLOURS["B"], label)
+    x, bottom = left + steps * width, 2 * LINE + 2 + dp * row
+    picture.frame(x, 2 * LINE + 2, WIDTH - x, dp * row - 4)
+    for i, line in enumerate(("average gradients,", "update weights")):
+        picture.text((x + WIDTH) / 2, (2 * LINE + bottom) / 2 - 4 + 21 * i, line, "centred")
     picture.arrow(left, bottom + 6, WIDTH, bottom + 6)
-    picture.text(left, bottom + 26, "time, one step")
+    picture.text(left, bottom + 28, "time of one step, not to scale")
     return str(picture)
 
 
@@ -168,27 +174,50 @@ def part_of_model(name: str) -> str:
     return f"layer {words[2]}" if words[1] == "layers" else words[1].replace("norm", "")
 
 
-def checkpoint_files() -> str:
-    """Draw the model files of a run with pp 2 x tp 2, to scale in bytes; a colour for each rank that writes."""
-    pp, tp, bar = 2, 2, 44
+def matrix(name: str) -> str:
+    """Return `gate` for model.layers.3.mlp.gate_proj.weight, and nothing for a norm."""
+    return name.split(".")[-2].removesuffix("_proj") if "_proj" in name else ""
+
+
+def checkpoint_files(zoomed: str = "layer 0") -> str:
+    """Draw the model files of a run with pp 2 x tp 2, to scale in bytes; a colour for each rank that writes. A part of
+    the first file is drawn again, enlarged.
+    """
+    pp, tp, bar, left = 2, 2, 40, 2
     config = quickstart(pp_size=pp, tp_size=tp)
     ranks = [written_ranges(config, rank) for rank in range(pp * tp)]
-    scale = WIDTH / max(part.start + part.size for _, parts in ranks for part in parts)
-    height = LINE + bar + LINE + 14
-    picture = Svg(WIDTH, pp * height)
-    for rank, (slices, parts) in enumerate(ranks):
-        y = rank // tp * height + LINE + 2
-        picture.box(330 + 90 * (rank % tp), y - LINE, 80, LINE - 4, RANKS[rank], f"rank {rank}")
-        for part in parts:
-            title = f"rank {rank}: bytes {part.start:,} to {part.start + part.size:,}"
-            picture.box(part.start * scale, y, part.size * scale, bar, RANKS[rank], title=title)
-        if rank % tp == 0:
-            picture.text(0, y - 7, slices[0].file, "title")
-            for name, tensors in itertools.groupby(slices, lambda each: part_of_model(each.name)):
-                x = next(tensors).start * scale
-                if name:
-                    picture.line(x, y, x, y + bar + 18)
-                picture.text(x + 4, y + bar + 17, name)
+    end = max(part.start + part.size for _, parts in ranks for part in parts)
+    picture = Svg(WIDTH, LINE + 12 + (pp + 1) * (2 * LINE + bar + 16))
+    for rank in range(pp * tp):
+        picture.box(220 * rank, 0, 18, 18, RANKS[rank])
+        picture.text(220 * rank + 25, 15, f"written by rank {rank}")
+
+    def draw(top: float, title: str, stage: int, first: int, last: int, name_of: Callable[[str], str]) -> None:
+        """Draw the bytes from `first` to `last` of a file over the whole width, with names below."""
+        scale = (WIDTH - 2 * left) / (last - first)
+        picture.text(0, top + 16, title, "title")
+        y = top + LINE
+        for rank in range(stage * tp, (stage + 1) * tp):
+            for part in ranks[rank][1]:
+                start, stop = max(part.start, first), min(part.start + part.size, last)
+                if start < stop:
+                    hover = f"rank {rank}: bytes {part.start:,} to {part.start + part.size:,}"
+                    width = (stop - start) * scale
+                    picture.box(left + (start - first) * scale, y, width, bar, RANKS[rank], title=hover)
+        for name, tensors in itertools.groupby(ranks[stage * tp][0], lambda each: name_of(each.name)):
+            start = next(tensors).start
+            if name and first <= start < last:
+                x = left + (start - first) * scale
+                picture.line(x, y, x, y + bar + 18)
+                picture.text(x + 4, y + bar + 18, name)
+
+    tops = [LINE + 12 + i * (2 * LINE + bar + 16) for i in range(pp + 1)]
+    slices = ranks[0][0]
+    starts = [each.start for each in slices if part_of_model(each.name) == zoomed]
+    after = min(each.start for each in slices if each.start > starts[-1])
+    draw(tops[0], f"{slices[0].file}: {end / 2**20:.2f} MiB", 0, 0, end, part_of_model)
+    draw(tops[1], f"{zoomed} of this file, enlarged", 0, starts[0], after, matrix)
+    draw(tops[2], f"{ranks[tp][0][0].file}, to the scale of the first file", 1, 0, end, part_of_model)
     return str(picture)
 
 

@@ -1,18 +1,20 @@
-"""SVG drawings for the pages: shapes, text, arrows and timelines. Their text is 14 px high at the width of a README."""
+"""SVG drawings for the pages: shapes, text, arrows and timelines. Text is 14 px high in a README, 830 px wide."""
 
+from collections.abc import Sequence
 from html import escape
 
 from picotron.schedules.draw_svg import COLOURS, MEANING, STYLE, boxes, kinds
 from picotron.schedules.simulate import Timeline
 
 WIDTH = 960  # pixels, as all sizes here; GitHub shows a README 830 px wide
-LINE, CHARACTER = 22, 9.2  # height of a line of text, and the mean width of a character in a wide font
+LINE, CHARACTER = 23, 9.2  # height of a line of text, and the mean width of a character in a wide font
 RANKS = [COLOURS[kind] for kind in "FBWIR"]  # colours of the first five ranks
 TEXT = """
-text { font-size: 16px }
+text { font-size: 17px }
 .title { font-weight: 600 }
 .centred { text-anchor: middle }
 .arrow { stroke: #888; stroke-width: 1.5; fill: #888 }
+.memory { fill: #888; fill-opacity: 0.6 }
 """
 
 
@@ -31,7 +33,7 @@ class Svg:
         self.parts.append(
             f'<rect class="action" {place} fill="{colour}"><title>{escape(title or label)}</title></rect>'
         )
-        if label and width > CHARACTER * len(label):
+        if label and width > CHARACTER * len(label) and height >= 16:
             self.text(x + width / 2, y + height / 2 + 5.5, label, "label")
 
     def triangle(self, x: float, y: float, size: float, colour: str) -> None:
@@ -75,6 +77,15 @@ class Svg:
         for box in boxes(timeline):
             top, width = y + box.rank * (row + gap) + box.top * row, (box.end - box.start) * scale
             self.box(x + box.start * scale, top, width, box.height * row, box.colour, box.label, box.title)
+
+    def curve(self, curve: Sequence[tuple[float, float]], x: float, bottom: float, scale: float, unit: float) -> None:
+        """Add the area below steps, given as (time, value): `scale` pixels wide per time, `unit` high per value."""
+        points, height = [(x, bottom)], 0.0
+        for time, value in curve:
+            points += [(x + time * scale, bottom - height * unit), (x + time * scale, bottom - value * unit)]
+            height = value
+        text = " ".join(f"{a:.2f},{b:.2f}" for a, b in points)
+        self.parts.append(f'<polygon class="memory" points="{text}"/>')
 
     def time_axis(self, x: float, y: float, scale: float, duration: float, every: int, unit: str) -> None:
         """Add an axis below a timeline, with a number at every n-th unit of time."""

@@ -1,6 +1,7 @@
 """Start and end of a process: logging, device, process group, stop signals, and the exit after an error."""
 
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -26,8 +27,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man ma
 
 def set_up_logging() -> None:
     """Log progress on rank 0, warnings on the first rank of every machine, and only errors on the other ranks. With
-    `--json`, the JSON is the only standard output.
+    `--json`, the JSON is the only standard output. After a SIGUSR2 or a crash, a process prints its Python stacks.
     """
+    faulthandler.enable(file=2)  # sys.stderr may be an object without a file
+    if hasattr(faulthandler, "register"):  # not on Windows
+        faulthandler.register(signal.SIGUSR2, file=2)
     first_of_machine = int(os.environ.get("LOCAL_RANK", 0)) == 0
     logger.addHandler(logging.StreamHandler(sys.stderr if "--json" in sys.argv else sys.stdout))
     if int(os.environ.get("RANK", 0)) == 0:
@@ -141,10 +145,31 @@ class StopSignals:
         return StopSignals.received
 
 
+def missing_ranks(error: Exception) -> str | None:
+    """Return a sentence if torch could not reach other ranks, with the line at which this rank waited for them. Return
+    None for any other error, which has its cause on this rank.
+    """
+    timed_out = any(text in str(error) for text in ("Timed out waiting", "wait timeout", "monitoredBarrier"))
+    if not isinstance(error, RuntimeError) or not (timed_out or "by peer" in str(error)):
+        return None
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in frame.filename
+    ]
+    calls = (f"{frame.name} ({os.path.relpath(frame.filename)}:{frame.lineno})" for frame in frames[:-4:-1])
+    place = ", called by ".join(calls)
+    if timed_out:
+        return (
+            f"other ranks did not come to {place}; compare this with the lines of the other ranks, because all ranks of "
+            f"a group must call the same collectives in the same order (docs/debugging.md)"
+        )
+    return f"another rank has ended, and its error is the cause; this rank was in {place}"
+
+
 def exit_on_error(main: Callable[[], None]) -> None:
     """Call `main`. If it raises, print the error and exit immediately, so that torchrun stops the other ranks.
 
-    A `UserError` is printed as its message, any other exception as a traceback.
+    A `UserError` is printed as its message, any other exception as a traceback. Ranks that have waited for others in
+    vain print where.
     """
     rank = int(os.environ.get("RANK", 0))
     try:
@@ -160,6 +185,10 @@ def exit_on_error(main: Callable[[], None]) -> None:
             # Usually torchrun sent the signal because another rank failed and printed why; this error is a consequence.
             name = type(error).__name__
             print(f"[rank {rank}] ended with {name} after signal {StopSignals.received}", file=sys.stderr)
+            os._exit(1)
+        if sentence := missing_ranks(error):
+            print(f"\n[rank {rank}] error: {sentence}\n", file=sys.stderr, flush=True)
+            time.sleep(3)  # torchrun stops the other ranks when the first one exits; they print their sentence, too
             os._exit(1)
         if rank > 0:
             # Most user errors are found by all ranks at the same time, and torchrun stops all of them when the first

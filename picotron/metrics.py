@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import all_reduce
+from picotron.collectives import all_reduce, run_on_all_ranks
 from picotron.config import Config
 from picotron.data import Progress
 from picotron.errors import UserError, first_line
@@ -58,7 +58,7 @@ def max_over_ranks(device: torch.device, *numbers: float) -> Tensor:
 
 def global_mean(loss: Tensor) -> Tensor:
     """Mean loss over the ranks of the last stage, a scalar on every rank. Ranks of other stages pass 0."""
-    grid, mean = pgm.process_group_manager, loss.double()
+    grid, mean = pgm.process_group_manager, loss.to(torch.float64, copy=True)
     all_reduce(mean, grid.cp_dp_group, dist.ReduceOp.AVG)
     all_reduce(mean, grid.pp_group)
     return mean
@@ -165,10 +165,13 @@ class Metrics:
         }
         for name in ("loss", "grad_norm"):
             if not math.isfinite(record[name]):
-                raise UserError(
-                    f"step {progress.step}: {name} is {record[name]}; try a lower learning_rate than {learning_rate:g} "
-                    f"or more warmup_steps"
-                )
+                # All ranks are here, because the numbers are global. A rank without the last stage has the loss 0.
+                losses = {rank: own for rank, own in enumerate(run_on_all_ranks(loss.item)) if own != 0}
+                bad = [rank for rank, own in losses.items() if not math.isfinite(own)]
+                advice = f"try a lower learning_rate than {learning_rate:g} or more warmup_steps"
+                if 0 < len(bad) < len(losses):
+                    advice = f"only rank {', '.join(map(str, bad))} computed such a loss; look at the data and the device there"
+                raise UserError(f"step {progress.step}: {name} is {record[name]}; {advice}")
 
         step_time = time.perf_counter() - self.start
         rate = self.tokens_per_step / step_time

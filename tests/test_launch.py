@@ -1,10 +1,21 @@
-"""Start of a process: what it asks the C library for."""
+"""Errors and hangs that concern other ranks are reported in one sentence, a signal shows where a process is, and freed
+memory is kept.
+"""
 
+import datetime
 import platform
 import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from docs.broken_run import MISTAKES
+from docs.mistake import replaced
+from picotron.launch import missing_ranks
+from tests.support.worker_pool import WorkerPool
+
 
 COUNT_FAULTS = """
 import resource, sys, torch
@@ -17,6 +28,65 @@ for _ in range(3):
     del tensors
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+
+
+def call_alone(group: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+def wait_for_others() -> str | None:
+    """Let rank 0 call a collective that rank 1 does not call. Returns the sentence of rank 0."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        return None
+    try:
+        call_alone(group)
+    except RuntimeError as error:
+        return missing_ranks(error)
+    raise AssertionError("the collective succeeded on one rank")
+
+
+def test_a_rank_that_waits_in_vain_says_where(pool: WorkerPool) -> None:
+    sentence, nothing = pool.run(wait_for_others, 2)
+    assert sentence is not None
+    assert nothing is None
+    assert sentence.startswith("other ranks did not come to call_alone (tests/test_launch.py:")
+    assert "), called by wait_for_others (tests/test_launch.py:" in sentence
+
+
+def test_own_errors_are_not_taken_for_those_of_others() -> None:
+    for error in (ValueError("Timed out waiting for a friend"), RuntimeError("out of memory"), OSError("by peer")):
+        assert missing_ranks(error) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["Connection closed by peer [127.0.0.1]:1", "Read error [::1]:2: Connection reset by peer"]
+)
+def test_a_rank_that_lost_its_peer_names_itself_as_the_consequence(text: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError(text)
+    sentence = missing_ranks(caught.value)
+    assert sentence is not None
+    assert sentence.startswith("another rank has ended, and its error is the cause; this rank was in test_a_rank")
+
+
+@pytest.mark.processes
+def test_sigusr2_prints_the_stack_and_the_process_continues() -> None:
+    program = (
+        "import signal; from picotron.launch import set_up_logging; set_up_logging()\n"
+        "def here(): signal.raise_signal(signal.SIGUSR2)\n"
+        "here(); print('continues')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "continues\n"
+    assert 'File "<string>", line 2 in here' in done.stderr
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_replace_functions_that_exist(name: str) -> None:
+    """docs/debugging.md shows what they lead to."""
+    with replaced(MISTAKES[name].replacements):
+        assert MISTAKES[name].replacements
 
 
 @pytest.mark.processes

@@ -161,6 +161,17 @@ def test_nan_and_inf_stop_the_run_on_every_rank(pool: WorkerPool, tmp_path: Path
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+def refused_on_rank_1(folder: str) -> str:
+    return refused(folder, [1.0, math.nan if dist.get_rank() == 1 else 1.0])
+
+
+def test_a_rank_that_alone_has_a_nan_is_named(pool: WorkerPool, tmp_path: Path) -> None:
+    for message in pool.run(refused_on_rank_1, 2, str(tmp_path)):
+        assert message == (
+            "step 2: loss is nan; only rank 1 computed such a loss; look at the data and the device there"
+        )
+
+
 def test_outputs_do_not_follow_links(tmp_path: Path) -> None:
     """Links that somebody has put into the folder do not make a run overwrite other files."""
     (tmp_path / "precious").write_text("keep me")

@@ -11,22 +11,22 @@ With dp_engine "zero1", the last two are divided by n, the number of dp ranks ti
 are. In a pipeline with "zero3", the full weights exist, too, from their first use in a step to its end.
 
 Activations are the tensors that autograd saves in the forward of a micro-batch for its backward. In a layer of hidden
-size D, with H query heads and K key/value heads of size d, and intermediate size F, each of t tp ranks saves these
+size D, with H query heads and K key/value heads of size d, and intermediate size F, each of tp ranks saves these
 numbers for each of its tokens:
 
     operation                           saved tensors                                  numbers per token
     a = input_layernorm(x)              x, and a for the projections                   2 D
-    q, k, v = project(a), rotated       q, k and v for attention                       (H d + 2 K d) / t
-    y = attention(q, k, v)              y for attention and o_proj                     H d / t
+    q, k, v = project(a), rotated       q, k and v for attention                       (H d + 2 K d) / tp
+    y = attention(q, k, v)              y for attention and o_proj                     H d / tp
     b = post_attention_layernorm(x)     x, and b for the projections                   2 D
-    gate, up = project(b)               gate for silu                                  F / t
-    h = silu(gate) * up                 silu(gate) and up; h for down_proj             3 F / t
+    gate, up = project(b)               gate for silu                                  F / tp
+    h = silu(gate) * up                 silu(gate) and up; h for down_proj             3 F / tp
 
-The sum is 4 D + (2 H d + 2 K d + 4 F) / t, or with sequence parallelism (4 D + 2 H d + 2 K d + 4 F) / t. A rank has
-micro_batch_size x seq_length / cp_size tokens. With more tp ranks than key/value heads, K / t is 1. In addition, a rank
-saves 2 + H / t numbers per token in float32 or wider: 1 / rms of both norms, and for each head the log-sum-exp of a row
-of scores. Scores are not saved, because fused attention recomputes them. Residual additions save nothing, because the
-gradient of a sum does not depend on its terms.
+The sum is 4 D + (2 H d + 2 K d + 4 F) / tp, or with sequence parallelism (4 D + 2 H d + 2 K d + 4 F) / tp. A rank has
+micro_batch_size x seq_length / cp_size tokens. With more tp ranks than key/value heads, K / tp is 1. In addition, a
+rank saves 2 + H / tp numbers per token in float32 or wider: 1 / rms of both norms, and for each head the log-sum-exp of
+a row of scores. Scores are not saved, because fused attention recomputes them. Residual additions save nothing, because
+the gradient of a sum does not depend on its terms.
 
 This is the table of Korthikanti et al. 2022 (arXiv:2205.05198, section 4) for another model: SwiGLU instead of GELU,
 without dropout and scores. Without a fused kernel, or with Ulysses, autograd saves more:
@@ -37,33 +37,33 @@ without dropout and scores. Without a fused kernel, or with Ulysses, autograd sa
     on a GPU, not in bfloat16           k and v of H heads each, except with cp_engine "ring" or "all_gather"
     cp_engine is "ulysses"              y twice, before and after its all-to-all
 
-With activation_checkpointing "full", a layer saves only x: D numbers, or D / t with sequence parallelism. In
+With activation_checkpointing "full", a layer saves only x: D numbers, or D / tp with sequence parallelism. In
 a pipeline, some micro-batches save everything nevertheless, see `recompute.kept_activations`.
 
 All layers of a stage share the rotary angles, d numbers per token. The last stage also saves, for each micro-batch, the
 input of the last norm and the gradient of its output, which the loss computes in its forward (`LinearCrossEntropy`):
-2 D per token; and the gradient of the head's matrix, D V / t in float32 or wider.
+2 D per token; and the gradient of the head's matrix, D V / tp in float32 or wider.
 
 A rank's activations are this sum times the number of micro-batches that the schedule has in flight, see
 `simulate.peak_activations`. Where a schedule splits backward into I and W, each layer keeps for W the inputs of all
-projections and the gradients of their outputs. These are 4 D + (2 H d + 2 K d + 3 F) / t numbers per token, or with
-sequence parallelism 2 D less and 2 D / t more.
+projections and the gradients of their outputs. These are 4 D + (2 H d + 2 K d + 3 F) / tp numbers per token, or with
+sequence parallelism 2 D less and 2 D / tp more.
 
 Temporary tensors add to the activations while a forward or a backward runs:
 
     moment                              temporary tensors
     the loss computes a chunk           its input, D per token; and the logits of the chunk, in float32 or wider and, if
                                         that is different, in the model's dtype
-    the loss's backward                 the gradient of the head's matrix in the model's dtype, D V / t numbers
-    forward of an MLP, recomputed later x, b, gate, silu(gate), up and h: 2 D + 4 F / t per token
+    the loss's backward                 the gradient of the head's matrix in the model's dtype, D V / tp numbers
+    forward of an MLP, recomputed later x, b, gate, silu(gate), up and h: 2 D + 4 F / tp per token
     backward of an MLP                  the gradients of x and of gate, up and h, less h, which is freed (but not in I):
-                                        D + 2 F / t per token; or if that is more, the gradients of x, h and
-                                        down_proj's matrix: D + F / t per token, and D F / t
+                                        D + 2 F / tp per token; or if that is more, the gradients of x, h and
+                                        down_proj's matrix: D + F / tp per token, and D F / tp
     zero3, the loss                     the weights of the last layer and of the head
     zero3, backward of an MLP           the weights of two layers and the gradients of one; and until they are reduced,
                                         in float32 or wider, the gradients of the layer after it, or if the stage has a
                                         separate matrix for the head, those of the head
-    pp, other than afab and 1f1b        messages that wait, about two per direction: 4 D per token, or 4 D / t
+    pp, other than afab and 1f1b        messages that wait, about two per direction: 4 D per token, or 4 D / tp
 
 In the backward of an MLP, the loss has freed what it saved. With activation_checkpointing "full", the other tensors of
 the layer have been recomputed. If the embedding and the head share a matrix on one stage, the head's part of the

@@ -5,9 +5,9 @@ the time to move tokens (n + k) + n k numbers: a roofline (Williams et al. 2009)
 products are slow without a table of shapes. All other operations take the time to read and write their numbers. These
 are, per token of a layer in forward, with the symbols of `estimate`:
 
-    two norms and two residual additions    2 x 2 D + 2 x 3 D, with sequence parallelism D / t
-    rotation of q and k                     2 (H d + K d) / t
-    silu, and its product with up           (2 + 3) F / t
+    two norms and two residual additions    2 x 2 D + 2 x 3 D, with sequence parallelism D / tp
+    rotation of q and k                     2 (H d + K d) / tp
+    silu, and its product with up           (2 + 3) F / tp
 
 Backward multiplies and moves twice as much, and adds each gradient to `main_grad`. Fused causal attention takes 2 T H d
 FLOPs per token in forward and 2.5 times as many in backward (Dao 2023, arXiv:2307.08691). Without a fused kernel,

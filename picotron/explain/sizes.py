@@ -15,12 +15,12 @@ class Sizes(NamedTuple):
     wide: int  # bytes of a number in float32 or wider
     tokens: int  # per micro-batch
     D: int
-    shard: int  # D, or D / t with sequence parallelism
-    heads: int  # H / t
-    queries: int  # H d / t
-    kv: int  # K d / t
-    F: int  # F / t
-    vocabulary: int  # V / t, padded
+    shard: int  # D, or D / tp with sequence parallelism
+    heads: int  # H / tp
+    queries: int  # H d / tp
+    kv: int  # K d / tp
+    F: int  # F / tp
+    vocabulary: int  # V / tp, padded
 
 
 def sizes(config: Config, model: "LlamaConfig") -> Sizes:

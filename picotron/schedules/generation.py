@@ -25,7 +25,7 @@ from picotron.schedules.schedules import MAX_FORWARDS
 class GenerationSchedule(Schedule):
     """A schedule whose micro-batch number is round x groups + group.
 
-    Idle: (p - 1) / (n v g + p - 1) of n rounds in a loop with g >= p groups; about 1 - g / p with fewer groups.
+    Idle: (p - 1) / (rounds v groups + p - 1) in a loop with at least p groups; about 1 - groups / p with fewer.
 
     Args:
         groups: number of groups of prompts.
