@@ -32,12 +32,12 @@ class Group:
         self._begin()
 
     def _begin(self) -> None:
-        self._sent = 0.0
+        self.sent = 0.0
         self._sent_to, self._received = Counter[int](), Counter[int]()  # messages, by the other rank
         self._pending: list[Any] = []
         self.log: list[tuple[int, int]] = []  # of each message: receiver, and numbers
 
-    # ------------------------------------------------------------------------------------------ for the learner's code
+    # For the learner's code:
 
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
         """Return the sum (or with "max", the maximum) of all ranks' x, element by element: `dist.all_reduce`."""
@@ -45,7 +45,7 @@ class Group:
             raise Misuse(f'all_reduce computes "sum" or "max", not {operation!r}')
         x = self._checked(f"all_reduce ({operation})", x).clone()
         dist.all_reduce(x, OPERATIONS[operation])
-        self._sent += 2 * x.numel() * (self.size - 1) / self.size
+        self.sent += 2 * x.numel() * (self.size - 1) / self.size
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Group:
         x = self._checked("all_gather", x)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x)
-        self._sent += x.numel() * (self.size - 1)
+        self.sent += x.numel() * (self.size - 1)
         return torch.cat([part.reshape(-1, *x.shape[1:]) for part in parts])
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Group:
             raise Misuse(f"reduce_scatter cuts its argument into {self.size} equal parts, so it cannot be {kind(x)}")
         whole = x.clone()
         dist.all_reduce(whole)
-        self._sent += x.numel() * (self.size - 1) / self.size
+        self.sent += x.numel() * (self.size - 1) / self.size
         return whole.chunk(self.size)[self.rank].clone()
 
     def send(self, x: Tensor, to: int) -> None:
@@ -74,7 +74,7 @@ class Group:
         header = torch.tensor([x.ndim, *x.shape, *[0] * (7 - x.ndim)])
         self._pending += [header, dist.isend(header, to), x, dist.isend(x.reshape(-1), to)]
         self._sent_to[to] += 1
-        self._sent += x.numel()
+        self.sent += x.numel()
         self.log.append((to, x.numel()))
 
     def receive(self, source: int) -> Tensor:
@@ -88,7 +88,7 @@ class Group:
         self._received[source] += 1
         return x
 
-    # ---------------------------------------------------------------------------------------------------- for the checks
+    # For the checks:
 
     def forbid(self, *operations: str) -> None:
         """Let these functions raise Misuse, because the puzzle is to do without them."""
@@ -111,7 +111,7 @@ class Group:
                 problem += f"received {counts[self.rank]}; receive every message"
         if first := next(filter(None, self.gather(problem)), ""):
             raise Misuse(first)
-        return result, self._sent
+        return result, self.sent
 
     def expect(self, result: Any, expected: Any, where: str, name: str = "result", tolerance: float = 1e-9) -> None:
         """Raise Wrong on all ranks if a result of any rank differs."""

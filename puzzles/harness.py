@@ -34,7 +34,7 @@ def run(puzzle: Puzzle, path: Path, pool: WorkerPool, limit: float = LIMIT) -> R
         limit: seconds after which the code counts as hanging.
     """
     report = Report()
-    for ranks in getattr(check_of(puzzle), "RANKS", (1,)):
+    for ranks in getattr(check_of(puzzle), "SIZES", (1,)):
         with tempfile.TemporaryDirectory() as folder:
             failure = ""
             try:

@@ -9,7 +9,7 @@ from puzzles.group import Group
 from puzzles.pictures import compared
 from puzzles.report import Report, randn
 
-RANKS = (3,)
+SIZES = (3,)
 
 
 def check(learner: ModuleType, group: Group, report: Report) -> None:

@@ -9,7 +9,7 @@ from puzzles.group import Group
 from puzzles.pictures import Cell, colour_of, compared, rows
 from puzzles.report import Report, Score, randn
 
-RANKS = (3, 4)
+SIZES = (3, 4)
 
 
 def least(n: int) -> float:

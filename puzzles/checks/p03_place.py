@@ -56,9 +56,7 @@ def draw(results: dict[int, Place], expected: dict[int, Place], B: int, m: int, 
                 at = (i // m, i % m, rank, row)
                 sample = next(number for number, place in expected.items() if place == at)
                 right = results[sample] == at
-                title = (
-                    f"sample {sample}: {'step %d, micro-batch %d, dp rank %d, row %d' % at}; yours: {results[sample]}"
-                )
+                title = f"sample {sample}: expected {at}, yours {results[sample]}"
                 cells.append(Cell(str(sample), colour_of(i % m) if right else RED, 1, title))
             cells.append(Cell("", "none", 0.3 if (i + 1) % m else 1))
         lines.append((f"dp rank {rank}", cells))

@@ -1,0 +1,13 @@
+"""Solution of puzzle 14."""
+
+from picotron.schedules.schedules import SCHEDULES, build
+from picotron.schedules.simulate import Costs, memory_curves, simulate
+
+
+def fastest(p: int, m: int, p2p: float, memory: float) -> str:
+    times = {}
+    for name in SCHEDULES:
+        timeline = simulate(build(name, p, m), Costs(p2p=p2p))
+        if max(live for curve in memory_curves(timeline) for _, live in curve) <= memory:
+            times[name] = timeline.step_time
+    return min(times, key=lambda name: times[name])
