@@ -42,7 +42,7 @@ PUZZLES = [
         "p01_all_reduce",
         "collectives",
         "an all-reduce in two halves",
-        "docs/data_parallel.md#bytes-sent-and-kept-per-step",
+        "docs/collectives.md#an-all-reduce-is-a-reduce-scatter-and-an-all-gather",
         (
             "If P is divisible by the number of ranks, one line is enough: first one of the two functions, then the other.",
             "After reduce_scatter, each rank has a different part of the sum; all_gather joins the parts in the right order.",
@@ -54,7 +54,7 @@ PUZZLES = [
         "p02_ring",
         "collectives",
         "an all-reduce on a ring",
-        "docs/data_parallel.md#bytes-sent-and-kept-per-step",
+        "docs/collectives.md#bytes-sent-counted-and-by-formula",
         (
             "Cut x into n chunks with x.tensor_split(n), and let every chunk travel around the ring. Which chunk does each "
             "rank send first, so that all ranks send different ones?",
@@ -156,7 +156,7 @@ PUZZLES = [
     Puzzle(
         "p10_merge",
         "context",
-        "attention to all keys from attention to two halves",
+        "attention to all keys from attention to two halves of them",
         "docs/context_parallel.md#merging-blocks-of-attention-online-softmax-in-three-lines",
         (
             "Each y is a weighted mean with total weight exp(lse). The result is the mean of both with these weights.",

@@ -18,6 +18,7 @@ from puzzles.report import Report, Wrong
 from tests.support.worker_pool import WorkerError, WorkerPool
 
 LIMIT = 10.0  # seconds for the learner's code
+PUZZLE = "puzzle"  # name of the module with the learner's code
 START = 120.0  # seconds for the start of the processes
 
 
@@ -89,7 +90,7 @@ def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float) -> None:
 
 def load(path: Path) -> ModuleType:
     """Run the learner's file as a module."""
-    module = ModuleType("puzzle")
+    module = ModuleType(PUZZLE)
     module.__file__ = str(path)
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
     return module
@@ -103,9 +104,11 @@ def explain(error: BaseException, path: Path) -> tuple[str, str]:
     message = (str(error).strip() or "no message").splitlines()[0]
     if not frames and isinstance(error, Misuse):
         return "ERROR", f"{path.name}: {message}"
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType) and error.obj.__name__ == PUZZLE:
+        return "ERROR", f"{path.name} has no function {error.name}"
     if not frames:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(last.filename).name}, line {last.lineno}"
+        where = f"{'/'.join(Path(last.filename).parts[-2:])}, line {last.lineno}"
         return "ERROR", f"the check cannot use the answer: {type(error).__name__}: {message} ({where})"
     if isinstance(error, NotImplementedError):
         return "NOT DONE YET", f"{path.name} still raises NotImplementedError in line {frames[-1].lineno}"

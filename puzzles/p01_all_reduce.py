@@ -1,6 +1,7 @@
 """Puzzle 1, collectives: an all-reduce in two halves.
 
-To read: docs/data_parallel.md, "Bytes sent and kept per step". Check your answer with `python -m puzzles 1`.
+To read: docs/collectives.md, "An all-reduce is a reduce-scatter and an all-gather". Check your answer
+with `python -m puzzles 1`.
 """
 
 from torch import Tensor

@@ -1,6 +1,6 @@
 """Puzzle 2, collectives: an all-reduce on a ring.
 
-To read: docs/data_parallel.md, "Bytes sent and kept per step". Check your answer with `python -m puzzles 2`.
+To read: docs/collectives.md, "Bytes sent, counted and by formula". Check your answer with `python -m puzzles 2`.
 """
 
 from torch import Tensor

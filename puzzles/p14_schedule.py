@@ -11,11 +11,11 @@ def fastest(p: int, m: int, p2p: float, memory: float) -> str:
     """Return the name of the schedule with the shortest step on p ranks with m micro-batches: a key of SCHEDULES.
 
     A message takes p2p, in forwards of a micro-batch on a rank. No rank may hold more activations than `memory`, in
-    micro-batches. 1F1B always fits here.
+    micro-batches. (1F1B always fits here.)
 
-    `simulate(build(name, p, m), Costs(p2p=p2p))` returns a timeline. Its `step_time` is the time of a step, and
-    `memory_curves(timeline)` the activations of each rank: a list of (time, activations from that time on).
-    Try `python -m picotron.schedules.draw --schedule zbv --pp 4 --microbatches 8 --p2p 0.1` with several schedules
-    before you write any code: which ones win if messages are slow, and which if memory is short?
+    `build(name, p, m)` returns a schedule with `chunks` stages per rank, `num_stages` in all. `simulate(schedule,
+    Costs(p2p=p2p, weights=[1 / schedule.chunks] * schedule.num_stages))` returns a timeline, in which a stage takes
+    1 / chunks of a rank's time. Its `step_time` is the time of a step. `memory_curves(timeline)` has a list for each
+    rank: pairs of a time, and the activations that the rank holds from that time on.
     """
     raise NotImplementedError

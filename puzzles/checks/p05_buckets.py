@@ -87,7 +87,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         group.require(
             len(found) == k, f"{where}: there is no gradient {max(found, key=lambda i: (i not in range(k), i))}"
         )
-        if number == 1:
+        if number == 0:
             report.picture = draw(buckets, each)
         for name, time in (("yours", end(buckets, each)), ("par", best_with_limit(each)), ("best", earliest(each))):
             after[name] += 1000 * (time - each.ready[-1])
@@ -96,14 +96,17 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
 
 def draw(buckets: list[list[int]], case: Case) -> str:
     """Draw backward above the all-reduces, on one time axis."""
-    left, time, finish = 110.0, 0.0, end(buckets, case)
-    scale, picture = (WIDTH - left - 10) / finish, Svg(WIDTH, 6 * LINE + 20)
-    picture.text(0, 16, "backward")
-    picture.text(0, 16 + 2 * LINE, "all-reduces")
+    left, top, time, finish = 110.0, LINE + 8, 0.0, end(buckets, case)
+    scale, picture = (WIDTH - left - 10) / finish, Svg(WIDTH, 7 * LINE)
+    picture.text(
+        0, 16, "Backward of a tiny model, a box for each gradient, and the all-reduces of its buckets", "title"
+    )
+    picture.text(0, top + 16, "backward")
+    picture.text(0, top + 16 + 1.5 * LINE, "all-reduces")
     starts = [0.0, *case.ready[:-1]]
     colours = {i: RANKS[number % len(RANKS)] for number, bucket in enumerate(buckets) for i in bucket}
     for i, (start, stop) in enumerate(zip(starts, case.ready, strict=True)):
-        picture.box(left + start * scale, 0, (stop - start) * scale, LINE, colours[i], title=f"gradient {i}")
+        picture.box(left + start * scale, top, (stop - start) * scale, LINE, colours[i], title=f"gradient {i}")
     for number, bucket in enumerate(buckets):
         start = max(time, *(case.ready[i] for i in bucket))
         size = sum(case.sizes[i] for i in bucket)
@@ -113,5 +116,5 @@ def draw(buckets: list[list[int]], case: Case) -> str:
             left + start * scale, 2 * LINE, (time - start) * scale, LINE, colours[bucket[0]], str(number), title
         )
     every = max(1, math.ceil(1000 * finish / 12))
-    picture.time_axis(left, 3 * LINE + 10, scale / 1000, 1000 * finish, every, "ms")
+    picture.time_axis(left, top + 2.5 * LINE + 10, scale / 1000, 1000 * finish, every, "ms")
     return str(picture)

@@ -44,4 +44,6 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     report.picture = rows(f"Your MLP on {n} ranks", lines)
     for name, (ours, reference) in expected.items():
         group.expect(ours, reference, f"x ({T}, {D}), {UNITS} hidden units, loss y.square().sum()", name)
-    group.require(sent <= 2.01 * unit, f"all results are right, but you send {sent / unit:g} times (T, D); twice suffices")
+    group.require(
+        sent <= 2.01 * unit, f"all results are right, but you send {sent / unit:g} times (T, D); twice suffices"
+    )

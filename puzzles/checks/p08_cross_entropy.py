@@ -51,5 +51,5 @@ def draw(result: object, losses: torch.Tensor, name: str) -> str:
     for value, expected in zip(values[:8], losses.tolist(), strict=False):
         right = abs(value - expected) <= 1e-6 * max(1.0, abs(expected))
         cells.append(Cell(f"{value:.4g}", "#cfe3f5" if right else RED, title=f"yours {value}, expected {expected}"))
-    expected_cells = [Cell(f"{value:.4g}", "#ffffff") for value in losses[:8].tolist()]
+    expected_cells = [Cell(f"{value + 0.0:.4g}", "#ffffff") for value in losses[:8].tolist()]
     return rows(f"Losses of the first tokens on rank 0, {name}", [("yours", cells), ("expected", expected_cells)])

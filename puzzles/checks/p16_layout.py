@@ -105,5 +105,5 @@ def draw(memories: list[Memory], forecast: Forecast) -> str:
             picture.box(x, y + LINE + 8, value * scale, 34, colour, name, f"{name}: {value:.3g} {unit}")
             x += value * scale
         numbers = ", ".join(f"{name} {value:.3g}" for name, value in parts.items())
-        picture.text(0, y + 3 * LINE + 8, numbers)
+        picture.text(0, y + 3 * LINE + 14, numbers)
     return str(picture)
