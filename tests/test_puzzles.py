@@ -70,12 +70,17 @@ def test_untouched_puzzle_is_not_done_yet(puzzle: Puzzle, processes: WorkerPool,
     assert re.fullmatch(rf"{puzzle.name}\.py still raises NotImplementedError in line \d+", report.sentence)
 
 
+# `make test` checks one wrong answer to each puzzle, `make parity` the others.
+FIRST_WRONG = {number: i for i, (number, *_) in reversed(list(enumerate(WRONG)))}.values()
+SOME_WRONG = [pytest.param(*each, marks=[] if i in FIRST_WRONG else pytest.mark.parity) for i, each in enumerate(WRONG)]
+
+
 def test_every_puzzle_has_two_wrong_answers() -> None:
     assert {number for number, *_ in WRONG} == {puzzle.number for puzzle in PUZZLES}
     assert all(sum(number == puzzle.number for number, *_ in WRONG) >= 2 for puzzle in PUZZLES)
 
 
-@pytest.mark.parametrize(("number", "old", "new", "verdict", "sentence"), WRONG, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(("number", "old", "new", "verdict", "sentence"), SOME_WRONG, ids=lambda value: str(value)[:20])
 def test_wrong_answer_gets_its_first_difference(
     number: int, old: str, new: str, verdict: str, sentence: str, processes: WorkerPool, tmp_path: Path
 ) -> None:
@@ -88,6 +93,7 @@ def test_wrong_answer_gets_its_first_difference(
     assert "\n" not in report.sentence
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(("number", "text"), OTHERS, ids=lambda value: str(value)[:3])
 def test_other_correct_answers_are_right(number: int, text: str, processes: WorkerPool, tmp_path: Path) -> None:
     report = answer(text, PUZZLES[number - 1], tmp_path, processes)

@@ -32,8 +32,8 @@ def case(layers: int, D: int, F: int, embedding: int, layer_time: float, latency
 
 CASES = [
     case(4, 512, 1408, 8192, 2e-3, 2e-4, 4e9),  # a tiny model, for which latency counts
-    case(16, 2048, 5632, 32000, 10e-3, 4e-4, 30e9),  # a network that keeps up with backward
-    case(16, 2048, 5632, 32000, 10e-3, 4e-3, 12e9),  # a network that does not
+    case(8, 2048, 5632, 32000, 10e-3, 4e-4, 30e9),  # a network that keeps up with backward
+    case(8, 2048, 5632, 32000, 10e-3, 4e-3, 12e9),  # a network that does not
 ]
 
 
