@@ -12,6 +12,7 @@ import argparse
 import json
 import multiprocessing
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def list_puzzles(folder: Path) -> None:
     for puzzle in PUZZLES:
         known = progress[puzzle.name]
         state = f"solved  {known.get('text', '')}".strip() if known["solved"] else ""
-        table.append([str(puzzle.number), puzzle.topic, puzzle.title, puzzle.page, state])
+        table.append([str(puzzle.number), puzzle.topic, puzzle.title, puzzle.page.partition("#")[0], state])
     print(text_table(table))
     print(f"\n{sum(each['solved'] for each in progress.values())} of {len(PUZZLES)} solved. ", end="")
     print("Edit a file puzzles/p*.py, and check it with: python -m puzzles NUMBER")
@@ -73,7 +74,7 @@ def check(puzzle: Puzzle, folder: Path) -> bool:
         known["solved"] = True
         write_progress(folder, progress)
         following = next((each for each in PUZZLES if not progress[each.name]["solved"]), None)
-        print(f"next: {following.path.name}" if following else "You have solved all puzzles.")
+        print(f"next: puzzles/{following.path.name}" if following else "You have solved all puzzles.")
     elif progress[puzzle.name]["hints"] < len(puzzle.hints):
         print(f"for a hint: python -m puzzles {puzzle.number} --hint")
     return report.verdict == "RIGHT"
@@ -85,7 +86,7 @@ def hint(puzzle: Puzzle, folder: Path) -> None:
     count = progress[puzzle.name]["hints"] = min(progress[puzzle.name]["hints"] + 1, len(puzzle.hints))
     write_progress(folder, progress)
     for number, text in enumerate(puzzle.hints[:count], start=1):
-        print(f"hint {number} of {len(puzzle.hints)}: {text}")
+        print(textwrap.fill(f"hint {number} of {len(puzzle.hints)}: {text}", 100))
     print(f"to read: {puzzle.page}")
 
 
@@ -122,4 +123,7 @@ def main(arguments: list[str] | None = None, folder: Path = OUTPUT) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted")

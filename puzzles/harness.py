@@ -1,10 +1,12 @@
 """Runs the check of a puzzle in processes that may fail or never end, and returns a report in one sentence."""
 
+import contextlib
 import faulthandler
 import importlib
 import linecache
 import pickle
 import re
+import resource
 import tempfile
 import traceback
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.support.worker_pool import WorkerError, WorkerPool
 
 LIMIT = 10.0  # seconds for the learner's code
 PUZZLE = "puzzle"  # name of the module with the learner's code
+MEMORY = 6 * 2**30  # bytes of a process, where a list that grows endlessly ends
 START = 120.0  # seconds for the start of the processes
 
 
@@ -68,7 +71,12 @@ def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float) -> None:
         Failed: the report is not that of a right answer.
     """
     group, report, module = Group(), Report(), check_of(puzzle)
-    with (folder / f"{group.rank}.hang").open("w") as stacks:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    with (
+        (folder / f"{group.rank}.hang").open("w") as stacks,
+        open(1, "w", buffering=1, closefd=False) as lines,  # so that what the code prints is seen if it never ends
+        contextlib.redirect_stdout(lines),
+    ):
         faulthandler.dump_traceback_later(limit, file=stacks, exit=True)
         try:
             module.check(load(path), group, report)
