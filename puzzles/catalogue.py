@@ -97,8 +97,8 @@ PUZZLES = [
         (
             "Only what is left after the end of backward costs time. Where must the last bucket be small, and where do many "
             "buckets cost more latency than they save?",
-            "Begin with a loop that closes a bucket at a limit of bytes, and try limits. To get further, do not use the same "
-            "limit everywhere.",
+            "Begin with a loop that closes a bucket at a limit of bytes, a function that computes when the last all-reduce "
+            "ends, and powers of two as limits. To get further, do not use the same limit everywhere.",
             "Let best(b) be the earliest end of the reduction of the first b gradients. If their last bucket begins at "
             "gradient a, it ends at max(best(a), ready[b - 1]) + latency + bytes / bandwidth: try every a.",
         ),
@@ -193,7 +193,7 @@ PUZZLES = [
         "p13_bubble",
         "pipeline",
         "a smaller bubble than 1F1B",
-        "docs/pipeline_parallel.md#five-schedules-on-one-time-axis",
+        "docs/pipeline_parallel.md#seven-schedules-on-one-time-axis",
         (
             "Begin with your solution of puzzle 12. Its picture shows where ranks wait at the end: for backwards of later "
             "ranks, of which they need only the half I.",

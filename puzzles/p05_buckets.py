@@ -13,7 +13,7 @@ def make_buckets(ready: list[float], sizes: list[int], latency: float, bandwidth
     complete and the one before it has ended, and takes latency + bytes / bandwidth seconds. Each gradient is in exactly
     one bucket.
 
-    Score: the seconds that three models spend after the end of backward, together. Par is what the best single limit on
-    the bytes of a bucket reaches for each model, if a bucket is closed as soon as it has that many.
+    Score: the time that three models spend after the end of backward, together. Par is what a single limit reaches for
+    each model: close a bucket as soon as it has that many bytes, and take the best power of two as the limit.
     """
     raise NotImplementedError

@@ -57,8 +57,8 @@ def with_limit(limit: float, case: Case) -> list[list[int]]:
 
 
 def best_with_limit(case: Case) -> float:
-    limits = {sum(case.sizes[a:b]) for a, b in itertools.combinations(range(len(case.sizes) + 1), 2)}
-    return min(end(with_limit(limit, case), case) for limit in limits)
+    """Return the end with the best limit that is a power of two."""
+    return min(end(with_limit(2.0**k, case), case) for k in range(sum(case.sizes).bit_length() + 1))
 
 
 def earliest(case: Case) -> float:
