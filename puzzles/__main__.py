@@ -16,7 +16,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from picotron.errors import UserError
 from picotron.files import write_atomically
+from picotron.json_files import read_object
 from picotron.text_table import text_table
 from puzzles.catalogue import PUZZLES, Puzzle, find
 
@@ -26,10 +28,11 @@ OUTPUT = Path("runs/puzzles")
 def read_progress(folder: Path) -> dict[str, dict[str, Any]]:
     """Return what is known about each puzzle, by its name: hints (number shown), solved, score and its text."""
     try:
-        progress = json.loads((folder / "progress.json").read_text())
-    except (OSError, ValueError):  # not started yet, or damaged, which costs no work
+        progress = read_object(folder / "progress.json")
+    except UserError:  # not started yet, or damaged, which loses no answers
         progress = {}
-    return {puzzle.name: {"hints": 0, "solved": False} | progress.get(puzzle.name, {}) for puzzle in PUZZLES}
+    known = {name: value for name, value in progress.items() if isinstance(value, dict)}
+    return {puzzle.name: {"hints": 0, "solved": False} | known.get(puzzle.name, {}) for puzzle in PUZZLES}
 
 
 def write_progress(folder: Path, progress: dict[str, dict[str, Any]]) -> None:

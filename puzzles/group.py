@@ -107,8 +107,8 @@ class Group:
         problem = ""
         for to, counts in enumerate(self.gather(self._received)):
             if self._sent_to[to] > counts[self.rank]:
-                problem = f"rank {self.rank} has sent {self._sent_to[to]} messages to rank {to}, but rank {to} has "
-                problem += f"received {counts[self.rank]}; receive every message"
+                counted = f"{self._sent_to[to]} sent by rank {self.rank}, {counts[self.rank]} received by rank {to}"
+                problem = f"a message was not received: {counted}"
         if first := next(filter(None, self.gather(problem)), ""):
             raise Misuse(first)
         return result, self.sent

@@ -30,7 +30,7 @@ WRONG = [
     (10, "* y2, lse", "* y2", "WRONG", "should be a tuple of 2 values, but is a tensor of shape .2, 5, 4."),
     (11, "if source == rank:", "if False:", "WRONG", r"rank 0 of 2, random numbers, 3 tokens per rank: attention\[0, 0, 0\] is"),
     (11, "if source <= rank:", "if True:", "WRONG", r"rank 0 of 2, .*attention\[0, 0, 0\] is"),
-    (11, "group.receive((rank - 1) % n)", "kv", "ERROR", "rank 0 has sent 1 messages to rank 1, but rank 1 has received 0"),
+    (11, "group.receive((rank - 1) % n)", "kv", "ERROR", "a message was not received: 1 sent by rank 0, 0 received by rank 1"),
     (12, "min(p - 1 - rank, m)", "m", "WRONG", "p = 2, m = 3: rank 0 holds the activations of 3 micro-batches, expected at most 2"),
     (12, "min(p - 1 - rank, m)", "0", "WRONG", "p = 2, m = 3: the step takes 18 forwards, expected at most 12"),
     (12, "min(p - 1 - rank, m)", "min(rank, m)", "WRONG", "p = 2, m = 3: deadlock: pp rank 0 waits at 0B0 for 1B0 of pp rank 1"),
