@@ -6,36 +6,25 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
 from docs import count
 from docs.mistakes import MISTAKES, run_test
-from docs.run_pictures import micro_batches
 from docs.solutions import checkpoints, sweeps, training_step
-from docs.solutions.join_attention import join
-from docs.solutions.parallel_mlp import parallel_mlp
-from docs.solutions.ring_all_reduce import ring_all_reduce
 from docs.solutions.striped import pairs, striped_positions
 from docs.solutions.z_loss import log_z
 from picotron.batches import split_batch, train_batch
-from picotron.config import Config, Training
-from picotron.config_reader import load_config
-from picotron.context_parallel.block_attention import block_forward
+from picotron.config import Training
 from picotron.context_parallel.positions import local_positions
 from picotron.errors import UserError
-from picotron.explain.fake_group import fake_rank
 from picotron.optimizer import learning_rate_factor
 from picotron.schedules.actions import AnyAction, parse_action
 from picotron.schedules.schedule_csv import read_csv
-from picotron.schedules.schedules import build
-from picotron.schedules.simulate import peak_activations, simulate
+from puzzles.solutions import p13_bubble
 from tests.support.oracle import (
     assert_close,
     assert_equals_training,
@@ -118,50 +107,6 @@ def test_counts_agree_with_formulas(table: Callable[[], Any], columns: list[tupl
 # --------------------------------------------------------------------------------------------------------- solutions
 
 
-def all_reduce_both_ways(size: int) -> tuple[Tensor, Tensor, int]:
-    """Return the results of the solution and of torch, and the number of elements that the solution has sent."""
-    x = torch.randn(size, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
-    expected = x.clone()
-    dist.all_reduce(expected)
-    with mock.patch("torch.distributed.batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchange:
-        ring_all_reduce(x)
-    messages = [message for call in exchange.call_args_list for message in call.args[0]]
-    return x, expected, sum(message.tensor.numel() for message in messages if message.op is dist.isend)
-
-
-@pytest.mark.parametrize(("ranks", "size"), [(3, 12), (4, 6)])
-def test_ring_all_reduce_equals_torch(pool: WorkerPool, ranks: int, size: int) -> None:
-    for result, expected, sent in pool.run(all_reduce_both_ways, ranks, size):
-        assert_close(result, expected, 1e-14)
-        assert size % ranks or sent == 2 * (ranks - 1) * size // ranks
-
-
-def mlp(rank: int, ranks: int) -> dict[str, Tensor]:
-    """Return the output and the gradients of a rank's shard of an MLP."""
-    generator = torch.Generator().manual_seed(0)
-    x, up, down = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 4), (12, 4), (4, 12)))
-    x, up, down = (
-        each.requires_grad_() for each in (x, up.chunk(ranks)[rank].clone(), down.chunk(ranks, 1)[rank].clone())
-    )
-    y = parallel_mlp(x, up, down, dist.group.WORLD) if ranks > 1 else F.silu(x @ up.t()) @ down.t()
-    y.square().sum().backward()
-    return {"y": y.detach(), "dx": x.grad, "dup": up.grad, "ddown": down.grad}
-
-
-def mlp_of_a_rank() -> dict[str, Tensor]:
-    return mlp(dist.get_rank(), dist.get_world_size())
-
-
-def test_parallel_mlp_equals_one_process(pool: WorkerPool) -> None:
-    expected = mlp(0, 1)
-    shards = pool.run(mlp_of_a_rank, 3)
-    for shard in shards:
-        assert_close(shard["y"], expected["y"], 1e-14)
-        assert_close(shard["dx"], expected["dx"], 1e-14)
-    assert_close(torch.cat([shard["dup"] for shard in shards]), expected["dup"], 1e-14)
-    assert_close(torch.cat([shard["ddown"] for shard in shards], 1), expected["ddown"], 1e-14)
-
-
 def z_loss(layout: dict[str, Any]) -> dict[str, Tensor]:
     config = make_config(**{f"distributed__{key}": value for key, value in layout.items()})
     model = wrapped(config, tiny_llama())
@@ -184,14 +129,9 @@ def test_z_loss_equals_one_process(pool: WorkerPool, layout: dict[str, Any]) -> 
             assert_close(gradients[name], parameter.grad, what=name)
 
 
-@pytest.mark.parametrize(("name", "bubble", "activations"), [("all_split", 6 / 30, 8), ("few_split", 7 / 31, 4)])
-def test_schedule_has_smaller_bubble_than_1f1b(pool: WorkerPool, name: str, bubble: float, activations: int) -> None:
-    path = SOLUTIONS / f"{name}.csv"
-    schedule = read_csv(path)
-    assert (schedule.pp, schedule.microbatches, schedule.chunks) == (4, 8, 1)
-    assert simulate(schedule).bubble == pytest.approx(bubble)
-    assert bubble < simulate(build("1f1b", 4, 8)).bubble
-    assert max(map(peak_activations, schedule.programs)) == activations
+def test_training_with_the_schedule_of_puzzle_13_equals_one_process(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "p13_bubble.csv"
+    path.write_text("\n".join(",".join(p13_bubble.program(rank)) for rank in range(4)))
     config = pipeline_config(f"csv:{path}", 4, 8, training__total_train_steps=2)
     expected = oracle_training(config, tiny_llama(num_hidden_layers=4), random_tokens())
     for result in pool.run(train, 4, config, tiny_llama(num_hidden_layers=4)):
@@ -210,17 +150,6 @@ def test_deadlock_is_fixed_with_the_same_actions() -> None:
     assert actions_by_rank("deadlock") == actions_by_rank("no_deadlock")
 
 
-def test_joined_attention_equals_attention_to_all_keys() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 10, 8, generator=generator, dtype=torch.float64) for _ in range(3))
-    q = 100 * q  # log-sum-exps of hundreds
-    halves = [block_forward(q, k[:, :, keys], v[:, :, keys], False) for keys in (slice(7), slice(7, None))]
-    y, lse = join(*halves[0], *halves[1])
-    expected_y, expected_lse = block_forward(q, k, v, False)
-    assert_close(y, expected_y, 1e-12)
-    assert_close(lse, expected_lse, 1e-12)
-
-
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_stripes_are_nearly_balanced(cp: int) -> None:
     work: dict[str, list[int]] = {
@@ -235,21 +164,6 @@ def test_stripes_are_nearly_balanced(cp: int) -> None:
     assert busiest["zigzag"] == 1 < busiest["striped"] < 1.12 < busiest["contiguous"]
 
 
-def small_config(*overrides: str) -> Config:
-    return load_config(["--config", "docs/small.json", *overrides])
-
-
-def test_place_of_sample_agrees_with_the_data_loader() -> None:
-    overrides = ["--distributed.dp_size", "2", "--training.gradient_accumulation_steps", "3"]
-    config = small_config(*overrides)
-    for dp_rank in range(2):
-        with fake_rank(dp_rank, config.distributed):
-            for i, rows in enumerate(micro_batches(config)):
-                for row, sample in enumerate(rows):
-                    assert training_step.place_of_sample(sample, config) == (0, i, dp_rank, row)
-    assert training_step.place_of_sample(12 * 5 + 7, config) == (5, 1, 1, 1)
-
-
 def test_warmup_stable_decay_has_three_phases() -> None:
     training = Training(total_train_steps=100, warmup_steps=10, min_lr_ratio=0.1)
     factor, ours = training_step.warmup_stable_decay(training, 20), learning_rate_factor(training)
@@ -257,12 +171,6 @@ def test_warmup_stable_decay_has_three_phases() -> None:
     assert {factor(step) for step in range(10, 81)} == {1.0}
     assert factor(90) == pytest.approx(0.55)
     assert factor(100) == pytest.approx(0.1)
-
-
-def test_mean_loss_is_the_mean_over_all_targets() -> None:
-    logits, targets = torch.randn(12, 5), torch.randint(5, (12,))
-    losses = [F.cross_entropy(logits[part], targets[part]).item() for part in (slice(0, 3), slice(3, 12))]
-    assert training_step.mean_loss(losses, [3, 9]) == pytest.approx(F.cross_entropy(logits, targets).item())
 
 
 def test_safetensors_rows_and_sizes_are_read(tmp_path: Path) -> None:

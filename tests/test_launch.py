@@ -16,7 +16,6 @@ from docs.mistake import replaced
 from picotron.launch import missing_ranks
 from tests.support.worker_pool import WorkerPool
 
-
 COUNT_FAULTS = """
 import resource, sys, torch
 from picotron.launch import keep_freed_memory

@@ -1,4 +1,4 @@
-"""Solution to exercise 3 of docs/context_parallel.md: stripes (Brandon et al. 2023, arXiv:2311.09431), counted."""
+"""Solution to exercise 2 of docs/context_parallel.md: stripes (Brandon et al. 2023, arXiv:2311.09431), counted."""
 
 import torch
 from torch import Tensor

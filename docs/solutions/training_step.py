@@ -1,16 +1,8 @@
-"""Solutions to the exercises of docs/training_step.md, which tests/test_exercises.py checks."""
+"""Solution to the exercise of docs/training_step.md, which tests/test_exercises.py checks."""
 
 from collections.abc import Callable
 
-from picotron.config import Config, Training
-
-
-def place_of_sample(sample: int, config: Config) -> tuple[int, int, int, int]:
-    """Return the step, micro-batch, dp rank and row in which a sample is used: the inverse of the page's formula."""
-    rows, ranks = config.training.micro_batch_size, config.distributed.dp_size
-    step, rest = divmod(sample, config.global_batch_size)
-    micro_batch, rest = divmod(rest, ranks * rows)
-    return step, micro_batch, *divmod(rest, rows)
+from picotron.config import Training
 
 
 def warmup_stable_decay(training: Training, decay_steps: int) -> Callable[[int], float]:
@@ -26,8 +18,3 @@ def warmup_stable_decay(training: Training, decay_steps: int) -> Callable[[int],
         return low + (1 - low) * remaining
 
     return factor
-
-
-def mean_loss(losses: list[float], targets: list[int]) -> float:
-    """Return the mean over all targets, from the mean loss of each micro-batch and its number of targets."""
-    return sum(loss * n for loss, n in zip(losses, targets, strict=True)) / sum(targets)

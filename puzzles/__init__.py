@@ -1,0 +1,10 @@
+"""Puzzles: fill in a function, and `python -m puzzles NUMBER` checks it.
+
+p01_*.py, ...       the puzzles, which you edit
+checks/             their checks; they compare with torch's own functions, so any correct implementation is accepted
+solutions/          a solution of each, which `--solution` prints
+catalogue.py        titles, pages and hints
+group.py            the ranks of a puzzle: real processes, whose messages are counted
+report.py           what a check finds out, and comparisons
+harness.py          runs a check, survives endless loops
+"""

@@ -1,0 +1,132 @@
+"""Lists the puzzles, checks an answer, prints hints and solutions:
+
+    python -m puzzles               all puzzles, and which are solved
+    python -m puzzles 7             check puzzles/p07_*.py
+    python -m puzzles 7 --hint      the next of three hints
+    python -m puzzles 7 --solution  a solution
+
+Pictures of the answers, and which puzzles are solved, are in runs/puzzles/.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from picotron.errors import UserError
+from picotron.files import write_atomically
+from picotron.json_files import read_object
+from picotron.text_table import text_table
+from puzzles.catalogue import PUZZLES, Puzzle, find
+
+OUTPUT = Path("runs/puzzles")
+
+
+def read_progress(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what is known about each puzzle, by its name: hints (number shown), solved, score and its text."""
+    try:
+        progress = read_object(folder / "progress.json")
+    except UserError:  # not started yet, or damaged, which loses no answers
+        progress = {}
+    known = {name: value for name, value in progress.items() if isinstance(value, dict)}
+    return {puzzle.name: {"hints": 0, "solved": False} | known.get(puzzle.name, {}) for puzzle in PUZZLES}
+
+
+def write_progress(folder: Path, progress: dict[str, dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "progress.json", json.dumps(progress, indent=2))
+
+
+def list_puzzles(folder: Path) -> None:
+    progress, table = read_progress(folder), [["", "topic", "puzzle", "to read", ""]]
+    for puzzle in PUZZLES:
+        known = progress[puzzle.name]
+        state = f"solved  {known.get('text', '')}".strip() if known["solved"] else ""
+        table.append([str(puzzle.number), puzzle.topic, puzzle.title, puzzle.page.partition("#")[0], state])
+    print(text_table(table))
+    print(f"\n{sum(each['solved'] for each in progress.values())} of {len(PUZZLES)} solved. ", end="")
+    print("Edit a file puzzles/p*.py, and check it with: python -m puzzles NUMBER")
+
+
+def check(puzzle: Puzzle, folder: Path) -> bool:
+    """Check the learner's file, print the result, and remember it. Returns whether the answer is right."""
+    from puzzles.harness import run  # imports torch
+    from tests.support.worker_pool import WorkerPool
+
+    # Forked processes start without importing torch again. (A fork after torch has computed could hang; it has not.)
+    pool = WorkerPool(context=multiprocessing.get_context("fork" if sys.platform == "linux" else "forkserver"))
+    report = run(puzzle, puzzle.path, pool)
+    pool.close()
+    print(f"{report.verdict}: puzzle {puzzle.number}, {puzzle.title}")
+    for line in filter(None, (report.sentence, report.score and f"score: {report.score}")):
+        print(line)
+    files = {f"{puzzle.name}.svg": report.picture} | report.files if report.picture else report.files
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        write_atomically(folder / name, text)
+    if files:
+        print(f"see {' and '.join(str(folder / name) for name in files)}")
+    progress = read_progress(folder)
+    if report.verdict == "RIGHT":
+        known = progress[puzzle.name]
+        if report.score and report.score.value <= known.get("score", report.score.value):
+            known |= {"score": report.score.value, "text": report.score.text}
+        known["solved"] = True
+        write_progress(folder, progress)
+        following = next((each for each in PUZZLES if not progress[each.name]["solved"]), None)
+        print(f"next: puzzles/{following.path.name}" if following else "You have solved all puzzles.")
+    elif progress[puzzle.name]["hints"] < len(puzzle.hints):
+        print(f"for a hint: python -m puzzles {puzzle.number} --hint")
+    return report.verdict == "RIGHT"
+
+
+def hint(puzzle: Puzzle, folder: Path) -> None:
+    """Print the hints that were printed before, and the next one."""
+    progress = read_progress(folder)
+    count = progress[puzzle.name]["hints"] = min(progress[puzzle.name]["hints"] + 1, len(puzzle.hints))
+    write_progress(folder, progress)
+    for number, text in enumerate(puzzle.hints[:count], start=1):
+        print(textwrap.fill(f"hint {number} of {len(puzzle.hints)}: {text}", 100))
+    print(f"to read: {puzzle.page}")
+
+
+def main(arguments: list[str] | None = None, folder: Path = OUTPUT) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m puzzles", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("puzzle", nargs="?", help="number of a puzzle [list all puzzles]")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--hint", action="store_true", help="print one more hint")
+    what.add_argument("--solution", action="store_true", help="print a solution")
+    options = parser.parse_args(arguments)
+    if options.puzzle is None:
+        if options.hint or options.solution:
+            parser.error("name a puzzle, such as: python -m puzzles 7 --hint")
+        list_puzzles(folder)
+        return 0
+    puzzle = find(options.puzzle)
+    if puzzle is None:
+        print(
+            f"error: there is no puzzle {options.puzzle!r}; choose a number from 1 to {len(PUZZLES)}", file=sys.stderr
+        )
+        return 2
+    if options.hint:
+        hint(puzzle, folder)
+    elif options.solution:
+        print(puzzle.solution.read_text(), end="")
+    elif not puzzle.path.exists():
+        print(f"error: there is no {puzzle.path}; get it back with: git checkout puzzles", file=sys.stderr)
+        return 2
+    else:
+        return 0 if check(puzzle, folder) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted")

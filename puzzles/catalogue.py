@@ -1,0 +1,254 @@
+"""The puzzles in order, with hints. No torch here, so that listing them takes no time."""
+
+import dataclasses
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Puzzle:
+    """A puzzle.
+
+    Args:
+        name: name of its three files, which begins with its number.
+        topic: one of the parts of the learning path.
+        title: the title, as at the top of the file.
+        page: page and section of the docs from which one can solve it.
+        hints: three hints, each of which says more than the one before.
+    """
+
+    name: str
+    topic: str
+    title: str
+    page: str
+    hints: tuple[str, str, str]
+
+    @property
+    def number(self) -> int:
+        return int(self.name[1:3])
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.name}.py"
+
+    @property
+    def solution(self) -> Path:
+        return FOLDER / "solutions" / f"{self.name}.py"
+
+
+PUZZLES = [
+    Puzzle(
+        "p01_all_reduce",
+        "collectives",
+        "an all-reduce in two halves",
+        "docs/collectives.md#an-all-reduce-is-a-reduce-scatter-and-an-all-gather",
+        (
+            "If P is divisible by the number of ranks, one line is enough: first one of the two functions, then the other.",
+            "After reduce_scatter, each rank has a different part of the sum; all_gather joins the parts in the right order.",
+            "For other P, append zeros until the length is divisible, for example with torch.nn.functional.pad, and cut "
+            "the result back to P numbers.",
+        ),
+    ),
+    Puzzle(
+        "p02_ring",
+        "collectives",
+        "an all-reduce on a ring",
+        "docs/collectives.md#bytes-sent-counted-and-by-formula",
+        (
+            "Cut x into n chunks with x.tensor_split(n), and let every chunk travel around the ring. Which chunk does each "
+            "rank send first, so that all ranks send different ones?",
+            "First round, n - 1 steps: in step s, rank r sends chunk r - s (modulo n), receives chunk r - s - 1 from the "
+            "previous rank, and adds its own. Then one chunk on each rank is a complete sum. Which one?",
+            "Rank r has the sum of chunk r + 1. Second round, n - 1 steps: in step s, rank r sends chunk r + 1 - s, and "
+            "replaces chunk r - s by the one that it receives.",
+        ),
+    ),
+    Puzzle(
+        "p03_place",
+        "data",
+        "which rank trains on a sample, and when",
+        "docs/training_step.md#how-a-global-batch-is-divided",
+        (
+            "The page has the formula for the number of a sample. Its four terms are digits of that number, in a mixed base.",
+            "divmod(sample, samples per step) is the step, and what remains within it.",
+            "What remains: divide by the samples of a micro-batch on all ranks, B dp, then by B.",
+        ),
+    ),
+    Puzzle(
+        "p04_mean_gradient",
+        "data",
+        "one gradient from micro-batches of different lengths",
+        "docs/training_step.md#the-step-in-code",
+        (
+            "The mean over all targets is not the mean of the micro-batches' means: a micro-batch with one target would "
+            "count as much as one with six. What can you add up instead, and divide by what?",
+            'With reduction="sum", cross_entropy returns a sum over targets. The gradient of a sum of sums is the sum of '
+            "the gradients.",
+            "Call backward for each micro-batch, which adds to w.grad (make w a leaf first: w.detach().requires_grad_()). "
+            "Then all-reduce w.grad and the number of targets, and divide.",
+        ),
+    ),
+    Puzzle(
+        "p05_buckets",
+        "data",
+        "buckets of gradients that overlap with backward",
+        "docs/data_parallel.md#averaging-in-buckets-while-backward-is-running",
+        (
+            "Only what is left after the end of backward costs time. Where must the last bucket be small, and where do many "
+            "buckets cost more latency than they save?",
+            "Begin with a loop that closes a bucket at a limit of bytes, a function that computes when the last all-reduce "
+            "ends, and powers of two as limits. To get further, do not use the same limit everywhere.",
+            "Let best(b) be the earliest end of the reduction of the first b gradients. If their last bucket begins at "
+            "gradient a, it ends at max(best(a), ready[b - 1]) + latency + bytes / bandwidth: try every a.",
+        ),
+    ),
+    Puzzle(
+        "p06_split",
+        "tensor",
+        "which part of each matrix a rank holds",
+        "docs/tensor_parallel.md#column-parallel-and-row-parallel-matrices",
+        (
+            "Which of the seven matrices produce heads or hidden units, and which ones consume them? The former are split by "
+            "outputs, the latter by inputs.",
+            "Outputs are rows, dimension 0: q, k, v, gate and up. Inputs are columns, dimension 1: o and down.",
+            "For k_proj and v_proj with tp > K, a rank holds one head, number rank * K // tp.",
+        ),
+    ),
+    Puzzle(
+        "p07_mlp",
+        "tensor",
+        "the two autograd functions of a parallel MLP",
+        "docs/tensor_parallel.md#why-a-copy-sums-in-the-backward-pass-an-example-with-two-ranks",
+        (
+            "Without any communication, which of y, dx, dup and ddown are right? Each rank's product with its columns of down "
+            "is only a part of y.",
+            "In forward, one of the two functions sums over the ranks, and the other returns its argument. In backward, it is "
+            "the other way round.",
+            "Leave: forward returns group.all_reduce(y), and backward returns the gradient unchanged. For Enter, look at the "
+            "last line of the page's example: dx is partial on each rank.",
+        ),
+    ),
+    Puzzle(
+        "p08_cross_entropy",
+        "tensor",
+        "a loss of logits that no rank has in full",
+        "docs/tensor_parallel.md#reading-the-code",
+        (
+            "Three numbers per token are enough: the largest logit, the sum of the exponentials, and the logit of the target.",
+            'Begin with group.all_reduce(logits.amax(1), "max"). Subtract this maximum from all logits before any exp.',
+            "Only one rank has the target's logit; the others add 0 to the sum. With the sum of the exponentials S and the "
+            "target's logit z, both after the subtraction, the loss is log(S) - z, and the softmax exp(logits) / S.",
+        ),
+    ),
+    Puzzle(
+        "p09_owner",
+        "context",
+        "which rank gets which part of a sequence",
+        "docs/context_parallel.md#which-tokens-each-rank-gets-contiguous-or-zigzag",
+        (
+            "A chunk's work grows with its number, because its tokens attend to all chunks before it. Draw it: the picture of "
+            "any answer shows the triangle.",
+            "The rank with the chunk of the least work should also have the one with the most.",
+            "Chunks i and 2 cp - 1 - i together are as much work for every i.",
+        ),
+    ),
+    Puzzle(
+        "p10_merge",
+        "context",
+        "attention to all keys from attention to two halves of them",
+        "docs/context_parallel.md#merging-blocks-of-attention-online-softmax-in-three-lines",
+        (
+            "Each y is a weighted mean with total weight exp(lse). The result is the mean of both with these weights.",
+            "The total weight of both is exp(lse1) + exp(lse2). torch.logaddexp computes its logarithm without overflow, and "
+            "also if one of the two is -inf.",
+            "exp(lse1 - lse) and exp(lse2 - lse) are at most 1. Append a dimension to multiply them by y: [..., None].",
+        ),
+    ),
+    Puzzle(
+        "p11_ring_attention",
+        "context",
+        "causal attention over a sequence that no rank has in full",
+        "docs/context_parallel.md#ring-attention-who-sends-what-to-whom",
+        (
+            "In each of n steps, a rank has the keys and values of one rank, and sends them on. Whose are they in step s?",
+            "In step s, rank r has those of rank r - s (modulo n). If that is an earlier rank, all queries attend to all of "
+            "these keys; if it is r itself, the block is causal; if it is a later rank, none do.",
+            "Merge the blocks as in puzzle 10, from y = 0 and lse = -inf. To beat par, ask which ranks need which keys at all.",
+        ),
+    ),
+    Puzzle(
+        "p12_1f1b",
+        "pipeline",
+        "one forward, one backward",
+        "docs/pipeline_parallel.md#the-algorithm-of-1f1b",
+        (
+            "Begin with all forwards, then all backwards, and look at the picture. Which backward could start much earlier?",
+            "The last rank can run a backward right after each forward. Rank p - 2 needs one more forward first, and so on.",
+            "Rank r: min(p - 1 - r, m) forwards; then pairs of a forward and a backward until the forwards are used up; then "
+            "the remaining backwards.",
+        ),
+    ),
+    Puzzle(
+        "p13_bubble",
+        "pipeline",
+        "a smaller bubble than 1F1B",
+        "docs/pipeline_parallel.md#seven-schedules-on-one-time-axis",
+        (
+            "Begin with your solution of puzzle 12. Its picture shows where ranks wait at the end: for backwards of later "
+            "ranks, of which they need only the half I.",
+            "Split the last backwards of the last rank into I, and run their W after its last I. What does this do to the end "
+            "of the step? Then do the same on the other ranks, with fewer backwards.",
+            "Par: rank r splits its last r backwards. To get further, split all of them, run W only when nothing else can run, "
+            "and watch the activations; compare with `python -m picotron.schedules.draw --schedule zb_h1 --pp 4 "
+            "--microbatches 8`.",
+        ),
+    ),
+    Puzzle(
+        "p14_schedule",
+        "pipeline",
+        "the best of seven schedules",
+        "docs/pipeline_parallel.md#draw-a-schedule",
+        (
+            "You need not find a rule: seven simulations take milliseconds.",
+            "for name in SCHEDULES: simulate it, and leave it out if the largest number of memory_curves(timeline) is above "
+            "the limit.",
+            "The peak is max(live for curve in memory_curves(timeline) for _, live in curve). Of the others, return the one "
+            "with the smallest step_time.",
+        ),
+    ),
+    Puzzle(
+        "p15_zero1",
+        "sharding",
+        "an optimizer of which each rank has a slice (ZeRO-1)",
+        "docs/zero.md#the-algorithms",
+        (
+            "An all-reduce is a reduce-scatter and an all-gather, as in puzzle 1. What can happen between the two?",
+            "reduce_scatter returns the sum of the slice that this rank updates (divide it by n). After the update, all_gather "
+            "the slices of the weights.",
+            'In the first step, keep state["own"] = torch.nn.Parameter(this rank\'s slice of w) and an optimizer '
+            "torch.optim.AdamW over it. Pad w and the gradient with zeros to a length that n divides.",
+        ),
+    ),
+    Puzzle(
+        "p16_layout",
+        "layout",
+        "70 billion parameters on 1,024 GPUs",
+        "docs/seventy_billion.md#what-to-run-instead",
+        (
+            "Begin with the settings of docs/seventy_billion.json, which are par. Which parts of its time are not computation? "
+            "The picture shows them for any answer.",
+            "With 1,024 sequences per step, a pipeline is not the only way to fit: zero3 divides weights, gradients and "
+            'optimizer over dp ranks, and activation_checkpointing "full" divides activations.',
+            "Few tp ranks send less. Try tp_size 4 or 2 with sequence_parallel, pp_size 1, dp_engine zero3 and full "
+            "activation checkpointing, with the micro_batch_size that makes gradient_accumulation_steps 1.",
+        ),
+    ),
+]
+
+
+def find(text: str) -> Puzzle | None:
+    """Return the puzzle with a number like 7, 07, p07 or p07_mlp."""
+    return next(
+        (each for each in PUZZLES if text in (str(each.number), each.name[1:3], each.name[:3], each.name)), None
+    )

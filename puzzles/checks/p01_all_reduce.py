@@ -1,0 +1,34 @@
+"""Check of puzzle 1: the sums that torch's all-reduce computes, on three ranks."""
+
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from puzzles.group import Group
+from puzzles.pictures import compared
+from puzzles.report import Report, randn
+
+SIZES = (3,)
+
+
+def check(learner: ModuleType, group: Group, report: Report) -> None:
+    group.forbid("all_reduce", "send", "receive")
+    for size in (6, 7, 1):
+        x = torch.arange(1.0, size + 1, dtype=torch.float64) * 100**group.rank
+        compare(learner, group, report, x, f"x = [1, ..., {size}] * 100**rank")
+    compare(learner, group, report, randn(group.size, 1000, seed=0)[group.rank], "x of 1000 random numbers")
+
+
+def compare(learner: ModuleType, group: Group, report: Report, x: torch.Tensor, where: str) -> None:
+    expected = x.clone()
+    dist.all_reduce(expected)
+    result, sent = group.call(learner.all_reduce, x.clone(), group)
+    if x.numel() < 20:
+        results = group.gather(result.tolist() if isinstance(result, torch.Tensor) and result.ndim == 1 else [])
+        report.picture = compared(f"The sum on each rank, {where}", results, expected.tolist())
+    group.expect(result, expected, where)
+    most = 2 * (group.size - 1) / group.size * (x.numel() + group.size - 1)
+    group.require(
+        sent <= most, f"{group.here}{where}: the sums are right, but {sent:g} numbers are sent; {most:g} suffice"
+    )

@@ -1,0 +1,49 @@
+"""Check of puzzle 2: the sums of torch's all-reduce on two and four ranks, and the numbers sent."""
+
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from puzzles.group import Group
+from puzzles.pictures import Cell, colour_of, compared, rows
+from puzzles.report import Report, Score, randn
+
+SIZES = (3, 4)
+
+
+def least(n: int) -> float:
+    """The least that some rank sends in an all-reduce, in units of its vector (Patarasuk and Yuan 2009, Bandwidth
+    optimal all-reduce algorithms for clusters of workstations).
+    """
+    return 2 * (n - 1) / n
+
+
+def check(learner: ModuleType, group: Group, report: Report) -> None:
+    group.forbid("all_reduce", "all_gather", "reduce_scatter")
+    n = group.size
+    for size in (2 * n, 2 * n + 1):
+        x = torch.arange(1.0, size + 1, dtype=torch.float64) * 100**group.rank
+        expected = x.clone()
+        dist.all_reduce(expected)
+        result, _ = group.call(learner.ring_all_reduce, x.clone(), group)
+        results = group.gather(result.tolist() if isinstance(result, torch.Tensor) and result.ndim == 1 else [])
+        report.picture = compared(f"The sum on each of {n} ranks, x of {size} numbers", results, expected.tolist())
+        group.expect(result, expected, f"x = [1, ..., {size}] * 100**rank")
+    x = randn(n, 60, seed=0)
+    result, sent = group.call(learner.ring_all_reduce, x[group.rank].clone(), group)
+    group.expect(result, x.sum(0), "x of 60 random numbers")
+    logs = group.gather(group.log)
+    lines = [
+        (
+            f"rank {rank} sends",
+            [Cell(f"{k} to {to}", colour_of(to), k / 15, f"{k} numbers to rank {to}") for to, k in log],
+        )
+        for rank, log in enumerate(logs)
+    ]
+    note = "Each box is a message: how many of 60 numbers it has, and the rank to which it goes (also its colour)."
+    report.picture = rows(f"Messages of {n} ranks", lines, note)
+    busiest = max(group.gather(sent)) / 60
+    report.score = Score(
+        f"sent by the busiest of {n} ranks, divided by the size of x:", busiest, least(n), least(n), "{:.3f}"
+    )

@@ -1,0 +1,120 @@
+"""Check of puzzle 5: every gradient is in one bucket; and the end of the last all-reduce, compared with the least."""
+
+import itertools
+import math
+from types import ModuleType
+from typing import NamedTuple
+
+from docs.svg import LINE, RANKS, WIDTH, Svg
+from puzzles.group import Group
+from puzzles.report import Report, Score
+
+
+class Case(NamedTuple):
+    """The backward of a model and its network: seconds, bytes, and bytes/s."""
+
+    ready: list[float]
+    sizes: list[int]
+    latency: float
+    bandwidth: float
+
+
+def case(layers: int, D: int, F: int, embedding: int, layer_time: float, latency: float, bandwidth: float) -> Case:
+    """Return a model of layers with the matrices down, up, gate, o, v, k, q and two norms, and an embedding, in the
+    order of backward. A gradient takes time in proportion to its size.
+    """
+    layer = [D * F, D * F, D * F, D, D * D, D * D // 4, D * D // 4, D * D, D]
+    sizes = [4 * each for each in layer * layers + [embedding * D]]
+    per_byte = layer_time / (4 * sum(layer))
+    times = [size * per_byte for size in sizes[:-1]] + [0.1 * layer_time]  # the gradient of an embedding is a scatter
+    return Case(list(itertools.accumulate(times)), sizes, latency, bandwidth)
+
+
+CASES = [
+    case(4, 512, 1408, 8192, 2e-3, 2e-4, 4e9),  # a tiny model, for which latency counts
+    case(8, 2048, 5632, 32000, 10e-3, 4e-4, 30e9),  # a network that keeps up with backward
+    case(8, 2048, 5632, 32000, 10e-3, 4e-3, 12e9),  # a network that does not
+]
+
+
+def end(buckets: list[list[int]], case: Case) -> float:
+    """Return when the last all-reduce ends."""
+    time = 0.0
+    for bucket in buckets:
+        start = max(time, *(case.ready[i] for i in bucket))
+        time = start + case.latency + sum(case.sizes[i] for i in bucket) / case.bandwidth
+    return time
+
+
+def with_limit(limit: float, case: Case) -> list[list[int]]:
+    """Close a bucket as soon as it has `limit` bytes."""
+    buckets: list[list[int]] = [[]]
+    for i in range(len(case.sizes)):
+        if sum(case.sizes[j] for j in buckets[-1]) >= limit:
+            buckets.append([])
+        buckets[-1].append(i)
+    return buckets
+
+
+def best_with_limit(case: Case) -> float:
+    """Return the end with the best limit that is a power of two."""
+    return min(end(with_limit(2.0**k, case), case) for k in range(sum(case.sizes).bit_length() + 1))
+
+
+def earliest(case: Case) -> float:
+    """Return the earliest end of all. If the first b gradients are reduced as early as possible, so can the others be;
+    exchanging gradients of two buckets so that they are in order delays nothing, so only ranges matter.
+    """
+    least = [0.0]
+    for b in range(1, len(case.sizes) + 1):
+        ends = (
+            max(least[a], case.ready[b - 1]) + case.latency + sum(case.sizes[a:b]) / case.bandwidth for a in range(b)
+        )
+        least.append(min(ends))
+    return least[-1]
+
+
+def check(learner: ModuleType, group: Group, report: Report) -> None:
+    after = {"yours": 0.0, "par": 0.0, "best": 0.0}
+    for number, each in enumerate(CASES):
+        buckets = learner.make_buckets(list(each.ready), list(each.sizes), each.latency, each.bandwidth)
+        where, k = f"model {number} of {len(each.sizes)} gradients", len(each.sizes)
+        valid = isinstance(buckets, list) and all(isinstance(bucket, list) and bucket for bucket in buckets)
+        group.require(valid, f"{where}: expected a list of lists that are not empty, got {str(buckets)[:60]}")
+        found = list(itertools.chain(*buckets))
+        for i in range(k):
+            group.require(found.count(i) == 1, f"{where}: gradient {i} is in {found.count(i)} buckets, expected 1")
+        group.require(
+            len(found) == k, f"{where}: there is no gradient {max(found, key=lambda i: (i not in range(k), i))}"
+        )
+        if number == 0:
+            report.picture = draw(buckets, each)
+        for name, time in (("yours", end(buckets, each)), ("par", best_with_limit(each)), ("best", earliest(each))):
+            after[name] += 1000 * (time - each.ready[-1])
+    report.score = Score("after backward", after["yours"], after["par"], after["best"], "{:.2f} ms")
+
+
+def draw(buckets: list[list[int]], case: Case) -> str:
+    """Draw backward above the all-reduces, on one time axis."""
+    left, top, time, finish = 110.0, LINE + 8, 0.0, end(buckets, case)
+    scale, picture = (WIDTH - left - 10) / finish, Svg(WIDTH, 7 * LINE)
+    picture.text(
+        0, 16, "Backward of a tiny model, a box for each gradient, and the all-reduces of its buckets", "title"
+    )
+    picture.text(0, top + 16, "backward")
+    picture.text(0, top + 16 + 1.5 * LINE, "all-reduces")
+    starts = [0.0, *case.ready[:-1]]
+    colours = {i: RANKS[number % len(RANKS)] for number, bucket in enumerate(buckets) for i in bucket}
+    for i, (start, stop) in enumerate(zip(starts, case.ready, strict=True)):
+        picture.box(left + start * scale, top, (stop - start) * scale, LINE, colours[i], title=f"gradient {i}")
+    for number, bucket in enumerate(buckets):
+        start = max(time, *(case.ready[i] for i in bucket))
+        size = sum(case.sizes[i] for i in bucket)
+        time = start + case.latency + size / case.bandwidth
+        title = f"bucket {number}: {size / 2**20:.1f} MiB, {1000 * start:.2f} to {1000 * time:.2f} ms"
+        picture.box(
+            left + start * scale, 2 * LINE, (time - start) * scale, LINE, colours[bucket[0]], str(number), title
+        )
+    every = max(1, math.ceil(1000 * finish / 12))
+    picture.time_axis(left, top + 2.5 * LINE + 10, scale / 1000, 1000 * finish, every, "ms")
+    return str(picture)

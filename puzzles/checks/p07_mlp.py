@@ -1,0 +1,47 @@
+"""Check of puzzle 7: output and gradients of the MLP on one process, and the sums over the ranks."""
+
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+
+from puzzles.group import Group
+from puzzles.pictures import Cell, rows
+from puzzles.report import RED, Report, difference, randn
+
+SIZES = (3,)
+T, D, UNITS = 5, 4, 12
+
+
+def check(learner: ModuleType, group: Group, report: Report) -> None:
+    x, up, down = randn(T, D, seed=0), randn(UNITS, D, seed=1), randn(D, UNITS, seed=2)
+    whole = [each.clone().requires_grad_() for each in (x, up, down)]
+    y = F.silu(whole[0] @ whole[1].T) @ whole[2].T
+    dx, dup, ddown = torch.autograd.grad(y.square().sum(), whole)
+
+    def forward_and_backward(*own: torch.Tensor) -> tuple[torch.Tensor, float]:
+        result = learner.parallel_mlp(*own, group)
+        forward = group.sent
+        result.square().sum().backward()
+        return result, forward
+
+    n, rank = group.size, group.rank
+    own = [each.clone().requires_grad_() for each in (x, up.chunk(n)[rank], down.chunk(n, 1)[rank])]
+    (result, in_forward), sent = group.call(forward_and_backward, *own)
+    unit = 2 * (n - 1) / n * T * D
+    sums = {"forward": in_forward / unit, "backward": (sent - in_forward) / unit}
+    expected = {
+        "the output y": (result, y),
+        "the gradient of x": (own[0].grad, dx),
+        "the gradient of up": (own[1].grad, dup.chunk(n)[rank]),
+        "the gradient of down": (own[2].grad, ddown.chunk(n, 1)[rank]),
+    }
+    right = {name: not difference(*pair) for name, pair in expected.items()}
+    lines = [(f"sums in {name}", [Cell(f"{count:g} all-reduces of (T, D)", width=3)]) for name, count in sums.items()]
+    lines += [(name, [Cell("right" if ok else "wrong", "#cfe3f5" if ok else RED, 3)]) for name, ok in right.items()]
+    report.picture = rows(f"Your MLP on {n} ranks", lines)
+    for name, (ours, reference) in expected.items():
+        group.expect(ours, reference, f"x ({T}, {D}), {UNITS} hidden units, loss y.square().sum()", name)
+    group.require(
+        sent <= 2.01 * unit, f"all results are right, but you send {sent / unit:g} times (T, D); twice suffices"
+    )

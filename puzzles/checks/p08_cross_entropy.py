@@ -1,0 +1,55 @@
+"""Check of puzzle 8: torch's own loss of all logits, and the numbers that are sent."""
+
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+
+from puzzles.group import Group
+from puzzles.pictures import Cell, rows
+from puzzles.report import RED, Report, Score, generator, randn
+
+SIZES = (3,)
+T, V = 24, 15
+
+
+def check(learner: ModuleType, group: Group, report: Report) -> None:
+    n, rank = group.size, group.rank
+    targets = torch.randint(V, (T,), generator=generator(1))
+    sent = 0.0
+    # A constant moves all logits of a token; a random factor of 1000 also makes most probabilities 0.
+    for scale, shift, name in (
+        (1, 0, "logits around 0"),
+        (1, 5000, "logits around 5000"),
+        (1000, 0, "logits of +- 1000"),
+    ):
+        whole = (scale * randn(T, V, seed=0) + shift).requires_grad_()
+        losses = F.cross_entropy(whole, targets, reduction="none")
+        losses.sum().backward()
+        assert whole.grad is not None
+        own = whole.detach().chunk(n, 1)[rank].clone()
+        result, sent = group.call(learner.cross_entropy, own, targets.clone(), group)
+        group.require(
+            isinstance(result, tuple | list) and len(result) == 2,
+            f"{group.here}{name}: expected the losses and the gradient, got one value",
+        )
+        report.picture = draw(result[0], losses.detach(), name)
+        group.expect(result[0], losses, name, "losses")
+        group.expect(result[1], whole.grad.chunk(n, 1)[rank], name, "gradient")
+    par = 3 * 2 * (n - 1) / n
+    # The log-sum-exp of each rank as an all-reduce made of messages, and then the loss: see tests/test_puzzles.py.
+    best = 2 * 2 * (n - 1) / n
+    busiest = max(group.gather(sent)) / T
+    report.score = Score("numbers sent per token:", busiest, par, best, "{:.2f}")
+
+
+def draw(result: object, losses: torch.Tensor, name: str) -> str:
+    values = (
+        result.tolist() if isinstance(result, torch.Tensor) and result.shape == losses.shape else [float("nan")] * T
+    )
+    cells = []
+    for value, expected in zip(values[:8], losses.tolist(), strict=False):
+        right = abs(value - expected) <= 1e-6 * max(1.0, abs(expected))
+        cells.append(Cell(f"{value:.4g}", "#cfe3f5" if right else RED, title=f"yours {value}, expected {expected}"))
+    expected_cells = [Cell(f"{value + 0.0:.4g}", "#ffffff") for value in losses[:8].tolist()]
+    return rows(f"Losses of the first tokens on rank 0, {name}", [("yours", cells), ("expected", expected_cells)])

@@ -1,0 +1,34 @@
+"""Check of puzzle 11: torch's attention over the whole sequence, and the numbers sent."""
+
+from types import ModuleType
+
+import torch.nn.functional as F
+
+from puzzles.group import Group
+from puzzles.pictures import Cell, colour_of, rows
+from puzzles.report import Report, Score, randn
+
+SIZES = (2, 4)
+H, d, TOKENS = 2, 4, 3
+
+
+def check(learner: ModuleType, group: Group, report: Report) -> None:
+    group.forbid("all_reduce", "all_gather", "reduce_scatter")
+    n, rank = group.size, group.rank
+    for scale, name in ((1, "random numbers"), (100, "scores in the thousands")):
+        q, k, v = (factor * randn(H, n * TOKENS, d, seed=i) for i, factor in enumerate((scale, scale, 1)))
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True).chunk(n, 1)[rank]
+        own = [each.chunk(n, 1)[rank].clone() for each in (q, k, v)]
+        result, sent = group.call(learner.ring_attention, *own, group)
+        unit = 2 * H * TOKENS * d
+        lines = [
+            (f"rank {i} sends", [Cell(f"{size / unit:g} to {to}", colour_of(to)) for to, size in log])
+            for i, log in enumerate(group.gather(group.log))
+        ]
+        note = "Each box is a message: its size in units of one rank's keys and values, and its receiver (also its colour)."
+        report.picture = rows(f"Messages of {n} ranks", lines, note)
+        group.expect(result, expected, f"{name}, {TOKENS} tokens per rank", "attention")
+        average = sum(group.gather(sent)) / n / unit
+        # At least, rank r receives the keys and values of the r ranks before it.
+        least = sum(range(n)) / n
+        report.score = Score(f"sent by a rank on average, n = {n}:", average, n - 1, least, "{:.2f}")

@@ -1,0 +1,46 @@
+"""Check of puzzle 12: the schedule is complete, does not deadlock, and is as fast and as small as 1F1B."""
+
+from types import ModuleType
+
+from picotron.errors import UserError
+from picotron.schedules.actions import Action, Schedule, parse_action
+from picotron.schedules.checker import check as check_schedule
+from picotron.schedules.draw_svg import as_svg
+from picotron.schedules.simulate import Timeline, peak_activations
+from puzzles.group import Group
+from puzzles.report import Report, kind
+
+
+def simulated(group: Group, programs: list[list[str]], m: int, where: str) -> Timeline:
+    """Return the timeline of a schedule with one stage per rank, if it can run."""
+    parsed = []
+    for rank, names in enumerate(programs):
+        group.require(isinstance(names, list | tuple), f"{where}, rank {rank}: expected a list, got {kind(names)}")
+        actions = []
+        for name in names:
+            try:
+                actions.append(parse_action(name if isinstance(name, str) else repr(name)))
+            except ValueError:
+                group.require(False, f'{where}, rank {rank}: {name!r} is not an action such as "2F0"')
+        parsed.append(actions)
+    try:
+        return check_schedule(Schedule(parsed, m))
+    except UserError as error:
+        group.require(False, f"{where}: {error}")
+        raise
+
+
+def check(learner: ModuleType, group: Group, report: Report) -> None:
+    for p, m in ((2, 3), (4, 2), (1, 3), (8, 20), (4, 8)):
+        where = f"p = {p}, m = {m}"
+        timeline = simulated(group, [learner.program(rank, p, m) for rank in range(p)], m, where)
+        report.picture = as_svg(timeline)
+        for rank, actions in enumerate(timeline.programs):
+            peak, most = peak_activations(actions), min(p - rank, m)
+            sentence = f"{where}: rank {rank} holds the activations of {peak} micro-batches, expected at most {most}"
+            group.require(peak <= most, sentence)
+        step = 3 * (m + p - 1)  # of AFAB, as each rank has m forwards and m backwards, see the statement
+        sentence = f"{where}: the step takes {timeline.step_time:g} forwards, expected at most {step}"
+        group.require(timeline.step_time <= step, sentence)
+        only = all(isinstance(action, Action) and action.kind in "FB" for each in timeline.programs for action in each)
+        group.require(only, f"{where}: expected only the actions F and B; the other kinds are for the next puzzle")

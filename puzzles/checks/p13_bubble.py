@@ -1,0 +1,27 @@
+"""Check of puzzle 13: a schedule that can run, its activations and its bubble. Also writes it as CSV, to train with."""
+
+from types import ModuleType
+
+from picotron.schedules.draw_svg import as_svg
+from picotron.schedules.schedules import build
+from picotron.schedules.simulate import peak_activations, simulate
+from puzzles.checks.p12_1f1b import simulated
+from puzzles.group import Group
+from puzzles.report import Report, Score
+
+P, M, MOST = 4, 8, 4
+PAR = 7 / 31  # rank r splits its last r backwards, as in the solution
+
+
+def check(learner: ModuleType, group: Group, report: Report) -> None:
+    timeline = simulated(group, [learner.program(rank) for rank in range(P)], M, f"p = {P}, m = {M}")
+    report.picture = as_svg(timeline)
+    for rank, actions in enumerate(timeline.programs):
+        peak = peak_activations(actions)
+        group.require(
+            peak <= MOST, f"rank {rank} holds the activations of {peak} micro-batches, expected at most {MOST}"
+        )
+    lines = (",".join(map(str, actions)) for actions in timeline.programs)
+    report.files["p13_bubble.csv"] = "\n".join(lines) + "\n"
+    best = simulate(build("zb_h1", P, M)).bubble
+    report.score = Score("bubble", 100 * timeline.bubble, 100 * PAR, 100 * best, "{:.1f} %")

@@ -1,0 +1,58 @@
+"""Check of puzzle 15: three steps of torch's AdamW on one process, and the numbers that a rank keeps and sends."""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from puzzles.group import Group
+from puzzles.pictures import Cell, rows
+from puzzles.report import RED, Report, randn
+
+SIZES = (3,)
+P = 200
+STEPS = 3
+
+
+def kept(value: Any, seen: set[int]) -> int:
+    """Count the numbers of all tensors in a state, in optimizers and lists, too, but views of one tensor once."""
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        own = 0 if storage.data_ptr() in seen else storage.nbytes() // 8
+        seen.add(storage.data_ptr())
+        return own + (0 if value.grad is None else kept(value.grad, seen))
+    if isinstance(value, torch.optim.Optimizer):
+        return kept([value.param_groups, list(value.state.values())], seen)
+    if isinstance(value, dict):
+        return kept(list(value.values()), seen)
+    return sum(kept(each, seen) for each in value) if isinstance(value, list | tuple | set) else 0
+
+
+def check(learner: ModuleType, group: Group, report: Report) -> None:
+    n, full = group.size, torch.nn.Parameter(randn(P, seed=0))
+    optimizer = torch.optim.AdamW([full], lr=0.1, weight_decay=0.1)
+    w, state = full.detach().clone(), dict[str, Any]()
+    for number in range(1, STEPS + 1):
+        gradients = randn(n, P, seed=number)
+        full.grad = gradients.mean(0)
+        optimizer.step()
+        result, sent = group.call(learner.step, w.clone(), gradients[group.rank].clone(), state, group)
+        report.picture = draw(result, full.detach(), n, number)
+        group.expect(result, full.detach(), f"step {number}, {P} weights", "weights")
+        numbers, most = kept(state, set()), 4 * (-(-P // n)) + 16  # a copy of a slice, its gradient and two moments
+        sentence = f"{group.here}step {number}: the state holds {numbers} numbers; four slices of {-(-P // n)} suffice"
+        group.require(numbers <= most, f"the weights are right, but on {sentence}")
+        enough = 2 * (n - 1) / n * (P + n)
+        group.require(sent <= enough, f"the weights are right, but a rank sends {sent:g} numbers; {enough:g} suffice")
+        w = result.detach().clone()
+
+
+def draw(result: Any, expected: Tensor, n: int, step: int) -> str:
+    """Draw ranges of weights, red where any differs."""
+    ours = result.detach() if isinstance(result, Tensor) and result.shape == expected.shape else expected * torch.nan
+    right = (ours - expected).abs() <= 1e-9 * expected.abs().max()
+    cells = [
+        Cell("", "#cfe3f5" if part.all() else RED, 0.25, f"{int((~part).sum())} wrong") for part in right.chunk(24)
+    ]
+    return rows(f"The {P} weights on rank 0 of {n} after step {step}", [("weights 0, 1, ...", cells)], "Red: wrong.")

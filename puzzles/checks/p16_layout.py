@@ -1,0 +1,109 @@
+"""Check of puzzle 16: a config that the trainer accepts, its memory and the time of its step, by the formulas."""
+
+from types import ModuleType
+from typing import Any
+
+from docs.svg import LINE, WIDTH, Svg
+from picotron.config import Config, Distributed, Training
+from picotron.config_reader import load_config
+from picotron.errors import UserError
+from picotron.explain.estimate import GIB, Memory, rank_memory
+from picotron.explain.forecast import Forecast, forecast
+from picotron.hardware import HARDWARE
+from picotron.model_config import load_model_config
+from picotron.parallelize import check_layout
+from puzzles.group import Group
+from puzzles.report import Report, Score, kind
+
+GPU = HARDWARE["H100"]
+# The fastest of all layouts by `create_config.py --best`, see docs/seventy_billion.md.
+BEST = {
+    "dp_size": 512,
+    "pp_size": 1,
+    "tp_size": 2,
+    "sequence_parallel": True,
+    "dp_engine": "zero3",
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "activation_checkpointing": "full",
+}
+
+
+def config_of(settings: dict[str, Any]) -> Config:
+    """Return docs/seventy_billion.json with these settings instead of its own layout.
+
+    Raises:
+        UserError: a key or a value is wrong.
+    """
+    options = ["--config", "docs/seventy_billion.json"]
+    defaults = {"dp_size": 1, "pp_size": 1, "tp_size": 1, "sequence_parallel": False, "dp_engine": "bucket"}
+    defaults |= {"pp_engine": "1f1b", "micro_batch_size": 1, "gradient_accumulation_steps": 1}
+    for key, value in (defaults | settings).items():
+        section = next((s for s in (Distributed, Training) if key in s.model_fields), None)
+        if section is None:
+            raise UserError(f"there is no key {key!r} in the sections distributed and training of the config")
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        options += [f"--{section.__name__.lower()}.{key}", text]
+    return load_config(options)
+
+
+def estimate(config: Config) -> tuple[list[Memory], Forecast]:
+    """Return the memory of each pp rank, and the forecast of a step. Raises UserError."""
+    model = load_model_config(config.model)
+    plan = check_layout(config, model)
+    return rank_memory(config, model, plan), forecast(config, model, plan, GPU)
+
+
+def check(learner: ModuleType, group: Group, report: Report) -> None:
+    settings = learner.layout()
+    group.require(isinstance(settings, dict), f"expected a dictionary, got {kind(settings)}")
+    given = load_config(["--config", "docs/seventy_billion.json"])
+    try:
+        config = config_of(settings)
+        memories, forecast = estimate(config)
+    except UserError as error:
+        group.require(False, str(error))
+        raise
+    for name, ours, expected in (
+        ("GPUs", config.distributed.world_size, given.distributed.world_size),
+        ("sequences per step", config.global_batch_size, given.global_batch_size),
+        ("tokens per sequence", config.training.seq_length, given.training.seq_length),
+    ):
+        group.require(ours == expected, f"the settings are for {ours} {name}, expected {expected}")
+    report.picture = draw(memories, forecast)
+    most = max(memory.total for memory in memories) / GIB
+    group.require(most <= GPU.gib, f"a rank needs {most:.1f} GiB, expected at most {GPU.gib} GiB")
+    par, best = estimate(given)[1], estimate(config_of(BEST))[1]
+    report.score = Score("step", forecast.step_time, par.step_time, best.step_time, "{:.3f} s")
+
+
+def draw(memories: list[Memory], forecast: Forecast) -> str:
+    """Draw a bar for the memory of the rank that needs most, and one for the time of a step."""
+    largest = max(memories, key=lambda memory: memory.total)
+    names = ("weights", "gradients", "optimizer", "gathered", "activations", "temporary")
+    memory = {name: getattr(largest, name) / GIB for name in names}
+    time = forecast.seconds._asdict()
+    picture, colours = (
+        Svg(WIDTH, 10 * LINE),
+        ["#56b4e9", "#e69f00", "#1fb58a", "#f0e442", "#d9a0c0", "#999999", "#cc79a7"],
+    )
+    for row, (title, parts, full, unit) in enumerate(
+        (
+            (
+                f"Memory of the pp rank that needs most: {largest.total / GIB:.1f} of {GPU.gib} GiB",
+                memory,
+                GPU.gib,
+                "GiB",
+            ),
+            (f"Time of a step: {forecast.step_time:.2f} s", time, forecast.step_time, "s"),
+        )
+    ):
+        y, x, scale = row * 5 * LINE, 0.0, WIDTH / max(full, sum(parts.values()))
+        picture.text(0, y + 16, title, "title")
+        picture.frame(0, y + LINE + 8, full * scale, 34)
+        for (name, value), colour in zip(parts.items(), colours, strict=False):
+            picture.box(x, y + LINE + 8, value * scale, 34, colour, name, f"{name}: {value:.3g} {unit}")
+            x += value * scale
+        numbers = ", ".join(f"{name} {value:.3g}" for name, value in parts.items())
+        picture.text(0, y + 3 * LINE + 14, numbers)
+    return str(picture)

@@ -1,0 +1,139 @@
+"""Runs the check of a puzzle in processes that may fail or never end, and returns a report in one sentence."""
+
+import contextlib
+import faulthandler
+import importlib
+import linecache
+import pickle
+import re
+import resource
+import tempfile
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+import torch.distributed as dist
+
+from puzzles.catalogue import Puzzle
+from puzzles.group import Group, Misuse
+from puzzles.report import Report, Wrong
+from tests.support.worker_pool import WorkerError, WorkerPool
+
+LIMIT = 10.0  # seconds for the learner's code
+PUZZLE = "puzzle"  # name of the module with the learner's code
+MEMORY = 6 * 2**30  # bytes of a process, where a list that grows endlessly ends
+START = 120.0  # seconds for the start of the processes
+
+
+class Failed(Exception):
+    """Lets the pool stop the other ranks."""
+
+
+def run(puzzle: Puzzle, path: Path, pool: WorkerPool, limit: float = LIMIT) -> Report:
+    """Check a file with the learner's code.
+
+    Args:
+        path: the file.
+        pool: the processes, as many as the check asks for.
+        limit: seconds after which the code counts as hanging.
+    """
+    report = Report()
+    for ranks in getattr(check_of(puzzle), "SIZES", (1,)):
+        with tempfile.TemporaryDirectory() as folder:
+            failure = ""
+            try:
+                pool.run(run_rank, ranks, puzzle, path, Path(folder), limit, timeout=START + limit)
+            except WorkerError as error:
+                failure = str(error).strip().splitlines()[-1]
+            reports = [pickle.loads(file.read_bytes()) for file in sorted(Path(folder).glob("*.report"))]
+            hangs = sorted(file for file in Path(folder).glob("*.hang") if file.stat().st_size)
+            wrong = sorted((each for each in reports if each.verdict != "RIGHT"), key=lambda each: each.verdict)
+            if wrong:  # an error of one rank is often the cause that another rank hangs, or loses its connection
+                return next((each for each in wrong if "Connection" not in each.sentence), wrong[0])
+            if hangs:
+                return Report("HANGS", hanging(hangs, path, ranks, limit))
+            if failure:
+                return Report(
+                    "ERROR", f"{path.name} has ended its process, as os._exit does, or a lack of memory: {failure}"
+                )
+            report = reports[0]
+    return report
+
+
+def check_of(puzzle: Puzzle) -> ModuleType:
+    return importlib.import_module(f"puzzles.checks.{puzzle.name}")
+
+
+def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float) -> None:
+    """Run the check on one rank, and write its report to the folder, because a rank that hangs cannot return it.
+
+    Raises:
+        Failed: the report is not that of a right answer.
+    """
+    group, report, module = Group(), Report(), check_of(puzzle)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    with (
+        (folder / f"{group.rank}.hang").open("w") as stacks,
+        open(1, "w", buffering=1, closefd=False) as lines,  # so that what the code prints is seen if it never ends
+        contextlib.redirect_stdout(lines),
+    ):
+        faulthandler.dump_traceback_later(limit, file=stacks, exit=True)
+        try:
+            module.check(load(path), group, report)
+            if report.score is not None and not report.score.reached:
+                report.verdict, report.sentence = "OVER PAR", "a correct answer, but not yet as good as par"
+        except Wrong as error:
+            report.verdict, report.sentence = "WRONG", str(error)
+        except BaseException as error:  # also SystemExit
+            report.verdict, report.sentence = explain(error, path)
+            if group.size > 1 and report.verdict == "ERROR" and not isinstance(error, SyntaxError | Misuse):
+                report.sentence = f"rank {group.rank} of {group.size}: {report.sentence}"
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    (folder / f"{group.rank}.report").write_bytes(pickle.dumps(report))
+    if report.verdict != "RIGHT":
+        dist.destroy_process_group()
+        raise Failed(report.sentence)
+
+
+def load(path: Path) -> ModuleType:
+    """Run the learner's file as a module."""
+    module = ModuleType(PUZZLE)
+    module.__file__ = str(path)
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+    return module
+
+
+def explain(error: BaseException, path: Path) -> tuple[str, str]:
+    """Return the verdict and a sentence with the line of the learner's file from which an error comes."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return "ERROR", f"{path.name}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    message = (str(error).strip() or "no message").splitlines()[0]
+    if not frames and isinstance(error, Misuse):
+        return "ERROR", f"{path.name}: {message}"
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType) and error.obj.__name__ == PUZZLE:
+        return "ERROR", f"{path.name} has no function {error.name}"
+    if not frames:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{'/'.join(Path(last.filename).parts[-2:])}, line {last.lineno}"
+        return "ERROR", f"the check cannot use the answer: {type(error).__name__}: {message} ({where})"
+    if isinstance(error, NotImplementedError):
+        return "NOT DONE YET", f"{path.name} still raises NotImplementedError in line {frames[-1].lineno}"
+    name = "" if isinstance(error, Misuse) else f"{type(error).__name__}: "
+    return "ERROR", f"{path.name}, line {frames[-1].lineno}, `{frames[-1].line}`: {name}{message}"
+
+
+def hanging(files: list[Path], path: Path, ranks: int, limit: float) -> str:
+    """Describe where the ranks were at the time limit, from the stacks that `faulthandler` has written."""
+    places: dict[str, list[str]] = {}  # ranks by where they were
+    for file in files:
+        match = re.search(rf'File "{re.escape(str(path))}", line (\d+)', file.read_text())
+        code = match and linecache.getline(str(path), int(match[1])).strip()
+        place = f"in line {match[1]}, `{code}`" if match else "waiting for the other ranks to return"
+        places.setdefault(place, []).append(file.stem)
+    if ranks == 1:
+        where = next(iter(places))
+    else:
+        where = "; ".join(f"rank {', '.join(those)} {place}" for place, those in places.items())
+    return f"{path.name} was still running after {limit:g} s: {where}"

@@ -1,0 +1,48 @@
+"""Puzzle 7, tensor: the two autograd functions of a parallel MLP.
+
+To read: docs/tensor_parallel.md, "Why a copy sums in the backward pass". Check your answer with `python -m puzzles 7`.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from puzzles.group import Group
+
+
+def parallel_mlp(x: Tensor, up: Tensor, down: Tensor, group: Group) -> Tensor:
+    """Return y = silu(x up') down', the same on all ranks: (T, D). This function is complete.
+
+    x (T, D) is the same on all n ranks. Each has F/n of the hidden units: its rows of up (F/n, D), and its columns of
+    down (D, F/n). The gradients of x, of these rows and of these columns are to be those that one process computes.
+    """
+    x = Enter.apply(x, group)
+    return Leave.apply(F.silu(x @ up.T) @ down.T, group)
+
+
+class Enter(torch.autograd.Function):
+    """Stands before the column-parallel matrix. `group.all_reduce(y)` returns the sum of y over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        """Return what the matrix multiplies. Save what backward needs in ctx: ctx.group = group."""
+        raise NotImplementedError
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of x, given that of forward's result; and None, because a group has no gradient."""
+        raise NotImplementedError
+
+
+class Leave(torch.autograd.Function):
+    """Stands behind the row-parallel matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:
+        raise NotImplementedError
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        raise NotImplementedError

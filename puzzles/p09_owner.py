@@ -1,0 +1,16 @@
+"""Puzzle 9, context: which rank gets which part of a sequence.
+
+To read: docs/context_parallel.md, "Which tokens each rank gets: contiguous or zigzag". Check your answer with
+`python -m puzzles 9`.
+"""
+
+
+def owner(chunk: int, cp: int) -> int:
+    """Return the rank, 0 to cp - 1, that holds a chunk of the sequence: 0 to 2 cp - 1.
+
+    The sequence is cut into 2 cp chunks of equal length, and each rank gets two of them. A rank computes the attention
+    of its own tokens: each attends to itself and to all tokens before it in the sequence, on whatever rank these are.
+
+    Score: query-key pairs of the busiest of 4 ranks, divided by the mean. Par is 1: all ranks have the same work.
+    """
+    raise NotImplementedError

@@ -1,0 +1,17 @@
+"""Puzzle 10, context: attention to all keys from attention to two halves of them.
+
+To read: docs/context_parallel.md, "Merging blocks of attention". Check your answer with `python -m puzzles 10`.
+"""
+
+from torch import Tensor
+
+
+def merge(y1: Tensor, lse1: Tensor, y2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the attention y (H, T, d) to two blocks of keys together, and its lse (H, T).
+
+    y1 (H, T, d) is the attention of T queries to the first block alone, a mean of values that is weighted by
+    exp(score); lse1 (H, T) is the logarithm of the sum of these weights. y2 and lse2 belong to the second block. The
+    scores are in the hundreds or thousands, so exp(lse) can overflow. A block that a query does not attend to has
+    y = 0 and lse = -inf, but never both blocks.
+    """
+    raise NotImplementedError
