@@ -76,7 +76,8 @@ def check(puzzle: Puzzle, folder: Path) -> bool:
             known |= {"score": report.score.value, "text": report.score.text}
         known["solved"] = True
         write_progress(folder, progress)
-        following = next((each for each in PUZZLES if not progress[each.name]["solved"]), None)
+        others = PUZZLES[puzzle.number :] + PUZZLES[: puzzle.number]
+        following = next((each for each in others if not progress[each.name]["solved"]), None)
         print(f"next: puzzles/{following.path.name}" if following else "You have solved all puzzles.")
     elif progress[puzzle.name]["hints"] < len(puzzle.hints):
         print(f"for a hint: python -m puzzles {puzzle.number} --hint")

@@ -217,6 +217,7 @@ def test_check_prints_and_remembers_the_result(
     assert output[0] == "RIGHT: puzzle 13, a smaller bubble than 1F1B"
     assert output[1] == "score: bubble 22.6 % (par 22.6 %, best known 11.1 %)"
     assert output[2] == f"see {tmp_path}/p13_bubble.svg and {tmp_path}/p13_bubble.csv"
+    assert output[3] == "next: puzzles/p14_schedule.py"
     assert_is_picture((tmp_path / "p13_bubble.svg").read_text())
     puzzle.path.write_text(puzzle.solution.read_text().replace("'B' if i < M - rank else 'I'", "'I'"))
     assert cli.main(["p13"], tmp_path) == 1
