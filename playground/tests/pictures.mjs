@@ -10,10 +10,10 @@ const ranked = (page) => page.waitForFunction(() => document.querySelectorAll("#
 
 // The name of a picture, the state of the page, how it is opened, and what is done before the picture is taken.
 const PICTURES = [
-  ["playground", { critical: 1 }, { width: 1100, height: 760 }],
+  ["playground", { critical: 1 }, { width: 1240, height: 760 }],
   ["playground_dark", { a: "zbv", b: "", pp: 8, microbatches: 16, memory: 6 }, { width: 1200, height: 760, scheme: "dark" }],
   ["playground_deadlock", { a: "csv", b: "", csv: DEADLOCK }, { width: 960, height: 400 }, (page) => page.$("#a")],
-  ["playground_ranking", { memory: 4, message: 0.1 }, { width: 960, height: 800 }, async (page) => (await ranked(page), page.$("#ranking"))],
+  ["playground_ranking", { memory: 4, message: 0.1 }, { width: 1280, height: 800 }, async (page) => (await ranked(page), page.$("#ranking"))],
   ["playground_phone", { b: "" }, { width: 390, height: 844 }],
 ];
 
