@@ -27,7 +27,7 @@ ENGINES = ("1f1b", "zbv", "afab", "looped_bfs", "interleaved_1f1b", "zb_h1", "du
     [
         ("1f1b", {"pp_size": 4, "tp_size": 2, "sequence_parallel": True}),
         pytest.param("zbv", {"pp_size": 3, "dp_size": 2, "dp_engine": "zero3"}, marks=pytest.mark.parity),
-        ("1f1b", {"dp_size": 2, "dp_engine": "zero3"}),
+        pytest.param("1f1b", {"dp_size": 2, "dp_engine": "zero3"}, marks=pytest.mark.parity),
         pytest.param("auto", {"pp_size": 3, "tp_size": 2}, marks=pytest.mark.parity),
         pytest.param(
             "1f1b",

@@ -94,7 +94,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-CORE = (2, 4, 12)
+CORE = (4, 12)
 
 
 @pytest.mark.parametrize(

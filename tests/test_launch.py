@@ -88,6 +88,7 @@ def test_mistakes_replace_functions_that_exist(name: str) -> None:
         assert MISTAKES[name].replacements
 
 
+@pytest.mark.parity
 @pytest.mark.processes
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
 def test_freed_memory_is_kept_for_the_next_step() -> None:

@@ -65,6 +65,7 @@ def test_a_second_run_in_a_folder_is_rejected_until_the_first_one_is_dead(
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1]
 
 
+@pytest.mark.parity
 def test_processes_end_with_a_checkpoint_when_torchrun_is_killed(
     tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
