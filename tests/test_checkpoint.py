@@ -19,8 +19,8 @@ from tests.support.training import layout_name
 from tests.support.worker_pool import WorkerPool
 
 CPU = torch.device("cpu")
-# `make test` resumes once from each layout in another one, and once in the same one; `make parity` has all other pairs.
-PAIRS = [(i, (i + 3) % 8) for i in range(8)] + [(0, 0)]
+# In `make test`, each layout writes a checkpoint or resumes from one; `make parity` has all other pairs.
+PAIRS = [(i, (i + 3) % 8) for i in range(0, 8, 2)] + [(0, 0)]
 PARITY = [(i, j) for i in range(8) for j in range(8) if (i, j) not in PAIRS]
 
 

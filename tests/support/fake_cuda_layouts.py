@@ -117,8 +117,8 @@ def _layouts() -> dict[str, Layout]:
 def _memory_layouts() -> dict[str, Layout]:
     smollm, shape = {"training__micro_batch_size": 4, "training__seq_length": 2048}, SHAPES["smollm-1.7b"]
     layouts = {
-        "SmolLM-1.7B": Layout(smollm, shape, core=True),
-        "SmolLM-1.7B checkpointing": Layout(smollm | FULL, shape, core=True),
+        "SmolLM-1.7B": Layout(smollm, shape),
+        "SmolLM-1.7B checkpointing": Layout(smollm | FULL, shape),
     }
     llama = {"training__micro_batch_size": 2, "training__seq_length": 4096}
     layouts |= {
