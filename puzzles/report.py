@@ -50,6 +50,7 @@ class Report:
         sentence: the first difference or the error; empty if the answer is right.
         picture: an SVG drawing of the learner's answer, or nothing.
         files: other files for the learner, by name.
+        case: the input with which the learner's code was called last.
     """
 
     verdict: str = "RIGHT"
@@ -57,6 +58,11 @@ class Report:
     picture: str = ""
     score: Score | None = None
     files: dict[str, str] = dataclasses.field(default_factory=dict)
+    case: str = ""
+
+    def begin(self, case: str) -> None:
+        """Name the input of the next call of the learner's code, and drop what belongs to an earlier one."""
+        self.case, self.picture, self.score = case, "", None
 
 
 def number(value: Any) -> str:

@@ -15,13 +15,13 @@ T, V = 24, 15
 
 def check(learner: ModuleType, group: Group, report: Report) -> None:
     n, rank = group.size, group.rank
-    targets = torch.randint(V, (T,), generator=generator(1))
-    sent = 0.0
+    everywhere, sent = torch.randint(V, (T,), generator=generator(1)), 0.0
     # A constant moves all logits of a token; a random factor of 1000 also makes most probabilities 0.
-    for scale, shift, name in (
-        (1, 0, "logits around 0"),
-        (1, 5000, "logits around 5000"),
-        (1000, 0, "logits of +- 1000"),
+    for scale, shift, targets, name in (
+        (1, 0, everywhere, "logits around 0"),
+        (1, 0, V // n + everywhere % (V // n), "all targets on rank 1"),
+        (1, 5000, everywhere, "logits around 5000"),
+        (1000, 0, everywhere, "logits of +- 1000"),
     ):
         whole = (scale * randn(T, V, seed=0) + shift).requires_grad_()
         losses = F.cross_entropy(whole, targets, reduction="none")

@@ -10,7 +10,7 @@ from puzzles.group import Group
 from puzzles.report import Report, Score
 
 P, M, MOST = 4, 8, 4
-PAR = 7 / 31  # rank r splits its last r backwards, as in the solution
+PAR = 5 / 29  # rank r delays its last r W, as in the solution
 
 
 def check(learner: ModuleType, group: Group, report: Report) -> None:
