@@ -85,8 +85,8 @@ PUZZLES = [
             "count as much as one with six. What can you add up instead, and divide by what?",
             'With reduction="sum", cross_entropy returns a sum over targets. The gradient of a sum of sums is the sum of '
             "the gradients.",
-            "Call backward for each micro-batch, which adds to w.grad (make w a leaf first: w.detach().requires_grad_()). "
-            "Then all-reduce w.grad and the number of targets, and divide.",
+            "Call backward for each micro-batch, which adds to w.grad. Then all-reduce w.grad and the number of targets, "
+            "as float64, and divide.",
         ),
     ),
     Puzzle(
@@ -121,8 +121,8 @@ PUZZLES = [
         "the two autograd functions of a parallel MLP",
         "docs/tensor_parallel.md#why-a-copy-sums-in-the-backward-pass-an-example-with-two-ranks",
         (
-            "Without any communication, which of y, dx, dup and ddown are right? Each rank's product with its columns of down "
-            "is only a part of y.",
+            "Without any communication, y is only a part of the sum. Once it is summed in Leave, which of dx, dup and ddown "
+            "are still wrong?",
             "In forward, one of the two functions sums over the ranks, and the other returns its argument. In backward, it is "
             "the other way round.",
             "Leave: forward returns group.all_reduce(y), and backward returns the gradient unchanged. For Enter, look at the "

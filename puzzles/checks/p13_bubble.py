@@ -14,7 +14,11 @@ PAR = 5 / 29  # rank r delays its last r W, as in the solution
 
 
 def check(learner: ModuleType, group: Group, report: Report) -> None:
-    timeline = simulated(group, [learner.program(rank) for rank in range(P)], M, f"p = {P}, m = {M}")
+    programs = []
+    for rank in range(P):
+        report.begin(f"program({rank})")
+        programs.append(learner.program(rank))
+    timeline = simulated(group, programs, M, f"p = {P}, m = {M}")
     report.picture = as_svg(timeline)
     for rank, actions in enumerate(timeline.programs):
         peak = peak_activations(actions)
