@@ -120,7 +120,7 @@ def draw(buckets: list[list[int]], case: Case) -> str:
     """Draw backward above the all-reduces, on one time axis."""
     left, top, time, finish = 110.0, LINE + 8, 0.0, end(buckets, case)
     second = top + 1.5 * LINE
-    scale, picture = (WIDTH - left - 10) / finish, Svg(WIDTH, 8 * LINE)
+    scale, picture = (WIDTH - left - 10) / finish, Svg(WIDTH, 7 * LINE)
     picture.text(
         0, 16, "Backward of a tiny model, a box for each gradient, and the all-reduces of its buckets", "title"
     )

@@ -51,29 +51,31 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
 
 
 def draw(results: list[dict[str, Part]], expected: list[dict[str, Part]], shapes: dict[str, tuple[int, ...]]) -> str:
-    """Draw the matrices to scale, with the parts of the learner's ranks; wrong ones are red."""
+    """Draw the matrices, all on the same scale, with the parts of the learner's ranks; wrong ones are red."""
     gap, top, x = 40, 3 * LINE, 0.0
     scale = (WIDTH - gap * (len(NAMES) - 1)) / sum(shapes[name][1] for name in NAMES)
-    picture = Svg(WIDTH, top + scale * max(shapes[name][0] for name in NAMES) + 1.5 * LINE)
+    tall = max(scale, 1.05)  # pixels of a row, so that the numbers fit
+    picture = Svg(WIDTH, top + tall * max(shapes[name][0] for name in NAMES) + 1.5 * LINE)
     for name in NAMES:
         height, width = shapes[name]
         picture.text(x, 14, name, "title")
         picture.text(x, 34, f"{height} x {width}")
-        picture.frame(x, top, width * scale, height * scale)
+        picture.frame(x, top, width * scale, height * tall)
         for rank, parts in enumerate(results):
             part = parts[name]
             colour = colour_of(rank) if tuple(part) == expected[rank][name] else RED
             title = f"{name}, rank {rank}: yours {part}, expected {expected[rank][name]}"
             if len(part) == 3 and all(isinstance(each, int) for each in part):
                 sharing = [other for other, those in enumerate(results) if tuple(those[name]) == tuple(part)]
-                start, size = part[1] * scale, max(0, part[2] - part[1]) * scale
+                unit = tall if part[0] == 0 else scale
+                start, size = part[1] * unit, max(0, part[2] - part[1]) * unit
                 if part[0] == 0:
                     own = width * scale / len(sharing)
                     picture.box(x + sharing.index(rank) * own, top + start, own, size, colour, str(rank), title)
                 else:
-                    own = height * scale / len(sharing)
+                    own = height * tall / len(sharing)
                     picture.box(x + start, top + sharing.index(rank) * own, size, own, colour, str(rank), title)
         x += width * scale + gap
-    note = f"Each band is the part of the tp rank whose number it has, of {len(results)}; ranks with the same part share it."
-    picture.text(0, top + scale * max(shapes[name][0] for name in NAMES) + LINE, f"{note} Red: wrong.")
+    note = f"Numbers: the tp ranks, of {len(results)}. Ranks that hold the same part share its band."
+    picture.text(0, top + tall * max(shapes[name][0] for name in NAMES) + LINE, f"{note} Red: wrong.")
     return str(picture)
