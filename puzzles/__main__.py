@@ -5,12 +5,14 @@
     python -m puzzles 7 --hint      the next of three hints
     python -m puzzles 7 --solution  a solution
 
-Pictures of the answers, and which puzzles are solved, are in runs/puzzles/.
+Some puzzles have a score, of which less is better. An answer is RIGHT if its score is at most par; best known is the
+best that we have found. Pictures of the answers, and which puzzles are solved, are in runs/puzzles/.
 """
 
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -47,7 +49,9 @@ def list_puzzles(folder: Path) -> None:
         state = f"solved  {known.get('text', '')}".strip() if known["solved"] else ""
         table.append([str(puzzle.number), puzzle.topic, puzzle.title, puzzle.page.partition("#")[0], state])
     print(text_table(table))
-    print(f"\n{sum(each['solved'] for each in progress.values())} of {len(PUZZLES)} solved. ", end="")
+    print("\nSome puzzles have a score, of which less is better. An answer is RIGHT if its score is at most par;")
+    print("best known is the best that we have found.")
+    print(f"{sum(each['solved'] for each in progress.values())} of {len(PUZZLES)} solved. ", end="")
     print("Edit a file puzzles/p*.py, and check it with: python -m puzzles NUMBER")
 
 
@@ -128,6 +132,11 @@ def main(arguments: list[str] | None = None, folder: Path = OUTPUT) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        status = main()
+        sys.stdout.flush()
+        sys.exit(status)
+    except BrokenPipeError:  # of `python -m puzzles | head`; nothing more can be printed, at the exit neither
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit("\ninterrupted")

@@ -85,8 +85,8 @@ PUZZLES = [
             "count as much as one with six. What can you add up instead, and divide by what?",
             'With reduction="sum", cross_entropy returns a sum over targets. The gradient of a sum of sums is the sum of '
             "the gradients.",
-            "Call backward for each micro-batch, which adds to w.grad (make w a leaf first: w.detach().requires_grad_()). "
-            "Then all-reduce w.grad and the number of targets, and divide.",
+            "Call backward for each micro-batch, which adds to w.grad. Then all-reduce w.grad and the number of targets, "
+            "as float64, and divide.",
         ),
     ),
     Puzzle(
@@ -121,8 +121,8 @@ PUZZLES = [
         "the two autograd functions of a parallel MLP",
         "docs/tensor_parallel.md#why-a-copy-sums-in-the-backward-pass-an-example-with-two-ranks",
         (
-            "Without any communication, which of y, dx, dup and ddown are right? Each rank's product with its columns of down "
-            "is only a part of y.",
+            "Without any communication, y is only a part of the sum. Once it is summed in Leave, which of dx, dup and ddown "
+            "are still wrong?",
             "In forward, one of the two functions sums over the ranks, and the other returns its argument. In backward, it is "
             "the other way round.",
             "Leave: forward returns group.all_reduce(y), and backward returns the gradient unchanged. For Enter, look at the "
@@ -137,8 +137,10 @@ PUZZLES = [
         (
             "Three numbers per token are enough: the largest logit, the sum of the exponentials, and the logit of the target.",
             'Begin with group.all_reduce(logits.amax(1), "max"). Subtract this maximum from all logits before any exp.',
-            "Only one rank has the target's logit; the others add 0 to the sum. With the sum of the exponentials S and the "
-            "target's logit z, both after the subtraction, the loss is log(S) - z, and the softmax exp(logits) / S.",
+            "Only one rank has the target's logit; the others add 0 to the sum: `local = targets - rank * V/n` is on this rank "
+            "if 0 <= local < V/n. With the sum of the exponentials S and the target's logit z, both after the subtraction, "
+            "the loss is log(S) - z, and the softmax exp(logits) / S. Best known, 2.67: a rank's log-sum-exp replaces maximum "
+            "and sum. An all-reduce of it can be made of messages, group.send and group.receive, and torch.logaddexp.",
         ),
     ),
     Puzzle(
@@ -196,12 +198,12 @@ PUZZLES = [
         "docs/pipeline_parallel.md#seven-schedules-on-one-time-axis",
         (
             "Begin with your solution of puzzle 12. Its picture shows where ranks wait at the end: for backwards of later "
-            "ranks, of which they need only the half I.",
-            "Split the last backwards of the last rank into I, and run their W after its last I. What does this do to the end "
-            "of the step? Then do the same on the other ranks, with fewer backwards.",
-            "Par: rank r splits its last r backwards. To get further, split all of them, run W only when nothing else can run, "
-            "and watch the activations; compare with `python -m picotron.schedules.draw --schedule zb_h1 --pp 4 "
-            "--microbatches 8`.",
+            "ranks, of which they need only the half I. So each W that a later rank runs before an I delays them.",
+            "Split every backward, and run W directly after I. Then delay the last W of the last rank until after its last I. "
+            "What does this do to the end of the step? Then do the same on the other ranks, with fewer W.",
+            "Par: rank r runs its last r W after its last I, and every other W directly after its I. To get further, delay "
+            "other W, too, run W only when nothing else can run, and watch the activations; compare with `python -m "
+            "picotron.schedules.draw --schedule zb_h1 --pp 4 --microbatches 8`.",
         ),
     ),
     Puzzle(

@@ -17,6 +17,13 @@ class Misuse(Exception):
     """A call of a function of `Group` that cannot work; an error of the learner's code."""
 
 
+def remedy(x: Any) -> str:
+    """Return how to make a tensor in float64 of a number or of another tensor."""
+    if isinstance(x, Tensor):
+        return "; use x.double()"
+    return f"; for a number: torch.tensor({x!r}, dtype=torch.float64)" if isinstance(x, int | float) else ""
+
+
 class Group:
     """n ranks that communicate. Collectives are called by all ranks in the same order, on tensors of equal shapes in
     float64. They return a new tensor and leave their argument unchanged. Autograd does not see them.
@@ -113,7 +120,9 @@ class Group:
             raise Misuse(first)
         return result, self.sent
 
-    def expect(self, result: Any, expected: Any, where: str, name: str = "result", tolerance: float = 1e-9) -> None:
+    def expect(
+        self, result: Any, expected: Any, where: str, name: str | tuple[str, ...] = "result", tolerance: float = 1e-9
+    ) -> None:
         """Raise Wrong on all ranks if a result of any rank differs."""
         found = difference(result, expected, name, tolerance)
         self.require(not found, f"{self.here}{where}: {found}")
@@ -150,7 +159,7 @@ class Group:
     def _checked(self, operation: str, x: Any) -> Tensor:
         self._allow(operation.split()[0])
         if not isinstance(x, Tensor) or x.dtype != torch.float64:
-            raise Misuse(f"{operation} takes a tensor in float64, but got {kind(x)}")
+            raise Misuse(f"{operation} takes a tensor in float64, but got {kind(x)}{remedy(x)}")
         if operation == "all_gather" and x.ndim == 0:
             raise Misuse(
                 "all_gather joins tensors along their first dimension, so it cannot take a number; use x[None]"
@@ -161,7 +170,7 @@ class Group:
     def _message(self, operation: str, x: Any, other: int) -> Tensor:
         self._other(operation, other)
         if not isinstance(x, Tensor) or x.dtype != torch.float64 or x.ndim > 7:
-            raise Misuse(f"{operation} takes a tensor in float64, but got {kind(x)}")
+            raise Misuse(f"{operation} takes a tensor in float64, but got {kind(x)}{remedy(x)}")
         return x.detach().contiguous()
 
     def _other(self, operation: str, other: Any) -> None:

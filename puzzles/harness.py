@@ -7,6 +7,7 @@ import linecache
 import pickle
 import re
 import resource
+import signal
 import tempfile
 import traceback
 from pathlib import Path
@@ -23,6 +24,9 @@ LIMIT = 10.0  # seconds for the learner's code
 PUZZLE = "puzzle"  # name of the module with the learner's code
 MEMORY = 6 * 2**30  # bytes of a process, where a list that grows endlessly ends
 START = 120.0  # seconds for the start of the processes
+LAST = 2.0  # seconds after the limit in which all ranks write where they are, before any of them ends
+CORRECT = ("RIGHT", "OVER PAR")
+LOST = re.compile("gloo|[Cc]onnection (closed|reset|refused)|Broken pipe")  # errors of ranks whose peer has ended
 
 
 class Failed(Exception):
@@ -44,19 +48,21 @@ def run(puzzle: Puzzle, path: Path, pool: WorkerPool, limit: float = LIMIT) -> R
             try:
                 pool.run(run_rank, ranks, puzzle, path, Path(folder), limit, timeout=START + limit)
             except WorkerError as error:
-                failure = str(error).strip().splitlines()[-1]
+                lines = str(error).strip().splitlines()
+                failure = next((line for line in lines if "the worker died" in line), lines[-1])
             reports = [pickle.loads(file.read_bytes()) for file in sorted(Path(folder).glob("*.report"))]
             hangs = sorted(file for file in Path(folder).glob("*.hang") if file.stat().st_size)
-            wrong = sorted((each for each in reports if each.verdict != "RIGHT"), key=lambda each: each.verdict)
-            if wrong:  # an error of one rank is often the cause that another rank hangs, or loses its connection
-                return next((each for each in wrong if "Connection" not in each.sentence), wrong[0])
+            wrong = sorted((each for each in reports if each.verdict not in CORRECT), key=lambda each: each.verdict)
+            causes = [each for each in wrong if not LOST.search(each.sentence)]
+            if causes:  # an error of one rank is often the cause that another rank hangs, or loses its connection
+                return causes[0]
             if hangs:
                 return Report("HANGS", hanging(hangs, path, ranks, limit))
             if failure:
                 return Report(
                     "ERROR", f"{path.name} has ended its process, as os._exit does, or a lack of memory: {failure}"
                 )
-            report = reports[0]
+            report = reports[0]  # at last that of the size for which the statement names the score
     return report
 
 
@@ -68,7 +74,7 @@ def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float) -> None:
     """Run the check on one rank, and write its report to the folder, because a rank that hangs cannot return it.
 
     Raises:
-        Failed: the report is not that of a right answer.
+        Failed: the report is not that of a correct answer.
     """
     group, report, module = Group(), Report(), check_of(puzzle)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
@@ -77,7 +83,9 @@ def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float) -> None:
         open(1, "w", buffering=1, closefd=False) as lines,  # so that what the code prints is seen if it never ends
         contextlib.redirect_stdout(lines),
     ):
-        faulthandler.dump_traceback_later(limit, file=stacks, exit=True)
+        faulthandler.dump_traceback_later(limit, file=stacks)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, even if it never returns to Python
+        signal.setitimer(signal.ITIMER_REAL, limit + LAST)
         try:
             module.check(load(path), group, report)
             if report.score is not None and not report.score.reached:
@@ -86,12 +94,16 @@ def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float) -> None:
             report.verdict, report.sentence = "WRONG", str(error)
         except BaseException as error:  # also SystemExit
             report.verdict, report.sentence = explain(error, path)
+            report.picture = ""
+            if report.case and report.verdict == "ERROR" and not isinstance(error, SyntaxError):
+                report.sentence += f"; with {report.case}"
             if group.size > 1 and report.verdict == "ERROR" and not isinstance(error, SyntaxError | Misuse):
                 report.sentence = f"rank {group.rank} of {group.size}: {report.sentence}"
         finally:
             faulthandler.cancel_dump_traceback_later()
+            signal.setitimer(signal.ITIMER_REAL, 0)
     (folder / f"{group.rank}.report").write_bytes(pickle.dumps(report))
-    if report.verdict != "RIGHT":
+    if report.verdict not in CORRECT:
         dist.destroy_process_group()
         raise Failed(report.sentence)
 
@@ -126,14 +138,26 @@ def explain(error: BaseException, path: Path) -> tuple[str, str]:
 
 def hanging(files: list[Path], path: Path, ranks: int, limit: float) -> str:
     """Describe where the ranks were at the time limit, from the stacks that `faulthandler` has written."""
-    places: dict[str, list[str]] = {}  # ranks by where they were
+    places: dict[tuple[str, str], list[str]] = {}  # ranks by what they did, and where
     for file in files:
-        match = re.search(rf'File "{re.escape(str(path))}", line (\d+)', file.read_text())
-        code = match and linecache.getline(str(path), int(match[1])).strip()
-        place = f"in line {match[1]}, `{code}`" if match else "waiting for the other ranks to return"
-        places.setdefault(place, []).append(file.stem)
+        stack = file.read_text()
+        match = re.search(rf'File "{re.escape(str(path))}", line (\d+)', stack)
+        inner = re.search(r'File "([^"]+)"', stack)
+        waits = ranks > 1 and inner is not None and re.search("torch/distributed/|puzzles/group.py", inner[1])
+        if match:
+            place = f"in line {match[1]}, `{linecache.getline(str(path), int(match[1])).strip()}`"
+        else:
+            place = "for the other ranks to return" if waits else "in the check"
+        places.setdefault(("wait" if waits else "are", place), []).append(file.stem)
     if ranks == 1:
-        where = next(iter(places))
+        where = next(place for _, place in places)
     else:
-        where = "; ".join(f"rank {', '.join(those)} {place}" for place, those in places.items())
-    return f"{path.name} was still running after {limit:g} s: {where}"
+        where = "; ".join(f"{doing(those, verb)} {place}" for (verb, place), those in places.items())
+    return f"still running after {limit:g} s: {where}"
+
+
+def doing(ranks: list[str], verb: str) -> str:
+    """Return "rank 0 waits" or "ranks 0, 1 and 2 wait"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} {'is' if verb == 'are' else verb + 's'}"
+    return f"ranks {', '.join(ranks[:-1])} and {ranks[-1]} {verb}"

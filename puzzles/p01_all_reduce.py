@@ -4,6 +4,7 @@ To read: docs/collectives.md, "An all-reduce is a reduce-scatter and an all-gath
 with `python -m puzzles 1`.
 """
 
+import torch
 from torch import Tensor
 
 from puzzles.group import Group
@@ -15,5 +16,6 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
     `group.reduce_scatter(y)` cuts y into `group.size` equal parts, sums each part over all ranks, and returns part
     number `group.rank` of the sum. `group.all_gather(z)` returns the z of all ranks, one after the other. Both return a
     new tensor, and both cut and join along the first dimension. P need not be divisible by the number of ranks.
+    The rules of `group` are in puzzles/group.py, class `Group`: all tensors are float64.
     """
     raise NotImplementedError

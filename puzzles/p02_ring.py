@@ -3,6 +3,7 @@
 To read: docs/collectives.md, "Bytes sent, counted and by formula". Check your answer with `python -m puzzles 2`.
 """
 
+import torch
 from torch import Tensor
 
 from puzzles.group import Group

@@ -3,6 +3,7 @@
 To read: docs/training_step.md, "The step in code". Check your answer with `python -m puzzles 4`.
 """
 
+import torch
 from torch import Tensor
 
 from puzzles.group import Group

@@ -3,6 +3,7 @@
 To read: docs/tensor_parallel.md, "Reading the code", point 4. Check your answer with `python -m puzzles 8`.
 """
 
+import torch
 from torch import Tensor
 
 from puzzles.group import Group
@@ -17,6 +18,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, group: Group) -> tuple[Tensor
     less 1 at the target. Logits can be in the thousands, so exp(z) can overflow, but exp(z - max(z)) cannot.
 
     `group.all_reduce(y)` sums over the ranks, and `group.all_reduce(y, "max")` returns the maximum.
+    Autograd does not see what `group` does, so compute the gradient by its formula.
 
     Score: how many numbers per token a rank sends, with n = 3 and an all-reduce of 1 number counted as 2 (n - 1)/n. Par
     is an all-reduce of three numbers.

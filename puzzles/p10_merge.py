@@ -3,6 +3,7 @@
 To read: docs/context_parallel.md, "Merging blocks of attention". Check your answer with `python -m puzzles 10`.
 """
 
+import torch
 from torch import Tensor
 
 

@@ -4,6 +4,7 @@ To read: docs/context_parallel.md, "Ring attention" and "Merging blocks of atten
 `python -m puzzles 11`.
 """
 
+import torch
 from torch import Tensor
 
 from puzzles.group import Group

@@ -5,6 +5,7 @@ To read: docs/zero.md, "The algorithms". Check your answer with `python -m puzzl
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from puzzles.group import Group

@@ -50,6 +50,7 @@ class Report:
         sentence: the first difference or the error; empty if the answer is right.
         picture: an SVG drawing of the learner's answer, or nothing.
         files: other files for the learner, by name.
+        case: the input with which the learner's code was called last.
     """
 
     verdict: str = "RIGHT"
@@ -57,6 +58,11 @@ class Report:
     picture: str = ""
     score: Score | None = None
     files: dict[str, str] = dataclasses.field(default_factory=dict)
+    case: str = ""
+
+    def begin(self, case: str) -> None:
+        """Name the input of the next call of the learner's code, and drop what belongs to an earlier one."""
+        self.case, self.picture, self.score = case, "", None
 
 
 def number(value: Any) -> str:
@@ -74,20 +80,22 @@ def kind(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '...'}"
 
 
-def difference(result: Any, expected: Any, name: str = "result", tolerance: float = 1e-9) -> str:
+def difference(result: Any, expected: Any, name: str | tuple[str, ...] = "result", tolerance: float = 1e-9) -> str:
     """Return the first difference in a sentence, or nothing if there is none.
 
     Args:
         expected: a tensor, a tuple of expected values, or a value to be equal to.
+        name: what the value is; for a tuple, a name of each of its values.
         tolerance: for tensors, relative to the largest expected number.
     """
-    if isinstance(expected, tuple):
+    if isinstance(name, tuple):
         if not isinstance(result, tuple | list) or len(result) != len(expected):
-            return f"{name} should be a tuple of {len(expected)} values, but is {kind(result)}"
-        pairs = zip(result, expected, strict=True)
-        return next(filter(None, (difference(a, b, f"{name}[{i}]", tolerance) for i, (a, b) in enumerate(pairs))), "")
+            return f"expected a tuple of {len(expected)} values ({', '.join(name)}), but got {kind(result)}"
+        values = zip(result, expected, name, strict=True)
+        return next(filter(None, (difference(*each, tolerance) for each in values)), "")
     if not isinstance(expected, Tensor):
-        return "" if result == expected else f"{name} is {kind(result)}, expected {expected!r}"
+        shown = repr(result) if type(result) is type(expected) else kind(result)
+        return "" if same(result, expected) else f"{name} is {shown}, expected {expected!r}"
     if not isinstance(result, Tensor) or result.shape != expected.shape:
         return f"{name} should be {kind(expected)}, but is {kind(result)}"
     if result.dtype != expected.dtype:
@@ -100,7 +108,30 @@ def difference(result: Any, expected: Any, name: str = "result", tolerance: floa
     place = tuple(wrong.nonzero()[0].tolist())
     at = f"[{', '.join(map(str, place))}]" if place else ""
     others = f" ({wrong.sum()} of {wrong.numel()} numbers differ)" if wrong.numel() > 1 else ""
+    if factor := common_factor(result, expected, tolerance):
+        others = f"; {factor}"
     return f"{name}{at} is {number(result[place].item())}, expected {number(expected[place].item())}{others}"
+
+
+def same(result: Any, expected: Any) -> bool:
+    """Return whether a value equals an expected one; a tensor can be a number."""
+    if isinstance(result, Tensor):
+        return result.numel() == 1 and result.item() == expected
+    return bool(result == expected)
+
+
+def common_factor(result: Tensor, expected: Tensor, tolerance: float) -> str:
+    """Return by which factor all of several numbers are wrong, or nothing."""
+    if expected.numel() < 2 or not bool((expected.isfinite() & result.isfinite()).all()) or not expected.any():
+        return ""
+    factor = ((result * expected).sum() / expected.square().sum()).item()  # of least squares
+    if factor == 0 or not torch.allclose(result, factor * expected, rtol=0, atol=tolerance * result.abs().max().item()):
+        return ""
+    if abs(factor + 1) < tolerance:
+        return "every number has the wrong sign"
+    if factor < 0:
+        return f"every number is multiplied by {factor:.6g}"
+    return f"every number is {max(factor, 1 / factor):.6g} times too {'large' if factor > 1 else 'small'}"
 
 
 def generator(seed: int) -> torch.Generator:

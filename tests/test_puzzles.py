@@ -141,7 +141,7 @@ def test_best_buckets_of_puzzle_5_are_the_best_of_all(latency: float) -> None:
 
 FIRST = "def all_reduce(x, group):\n"
 FAILURES = [
-    (FIRST + "    while True: pass\n", "HANGS", r"still running after 0.5 s: rank 0, 1, 2 in line 2, `while True: pass`$"),
+    (FIRST + "    while True: pass\n", "HANGS", r"still running after 0.5 s: ranks 0, 1 and 2 are in line 2, `while True: pass`$"),
     (FIRST + "    if group.rank == 1:\n        return x\n    return group.reduce_scatter(x)\n", "ERROR", "rank 0 calls reduce_scatter of shape .6,., but rank 1 has returned"),
     (FIRST + "    return group.all_gather(x[: 1 + group.rank])\n", "ERROR", "line 2, .*shape .1,., but rank 1 calls all_gather of shape .2,.; all ranks must"),
     (FIRST + "    return x +\n", "ERROR", r"p01_all_reduce.py, line 2: SyntaxError: invalid syntax$"),
@@ -182,10 +182,12 @@ def test_output_of_an_answer_is_printed(
 def test_message_without_a_receiver_or_sender_is_found(processes: WorkerPool, tmp_path: Path) -> None:
     waits = "def ring_all_reduce(x, group):\n    return group.receive((group.rank + 1) % 3)\n"
     report = answer(waits, PUZZLES[1], tmp_path, processes, limit=0.5)
-    assert (report.verdict, "rank 0, 1, 2 in line 2, `return group.receive" in report.sentence) == ("HANGS", True)
+    assert report.verdict == "HANGS"
+    where = "ranks 0, 1 and 2 wait in line 2, `return group.receive((group.rank + 1) % 3)`"
+    assert report.sentence == f"still running after 0.5 s: {where}"
     sends = "def ring_all_reduce(x, group):\n    group.send(x, (group.rank + 1) % 3)\n    return x\n"
     report = answer(sends, PUZZLES[1], tmp_path, processes)
-    expected = "p02_ring.py: a message was not received: 1 sent by rank 0, 0 received by rank 1"
+    expected = "p02_ring.py: a message was not received: 1 sent by rank 0, 0 received by rank 1; with x = [1, ..., 6] * 100**rank"
     assert (report.verdict, report.sentence) == ("ERROR", expected)
 
 
@@ -215,16 +217,16 @@ def test_check_prints_and_remembers_the_result(
     assert cli.main(["13"], tmp_path) == 0
     output = capsys.readouterr().out.splitlines()
     assert output[0] == "RIGHT: puzzle 13, a smaller bubble than 1F1B"
-    assert output[1] == "score: bubble 22.6 % (par 22.6 %, best known 11.1 %)"
+    assert output[1] == "score: bubble 17.2 % (par 17.2 %, best known 11.1 %)"
     assert output[2] == f"see {tmp_path}/p13_bubble.svg and {tmp_path}/p13_bubble.csv"
     assert output[3] == "next: puzzles/p14_schedule.py"
     assert_is_picture((tmp_path / "p13_bubble.svg").read_text())
-    puzzle.path.write_text(puzzle.solution.read_text().replace("'B' if i < M - rank else 'I'", "'I'"))
+    puzzle.path.write_text(puzzle.solution.read_text().replace("range(M - rank, M)", "range(M)"))
     assert cli.main(["p13"], tmp_path) == 1
     assert capsys.readouterr().out.startswith("WRONG: puzzle 13, a smaller bubble than 1F1B\np = 4, m = 8: pp rank 0 ")
     known = json.loads((tmp_path / "progress.json").read_text())["p13_bubble"]
     assert known["solved"]
-    assert known["text"] == "bubble 22.6 %"
+    assert known["text"] == "bubble 17.2 %"
 
 
 def test_hints_come_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,15 +24,18 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     n = group.size
     for size in (2 * n, 2 * n + 1):
         x = torch.arange(1.0, size + 1, dtype=torch.float64) * 100**group.rank
+        where = f"x = [1, ..., {size}] * 100**rank"
+        report.begin(where)
         expected = x.clone()
         dist.all_reduce(expected)
         result, _ = group.call(learner.ring_all_reduce, x.clone(), group)
         results = group.gather(result.tolist() if isinstance(result, torch.Tensor) and result.ndim == 1 else [])
         report.picture = compared(f"The sum on each of {n} ranks, x of {size} numbers", results, expected.tolist())
-        group.expect(result, expected, f"x = [1, ..., {size}] * 100**rank")
+        group.expect(result, expected, where)
     x = randn(n, 60, seed=0)
+    report.begin("x of 60 random numbers")
     result, sent = group.call(learner.ring_all_reduce, x[group.rank].clone(), group)
-    group.expect(result, x.sum(0), "x of 60 random numbers")
+    group.expect(result, x.sum(0), report.case)
     logs = group.gather(group.log)
     lines = [
         (

@@ -16,6 +16,7 @@ from puzzles.report import RED, Report
 
 Place = tuple[int, int, int, int]
 STEPS = 2
+NAMES = ("the step", "the micro-batch", "the dp rank", "the row")
 
 
 def places(B: int, m: int, dp: int) -> dict[int, Place]:
@@ -38,13 +39,17 @@ def places(B: int, m: int, dp: int) -> dict[int, Place]:
 
 def check(learner: ModuleType, group: Group, report: Report) -> None:
     dist.destroy_process_group()  # the loaders get one of their own
-    for B, m, dp in ((2, 4, 2), (1, 3, 4), (3, 1, 2), (4, 2, 1)):
+    example = (2, 4, 2)  # of the statement: first for its sentence, last for its picture
+    for B, m, dp in (example, (1, 3, 4), (3, 1, 2), (4, 2, 1), example):
         expected = places(B, m, dp)
-        results = {sample: learner.place(sample, B, m, dp) for sample in expected}
+        results = {}
+        for sample in expected:
+            report.begin(f"place({sample}, B={B}, m={m}, dp={dp})")
+            results[sample] = learner.place(sample, B, m, dp)
         report.picture = draw(results, expected, B, m, dp)
         for sample, place in expected.items():
             where = f"place({sample}, B={B}, m={m}, dp={dp})"
-            group.expect(results[sample], place, where, "(step, micro-batch, dp rank, row)")
+            group.expect(results[sample], place, where, NAMES)
 
 
 def draw(results: dict[int, Place], expected: dict[int, Place], B: int, m: int, dp: int) -> str:

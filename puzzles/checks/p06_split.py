@@ -37,34 +37,45 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     for tp in (2, 4, 8):
         expected = [shards(rank, tp) for rank in range(tp)]
         _, shapes, sizes = expected[0]
-        results = [{name: learner.split(name, rank, tp, **sizes) for name in NAMES} for rank in range(tp)]
+        results: list[dict[str, Part]] = [{} for _ in range(tp)]
+        text = ", ".join(f"{key}={value}" for key, value in sizes.items())
+        for name in NAMES:
+            for rank in range(tp):
+                report.begin(f"split({name!r}, rank={rank}, tp={tp}, {text})")
+                results[rank][name] = learner.split(name, rank, tp, **sizes)
         report.picture = draw(results, [parts for parts, _, _ in expected], shapes)
         for name in NAMES:
             for rank in range(tp):
-                text = ", ".join(f"{key}={value}" for key, value in sizes.items())
                 where = f"split({name!r}, rank={rank}, tp={tp}, {text})"
-                group.expect(results[rank][name], expected[rank][0][name], where, "(dimension, start, stop)")
+                group.expect(results[rank][name], expected[rank][0][name], where, ("dimension", "start", "stop"))
 
 
 def draw(results: list[dict[str, Part]], expected: list[dict[str, Part]], shapes: dict[str, tuple[int, ...]]) -> str:
-    """Draw the matrices to scale, with the parts of the learner's ranks; wrong ones are red."""
+    """Draw the matrices, all on the same scale, with the parts of the learner's ranks; wrong ones are red."""
     gap, top, x = 40, 3 * LINE, 0.0
     scale = (WIDTH - gap * (len(NAMES) - 1)) / sum(shapes[name][1] for name in NAMES)
-    picture = Svg(WIDTH, top + scale * max(shapes[name][0] for name in NAMES) + LINE)
+    tall = max(scale, 1.05)  # pixels of a row, so that the numbers fit
+    picture = Svg(WIDTH, top + tall * max(shapes[name][0] for name in NAMES) + 1.5 * LINE)
     for name in NAMES:
         height, width = shapes[name]
         picture.text(x, 14, name, "title")
         picture.text(x, 34, f"{height} x {width}")
-        picture.frame(x, top, width * scale, height * scale)
+        picture.frame(x, top, width * scale, height * tall)
         for rank, parts in enumerate(results):
             part = parts[name]
             colour = colour_of(rank) if tuple(part) == expected[rank][name] else RED
             title = f"{name}, rank {rank}: yours {part}, expected {expected[rank][name]}"
             if len(part) == 3 and all(isinstance(each, int) for each in part):
-                start, size = part[1] * scale, max(0, part[2] - part[1]) * scale
+                sharing = [other for other, those in enumerate(results) if tuple(those[name]) == tuple(part)]
+                unit = tall if part[0] == 0 else scale
+                start, size = part[1] * unit, max(0, part[2] - part[1]) * unit
                 if part[0] == 0:
-                    picture.box(x, top + start, width * scale, size, colour, title=title)
+                    own = width * scale / len(sharing)
+                    picture.box(x + sharing.index(rank) * own, top + start, own, size, colour, str(rank), title)
                 else:
-                    picture.box(x + start, top, size, height * scale, colour, title=title)
+                    own = height * tall / len(sharing)
+                    picture.box(x + start, top + sharing.index(rank) * own, size, own, colour, str(rank), title)
         x += width * scale + gap
+    note = f"Numbers: the tp ranks, of {len(results)}. Ranks that hold the same part share its band."
+    picture.text(0, top + tall * max(shapes[name][0] for name in NAMES) + LINE, f"{note} Red: wrong.")
     return str(picture)

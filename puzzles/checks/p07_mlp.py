@@ -1,11 +1,12 @@
 """Check of puzzle 7: output and gradients of the MLP on one process, and the sums over the ranks."""
 
+import re
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
-from puzzles.group import Group
+from puzzles.group import Group, Misuse
 from puzzles.pictures import Cell, rows
 from puzzles.report import RED, Report, difference, randn
 
@@ -14,6 +15,8 @@ T, D, UNITS = 5, 4, 12
 
 
 def check(learner: ModuleType, group: Group, report: Report) -> None:
+    where = f"x ({T}, {D}), {UNITS} hidden units, loss y.square().sum()"
+    report.begin(where)
     x, up, down = randn(T, D, seed=0), randn(UNITS, D, seed=1), randn(D, UNITS, seed=2)
     whole = [each.clone().requires_grad_() for each in (x, up, down)]
     y = F.silu(whole[0] @ whole[1].T) @ whole[2].T
@@ -22,7 +25,12 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     def forward_and_backward(*own: torch.Tensor) -> tuple[torch.Tensor, float]:
         result = learner.parallel_mlp(*own, group)
         forward = group.sent
-        result.square().sum().backward()
+        try:
+            result.square().sum().backward()
+        except RuntimeError as error:
+            if found := re.search(r"(\w+)Backward returned an incorrect number of gradients \(expected 2", str(error)):
+                raise Misuse(f"{found[1]}.backward must return two values, the gradient and None") from None
+            raise
         return result, forward
 
     n, rank = group.size, group.rank
@@ -41,7 +49,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     lines += [(name, [Cell("right" if ok else "wrong", "#cfe3f5" if ok else RED, 3)]) for name, ok in right.items()]
     report.picture = rows(f"Your MLP on {n} ranks", lines)
     for name, (ours, reference) in expected.items():
-        group.expect(ours, reference, f"x ({T}, {D}), {UNITS} hidden units, loss y.square().sum()", name)
+        group.expect(ours, reference, where, name)
     group.require(
         sent <= 2.01 * unit, f"all results are right, but you send {sent / unit:g} times (T, D); twice suffices"
     )

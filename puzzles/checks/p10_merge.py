@@ -10,6 +10,7 @@ from puzzles.pictures import Cell, rows
 from puzzles.report import RED, Report, randn
 
 H, T, d, KEYS = 2, 5, 4, 8
+NAMES = ("y", "lse")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,15 +25,22 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         (1, 7, "blocks of 7 keys and 1 key"),
         (1000, 4, "scores in the thousands"),
     ):
+        report.begin(name)
         y, lse = attention(scale * q, k, v)
         halves = [attention(scale * q, k[:, part], v[:, part]) for part in (slice(first), slice(first, None))]
         result = learner.merge(*(each.clone() for half in halves for each in half))
         report.picture = draw(result, lse, name)
-        group.expect(result, (y, lse), name, "(y, lse)")
+        group.expect(result, (y, lse), name, NAMES)
     y, lse = attention(q, k, v)
     empty = torch.zeros_like(y), torch.full_like(lse, -torch.inf)
-    group.expect(learner.merge(*empty, y.clone(), lse.clone()), (y, lse), "the first block is empty", "(y, lse)")
-    group.expect(learner.merge(y.clone(), lse.clone(), *empty), (y, lse), "the second block is empty", "(y, lse)")
+    for blocks, name in (
+        ((*empty, y, lse), "the first block is empty"),
+        ((y, lse, *empty), "the second block is empty"),
+    ):
+        report.begin(name)
+        result = learner.merge(*(each.clone() for each in blocks))
+        report.picture = draw(result, lse, name)
+        group.expect(result, (y, lse), name, NAMES)
 
 
 def draw(result: object, lse: Tensor, name: str) -> str:

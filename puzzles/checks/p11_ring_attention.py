@@ -16,6 +16,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     group.forbid("all_reduce", "all_gather", "reduce_scatter")
     n, rank = group.size, group.rank
     for scale, name in ((1, "random numbers"), (100, "scores in the thousands")):
+        report.begin(f"{name}, {TOKENS} tokens per rank")
         q, k, v = (factor * randn(H, n * TOKENS, d, seed=i) for i, factor in enumerate((scale, scale, 1)))
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=True).chunk(n, 1)[rank]
         own = [each.chunk(n, 1)[rank].clone() for each in (q, k, v)]
@@ -27,7 +28,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         ]
         note = "Each box is a message: its size in units of one rank's keys and values, and its receiver (also its colour)."
         report.picture = rows(f"Messages of {n} ranks", lines, note)
-        group.expect(result, expected, f"{name}, {TOKENS} tokens per rank", "attention")
+        group.expect(result, expected, report.case, "attention")
         average = sum(group.gather(sent)) / n / unit
         # At least, rank r receives the keys and values of the r ranks before it.
         least = sum(range(n)) / n

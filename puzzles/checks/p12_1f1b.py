@@ -26,14 +26,18 @@ def simulated(group: Group, programs: list[list[str]], m: int, where: str) -> Ti
     try:
         return check_schedule(Schedule(parsed, m))
     except UserError as error:
-        group.require(False, f"{where}: {error}")
+        group.require(False, f"{where}: {str(error).replace(' (loop placement)', '')}")
         raise
 
 
 def check(learner: ModuleType, group: Group, report: Report) -> None:
     for p, m in ((2, 3), (4, 2), (1, 3), (8, 20), (4, 8)):
         where = f"p = {p}, m = {m}"
-        timeline = simulated(group, [learner.program(rank, p, m) for rank in range(p)], m, where)
+        programs = []
+        for rank in range(p):
+            report.begin(f"program({rank}, {p}, {m})")
+            programs.append(learner.program(rank, p, m))
+        timeline = simulated(group, programs, m, where)
         report.picture = as_svg(timeline)
         for rank, actions in enumerate(timeline.programs):
             peak, most = peak_activations(actions), min(p - rank, m)

@@ -10,11 +10,15 @@ from puzzles.group import Group
 from puzzles.report import Report, Score
 
 P, M, MOST = 4, 8, 4
-PAR = 7 / 31  # rank r splits its last r backwards, as in the solution
+PAR = 5 / 29  # rank r delays its last r W, as in the solution
 
 
 def check(learner: ModuleType, group: Group, report: Report) -> None:
-    timeline = simulated(group, [learner.program(rank) for rank in range(P)], M, f"p = {P}, m = {M}")
+    programs = []
+    for rank in range(P):
+        report.begin(f"program({rank})")
+        programs.append(learner.program(rank))
+    timeline = simulated(group, programs, M, f"p = {P}, m = {M}")
     report.picture = as_svg(timeline)
     for rank, actions in enumerate(timeline.programs):
         peak = peak_activations(actions)

@@ -34,6 +34,7 @@ def times(p: int, m: int, p2p: float) -> dict[str, tuple[float, float]]:
 def check(learner: ModuleType, group: Group, report: Report) -> None:
     for p, m, p2p, memory in CASES:
         where = f"fastest({p}, {m}, {p2p}, {memory})"
+        report.begin(where)
         found, name = times(p, m, p2p), learner.fastest(p, m, p2p, memory)
         group.require(name in SCHEDULES, f"{where} is {name!r}, expected one of {', '.join(SCHEDULES)}")
         report.picture = draw(found, name, where, memory)

@@ -34,12 +34,13 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     optimizer = torch.optim.AdamW([full], lr=0.1, weight_decay=0.1)
     w, state = full.detach().clone(), dict[str, Any]()
     for number in range(1, STEPS + 1):
+        report.begin(f"step {number}, {P} weights")
         gradients = randn(n, P, seed=number)
         full.grad = gradients.mean(0)
         optimizer.step()
         result, sent = group.call(learner.step, w.clone(), gradients[group.rank].clone(), state, group)
         report.picture = draw(result, full.detach(), n, number)
-        group.expect(result, full.detach(), f"step {number}, {P} weights", "weights")
+        group.expect(result, full.detach(), report.case, "weights")
         numbers, most = kept(state, set()), 4 * (-(-P // n)) + 16  # a copy of a slice, its gradient and two moments
         sentence = f"{group.here}step {number}: the state holds {numbers} numbers; four slices of {-(-P // n)} suffice"
         group.require(numbers <= most, f"the weights are right, but on {sentence}")
