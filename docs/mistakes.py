@@ -264,9 +264,9 @@ def main() -> None:
     for name, mistake in MISTAKES.items():
         if which not in (name, mistake.page):
             continue
-            print(
-                f"{name}: {mistake.description}\n    {mistake.test.__module__.replace('.', '/')}.py::{mistake.test.__name__}"
-            )
+        print(
+            f"{name}: {mistake.description}\n    {mistake.test.__module__.replace('.', '/')}.py::{mistake.test.__name__}"
+        )
         try:
             run_test(mistake, pool)
         except AssertionError as error:
