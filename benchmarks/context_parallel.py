@@ -107,18 +107,21 @@ def attention_work(cp: int, sharding: str) -> float:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensors that were created in this mode: `now`, and their `peak`."""
+    """Counts the bytes of live tensors that were created in this mode: `now`, and their `peak`. Views of older tensors,
+    and results that are written into them, do not count.
+    """
 
-    def __init__(self, not_counted: list[Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in not_counted}
+        self.known: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-            if storage is not None and storage._cdata not in self.known:
+            if storage is not None and storage._cdata not in self.known | given:
                 self.known.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
@@ -147,13 +150,13 @@ def activation_bytes(cp: int, engine: str) -> tuple[int, int, int]:
         for parameter in layer.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         angle = torch.zeros(1, length, 1, config.head_dim // 2)
-        with LiveBytes(not_counted=list(layer.parameters())) as live:
+        with LiveBytes() as live:
             y = layer(torch.zeros(1, length, config.hidden_size, requires_grad=True), angle.cos(), angle.sin())
             kept = live.now
             y.backward(torch.zeros_like(y))
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         q, k, v = (torch.zeros(1, n, length, config.head_dim, requires_grad=True) for n in heads)
-        with LiveBytes(not_counted=[q, k, v]) as attention:
+        with LiveBytes() as attention:
             y = layer.self_attn.attention_fn(q, k, v)
             y.backward(torch.zeros_like(y))
     return kept, live.peak, attention.peak

@@ -4,6 +4,7 @@ stages, with the time of each part of the step, and with the step that picotron'
 python -m benchmarks.schedules
 """
 
+import itertools
 import json
 import resource
 import statistics
@@ -81,26 +82,36 @@ def profiled_step(rank: int, trainer: str, engine: str, micro_batches: int, fold
     return profiled
 
 
-def profile(engine: str, micro_batches: int, turns: int, steps: int) -> list[list[str]]:
-    """Return the rows of a schedule: the mean of each column over all steps, for each rank and trainer."""
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        variants = [Variant(name, profiled_step, (name, engine, micro_batches, folder), PP) for name in TIMED]
-        (theirs, memory), (ours, our_memory) = measure(variants, turns, steps).values()
-        speed = statistics.median(one / other for one, other in zip(theirs, ours, strict=True))
-        for rank in range(PP):
-            for trainer in TIMED:
+def profile(engine: str, micro_batches: int, runs: int, steps: int) -> list[list[str]]:
+    """Return the rows of a schedule: the mean of each column over all steps, for each rank and trainer.
+
+    Every run has new processes, because the speed of the same program differs by several percent between processes.
+    """
+    speeds, memories = [], []
+    found: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
+    for _ in range(runs):
+        with tempfile.TemporaryDirectory() as folder:
+            variants = [Variant(name, profiled_step, (name, engine, micro_batches, folder), PP) for name in TIMED]
+            ([theirs], memory), ([ours], our_memory) = measure(variants, 1, steps).values()
+            speeds.append(theirs / ours)
+            memories.append(our_memory / memory)
+            for trainer, rank in itertools.product(TIMED, range(PP)):
                 lines = Path(folder, f"{trainer}{rank}").read_text().splitlines()[steps:]  # without the warm-up
-                means = [statistics.mean(json.loads(line)[column] for line in lines) for column in COLUMNS]
-                ratios = ["", ""] if trainer == "torch" else [f"{speed:.2f}", f"{our_memory / memory:.2f}"]
-                rows.append([engine, str(rank), trainer, *(f"{value:.2f}" for value in means), *ratios])
+                found[trainer, rank] += [json.loads(line) for line in lines]
+    ratios = [f"{statistics.median(speeds):.2f}", " ".join(f"{speed:.2f}" for speed in speeds)]
+    ratios.append(f"{statistics.median(memories):.2f}")
+    rows = []
+    for rank, trainer in itertools.product(range(PP), TIMED):
+        means = [statistics.mean(step[column] for step in found[trainer, rank]) for column in COLUMNS]
+        last = ratios if trainer == "picotron" else [""] * 3
+        rows.append([engine, str(rank), trainer, *(f"{value:.2f}" for value in means), *last])
     return rows
 
 
-def print_profiles(engines: list[str], micro_batches: int, turns: int, steps: int) -> None:
+def print_profiles(engines: list[str], micro_batches: int, runs: int, steps: int) -> None:
     print(f"\n{micro_batches} micro-batches per step, times in seconds. {machine()}")
-    header = ["schedule", "rank", "", *COLUMNS, "relative speed", "relative memory"]
-    print_markdown([header] + [row for engine in engines for row in profile(engine, micro_batches, turns, steps)])
+    header = ["schedule", "rank", "", *COLUMNS, "relative speed", "of each run", "relative memory"]
+    print_markdown([header] + [row for engine in engines for row in profile(engine, micro_batches, runs, steps)])
 
 
 def recorded(rank: int, engine: str, micro_batches: int, turns: int) -> list[list[Span]]:
@@ -145,11 +156,12 @@ def main() -> None:
     parser.add_argument(
         "--micro_batches", type=int, nargs="+", default=[4, 8], help="micro-batches per step; default: 4 8"
     )
+    parser.add_argument("--runs", type=int, default=5, help="runs of each profile, with new processes; default: 5")
     options = parser.parse_args()
     require_gpus(PP)
     prediction(options.engines, options.micro_batches, options.turns)
     for micro_batches in options.micro_batches:
-        print_profiles(options.engines, micro_batches, options.turns, options.steps)
+        print_profiles(options.engines, micro_batches, options.runs, options.steps)
 
 
 if __name__ == "__main__":

@@ -119,12 +119,14 @@ def main() -> None:
     if sys.argv[1:] == ["--help"]:
         print(__doc__, *(f"{name}: {mistake.description}" for name, mistake in MISTAKES.items()), sep="\n")
         return train.main()
-    name = sys.argv.pop(1)
+    name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if name in MISTAKES:
         replacements = MISTAKES[name].replacements
     else:
         from docs import mistakes  # imports the tests
 
+        if name not in mistakes.MISTAKES:
+            sys.exit(f"error: there is no mistake {name!r}; choose one of {', '.join([*MISTAKES, *mistakes.MISTAKES])}")
         replacements = mistakes.MISTAKES[name].replacements
     with replaced(replacements), mock.patch("torch.distributed.distributed_c10d.default_pg_timeout", TIMEOUT):
         exit_on_error(train.main)

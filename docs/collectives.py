@@ -132,8 +132,9 @@ def bytes_sent() -> int:
 
 def full_tensors_sent(name: str) -> float:
     """Return the bytes that this rank sends in a collective, divided by the bytes of the full tensor."""
-    x = torch.ones(NUMBERS)
-    block = x[: NUMBERS // dist.get_world_size()] if COLLECTIVES[name].before == "shard" else x
+    n = dist.get_world_size()
+    x = torch.ones(NUMBERS - NUMBERS % n)  # n blocks of equal size
+    block = x[: len(x) // n] if COLLECTIVES[name].before == "shard" else x
     COLLECTIVES[name].run(block)  # opens connections
     dist.barrier()
     start = bytes_sent()

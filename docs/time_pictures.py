@@ -22,7 +22,7 @@ SPEED, BANDWIDTH, LATENCY = 100e9, 250e6, 0.3e-3
 
 
 class Work(NamedTuple):
-    """A box of the picture: a part of backward (row 0) or an all-reduce (row 1), in milliseconds."""
+    """A box of the picture: a part of backward (row 0) or an all-reduce (row 1), in seconds."""
 
     row: int
     start: float

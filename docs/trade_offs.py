@@ -41,7 +41,7 @@ def state_bytes(dtype: torch.dtype) -> tuple[int, int]:
 
 def peak_bytes(step: Callable[[], Any]) -> int:
     """Return the most bytes of tensors that exist at one time in a step, without weights, gradients and their state."""
-    with LiveBytes(not_counted=[]) as live:
+    with LiveBytes() as live:
         step()
     return live.peak
 

@@ -150,7 +150,8 @@ def missing_ranks(error: Exception) -> str | None:
     None for any other error, which has its cause on this rank.
     """
     timed_out = any(text in str(error) for text in ("Timed out waiting", "wait timeout", "monitoredBarrier"))
-    if not isinstance(error, RuntimeError) or not (timed_out or "by peer" in str(error)):
+    lost = any(text in str(error) for text in ("by peer", "Broken pipe"))
+    if not isinstance(error, RuntimeError) or not (timed_out or lost):
         return None
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in frame.filename
@@ -159,7 +160,7 @@ def missing_ranks(error: Exception) -> str | None:
     place = ", called by ".join(calls)
     if timed_out:
         return (
-            f"other ranks did not come to {place}; compare this with the lines of the other ranks, because all ranks of "
+            f"timed out: other ranks did not reach {place}; compare this with the lines of the other ranks, because all ranks of "
             f"a group must call the same collectives in the same order (docs/debugging.md)"
         )
     return f"another rank has ended, and its error is the cause; this rank was in {place}"
@@ -168,8 +169,8 @@ def missing_ranks(error: Exception) -> str | None:
 def exit_on_error(main: Callable[[], None]) -> None:
     """Call `main`. If it raises, print the error and exit immediately, so that torchrun stops the other ranks.
 
-    A `UserError` is printed as its message, any other exception as a traceback. Ranks that have waited for others in
-    vain print where.
+    A `UserError` is printed as its message, any other exception as a traceback. A rank that waited for others in vain
+    prints the line at which it waited.
     """
     rank = int(os.environ.get("RANK", 0))
     try:

@@ -15,7 +15,7 @@ from picotron.schedules.order import Deadlock
 from picotron.schedules.recorded import timeline_costs
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import SCHEDULES
-from picotron.schedules.search import fits
+from picotron.schedules.search import ROUNDING
 from picotron.schedules.simulate import Costs, simulate_events
 from picotron.schedules.trace import parse_trace
 from playground.drawing import Drawing, Structure, sketch, times, waits
@@ -67,7 +67,7 @@ def draw_deadlock(deadlock: Deadlock) -> dict[str, Any]:
         {"rank": wait.rank, "action": str(wait.action), "awaited": str(wait.awaited), "other": wait.other}
         for wait in deadlock.waits
     ]
-    return {"cycle": cycle, "drawing": {**sketch(schedule, schedule.programs, 1.0), **times(step)}}
+    return {"cycle": cycle, "drawing": {**sketch(schedule, schedule.programs), **times(step)}}
 
 
 def ranking(argument: str) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def figures(request: Request, name: str) -> dict[str, Any]:
         "step_time": step.step_time,
         "bubble": step.bubble,
         "peak": max(found.sketch["peaks"]),
-        "fits": not request.memory or fits(found.schedule, request.memory, request.deferred),
+        "fits": not request.memory or max(found.sketch["peaks"]) <= request.memory * (1 + ROUNDING),
     }
 
 
@@ -123,11 +123,12 @@ def trace(contents: str) -> dict[str, Drawing]:
     measured = parse_trace(contents.encode(), "the file")
     schedule, costs = timeline_costs(measured, "in the file")
     programs = [[span.action for span in rank] for rank in measured.spans]
-    simulated = Structure.of("simulated", schedule, 1.0)
-    step = simulate_events(simulated.events, schedule.pp, costs)
+    simulated = Structure.of("simulated", schedule)
+    events, step = simulated.events, simulate_events(simulated.events, schedule.pp, costs)
+    waited = waits(events, measured, latency=costs.p2p)
     return {
-        "measured": {"name": "measured", **sketch(schedule, programs, 1.0), **times(measured)},
-        "simulated": {"name": "simulated", **simulated.sketch, **times(step), "waits": waits(simulated.events, step)},
+        "measured": {"name": "measured", **sketch(schedule, programs), **times(measured), "waits": waited},
+        "simulated": {"name": "simulated", **simulated.sketch, **times(step), "waits": waits(events, step)},
     }
 
 

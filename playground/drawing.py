@@ -8,6 +8,7 @@ from picotron.schedules.actions import AnyAction, Schedule
 from picotron.schedules.critical_path import waited_for
 from picotron.schedules.draw_svg import COLOURS, lighter
 from picotron.schedules.order import Event, run_order
+from picotron.schedules.search import stage_sizes
 from picotron.schedules.simulate import Timeline, activations, computes
 
 Drawing = dict[str, Any]
@@ -29,21 +30,28 @@ class Structure:
     sketch: Drawing
 
     @classmethod
-    def of(cls, name: str, schedule: Schedule, deferred: float) -> "Structure":
-        return cls(name, schedule, run_order(schedule), sketch(schedule, schedule.programs, deferred))
+    def of(
+        cls, name: str, schedule: Schedule, deferred: float = 1.0, sizes: Sequence[float] | None = None
+    ) -> "Structure":
+        return cls(name, schedule, run_order(schedule), sketch(schedule, schedule.programs, deferred, sizes))
 
 
-def sketch(schedule: Schedule, programs: Sequence[Sequence[AnyAction]], deferred: float) -> Drawing:
+def sketch(
+    schedule: Schedule,
+    programs: Sequence[Sequence[AnyAction]],
+    deferred: float = 1.0,
+    sizes: Sequence[float] | None = None,
+) -> Drawing:
     """Return what does not depend on times. Lists with an item for each rank have lists with one for each action.
     Activations are None during and after a message.
 
     Args:
         programs: what the ranks run: the programs of the schedule, or those of a recorded step, with messages.
-        deferred: fraction of the activations that is kept between I and W.
+        deferred, sizes: see `fits`.
     """
     chunks = schedule.chunks
-    units = dict.fromkeys(range(schedule.num_stages), 1 / chunks)
-    kept = dict.fromkeys(units, deferred / chunks)
+    units = dict(enumerate(stage_sizes(schedule, sizes)))
+    kept = {stage: deferred * size for stage, size in units.items()}
     levels = []
     for program in programs:
         computed = activations([action for action in program if computes(action)], units, kept)
@@ -72,16 +80,18 @@ def times(step: Timeline) -> Drawing:
     }
 
 
-def waits(events: Sequence[Event], step: Timeline) -> list[int]:
-    """Return what each action waited for, see `waited_for`, or -1. Actions are counted rank by rank."""
-    first = [0]  # the number of the first action of each rank
+def waits(events: Sequence[Event], step: Timeline, latency: float | None = None) -> list[int]:
+    """Return what each span waited for, see `waited_for`, or -1. Spans are counted rank by rank; messages have none."""
+    offset, places, computed = 0, [], []  # for each rank, the numbers of its actions, and their spans
     for rank in step.spans:
-        first.append(first[-1] + len(rank))
+        own = [(offset + i, span) for i, span in enumerate(rank) if computes(span.action)]
+        places.append(iter([number for number, _ in own]))
+        computed.append([span for _, span in own])
+        offset += len(rank)
     numbers: list[int] = []  # of the events
-    found = [-1] * first[-1]
-    for event, before in zip(events, waited_for(events, step), strict=True):
-        numbers.append(number := first[event.rank])
-        first[event.rank] += 1
+    found = [-1] * offset
+    for event, before in zip(events, waited_for(events, Timeline(computed), latency), strict=True):
+        numbers.append(number := next(places[event.rank]))
         if before is not None:
             found[number] = numbers[before]
     return found

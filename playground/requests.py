@@ -16,6 +16,7 @@ from picotron.schedules.schedule_csv import arrange, parse_csv
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.search import Found, Shape, fastest_schedule, shapes
 from picotron.schedules.simulate import Costs
+from picotron.schedules.stages import count_layers, count_stages, parse_stages
 from playground.drawing import Structure
 
 EDITOR = "<editor>"
@@ -32,8 +33,10 @@ class Request:
         pp: number of ranks, except of a schedule csv, which has a line for each.
         chunks, group_size: 0 for the schedule's default; ignored by schedules that leave no choice.
         message: latency of a message between ranks.
+        transfer: time in which a message occupies the link between two ranks.
         overlapped: time of an overlapped pair, as a fraction of F + B.
         first, last: additional time of the first and of the last stage, as that of the embedding and of the head.
+        layout: the layers of each stage, in the notation of stages.py; empty for equal stages.
         factors: a factor for the time of each stage, or of each rank, separated by spaces; empty for none.
         memory: the most activations of a rank; 0 for no limit.
         deferred: fraction of the activations that is kept between I and W.
@@ -45,14 +48,16 @@ class Request:
     microbatches: int = 8
     chunks: int = 0
     group_size: int = 0
-    F: float = 1.0
-    B: float = 2.0
-    I: float = 1.0  # noqa: E741
-    W: float = 1.0
-    message: float = 0.0
-    overlapped: float = 1.0
+    F: float = Costs.F
+    B: float = Costs.B
+    I: float = Costs.I  # noqa: E741
+    W: float = Costs.W
+    message: float = Costs.p2p
+    transfer: float = Costs.transfer
+    overlapped: float = Costs.overlapped
     first: float = 0.0
     last: float = 0.0
+    layout: str = ""
     factors: str = ""
     memory: float = 0.0
     deferred: float = 1.0
@@ -63,15 +68,33 @@ class Request:
         return cls(**json.loads(text))
 
 
-def stage_costs(request: Request, pp: int, shape: Shape) -> Costs:
-    """Return the times of stages that share the time of a rank equally, except for what `first`, `last` and `factors`
-    add.
+def layout_sizes(layout: str, pp: int, chunks: int) -> list[float]:
+    """Return the size of each stage, in layers; the mean of the ranks is 1.
+
+    Args:
+        layout: see `Request`.
 
     Raises:
-        UserError: `factors` are not numbers above 0, or are neither one for each rank nor one for each stage.
+        UserError: the layout is not in its notation, has no layers, or has another number of stages.
+    """
+    if not layout:
+        return [1 / chunks] * (pp * chunks)
+    layers = count_layers(layout)
+    stages = parse_stages(layout, layers, pp * chunks)
+    if not layers:
+        raise UserError(f"pp_layout={layout!r} has no layers (t)")
+    return [pp * len(stage.layers) / layers for stage in stages]
+
+
+def stage_costs(request: Request, pp: int, shape: Shape) -> Costs:
+    """Return the times of the stages: their `layout_sizes`, and what `first`, `last` and `factors` add.
+
+    Raises:
+        UserError: the layout does not fit, or `factors` are not numbers above 0, or are neither one for each rank nor
+            one for each stage.
     """
     chunks, placement = shape
-    weights = [1 / chunks] * (pp * chunks)
+    weights = layout_sizes(request.layout, pp, chunks)
     weights[0] += request.first
     weights[-1] += request.last
     try:
@@ -87,7 +110,8 @@ def stage_costs(request: Request, pp: int, shape: Shape) -> Costs:
         raise UserError(f"there are {len(factors)} factors; write {pp}, one for each pp rank{stages}")
     weights = [weight * factor for weight, factor in zip(weights, factors or [1.0] * len(weights), strict=True)]
     times = request.F, request.B, request.I, request.W
-    return Costs(*times, overlapped=request.overlapped, p2p=request.message, weights=weights)
+    links = {"p2p": request.message, "transfer": request.transfer}
+    return Costs(*times, overlapped=request.overlapped, weights=weights, **links)
 
 
 def structure(request: Request) -> Structure:
@@ -98,21 +122,25 @@ def structure(request: Request) -> Structure:
     """
     if request.schedule == "auto":
         found = searched(request)
-        return Structure.of(found.name, found.schedule, request.deferred)
+        sizes = layout_sizes(request.layout, request.pp, found.schedule.chunks)
+        return Structure.of(found.name, found.schedule, request.deferred, sizes)
     numbers = request.pp, request.microbatches, request.chunks, request.group_size
-    return _built(request.schedule, request.text, *numbers, request.deferred)
+    return _built(request.schedule, request.text, *numbers, request.deferred, request.layout)
 
 
 def searched(request: Request) -> Found:
     """Search for the fastest schedule within the limit of memory; without one, a rank can hold all micro-batches."""
-    options = {shape: stage_costs(request, request.pp, shape) for shape in shapes(request.chunks or None)}
-    memory = request.memory or request.microbatches
-    return fastest_schedule(request.pp, request.microbatches, memory, options, request.deferred)
+    pp, layout = request.pp, request.layout
+    chunks = count_stages(layout) // pp or 1 if layout else request.chunks
+    options = {shape: stage_costs(request, pp, shape) for shape in shapes(chunks or None)}
+    sizes = layout_sizes(layout, pp, chunks) if layout else None
+    memory = request.memory or request.microbatches * (chunks * max(sizes) if sizes else 1)
+    return fastest_schedule(pp, request.microbatches, memory, options, request.deferred, sizes=sizes)
 
 
 @functools.lru_cache(maxsize=16)
 def _built(
-    name: str, text: str, pp: int, microbatches: int, chunks: int, group_size: int, deferred: float
+    name: str, text: str, pp: int, microbatches: int, chunks: int, group_size: int, deferred: float, layout: str
 ) -> Structure:
     if name in ("csv", "python"):
         programs = (
@@ -126,7 +154,7 @@ def _built(
         recipe = SCHEDULES.get(name, SCHEDULES["1f1b"])
         group = group_size if recipe.has_groups and group_size else None
         schedule = build(name, pp, microbatches, chunks if recipe.any_chunks and chunks else None, group)
-    return Structure.of(name, schedule, deferred)
+    return Structure.of(name, schedule, deferred, layout_sizes(layout, schedule.pp, schedule.chunks))
 
 
 def own_programs(text: str, pp: int, microbatches: int, chunks: int) -> list[list[AnyAction]]:

@@ -1,7 +1,10 @@
 """The command that trains with a schedule of the playground."""
 
+import shlex
+
 from picotron.schedules.actions import Schedule
 from picotron.schedules.schedules import SCHEDULES
+from picotron.schedules.stages import count_layers
 from playground.requests import Request
 
 CONFIG = "template/base_config.json"
@@ -24,8 +27,11 @@ def training_command(request: Request, schedule: Schedule) -> str:
         options["distributed.pp_chunks"] = schedule.chunks
     if by_name and SCHEDULES[request.schedule].has_groups and request.group_size:
         options["distributed.pp_group_size"] = request.group_size
-    if schedule.num_stages > LAYERS:
-        options["model.num_hidden_layers"] = schedule.num_stages
+    if request.layout:
+        options["distributed.pp_layout"] = shlex.quote(request.layout)
+    layers = count_layers(request.layout) if request.layout else max(LAYERS, schedule.num_stages)
+    if layers != LAYERS:
+        options["model.num_hidden_layers"] = layers
     options |= {"checkpoint.save_dir": "runs/playground", "logging.trace_steps": "[5]"}
     lines = [f"torchrun --nproc_per_node {schedule.pp} train.py --config {CONFIG}"]
     lines += [f"    --{key} {value}" for key, value in options.items()]

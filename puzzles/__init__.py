@@ -2,9 +2,10 @@
 
 p01_*.py, ...       the puzzles, which you edit
 checks/             their checks; they compare with torch's own functions, so any correct implementation is accepted
-solutions/          a solution of each, which `--solution` prints
+solutions/          a solution of each puzzle, which `--solution` prints
 catalogue.py        titles, pages and hints
 group.py            the ranks of a puzzle: real processes, whose messages are counted
-report.py           what a check finds out, and comparisons
+report.py           the report of a check, and comparisons
+pictures.py         pictures of answers
 harness.py          runs a check, survives endless loops
 """

@@ -5,8 +5,8 @@
     python -m puzzles 7 --hint      the next of three hints
     python -m puzzles 7 --solution  a solution
 
-Some puzzles have a score, of which less is better. An answer is RIGHT if its score is at most par; best known is the
-best that we have found. Pictures of the answers, and which puzzles are solved, are in runs/puzzles/.
+Some puzzles have a score; lower is better. An answer is RIGHT if its score is at most par; best known is the best that
+we have found. Pictures of the answers, and which puzzles are solved, are in runs/puzzles/.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def list_puzzles(folder: Path) -> None:
         state = f"solved  {known.get('text', '')}".strip() if known["solved"] else ""
         table.append([str(puzzle.number), puzzle.topic, puzzle.title, puzzle.page.partition("#")[0], state])
     print(text_table(table))
-    print("\nSome puzzles have a score, of which less is better. An answer is RIGHT if its score is at most par;")
+    print("\nSome puzzles have a score; lower is better. An answer is RIGHT if its score is at most par;")
     print("best known is the best that we have found.")
     print(f"{sum(each['solved'] for each in progress.values())} of {len(PUZZLES)} solved. ", end="")
     print("Edit a file puzzles/p*.py, and check it with: python -m puzzles NUMBER")
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None, folder: Path = OUTPUT) -> int:
     elif options.solution:
         print(puzzle.solution.read_text(), end="")
     elif not puzzle.path.exists():
-        print(f"error: there is no {puzzle.path}; get it back with: git checkout puzzles", file=sys.stderr)
+        print(f"error: there is no {puzzle.path}; restore it with: git checkout -- {puzzle.path}", file=sys.stderr)
         return 2
     else:
         return 0 if check(puzzle, folder) else 1
@@ -135,7 +135,7 @@ if __name__ == "__main__":
         status = main()
         sys.stdout.flush()
         sys.exit(status)
-    except BrokenPipeError:  # of `python -m puzzles | head`; nothing more can be printed, at the exit neither
+    except BrokenPipeError:  # from `python -m puzzles | head`; without this, the flush at exit would fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:

@@ -126,7 +126,7 @@ PUZZLES = [
             "In forward, one of the two functions sums over the ranks, and the other returns its argument. In backward, it is "
             "the other way round.",
             "Leave: forward returns group.all_reduce(y), and backward returns the gradient unchanged. For Enter, look at the "
-            "last line of the page's example: dx is partial on each rank.",
+            "last two lines of the page's example: dx is partial on each rank, and is then summed.",
         ),
     ),
     Puzzle(
@@ -139,8 +139,9 @@ PUZZLES = [
             'Begin with group.all_reduce(logits.amax(1), "max"). Subtract this maximum from all logits before any exp.',
             "Only one rank has the target's logit; the others add 0 to the sum: `local = targets - rank * V/n` is on this rank "
             "if 0 <= local < V/n. With the sum of the exponentials S and the target's logit z, both after the subtraction, "
-            "the loss is log(S) - z, and the softmax exp(logits) / S. Best known, 2.67: a rank's log-sum-exp replaces maximum "
-            "and sum. An all-reduce of it can be made of messages, group.send and group.receive, and torch.logaddexp.",
+            "the loss is log(S) - z, and the softmax exp(logits) / S. Best known: a rank's log-sum-exp replaces maximum "
+            "and sum. Make an all-reduce of it from messages, group.send and group.receive, with torch.logaddexp, and let the "
+            "rank that has a target's logit send it.",
         ),
     ),
     Puzzle(
@@ -228,8 +229,9 @@ PUZZLES = [
             "An all-reduce is a reduce-scatter and an all-gather, as in puzzle 1. What can happen between the two?",
             "reduce_scatter returns the sum of the slice that this rank updates (divide it by n). After the update, all_gather "
             "the slices of the weights.",
-            'In the first step, keep state["own"] = torch.nn.Parameter(this rank\'s slice of w) and an optimizer '
-            "torch.optim.AdamW over it. Pad w and the gradient with zeros to a length that n divides.",
+            'In the first step, keep state["own"] = torch.nn.Parameter(a clone of this rank\'s slice of w; a view would keep '
+            "all of w) and an optimizer torch.optim.AdamW over it. Pad w and the gradient with zeros to a length that n "
+            "divides.",
         ),
     ),
     Puzzle(
@@ -241,8 +243,8 @@ PUZZLES = [
             "Begin with the settings of docs/seventy_billion.json, which are par. Which parts of its time are not computation? "
             "The picture shows them for any answer.",
             "With 1,024 sequences per step, a pipeline is not the only way to fit: zero3 divides weights, gradients and "
-            'optimizer over dp ranks, and activation_checkpointing "full" divides activations.',
-            "Few tp ranks send less. Try tp_size 4 or 2 with sequence_parallel, pp_size 1, dp_engine zero3 and full "
+            'optimizer over dp ranks, and activation_checkpointing "full" keeps only the input of each layer.',
+            "Fewer tp ranks send less. Try tp_size 4 or 2 with sequence_parallel, pp_size 1, dp_engine zero3 and full "
             "activation checkpointing, with the micro_batch_size that makes gradient_accumulation_steps 1.",
         ),
     ),

@@ -98,7 +98,7 @@ class Group:
     # For the checks:
 
     def forbid(self, *operations: str) -> None:
-        """Let these functions raise Misuse, because the puzzle is to do without them."""
+        """Let these functions raise Misuse: the puzzle must be solved without them."""
         self._forbidden = operations
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
@@ -154,7 +154,7 @@ class Group:
 
     def _allow(self, operation: str) -> None:
         if operation in self._forbidden:
-            raise Misuse(f"this puzzle is to be solved without group.{operation}")
+            raise Misuse(f"solve this puzzle without group.{operation}")
 
     def _checked(self, operation: str, x: Any) -> Tensor:
         self._allow(operation.split()[0])

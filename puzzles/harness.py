@@ -59,10 +59,8 @@ def run(puzzle: Puzzle, path: Path, pool: WorkerPool, limit: float = LIMIT) -> R
             if hangs:
                 return Report("HANGS", hanging(hangs, path, ranks, limit))
             if failure:
-                return Report(
-                    "ERROR", f"{path.name} has ended its process, as os._exit does, or a lack of memory: {failure}"
-                )
-            report = reports[0]  # at last that of the size for which the statement names the score
+                return Report("ERROR", f"{path.name} has ended its process (os._exit, or out of memory): {failure}")
+            report = reports[0]  # the last size is the one whose score the statement names
     return report
 
 
@@ -104,7 +102,8 @@ def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
     (folder / f"{group.rank}.report").write_bytes(pickle.dumps(report))
     if report.verdict not in CORRECT:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a check may have replaced the group
+            dist.destroy_process_group()
         raise Failed(report.sentence)
 
 

@@ -13,17 +13,18 @@ from puzzles.group import Group
 
 
 def parallel_mlp(x: Tensor, up: Tensor, down: Tensor, group: Group) -> Tensor:
-    """Return y = silu(x up') down', the same on all ranks: (T, D). This function is complete.
+    """Return y = silu(x @ up.T) @ down.T, the same on all ranks: (T, D). This function is complete.
 
     x (T, D) is the same on all n ranks. Each has F/n of the hidden units: its rows of up (F/n, D), and its columns of
-    down (D, F/n). The gradients of x, of these rows and of these columns are to be those that one process computes.
+    down (D, F/n). The gradients of x, of these rows and of these columns must equal those of one
+    process. A rank may send at most two all-reduces of (T, D), forward and backward together.
     """
     x = Enter.apply(x, group)
     return Leave.apply(F.silu(x @ up.T) @ down.T, group)
 
 
 class Enter(torch.autograd.Function):
-    """Stands before the column-parallel matrix. `group.all_reduce(y)` returns the sum of y over all ranks."""
+    """Applied before the column-parallel matrix. `group.all_reduce(y)` returns the sum of y over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -37,7 +38,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Stands behind the row-parallel matrix."""
+    """Applied after the row-parallel matrix."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:

@@ -6,10 +6,10 @@ To read: docs/context_parallel.md, "Which tokens each rank gets: contiguous or z
 
 
 def owner(chunk: int, cp: int) -> int:
-    """Return the rank, 0 to cp - 1, that holds a chunk of the sequence: 0 to 2 cp - 1.
+    """Return the rank, 0 to cp - 1, that holds chunk number `chunk`, 0 to 2 cp - 1, of the sequence.
 
     The sequence is cut into 2 cp chunks of equal length, and each rank gets two of them. A rank computes the attention
-    of its own tokens: each attends to itself and to all tokens before it in the sequence, on whatever rank these are.
+    of its own tokens: each attends to itself and to all tokens before it in the sequence, whichever rank holds them.
 
     Score: query-key pairs of the busiest of 4 ranks, divided by the mean. Par is 1: all ranks have the same work.
     """

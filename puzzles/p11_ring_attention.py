@@ -14,7 +14,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
     """Return the causal attention of this rank's queries to the keys of all ranks: (H, T/n, d).
 
     Rank r has queries, keys and values (H, T/n, d) of tokens r T/n to (r + 1) T/n - 1. A token attends to itself and to
-    all tokens before it, with scores q k' / sqrt(d), as in `torch.nn.functional.scaled_dot_product_attention`.
+    all tokens before it, with scores q @ k.mT / sqrt(d), as in `torch.nn.functional.scaled_dot_product_attention`.
     `group.send(y, to)` sends a tensor and returns immediately; `group.receive(source)` returns the next one from a
     rank.
 

@@ -15,6 +15,6 @@ def layout() -> dict[str, Any]:
     keys that matter: sequence_parallel, pp_engine, pp_chunks, dp_engine and activation_checkpointing; see
     `python train.py --help`. Time and memory are the estimates of `train.py --explain --hardware H100`.
 
-    Score: the time of a step. Par is that of docs/seventy_billion.json. The best one known is from a search.
+    Score: the time of a step. Par is that of docs/seventy_billion.json. The best known time was found by a search.
     """
     raise NotImplementedError

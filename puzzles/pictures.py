@@ -43,7 +43,9 @@ def compared(title: str, results: Sequence[Sequence[float]], expected: Sequence[
     """Draw each rank's numbers, wrong ones in red."""
     lines = []
     for rank, numbers in enumerate(results):
-        wrong = [i >= len(expected) or abs(x - expected[i]) > 1e-9 * abs(expected[i]) for i, x in enumerate(numbers)]
+        wrong = [
+            i >= len(expected) or not abs(x - expected[i]) <= 1e-9 * abs(expected[i]) for i, x in enumerate(numbers)
+        ]
         cells = [Cell(f"{x:g}", RED if bad else PALE) for x, bad in zip(numbers, wrong, strict=True)]
         lines.append((f"rank {rank}", cells))
     lines.append(("expected", [Cell(f"{x:g}", "#ffffff") for x in expected]))

@@ -1,4 +1,4 @@
-"""What the check of a puzzle finds out."""
+"""The report of a check, and comparisons of results with expected values."""
 
 import dataclasses
 from typing import Any

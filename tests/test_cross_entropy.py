@@ -1,6 +1,5 @@
 """Cross-entropy over a sharded vocabulary: it equals torch's, and limits memory and communication."""
 
-import weakref
 from typing import Any
 from unittest import mock
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.context_parallel import LiveBytes
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import cross_entropy, tensor_parallel
 from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy
@@ -83,35 +83,25 @@ def test_loss_scale_is_not_rounded_to_bfloat16(pool: WorkerPool) -> None:
         assert abs(3 * (a * b).sum() / a.square().sum() - 1) < 0.0005
 
 
-class LiveMemory(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counter of the elements of live tensors that were created in this mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        given = {a.untyped_storage()._cdata for a in args if isinstance(a, Tensor)}
-        if isinstance(result, Tensor) and result.untyped_storage()._cdata not in given:
-            size = result.untyped_storage().nbytes() // 4
-            self.live += size
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(result, self._freed, size)
-        return result
-
-    def _freed(self, size: int) -> None:
-        self.live -= size
-
-
 def peak_of_loss(tokens: int, width: int = 4) -> int:
     """Return the peak number of live elements in forward and backward, excluding the inputs x and weight."""
     grid = setup_process_group_manager(1, 1, 1, 1)
     x, weight = torch.randn(1, tokens, width, requires_grad=True), torch.randn(1000, width, requires_grad=True)
     targets = torch.zeros(1, tokens, dtype=torch.long)
-    with LiveMemory() as memory:
+    with LiveBytes() as memory:
         linear_cross_entropy(x, weight, targets, VocabularyShard(0, 1000, grid.tp_group)).backward()
-    return memory.peak
+    return memory.peak // 4
+
+
+def test_live_bytes_are_those_of_new_tensors() -> None:
+    weight, buffer = torch.zeros(100, 10), torch.zeros(100)
+    with LiveBytes() as memory:
+        buffer.add_(weight.t().sum(0))  # a view, a new tensor of 400 bytes, and a result in an older tensor
+        assert (memory.now, memory.peak) == (0, 400)
+        kept = [torch.zeros(5), torch.zeros(5).view(5, 1)[:2], weight[1:]]
+        assert memory.now == 40
+        del kept
+    assert (memory.now, memory.peak) == (0, 400)
 
 
 def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary(pool: WorkerPool) -> None:
@@ -197,9 +187,9 @@ def peak_of_log_probs(tokens: int) -> int:
     grid = setup_process_group_manager(1, 1, 1, 1)
     x, weight = torch.randn(1, tokens, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
     targets = torch.zeros(1, tokens, dtype=torch.long)
-    with LiveMemory() as memory:
+    with LiveBytes() as memory:
         linear_log_probs(x, weight, targets, VocabularyShard(0, 1000, grid.tp_group)).sum().backward()
-    return memory.peak
+    return memory.peak // 4
 
 
 def test_memory_of_log_probs_does_not_grow_with_tokens_times_vocabulary(pool: WorkerPool) -> None:

@@ -49,7 +49,7 @@ def test_a_rank_that_waits_in_vain_says_where(pool: WorkerPool) -> None:
     sentence, nothing = pool.run(wait_for_others, 2)
     assert sentence is not None
     assert nothing is None
-    assert sentence.startswith("other ranks did not come to call_alone (tests/test_launch.py:")
+    assert sentence.startswith("timed out: other ranks did not reach call_alone (tests/test_launch.py:")
     assert "), called by wait_for_others (tests/test_launch.py:" in sentence
 
 
@@ -59,7 +59,12 @@ def test_own_errors_are_not_taken_for_those_of_others() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["Connection closed by peer [127.0.0.1]:1", "Read error [::1]:2: Connection reset by peer"]
+    "text",
+    [
+        "Connection closed by peer [127.0.0.1]:1",
+        "Read error [::1]:2: Connection reset by peer",
+        "writev [::1]:2: Broken pipe",
+    ],
 )
 def test_a_rank_that_lost_its_peer_names_itself_as_the_consequence(text: str) -> None:
     with pytest.raises(RuntimeError) as caught:

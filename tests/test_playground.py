@@ -124,6 +124,48 @@ def test_wrong_factors_are_explained(factors: str, message: str) -> None:
     assert ask("timeline", schedule="zbv", factors=factors) == {"error": message}
 
 
+def test_layout_gives_stages_their_times_and_activations() -> None:
+    """Of 8 layers on 4 ranks, a stage with 3 takes 3 / 2 of the mean."""
+    drawn = ask("timeline", schedule="afab", pp=4, microbatches=2, layout="Et|ttt|ttt|tL", last=0.25)
+    time = {action: end - start for rank in rows(drawn) for action, start, end in rank}
+    assert [time[f"{stage}F0"] for stage in range(4)] == [0.5, 1.5, 1.5, 0.75]
+    assert drawn["peaks"] == [1, 3, 3, 1]
+    drawn = ask("timeline", schedule="zbv", pp=2, microbatches=1, layout="Ettt|t|t|tttL")
+    assert drawn["peaks"] == [1.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("Et|tt|tL", "pp_layout='Et|tt|tL' has 3 stages, but the schedule has 4 (pp ranks times chunks)"),
+        ("Et|t|t|x", "cannot parse pp_layout='Et|t|t|x' at character 8, 'x'"),
+        ("E|||L", "pp_layout='E|||L' has no layers (t)"),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+def test_wrong_layouts_are_explained(schedule: str, layout: str, message: str) -> None:
+    assert ask("timeline", schedule=schedule, pp=4, layout=layout)["error"].startswith(message)
+
+
+def test_search_uses_the_layout() -> None:
+    request = {"pp": 2, "microbatches": 4, "layout": "Et|tt|tt|tL", "memory": 2.5}
+    best = ask("best", **request)
+    assert best["chunks"] == 2
+    fitting = [row for row in ask("ranking", **request) if row.get("fits")]
+    assert fitting
+    assert best["step_time"] <= min(row["step_time"] for row in fitting)
+    assert best["peak"] <= 2.5
+    errors = {row["schedule"] for row in ask("ranking", **request) if "has 4 stages" in row.get("error", "")}
+    assert errors == {"afab", "1f1b", "zb_h1"}  # they have one chunk per rank
+    assert "one micro-batch takes 1 on a pp rank" in ask("best", **{**request, "memory": 0.5})["error"]
+
+
+def test_messages_queue_for_a_link() -> None:
+    """The second message leaves when the first one has: forwards at 1 and 2 arrive at 4 and 7."""
+    drawn = ask("timeline", schedule="afab", pp=2, microbatches=2, transfer=3)
+    assert drawn["starts"][1][:2] == [4, 7]
+
+
 def test_chunks_and_groups_are_for_the_schedules_that_have_them() -> None:
     request = {"pp": 4, "microbatches": 8, "chunks": 3, "group_size": 8}
     assert ask("timeline", schedule="interleaved_1f1b", **request)["actions"] == [
@@ -220,6 +262,27 @@ def test_trace_is_drawn_with_its_simulation() -> None:
     assert result["measured"]["actions"][0][1] == "0SEND_F0"
     assert result["measured"]["during"][0][:3] == [1, None, 2]
     assert result["measured"]["bubble"] == step.bubble
+    names = {kind: [name for rank in result[kind]["actions"] for name in rank] for kind in result}
+    waits = {kind: result[kind]["waits"] for kind in result}
+    waited = {
+        kind: {name: names[kind][at] for name, at in zip(names[kind], waits[kind], strict=True) if at >= 0}
+        for kind in result
+    }
+    assert waited["measured"] == waited["simulated"]
+    assert waited["measured"]["1F0"] == "0F0"
+    assert waited["measured"]["1F1"] == "1B0"
+    assert "0SEND_F0" not in waited["measured"]
+
+
+@pytest.mark.parametrize(("end", "expected"), [(2.7, "1B0"), (2.9, "0F1")])
+def test_measured_action_waited_for_what_arrived_last(end: float, expected: str) -> None:
+    """1F1 starts long after both of its inputs. Messages take 0.2, and 1B0 ends at 3."""
+    forwards = [(0, "0F0", 0.0, 1.0), (0, "0F1", 1.0, end), (1, "1F0", 1.2, 2.0), (1, "1F1", 5.0, 6.0)]
+    backwards = [(1, "1B0", 2.0, 3.0), (0, "0B0", 3.2, 4.0), (1, "1B1", 6.0, 7.0), (0, "0B1", 7.2, 8.0)]
+    events = (dict(zip(("rank", "action", "start", "end"), span, strict=True)) for span in forwards + backwards)
+    measured = json.loads(call("trace", "\n".join(map(json.dumps, events))))["measured"]
+    names = [name for rank in measured["actions"] for name in rank]
+    assert names[measured["waits"][names.index("1F1")]] == expected
 
 
 @pytest.mark.parametrize(

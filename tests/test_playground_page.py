@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -48,6 +49,14 @@ def test_train_this_is_a_command_that_trains_with_the_schedule(
     actions = [[str(action) for action in program] for program in plan.schedule.programs]
     assert actions == ask("timeline", **request)["actions"]
     assert config.logging.trace_steps == [5]
+
+
+def test_train_this_has_the_layout() -> None:
+    layout = "Et*2|t|(t|)*5tL"
+    command = ask("train", schedule="interleaved_1f1b", pp=4, microbatches=8, layout=layout)["command"]
+    config = load_config(shlex.split(command.replace("\\\n", " "))[4:])
+    stages = plan_pipeline(config, load_model_config(config.model)).stages
+    assert [len(stage.layers) for stage in stages] == [2, 1, 1, 1, 1, 1, 1, 1]
 
 
 def test_train_this_writes_the_readers_own_schedule_to_a_file() -> None:

@@ -27,7 +27,7 @@ each_puzzle = pytest.mark.parametrize("puzzle", PUZZLES, ids=lambda puzzle: puzz
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[WorkerPool]:
-    """Forked from this process, as `python -m puzzles` does it, so they need not import the checks."""
+    """Processes forked from this one, as by `python -m puzzles`, so that they need not import the checks."""
     pool = WorkerPool(context=multiprocessing.get_context("fork"))
     yield pool
     pool.close()
@@ -152,7 +152,7 @@ FAILURES = [
     ("def all_reduce(x):\n    return x\n", "ERROR", r"all_reduce\(\) takes 1 positional argument but 2 were given"),
     ("import sys\nsys.exit(2)\n", "ERROR", "line 2, `sys.exit.2.`: SystemExit: 2"),
     ("import os\nos._exit(0)\n", "ERROR", "has ended its process"),
-    (FIRST + "    return group.all_reduce(x)\n", "ERROR", "this puzzle is to be solved without group.all_reduce"),
+    (FIRST + "    return group.all_reduce(x)\n", "ERROR", "solve this puzzle without group.all_reduce"),
     (FIRST + "    return group.all_gather(x.float())\n", "ERROR", "all_gather takes a tensor in float64, but got a tensor of shape .6,., float32"),
     (FIRST + "    return x.tolist()\n", "WRONG", "result should be a tensor of shape .6,., float64, but is list .1.0, 2.0"),
     (FIRST + "    return all_reduce(x, group)\n", "ERROR", "RecursionError: maximum recursion depth exceeded"),

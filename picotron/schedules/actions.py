@@ -17,6 +17,7 @@ this package.) As text, with one line per rank, 1F1B for 3 ranks and 4 micro-bat
 """
 
 import dataclasses
+import functools
 import re
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -157,11 +158,11 @@ class Schedule:
     placement: Placement = "loop"
     forward_only: bool = False
 
-    @property
+    @functools.cached_property
     def pp(self) -> int:
         return len(self.programs)
 
-    @property
+    @functools.cached_property
     def num_stages(self) -> int:
         return self.pp * self.chunks
 

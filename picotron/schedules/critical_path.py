@@ -1,4 +1,4 @@
-"""The critical path of a simulated step: what each action waited for. No torch."""
+"""The critical path of a step, simulated or measured: what each action waited for. No torch."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from picotron.schedules.order import Event
 from picotron.schedules.simulate import Timeline
 
 
-def waited_for(events: Sequence[Event], timeline: Timeline) -> list[int | None]:
+def waited_for(events: Sequence[Event], timeline: Timeline, latency: float | None = None) -> list[int | None]:
     """Return for each event the number of the event that it waited for last, or None if it waited for none: the one
     before it on its rank if it starts when that one ends, else the one on another rank whose message it waits for.
 
@@ -15,7 +15,9 @@ def waited_for(events: Sequence[Event], timeline: Timeline) -> list[int | None]:
 
     Args:
         events: the `run_order` of a schedule.
-        timeline: the simulation of these events.
+        timeline: the simulation of these events, or a measured step of them, without messages.
+        latency: only for a measured step, in which an action starts a little after what it waited for: the time of a
+            message. The action waited for the event that ended last, or whose message arrived last.
     """
     waits: list[int | None] = []
     spans = [iter(rank) for rank in timeline.spans]
@@ -25,9 +27,14 @@ def waited_for(events: Sequence[Event], timeline: Timeline) -> list[int | None]:
     for number, (rank, _, sources, receivers) in enumerate(events):
         _, start, end = next(spans[rank])
         before = last[rank]
-        if start > (0.0 if before is None else ends[before]):
-            senders = (results[source] for source in sources)
-            before = max((each for each in senders if events[each].rank != rank), key=ends.__getitem__)
+        sender = max(
+            (results[s] for s in sources if events[results[s]].rank != rank), key=ends.__getitem__, default=None
+        )
+        if latency is None:
+            waited = start > (0.0 if before is None else ends[before])
+        else:
+            waited = sender is not None and (before is None or ends[sender] + latency > ends[before])
+        before = sender if waited else before
         waits.append(before)
         results += [number] * len(receivers)
         ends.append(end)

@@ -69,6 +69,7 @@ def run_order(schedule: Schedule) -> list[Event]:
     events: list[Event] = []
     numbers: dict[Action, int] = {}  # of the results so far
     waiting: dict[Action, int] = {}  # the rank that waits for a result
+    owner = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
     done, ready = [0] * schedule.pp, list(range(schedule.pp))
     while ready:
         rank = ready.pop()
@@ -82,7 +83,7 @@ def run_order(schedule: Schedule) -> list[Event]:
             receivers = []
             for part in action.parts:
                 target, result = schedule.target(part), part.result
-                receivers.append(rank if target is None else schedule.rank_of(target))
+                receivers.append(rank if target is None else owner[target])
                 numbers[result] = len(numbers)
                 if result in waiting:
                     ready.append(waiting.pop(result))

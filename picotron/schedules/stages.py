@@ -103,6 +103,11 @@ def count_stages(text: str) -> int:
     return _expand(text).count("|") + 1
 
 
+def count_layers(text: str) -> int:
+    """Count the layers in text in the notation above. Raises as `parse_stages` does."""
+    return _expand(text).count("t")
+
+
 def parse_stages(text: str, num_layers: int, num_stages: int) -> list[Stage]:
     """Parse stages that are written in the notation above.
 

@@ -15,7 +15,8 @@ const GROUPS = {
     ["B", "B backward", 0.1, 8, 0.1, "in forwards"],
     ["I", "I input half", 0.1, 4, 0.1, "first half of a split backward, in forwards"],
     ["W", "W weights half", 0.1, 4, 0.1, "second half of a split backward, in forwards"],
-    ["message", "Message", 0, 2, 0.05, "time of a message between ranks, in forwards"],
+    ["message", "Message", 0, 2, 0.05, "latency of a message between ranks, in forwards"],
+    ["transfer", "Transfer", 0, 2, 0.05, "time in which a message occupies the link between two ranks (its size, divided by the bandwidth), in forwards"],
     ["overlapped", "Overlapped pair", 0.5, 1, 0.05, "time of a pair of DualPipeV, as a fraction of F + B"],
   ],
   "Unequal stages": [
@@ -28,12 +29,18 @@ const GROUPS = {
   ],
 };
 
+// name, label, an example, what a tooltip adds.
+const TEXTS = [
+  ["layout", "Layers", "Et|tt|tt|tL", "the layers of each stage, as pp_layout: E is the embedding, t a layer, L the head, | a boundary between stages; empty for equal stages"],
+  ["factors", "Factors", "1 1 1.5 1", "a factor for the time of each rank, or of each stage, separated by spaces"],
+];
+
 export function buildControls(parent, state) {
   const updates = [];
   for (const [title, sliders] of Object.entries(GROUPS)) {
     const fieldset = el("fieldset", {}, el("legend", {}, title));
     for (const slider of sliders) fieldset.append(buildSlider(state, updates, ...slider));
-    if (title === "Unequal stages") fieldset.append(buildFactors(state, updates));
+    if (title === "Unequal stages") fieldset.append(...TEXTS.map((text) => buildText(state, updates, ...text)));
     parent.append(fieldset);
   }
   const reset = el("button", { onclick: () => (location.hash = "") }, "Reset all");
@@ -61,12 +68,11 @@ function buildSlider(state, updates, name, label, min, max, step, title, zero) {
   return el("div", { className: "slider" }, el("label", { htmlFor: name, title }, label), range, field);
 }
 
-function buildFactors(state, updates) {
-  const title = "a factor for the time of each rank, or of each stage, separated by spaces";
-  const field = el("input", { id: "factors", title, placeholder: "1 1 1.5 1", autocomplete: "off", spellcheck: false });
-  field.oninput = () => state.set({ factors: field.value.trim() });
+function buildText(state, updates, name, label, placeholder, title) {
+  const field = el("input", { id: name, title, placeholder, autocomplete: "off", spellcheck: false });
+  field.oninput = () => state.set({ [name]: field.value.trim() });
   updates.push((values) => {
-    if (document.activeElement !== field) field.value = values.factors;
+    if (document.activeElement !== field) field.value = values[name];
   });
-  return el("div", { className: "slider" }, el("label", { htmlFor: "factors", title }, "Factors"), field);
+  return el("div", { className: "slider" }, el("label", { htmlFor: name, title }, label), field);
 }

@@ -4,25 +4,12 @@ import assert from "node:assert/strict";
 import fs from "node:fs";
 import os from "node:os";
 import path from "node:path";
-import { after, afterEach, before, test } from "node:test";
-import { Browser, figures } from "./browser.mjs";
-
-let browser;
-let page;
-
-before(async () => (browser = await Browser.start()));
-after(() => browser.stop());
-afterEach(async () => {
-  assert.deepEqual(page.errors, []);
-  await page.close();
-});
-
-const text = (selector) => page.textContent(selector);
-const until = (selector, pattern) =>
-  page.waitForFunction(([selector, source]) => new RegExp(source).test(document.querySelector(selector).textContent), [selector, pattern.source]);
+import { test } from "node:test";
+import { figures } from "./browser.mjs";
+import { open, page, text, until } from "./setup.mjs";
 
 test("a CSV is checked as it is typed, and a deadlock shows its cycle", async () => {
-  page = await browser.open("#b=");
+  await open("#b=");
   await page.fill("#editor-text", "0F0,0B0\n1F0");
   await until("#editor-verdict", /^pp rank 1 lacks 1B0 \(or 1I0 and 1W0\), the backward of micro-batch 0 in stage 1$/);
   await page.fill("#editor-text", "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n");
@@ -45,7 +32,7 @@ test("a CSV is checked as it is typed, and a deadlock shows its cycle", async ()
 });
 
 test("a Python function is checked as it is typed", async () => {
-  page = await browser.open("#b=");
+  await open("#b=");
   await page.click("#editor >> text=Python");
   await until("#editor-verdict", /^It runs: 4 ranks, 8 micro-batches/);
   await page.fill("#editor-text", "def mine(rank, pp, microbatches):\n    return programme");
@@ -57,7 +44,7 @@ test("a Python function is checked as it is typed", async () => {
 });
 
 test("a schedule's own function can be edited and compared", async () => {
-  page = await browser.open("#a=1f1b&b=1f1b");
+  await open("#a=1f1b&b=1f1b");
   await page.click("#b >> text=Edit");
   await page.waitForFunction(() => document.querySelector("#b-schedule").value === "python");
   const source = await page.inputValue("#editor-text");
@@ -68,7 +55,7 @@ test("a schedule's own function can be edited and compared", async () => {
 });
 
 test("an endless loop is stopped, and the page goes on", async () => {
-  page = await browser.open("#b=");
+  await open("#b=");
   await page.click("#editor >> text=Python");
   await page.fill("#editor-text", "def mine(rank, pp, microbatches):\n    while True: pass");
   await until("#editor-verdict", /^this ran for more than 8 seconds, so it was stopped/);
@@ -93,13 +80,18 @@ async function drop(name, contents) {
 }
 
 test("a recorded step is drawn under the simulated one", async () => {
-  page = await browser.open();
+  await open();
   await drop("trace_step_00000005.jsonl", TRACE);
   await until("#b .title .note", /^measured: trace_step_00000005.jsonl/);
   assert.equal((await figures(page, "b"))["Step time"], "0.1 s");
   assert.match((await figures(page, "a"))["Step time"], /^0\.1\d* s$/);
   assert.match(await text("#trace-verdict"), /the measured step took 0.100 s, \d.\d\d times the simulated one/);
   assert.match(await page.getAttribute("#b canvas", "aria-label"), /^measured: .*2 pp ranks, 2 micro-batches, step time 0.1/);
+  await page.focus("#b canvas");
+  for (const key of ["ArrowRight", "ArrowDown", "End"]) await page.keyboard.press(key);
+  assert.match(await text("#announce"), /^1B1: .* It waited for 1F1, the action before it on its rank\.$/);
+  await page.keyboard.press("Enter");
+  assert.match(await text("#announce"), /^1F1: .* It waited for 1B0, the action before it on its rank\.$/);
   await page.click("text=Back to the sliders");
   await until("#a .figures", /Step time33/);
   await drop("notes.txt", "no trace");
@@ -112,7 +104,7 @@ test("a recorded step is drawn under the simulated one", async () => {
 });
 
 test("the command that trains", async () => {
-  page = await browser.open("#a=interleaved_1f1b&chunks=2");
+  await open("#a=interleaved_1f1b&chunks=2");
   await page.click("#a >> text=Train this");
   await until("#train-command", /torchrun --nproc_per_node 4 train.py --config template\/base_config.json/);
   assert.match(await text("#train-command"), /--distributed.pp_engine interleaved_1f1b \\\n {4}.*\n? *--distributed.pp_chunks 2|--distributed.pp_chunks 2/);
@@ -125,7 +117,7 @@ test("the command that trains", async () => {
 });
 
 test("everything can be reached and used with the keyboard", async () => {
-  page = await browser.open();
+  await open();
   await page.waitForFunction(() => document.querySelectorAll("#ranking tbody tr").length === 8);
   const seen = new Set();
   for (let i = 0; i < 120; i++) {
@@ -157,7 +149,7 @@ test("everything can be reached and used with the keyboard", async () => {
 });
 
 test("a timeline can be zoomed", async () => {
-  page = await browser.open("#pp=16&microbatches=64&a=zbv&b=");
+  await open("#pp=16&microbatches=64&a=zbv&b=");
   const picture = () => page.$eval("#a canvas", (canvas) => canvas.toDataURL());
   const whole = await picture();
   await page.click("#zoom-in");
@@ -167,7 +159,7 @@ test("a timeline can be zoomed", async () => {
 });
 
 test("screen readers get names for everything", async () => {
-  page = await browser.open();
+  await open();
   const label = await page.getAttribute("#a canvas", "aria-label");
   assert.match(label, /^1f1b: 4 pp ranks, 8 micro-batches, step time 33, bubble 27.3\s%, peak activations 4. Arrow keys/);
   const unnamed = await page.$$eval("input, select, textarea, button, canvas", (all) =>
@@ -179,7 +171,7 @@ test("screen readers get names for everything", async () => {
 });
 
 test("dark mode", async () => {
-  page = await browser.open("", { scheme: "dark" });
+  await open("", { scheme: "dark" });
   const [ground, ink] = await page.evaluate(() => ["background-color", "color"].map((name) =>
     getComputedStyle(document.body).getPropertyValue(name).match(/\d+/g).reduce((sum, channel) => sum + Number(channel), 0)));
   assert.ok(ground < 100 && ink > 600);
@@ -193,7 +185,7 @@ test("dark mode", async () => {
 
 test("on a phone, the page does not scroll sideways", async () => {
   for (const hash of ["", "#pp=16&microbatches=64&memory=4", "#a=python&b=auto"]) {
-    page = await browser.open(hash, { width: 390, height: 844 });
+    await open(hash, { width: 390, height: 844 });
     await page.waitForFunction(() => document.querySelectorAll("#ranking tbody tr").length === 8);
     assert.ok((await page.evaluate(() => document.documentElement.scrollWidth)) <= 390);
     assert.deepEqual(page.errors, []);

@@ -1,25 +1,15 @@
 // What the page shows of schedules: sliders, figures, colours, chains, comparison, ranking.
 
 import assert from "node:assert/strict";
-import { after, afterEach, before, beforeEach, test } from "node:test";
-import { Browser, colourAt, figures, set } from "./browser.mjs";
+import { test } from "node:test";
+import { colourAt, figures, set } from "./browser.mjs";
+import { browser, open, page, text } from "./setup.mjs";
 
 const FORWARD = [0x56, 0xb4, 0xe9];
 const BACKWARD = [0xe6, 0x9f, 0x00];
-let browser;
-let page;
-
-before(async () => (browser = await Browser.start()));
-after(() => browser.stop());
-afterEach(async () => {
-  assert.deepEqual(page.errors, []);
-  await page.close();
-});
-
-const text = (selector) => page.textContent(selector);
 
 test("the page opens with two schedules and their figures", async () => {
-  page = await browser.open();
+  await open();
   // (p - 1) / (m + p - 1) of the step is idle: 3 / 11.
   assert.deepEqual(await figures(page), { "Step time": "33", Bubble: "27.3 %", "Peak activations": "4" });
   assert.equal((await figures(page, "b"))["Step time"], "25.5");
@@ -29,7 +19,7 @@ test("the page opens with two schedules and their figures", async () => {
 });
 
 test("every slider changes the step", async () => {
-  page = await browser.open("#b=");
+  await open("#b=");
   for (const [name, value] of Object.entries({ pp: 2, microbatches: 16, B: 3, F: 2, message: 0.5, last: 1 })) {
     const old = (await figures(page))["Step time"];
     await set(page, name, value);
@@ -42,7 +32,7 @@ test("every slider changes the step", async () => {
 });
 
 test("chunks, I, W, group size and pairs change the schedules that have them", async () => {
-  page = await browser.open("#a=interleaved_1f1b&b=zb_h1");
+  await open("#a=interleaved_1f1b&b=zb_h1");
   const old = [await figures(page, "a"), await figures(page, "b")];
   await set(page, "chunks", 4);
   assert.notDeepEqual(await figures(page, "a"), old[0]);
@@ -62,7 +52,7 @@ test("chunks, I, W, group size and pairs change the schedules that have them", a
 });
 
 test("a factor slows a rank down, and a wrong number of factors is explained", async () => {
-  page = await browser.open("#b=");
+  await open("#b=");
   await set(page, "factors", "1 1 2 1");
   assert.equal((await figures(page))["Step time"], "55");
   await set(page, "factors", "1 2");
@@ -72,8 +62,22 @@ test("a factor slows a rank down, and a wrong number of factors is explained", a
   assert.equal(await page.isVisible("#a .error"), false);
 });
 
+test("a layout gives the stages their layers", async () => {
+  await open("#b=");
+  await set(page, "layout", "E|tt|tt|L");
+  assert.deepEqual(await figures(page), { "Step time": "54", Bubble: "55.6 %", "Peak activations": "6" });
+  await set(page, "layout", "E|tt|tt");
+  assert.equal(await text("#a .error"), "pp_layout='E|tt|tt' has 3 stages, but the schedule has 4 (pp ranks times chunks)");
+});
+
+test("messages that occupy the link queue for it", async () => {
+  await open("#a=afab&b=&pp=2&microbatches=4");
+  await set(page, "transfer", 1.5);
+  assert.equal((await figures(page))["Step time"], "19.5");
+});
+
 test("activations over the limit have another colour", async () => {
-  page = await browser.open("#b=");
+  await open("#b=");
   await set(page, "memory", 2);
   assert.match(await text("#a .figures .bad"), /4exceeds the limit of 2/);
   const limit = await page.evaluate(() => getComputedStyle(document.documentElement).getPropertyValue("--limit"));
@@ -85,7 +89,7 @@ test("activations over the limit have another colour", async () => {
 });
 
 test("a click on an action shows what it waited for, and its chain", async () => {
-  page = await browser.open("#b=");
+  await open("#b=");
   const canvas = await page.$("#a canvas");
   const { width } = await canvas.boundingBox();
   const x = (time) => 52 + (width - 62) * (time / 33);
@@ -102,7 +106,7 @@ test("a click on an action shows what it waited for, and its chain", async () =>
 });
 
 test("the critical path stands out", async () => {
-  page = await browser.open("#b=");
+  await open("#b=");
   await page.check("#critical");
   await page.waitForFunction(() => location.hash.includes("critical=1"));
   assert.deepEqual(await colourAt(page, "a", 3, 5 / 33), BACKWARD, "the last rank is never idle between its actions");
@@ -113,7 +117,7 @@ test("the critical path stands out", async () => {
 });
 
 test("all schedules are ranked under a limit of memory, with one that is made to measure", async () => {
-  page = await browser.open("#memory=2.5");
+  await open("#memory=2.5");
   await page.waitForFunction(() => document.querySelectorAll("#ranking tbody tr").length === 8);
   const rows = await page.$$eval("#ranking tbody tr", (all) =>
     all.map((row) => ({ name: row.cells[0].textContent, time: parseFloat(row.cells[2].textContent), peak: row.cells[4].textContent })));
@@ -128,7 +132,7 @@ test("all schedules are ranked under a limit of memory, with one that is made to
 });
 
 test("a link holds the state", async () => {
-  page = await browser.open();
+  await open();
   await set(page, "pp", 6);
   await set(page, "message", 0.25);
   await page.selectOption("#b-schedule", "interleaved_1f1b");

@@ -14,7 +14,7 @@ SIZES = (3,)
 
 def check(learner: ModuleType, group: Group, report: Report) -> None:
     group.forbid("all_reduce", "send", "receive")
-    for size in (6, 7, 1, 1000, 7):  # at last, again, that of the picture
+    for size in (6, 7, 1, 1000, 7):  # 7 again at the end, for the picture
         if size == 1000:
             compare(learner, group, report, randn(group.size, size, seed=0)[group.rank], "x of 1000 random numbers")
             continue

@@ -1,4 +1,4 @@
-"""Check of puzzle 2: the sums of torch's all-reduce on two and four ranks, and the numbers sent."""
+"""Check of puzzle 2: the sums of torch's all-reduce on three and four ranks, and the numbers sent."""
 
 from types import ModuleType
 

@@ -60,8 +60,9 @@ def draw(results: dict[int, Place], expected: dict[int, Place], B: int, m: int, 
             for row in range(B):
                 at = (i // m, i % m, rank, row)
                 sample = next(number for number, place in expected.items() if place == at)
-                right = results[sample] == at
-                title = f"sample {sample}: expected {at}, yours {results[sample]}"
+                yours = results[sample]
+                right = isinstance(yours, tuple | list) and tuple(yours) == at
+                title = f"sample {sample}: expected {at}, yours {yours}"
                 cells.append(Cell(str(sample), colour_of(i % m) if right else RED, 1, title))
             cells.append(Cell("", "none", 0.3 if (i + 1) % m else 1))
         lines.append((f"dp rank {rank}", cells))

@@ -30,7 +30,7 @@ def micro_batches(targets: list[list[int]]) -> list[list[tuple[Tensor, Tensor]]]
 def check(learner: ModuleType, group: Group, report: Report) -> None:
     # Equal micro-batches come first: a mean of means is right there, and a sum of means is not.
     for targets in ([[6, 6], [6, 6]], [[6, 1], [2, 5]], [[6, 0], [2, 5]], TARGETS):
-        where = f"micro-batches with {' and '.join(map(str, targets))} targets on rank 0 and 1"
+        where = f"micro-batches with {' and '.join(map(str, targets))} targets on ranks 0 and 1"
         report.begin(where)
         lines = [
             (f"rank {rank}", [Cell(str(count), colour_of(i), max(count, 0.5) / 3) for i, count in enumerate(counts)])

@@ -1,6 +1,7 @@
 """Check of puzzle 6: the shards that every rank of a real model holds."""
 
 from types import ModuleType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -43,14 +44,17 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
             for rank in range(tp):
                 report.begin(f"split({name!r}, rank={rank}, tp={tp}, {text})")
                 results[rank][name] = learner.split(name, rank, tp, **sizes)
-        report.picture = draw(results, [parts for parts, _, _ in expected], shapes)
+        shown = [{name: tuple(p) if isinstance(p, tuple | list) else () for name, p in own.items()} for own in results]
+        report.picture = draw(shown, [parts for parts, _, _ in expected], shapes)
         for name in NAMES:
             for rank in range(tp):
                 where = f"split({name!r}, rank={rank}, tp={tp}, {text})"
                 group.expect(results[rank][name], expected[rank][0][name], where, ("dimension", "start", "stop"))
 
 
-def draw(results: list[dict[str, Part]], expected: list[dict[str, Part]], shapes: dict[str, tuple[int, ...]]) -> str:
+def draw(
+    results: list[dict[str, tuple[Any, ...]]], expected: list[dict[str, Part]], shapes: dict[str, tuple[int, ...]]
+) -> str:
     """Draw the matrices, all on the same scale, with the parts of the learner's ranks; wrong ones are red."""
     gap, top, x = 40, 3 * LINE, 0.0
     scale = (WIDTH - gap * (len(NAMES) - 1)) / sum(shapes[name][1] for name in NAMES)
@@ -63,10 +67,10 @@ def draw(results: list[dict[str, Part]], expected: list[dict[str, Part]], shapes
         picture.frame(x, top, width * scale, height * tall)
         for rank, parts in enumerate(results):
             part = parts[name]
-            colour = colour_of(rank) if tuple(part) == expected[rank][name] else RED
+            colour = colour_of(rank) if part == expected[rank][name] else RED
             title = f"{name}, rank {rank}: yours {part}, expected {expected[rank][name]}"
             if len(part) == 3 and all(isinstance(each, int) for each in part):
-                sharing = [other for other, those in enumerate(results) if tuple(those[name]) == tuple(part)]
+                sharing = [other for other, those in enumerate(results) if those[name] == part]
                 unit = tall if part[0] == 0 else scale
                 start, size = part[1] * unit, max(0, part[2] - part[1]) * unit
                 if part[0] == 0:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from puzzles.group import Group, Misuse
-from puzzles.pictures import Cell, rows
+from puzzles.pictures import PALE, Cell, rows
 from puzzles.report import RED, Report, difference, randn
 
 SIZES = (3,)
@@ -46,7 +46,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     }
     right = {name: not difference(*pair) for name, pair in expected.items()}
     lines = [(f"sums in {name}", [Cell(f"{count:g} all-reduces of (T, D)", width=3)]) for name, count in sums.items()]
-    lines += [(name, [Cell("right" if ok else "wrong", "#cfe3f5" if ok else RED, 3)]) for name, ok in right.items()]
+    lines += [(name, [Cell("right" if ok else "wrong", PALE if ok else RED, 3)]) for name, ok in right.items()]
     report.picture = rows(f"Your MLP on {n} ranks", lines)
     for name, (ours, reference) in expected.items():
         group.expect(ours, reference, where, name)

@@ -37,8 +37,9 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         report.score = Score(f"work of the busiest of {cp} ranks / mean:", max(work) * cp / sum(work), 1, 1, "{:.3f}")
         if not report.score.reached:
             above = above or f"the busiest of {cp} ranks has {max(work) * cp / sum(work):.3f} times the mean work"
-    if report.score and report.score.reached:
-        group.require(not above, f"all of 4 ranks have the same work, but {above}")
+    if above and report.score and report.score.reached:
+        report.score = None
+        group.require(False, f"all of 4 ranks have the same work, but {above}")
 
 
 def draw(owners: list[int], cp: int) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from puzzles.group import Group
-from puzzles.pictures import Cell, rows
+from puzzles.pictures import PALE, Cell, rows
 from puzzles.report import RED, Report, randn
 
 H, T, d, KEYS = 2, 5, 4, 8
@@ -47,6 +47,6 @@ def draw(result: object, lse: Tensor, name: str) -> str:
     ours = result[1] if isinstance(result, tuple | list) and len(result) == 2 else None
     numbers = ours[0].tolist() if isinstance(ours, Tensor) and ours.shape == lse.shape else [float("nan")] * T
     pairs = zip(numbers, lse[0].tolist(), strict=True)
-    cells = [Cell(f"{a:.6g}", "#cfe3f5" if abs(a - b) <= 1e-9 * abs(b) else RED) for a, b in pairs]
+    cells = [Cell(f"{a:.6g}", PALE if abs(a - b) <= 1e-9 * abs(b) else RED) for a, b in pairs]
     expected = [Cell(f"{b:.6g}", "#ffffff") for b in lse[0].tolist()]
     return rows(f"lse of the queries of head 0, {name}", [("yours", cells), ("expected", expected)])

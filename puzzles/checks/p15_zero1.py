@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from puzzles.group import Group
-from puzzles.pictures import Cell, rows
+from puzzles.pictures import PALE, Cell, rows
 from puzzles.report import RED, Report, randn
 
 SIZES = (3,)
@@ -43,7 +43,8 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         group.expect(result, full.detach(), report.case, "weights")
         numbers, most = kept(state, set()), 4 * (-(-P // n)) + 16  # a copy of a slice, its gradient and two moments
         sentence = f"{group.here}step {number}: the state holds {numbers} numbers; four slices of {-(-P // n)} suffice"
-        group.require(numbers <= most, f"the weights are right, but on {sentence}")
+        views = "a view keeps all of its tensor: clone it"
+        group.require(numbers <= most, f"the weights are right, but on {sentence} ({views})")
         enough = 2 * (n - 1) / n * (P + n)
         group.require(sent <= enough, f"the weights are right, but a rank sends {sent:g} numbers; {enough:g} suffice")
         w = result.detach().clone()
@@ -53,7 +54,5 @@ def draw(result: Any, expected: Tensor, n: int, step: int) -> str:
     """Draw ranges of weights, red where any differs."""
     ours = result.detach() if isinstance(result, Tensor) and result.shape == expected.shape else expected * torch.nan
     right = (ours - expected).abs() <= 1e-9 * expected.abs().max()
-    cells = [
-        Cell("", "#cfe3f5" if part.all() else RED, 0.25, f"{int((~part).sum())} wrong") for part in right.chunk(24)
-    ]
+    cells = [Cell("", PALE if part.all() else RED, 0.25, f"{int((~part).sum())} wrong") for part in right.chunk(24)]
     return rows(f"The {P} weights on rank 0 of {n} after step {step}", [("weights 0, 1, ...", cells)], "Red: wrong.")
