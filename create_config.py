@@ -16,7 +16,8 @@ except dp, which becomes N / (pp x cp x tp).
 --hardware NAME adds a forecast of each config's speed to the table and to its folder. --best N, with --world_size,
 --global_batch_size and --hardware, writes the N fastest layouts that fit into the memory of a device (--gib). It tries
 all sizes of the axes, and of keys that are not given: micro-batches of 1 to 8 sequences, activation checkpointing,
-dp_engine bucket, zero1 and zero3, pp_engine 1f1b, interleaved_1f1b and zbv.
+dp_engine bucket, zero1 and zero3, pp_engine 1f1b, interleaved_1f1b and zbv. With tp above 1, sequence_parallel is on
+unless it is given.
 """
 
 import argparse
@@ -190,8 +191,9 @@ def find_best(
     model_config = load_model_config(tried[0][1].model)
     gib = hardware.gib if options.gib is None else options.gib
     best, (needed, _, least, closest) = best_configs(tried, model_config, hardware, gib, options.best)
+    if closest is None:
+        raise UserError("no layout can be planned with this batch; change its size, or the pipeline's schedule")
     if not best:
-        assert closest is not None
         text = ", ".join(f"{short_name(key)} {value}" for key, value in least.items())
         raise UserError(
             f"no layout of {options.world_size[0]} ranks fits into {gib:g} GiB; the closest one needs about {needed:.1f} GiB: "

@@ -102,6 +102,31 @@ def test_bubble_and_messages_of_a_pipeline_follow_the_formulas() -> None:
     assert times(slow, {"vocab_size": 1}, **pipeline).seconds.pp >= 0.06 * found.step_time * (1 - 1e-9)
 
 
+def test_an_empty_stage_sends_nothing_over_dp() -> None:
+    """Each of ZeRO-3's other three stages is as in a pipeline without the empty one."""
+    keys = {"distributed__pp_size": 2, "distributed__dp_size": 2, "distributed__dp_engine": "zero3"}
+    keys |= {"distributed__pp_engine": "interleaved_1f1b", "training__gradient_accumulation_steps": 4}
+    found = times(
+        ONLY_LINKS, {"num_hidden_layers": 3}, model__dtype="bfloat16", **keys, distributed__pp_layout="Et|t||tL"
+    )
+    assert 0 < found.seconds.dp < float("inf")
+
+
+def test_a_tied_embedding_is_summed_over_the_first_and_the_last_stage() -> None:
+    keys = {"distributed__pp_size": 2, "training__gradient_accumulation_steps": 4, "model__dtype": "bfloat16"}
+    tied, untied = (times(ONLY_LINKS, {"tie_word_embeddings": tied}, **keys).seconds.dp for tied in (True, False))
+    model = tiny_llama(**MODEL)
+    assert (tied, untied) == (4 * model.vocab_size * model.hidden_size, 0)
+    in_a_v = times(ONLY_LINKS, {"tie_word_embeddings": True}, **keys, distributed__pp_engine="zbv")
+    assert in_a_v.seconds.dp == 0  # rank 0 has both
+
+
+def test_messages_between_nodes_use_one_network_card() -> None:
+    keys = {"distributed__pp_size": 4, "training__gradient_accumulation_steps": 4, "model__dtype": "bfloat16"}
+    nodes = dataclasses.replace(ONLY_LINKS, node=2)
+    assert times(nodes, **keys).seconds.pp == times(dataclasses.replace(nodes, link=1e30), **keys).seconds.pp > 0
+
+
 def test_messages_hide_behind_computation() -> None:
     """A reduction of the gradients takes 400 P here, of which the backward of 128 P hides most of its own time."""
     wide = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1}  # several buckets

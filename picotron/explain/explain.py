@@ -168,7 +168,7 @@ def explain(config: Config, hardware: str | None = None, gib: float | None = Non
     plan = check_layout(config, model_config)
     memories, steps = rank_memory(config, model_config, plan), run_stages(config, model_config, plan)
     times = forecast(config, model_config, plan, device) if device is not None else None
-    idle = bubble(config, model_config, plan) if times is None else times.seconds.bubble / times.pipeline
+    idle = bubble(config, model_config, plan) if times is None else times.bubble
     if as_json:
         print(json.dumps(_as_dict(steps, memories, idle, times)))
         return

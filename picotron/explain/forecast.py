@@ -48,8 +48,6 @@ from picotron.schedules.stages import Stage
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-BUCKET = 4 * 2**20  # bytes of a bucket per data-parallel rank: `data_parallel.MIB_PER_RANK`, without torch
-
 
 class Seconds(NamedTuple):
     """Parts of a step: work of the busiest pp rank, its waits for messages (pp) and other ranks (bubble), the end."""
@@ -65,7 +63,7 @@ class Seconds(NamedTuple):
 
 class Forecast(NamedTuple):
     seconds: Seconds
-    pipeline: float  # seconds without messages over dp and the optimizer
+    bubble: float  # idle fraction of the pp ranks, on average, if messages take no time
     step_time: float
     tokens_per_second: float
     mfu: float | None  # None without a peak FLOP/s, and for other dtypes than bfloat16
@@ -94,7 +92,7 @@ class Clock:
         return 2 * self.s.tokens * n * k / self.rate + self.move(n + k + n * k / self.s.tokens)
 
     def move(self, numbers: float, size: int | None = None) -> float:
-        """Seconds in which so many numbers per token, by default in the model's dtype, are read or written."""
+        """Seconds to read or write `numbers` numbers per token, by default in the model's dtype."""
         return self.s.tokens * numbers * (size or self.s.number) / self.hardware.memory
 
     @cached_property
@@ -113,7 +111,7 @@ class Clock:
         return once / hardware.attention + merge, 2.5 * once / hardware.attention_backward + merge
 
     def collective(self, axis: str, sent: float, count: float = 1, all_reduce: bool = False) -> float:
-        """Seconds of `count` collectives or messages in which a rank sends so many bytes in all."""
+        """Seconds of `count` collectives or messages in which a rank sends `sent` bytes in total."""
         stride, groups = 1, {}
         for name in ("tp", "cp", "pp", "dp"):  # ranks are numbered in this order
             size = getattr(self.layout, f"{name}_size")
@@ -122,6 +120,8 @@ class Clock:
         n, in_node = groups[axis]
         if axis == "dp":  # cp ranks hold the same weights
             n, in_node = n * self.layout.cp_size, in_node * groups["cp"][1]
+        if axis == "pp" and in_node < n:  # one rank sends the message, through its network card
+            in_node = 1
         steps = 1 if axis == "pp" else 2 * math.log2(n) if all_reduce else n - 1
         return self.hardware.collective(n, in_node, count * steps, sent)
 
@@ -169,7 +169,7 @@ class Clock:
         }
 
     def launched(self, work: Work, layers: float) -> Work:
-        """Add the time in which Python starts the operations of so many forwards of a layer."""
+        """Add the time in which Python starts the operations of `layers` forwards of a layer."""
         both = work.compute, layers * self.hardware.layer_launch
         return work._replace(compute=max(both) if self.hardware.cores is None else sum(both))
 
@@ -189,7 +189,7 @@ class Clock:
         return work.plus(Work(added / self.hardware.memory))
 
     def optimizer(self, parameters: int) -> float:
-        """Seconds of clipping, AdamW and zeroing on a rank with so many parameters."""
+        """Seconds of clipping, AdamW and zeroing on a rank with this number of parameters."""
         s, engine, ranks = self.s, self.layout.dp_engine, self.layout.dp_size * self.layout.cp_size
         owned = parameters / (ranks if engine in ("zero1", "zero3") else 1)
         zeroed = parameters / (ranks if engine == "zero3" else 1)
@@ -205,13 +205,18 @@ class Clock:
             last = {part.stage: span for span in spans for part in span.action.parts}
             for i, (_, start, end) in sorted(last.items(), key=lambda item: item[1].end):
                 parameters = rank_parameters(self.config, self.model, [plan.stages[i]])
-                once, buckets = parameters * (n - 1) / n, max(1.0, parameters * s.wide / (BUCKET * n))
+                if not parameters:
+                    continue  # an empty stage
+                held, once = plan.stages[i], parameters * (n - 1) / n
+                buckets = max(1.0, parameters * s.wide / max(25 * 2**20, 4 * 2**20 * n))  # see `DataParallelBucket`
                 if engine == "naive":  # nine parameters in a layer, one after the other
-                    start, buckets = end, 9.0 * len(plan.stages[i].layers) + 3
+                    start, buckets = end, 9.0 * len(held.layers) + 3
+                elif engine == "zero3":  # one collective for each layer, the embedding and the head
+                    buckets = float(len(held.layers) + held.has_embedding + held.has_head)
                 gather, scatter = (self.collective("dp", size * once, buckets) for size in (s.number, s.wide))
                 if engine == "zero3":  # backward gathers all but the last layer; in a pipeline, weights stay
                     F, B, m = sum(work["F", i]), sum(work["B", i]), plan.schedule.microbatches
-                    alone, others = self.layout.pp_size == 1, Stage(plan.stages[i].layers[1:])
+                    alone, others = self.layout.pp_size == 1, Stage(held.layers[1:])
                     again = alone * gather * rank_parameters(self.config, self.model, [others]) / parameters
                     later += m * max(0.0, scatter + again - B) + (m if alone else 1) * max(0.0, gather - F)
                 elif engine == "zero1":
@@ -235,15 +240,18 @@ def forecast(config: Config, model: "LlamaConfig", plan: PipelinePlan, hardware:
     message = clock.collective("pp", clock.s.tokens * clock.s.shard * clock.s.number)
     timeline = simulate(plan.schedule, Costs(measured=seconds_of, p2p=message))
     pipeline = timeline.step_time
-    instant = simulate(plan.schedule, Costs(measured=seconds_of)).step_time if message else pipeline
+    alone = simulate(plan.schedule, Costs(measured=seconds_of)) if message else timeline
+    instant = alone.step_time
     if hardware.cores is not None:  # the ranks share them
         shared = sum(map(sum, ranks)) * layout.world_size / layout.pp_size / hardware.cores
         instant, pipeline = max(instant, shared), max(pipeline, shared)
     held = [list(plan.stages_of(rank).values()) for rank in range(layout.pp_size)]
     optimizer = max(clock.optimizer(rank_parameters(config, model, stages)) for stages in held)
     busiest, dp = max(ranks, key=sum), clock.exposed_dp(plan, timeline, work)
+    if model.tie_word_embeddings and plan.last_rank > 0:  # the first and the last stage sum their gradients
+        dp += clock.collective("pp", clock.s.vocabulary * clock.s.D * clock.s.wide)
     seconds = Seconds(*busiest, pipeline - instant, instant - sum(busiest), dp, optimizer)
     rate = config.global_batch_size * config.training.seq_length / sum(seconds)
     peak = hardware.peak * layout.world_size * (config.model.dtype == "bfloat16")
     mfu = rate * model_cost(model, config.training.seq_length).flops / peak if peak else None
-    return Forecast(seconds, pipeline, sum(seconds), rate, mfu)
+    return Forecast(seconds, alone.bubble, sum(seconds), rate, mfu)

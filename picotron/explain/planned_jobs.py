@@ -99,13 +99,9 @@ def plan_job(job: Job, base: dict[str, Any], combination: Combination, hardware:
     if isinstance(model_config, UserError):
         raise model_config
     plan = check_layout(config, model_config)
-    if hardware is None:
-        return PlannedJob(
-            job, data, config, rank_memory(config, model_config, plan), bubble(config, model_config, plan), None
-        )
-    config = on_hardware(config, hardware)
-    times = forecast(config, model_config, plan, hardware)
-    idle = times.seconds.bubble / times.pipeline
+    config = config if hardware is None else on_hardware(config, hardware)
+    times = None if hardware is None else forecast(config, model_config, plan, hardware)
+    idle = bubble(config, model_config, plan) if times is None else times.bubble
     return PlannedJob(job, data, config, rank_memory(config, model_config, plan), idle, times)
 
 
@@ -167,9 +163,10 @@ def what_fits(config: Config, model_config: LlamaConfig, gib: float) -> str:
 
 def _can_run(config: Config) -> bool:
     """Return whether a layout fits its model. Only what that depends on is kept, because most candidates share it."""
+    from_file = config.distributed.pp_engine.startswith("csv:")  # a file is for one number of micro-batches
     changes = {
         "distributed": {"dp_size": 1, "dp_engine": "bucket"},
-        "training": {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "activation_checkpointing": "none"},
+        "training": {"micro_batch_size": 1} | ({} if from_file else {"gradient_accumulation_steps": 1}),
     }
     kept = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     return _fits(config.model_copy(update=kept | {"logging": Logging()}))
