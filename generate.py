@@ -190,6 +190,8 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if (options.prompts is None) != (options.output is None):
         parser.error("--prompts and --output need each other: a file of prompts and a file for their completions")
+    if options.output is not None and options.output.resolve() == options.prompts.resolve():
+        parser.error("--output would overwrite --prompts; choose another file")
     return options
 
 

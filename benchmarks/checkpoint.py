@@ -1,4 +1,4 @@
-"""Checkpoints of 1.6 GB: time and memory to save and load, compared with torch.distributed.checkpoint (DCP), the time
+"""Checkpoints of 1.5 GB: time and memory to save and load, compared with torch.distributed.checkpoint (DCP), the time
 that saving in the background adds to training, and the part of it for which training waits.
 
 python -m benchmarks.checkpoint
@@ -43,7 +43,7 @@ from picotron.train_step import make_train_step
 from picotron.weights import copy_shard, initial_weights, parameters_and_shards
 
 LAYOUTS = {"dp 1": {}, "tp 2": {"tp_size": 2}, "pp 2": {"pp_size": 2}}
-MODEL = LlamaConfig(  # 130 million parameters; 12 bytes each, with the optimizer's state
+MODEL = LlamaConfig(  # 125 million parameters; 12 bytes each, with the optimizer's state
     hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
     vocab_size=32000, max_position_embeddings=256,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Errors of the forecast of a step's time, on runs that others have published and on runs of this repository.
+"""Errors of the forecast of a step's time, on runs that others have published.
 
     python -m benchmarks.forecast
     python -m benchmarks.forecast --held_out
@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.explain.forecast import Forecast, forecast
-from picotron.hardware import HARDWARE, PEAK_BF16_FLOPS, read_hardware
+from picotron.hardware import HARDWARE, PEAK_BF16_FLOPS
 from picotron.schedules.costs import model_cost
 from picotron.schedules.plan import plan_pipeline
 from picotron.text_table import text_table
@@ -46,7 +46,7 @@ class Row:
     @property
     def layout(self) -> str:
         run = self.run
-        return f"dp {run['dp']} pp {run['pp']} cp {run.get('cp', 1)} tp {run['tp']}"
+        return f"dp {run['dp']} pp {run['pp']} tp {run['tp']}"
 
 
 def shape(model: dict[str, Any], tp: int) -> LlamaConfig:
@@ -59,17 +59,17 @@ def shape(model: dict[str, Any], tp: int) -> LlamaConfig:
 
 def config_of(run: dict[str, Any], source: dict[str, Any], fused: bool) -> Config:
     """Return the config of a run. Programs of 2022 and before had no fused attention."""
-    tp, on_cpu = run["tp"], "use_cpu" in source
+    tp = run["tp"]
     return parse_config(
         {
             "distributed": {
-                **{f"{axis}_size": run.get(axis, 1) for axis in ("dp", "pp", "cp", "tp")},
-                **{key: run[key] for key in ("pp_engine", "pp_chunks", "cp_engine") if key in run},
+                **{f"{axis}_size": run[axis] for axis in ("dp", "pp", "tp")},
+                **{key: run[key] for key in ("pp_engine", "pp_chunks") if key in run},
                 "sequence_parallel": run.get("sequence_parallel", False) and tp > 1,
-                "dp_engine": run.get("dp_engine", ENGINES[run.get("zero", 0)]),
-                "use_cpu": on_cpu,
+                "dp_engine": ENGINES[run.get("zero", 0)],
+                "use_cpu": False,
             },
-            "model": {"name": run["model"], "use_flash_attention": fused, "dtype": source.get("dtype", "bfloat16")},
+            "model": {"name": run["model"], "use_flash_attention": fused, "dtype": "bfloat16"},
             "training": {
                 "seq_length": source["seq_length"],
                 "micro_batch_size": run["micro_batch_size"],
@@ -89,8 +89,6 @@ def measured_seconds(run: dict[str, Any], config: Config, model: LlamaConfig, ha
         return run["seconds"]
     if "tokens_per_second_per_gpu" in run:
         return tokens / run["tokens_per_second_per_gpu"] / world
-    if "tokens_per_second" in run:
-        return tokens / run["tokens_per_second"]
     flops = model_cost(model, T).flops * tokens
     if "hfu" in run:  # with recomputation: Narayanan et al. 2021, equation 3
         L, D, V = model.num_hidden_layers, model.hidden_size, model.vocab_size
@@ -103,13 +101,12 @@ def rows(file: Path = RUNS) -> list[Row]:
     data, found = json.loads(file.read_text()), []
     for source in data["sources"]:
         name = source["hardware"]
-        hardware = HARDWARE[name] if name in HARDWARE else read_hardware(file.with_name(name))
         for run in source["runs"]:
             spec = data["models"][run["model"]]
             config = config_of(run, source, fused=spec["mlp"] == "swiglu")
             model = shape(spec, run["tp"])
             measured = measured_seconds(run, config, model, name)
-            estimate = forecast(config, model, plan_pipeline(config, model), hardware)
+            estimate = forecast(config, model, plan_pipeline(config, model), HARDWARE[name])
             found.append(Row(source["title"], run, measured, estimate))
     return found
 
@@ -129,7 +126,7 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
 
 def per_token(row: Row) -> tuple[float, float]:
     """Return the measured and the forecast tokens/s per rank, by which layouts are compared."""
-    ranks = row.run["dp"] * row.run["pp"] * row.run.get("cp", 1) * row.run["tp"]
+    ranks = row.run["dp"] * row.run["pp"] * row.run["tp"]
     forecast = row.forecast.tokens_per_second / ranks
     return forecast * row.forecast.step_time / row.measured, forecast
 
@@ -143,11 +140,11 @@ def summary(found: list[Row]) -> str:
     lines = [["source", "used for calibration", "runs", "median error", "worst", "rank correlation"]]
     for (source, calibration), each in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
         errors = [abs(row.error) for row in each]
-        correlation = f"{rank_correlation(*map(list, zip(*map(per_token, each), strict=True))):.2f}"
-        one = len(each) < 3 or source == "all sources"
+        compared = len(each) > 2 and source != "all sources"
+        correlation = f"{rank_correlation(*map(list, zip(*map(per_token, each), strict=True))):.2f}" if compared else ""
         lines.append(
             [source, "yes" if calibration else "no", str(len(each)), f"{median(errors):.1%}", f"{max(errors):.1%}",
-             "" if one else correlation]
+             correlation]
         )  # fmt: skip
     return text_table(lines, first_number=2)
 

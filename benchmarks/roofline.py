@@ -164,7 +164,7 @@ def _group(name: str) -> str:
     return "norms" if "norm" in name else "rotation, SwiGLU, residuals"
 
 
-def eager(operations: list[Operation], hardware: Hardware) -> dict[str, float]:
+def eager(operations: list[Operation]) -> dict[str, float]:
     """Seconds of each group."""
     seconds = dict.fromkeys(GROUPS, 0.0)
     for operation in operations:
@@ -220,7 +220,7 @@ def record(config: Config, model_config: LlamaConfig, hardware: Hardware) -> lis
 def report(config: Config, model_config: LlamaConfig, hardware: Hardware) -> str:
     """Format the table of a step, with a bar for each group, and the MFU."""
     operations = record(config, model_config, hardware)
-    columns = [eager(operations, hardware), compiled(operations, hardware)]
+    columns = [eager(operations), compiled(operations, hardware)]
     totals = [sum(column.values()) for column in columns]
     rows = [["", "eager, ms", "share", "compiled, ms", "share", ""]]
     for group in GROUPS:

@@ -22,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 from benchmarks.side_by_side import Variant, gather, machine, measure, print_markdown
 from benchmarks.torch_pipeline import PP, TORCH_CLASSES, config_of, torch_step
 from benchmarks.workload import ON_GPU, arguments, device_of, picotron_step, require_gpus, training_of
+from picotron.arguments import number
 from picotron.optimizer import AdamW
 from picotron.pipeline_parallel import executor, recorder
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
@@ -154,9 +155,11 @@ def main() -> None:
         "--engines", nargs="+", choices=TORCH_CLASSES, default=list(TORCH_CLASSES), help="schedules; default: all"
     )
     parser.add_argument(
-        "--micro_batches", type=int, nargs="+", default=[4, 8], help="micro-batches per step; default: 4 8"
+        "--micro_batches", type=number(int, 1), nargs="+", default=[4, 8], help="micro-batches per step; default: 4 8"
     )
-    parser.add_argument("--runs", type=int, default=5, help="runs of each profile, with new processes; default: 5")
+    parser.add_argument(
+        "--runs", type=number(int, 1), default=5, help="runs of each profile, with new processes; default: 5"
+    )
     options = parser.parse_args()
     require_gpus(PP)
     prediction(options.engines, options.micro_batches, options.turns)

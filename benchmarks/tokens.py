@@ -22,6 +22,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from benchmarks.side_by_side import machine, print_markdown
+from picotron.arguments import number
 from picotron.text.document_files import BLOCK_BYTES
 from picotron.text.documents import python_stdlib
 from picotron.text.tokens import train_bpe, write_tokens
@@ -36,23 +37,25 @@ def texts() -> Iterator[str]:
 
 
 def write_file(path: Path, size: int) -> None:
-    """Write a .txt or .jsonl file of at least `size` bytes."""
-    with path.open("w") as file:
+    """Write a .txt or .jsonl file with at least `size` bytes of text."""
+    left = size
+    with path.open("w", encoding="utf-8") as file:
         for text in texts():
             file.write(text if path.suffix == ".txt" else json.dumps({"text": text}) + "\n")
-            if file.tell() >= size:
+            left -= len(text.encode())
+            if left <= 0:
                 return
 
 
 def tokenizer_alone(folder: Path, size: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "bpe")
-    left = size
+    source, left = texts(), size
     while left > 0:
-        text = "".join(itertools.islice(texts(), 100))
+        text = "".join(itertools.islice(source, 100))
         for start in range(0, len(text), 16 * BLOCK_BYTES):
             batch = text[start : start + 16 * BLOCK_BYTES]
             tokenizer([batch[i : i + BLOCK_BYTES] for i in range(0, len(batch), BLOCK_BYTES)], verbose=False)
-            left -= len(batch)
+            left -= len(batch.encode())
 
 
 def picotron(folder: Path, name: str, processes: int) -> None:
@@ -84,8 +87,8 @@ def measure(function: Callable[..., None], *arguments: Any) -> tuple[float, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=100, help="size of each file in MB [100]")
-    parser.add_argument("--turns", type=int, default=2, help="runs of each variant [2]")
+    parser.add_argument("--mb", type=number(int, 1), default=100, help="MB of text in each file [100]")
+    parser.add_argument("--turns", type=number(int, 1), default=2, help="runs of each variant [2]")
     options = parser.parse_args()
     size, cores = options.mb * 10**6, os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as name:
@@ -106,7 +109,7 @@ def main() -> None:
             rate = options.mb / statistics.median(seconds for seconds, _ in turns)
             speed = statistics.median(b / s for (b, _), (s, _) in zip(baseline, turns, strict=True))
             rows.append((name, f"{rate:.2f}", f"{speed:.2f}", f"{max(memory for _, memory in turns):,.0f}"))
-    print(f"\n{options.mb} MB per file, vocabulary of {VOCABULARY:,}; {machine()}")
+    print(f"\n{options.mb} MB of text per file, vocabulary of {VOCABULARY:,}; {machine()}")
     print_markdown(rows)
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from picotron.arguments import number
 from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.data import MicroBatchDataLoader
@@ -197,7 +198,11 @@ def torch_adamw(parameters: Any, wrapper: Any = None) -> Any:
 def arguments(text: str) -> argparse.ArgumentParser:
     """Return a parser of the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=7, help="number of measurements of each variant; default: 7")
+    parser.add_argument(
+        "--turns", type=number(int, 1), default=7, help="number of measurements of each variant; default: 7"
+    )
     steps = 5 if ON_GPU else 1
-    parser.add_argument("--steps", type=int, default=steps, help=f"number of steps per measurement; default: {steps}")
+    parser.add_argument(
+        "--steps", type=number(int, 1), default=steps, help=f"number of steps per measurement; default: {steps}"
+    )
     return parser

@@ -63,8 +63,8 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     """Draw the next token of each sequence: logits (b, V), uniform random numbers from [0, 1), (b,) -> (b,).
 
-    The token is the first one whose cumulative probability exceeds the random number, so each sequence can bring the
-    next number of its own stream, and the draws do not depend on which sequences are drawn together.
+    The token is the first one whose cumulative probability exceeds the random number, so each sequence can have a
+    separate stream of random numbers, and the draws do not depend on which sequences are drawn together.
     """
     if sampling.temperature < SMALLEST_TEMPERATURE:
         return logits.argmax(-1)

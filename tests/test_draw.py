@@ -104,6 +104,9 @@ def test_trace_round_trip_keeps_the_timeline(tmp_path: Path) -> None:
     [
         ("", r"is incomplete: it has pp ranks \[\]; expected 0, 1, \.\.\."),
         ('{"rank": 1, "action": "0F0", "start": 0, "end": 1}', r"is incomplete: it has pp ranks \[1\]"),
+        ('{"rank": 1e999, "action": "0F0", "start": 0, "end": 1}', "is not a valid trace: line 1"),
+        ('{"rank": 0, "action": "0R", "start": 0, "end": 1}', "has no forward or backward that takes time"),
+        ('{"rank": 0, "action": "0F0", "start": 0, "end": 0}', "has no forward or backward that takes time"),
         ("nonsense", "is not a valid trace: line 1 is 'nonsense'; expected"),
         ("[]", r"line 1 is '\[\]'; expected"),
         ('{"rank": 0, "action": "0X0", "start": 0, "end": 1}', "line 1 is .*0X0.*; expected"),

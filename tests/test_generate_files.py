@@ -155,6 +155,7 @@ def test_broken_lines_are_named(tmp_path: Path, name: str, content: bytes | None
         (["--prompts", "{}"], "--prompts and --output need each other"),
         (["--output", "o.jsonl"], "--prompts and --output need each other"),
         (["--prompt", "a", "--prompts", "{}", "--output", "o"], "not allowed with argument --prompt"),
+        (["--prompts", "{}", "--output", "{}"], "--output would overwrite --prompts"),
     ],
 )
 def test_options_that_do_not_fit_together(
@@ -165,6 +166,7 @@ def test_options_that_do_not_fit_together(
     with pytest.raises(SystemExit):
         program.main()
     assert message in capsys.readouterr().err
+    assert (tmp_path / "p.txt").stat().st_size > 0
 
 
 @pytest.mark.parametrize(

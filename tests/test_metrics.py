@@ -60,6 +60,7 @@ def test_flops_of_a_token_equal_those_torch_counts() -> None:
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA GH200 480GB", 989e12),
         ("NVIDIA B200", 2250e12),
         ("NVIDIA GB200", 2500e12),

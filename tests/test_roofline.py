@@ -26,7 +26,7 @@ def test_fused_operations_move_only_what_comes_from_outside_or_is_needed_outside
         operation("matrices", {4: size}, {5: size}),
         operation(ROTATION, {5: size}, {6: size}),  # nothing reads 6
     ]
-    times = {name: seconds * H200.memory / size for name, seconds in eager(operations, H200).items() if seconds}
+    times = {name: seconds * H200.memory / size for name, seconds in eager(operations).items() if seconds}
     assert times == pytest.approx({"matrices": 4, "norms": 2, ROTATION: 4})
     times = {name: seconds * H200.memory / size for name, seconds in compiled(operations, H200).items() if seconds}
     assert times == pytest.approx({"matrices": 4, "norms": 1, ROTATION: 1 + 1})

@@ -230,6 +230,8 @@ def test_plan_uses_the_times_of_a_recorded_run(tmp_path: Path) -> None:
     [
         ({"pp_engine": "1f1b", "pp_memory": 2}, "pp_memory=2.0 is for pp_engine='auto', not '1f1b'; remove it"),
         ({"pp_engine": "1f1b", "pp_costs": True}, "is for pp_engine='auto', not '1f1b'; remove it"),
+        ({"pp_size": 1, "pp_memory": 2}, "pp_memory=2.0 needs a pipeline, but pp_size=1; remove it"),
+        ({"pp_size": 1, "pp_costs": True}, "needs a pipeline, but pp_size=1; remove it"),
         ({"pp_group_size": 2}, "pp_group_size=2 cannot be used with pp_engine='auto'; remove it"),
         ({"pp_costs": True, "pp_size": 3}, "has pp_size=2, but the config has 3"),
         ({"pp_costs": True, "pp_chunks": 2}, "has pp_chunks=1, but the config has 2"),
@@ -261,6 +263,11 @@ def test_draw_searches_with_and_without_recorded_times(tmp_path: Path, capsys: p
             "has pp=2 and 2 chunk(s) per pp rank; use --pp 2 --chunks 2",
         ),
         (["--step", "2"], "--step has no effect with --schedule 1f1b; remove it"),
+        (["--csv", "x", "--pp", "8"], "--pp has no effect with --csv; remove it"),
+        (["--measured", "x", "--microbatches", "4"], "--microbatches has no effect with --measured; remove it"),
+        (["--csv", "x", "--chunks", "2"], "--chunks has no effect with --csv; remove it"),
+        (["--measured", "x", "--p2p", "1"], "--p2p has no effect with --measured; remove it"),
+        (["--schedule", "generation", "--deferred", "0.5"], "--deferred has no effect with --schedule generation"),
     ):
         with pytest.raises(SystemExit) as error:
             draw.main(words)

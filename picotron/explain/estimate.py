@@ -68,7 +68,7 @@ Temporary tensors add to the activations while a forward or a backward runs:
 In the backward of an MLP, the loss has freed what it saved. With activation_checkpointing "full", the other tensors of
 the layer have been recomputed. If the embedding and the head share a matrix on one stage, the head's part of the
 gradient waits for that of the embedding. Not counted are other temporary tensors, such as gathered inputs, and what the
-allocator rounds up and cannot use. torch.compile saves less than these formulas say.
+allocator rounds up and cannot use. torch.compile saves less than these formulas predict.
 """
 
 import dataclasses
@@ -222,7 +222,7 @@ def rank_parameters(config: Config, model: "LlamaConfig", stages: list[Stage]) -
 
 
 def state_bytes(config: Config, s: Sizes, parameters: int) -> tuple[int, int, int]:
-    """Bytes of the weights, gradients and optimizer state of a rank with so many parameters."""
+    """Bytes of the weights, gradients and optimizer state of a rank with this number of parameters."""
     layout, optimizer = config.distributed, 2 * s.wide + (s.wide if s.number < s.wide else 0)
     ranks, engine = layout.dp_size * layout.cp_size, layout.dp_engine
     slices = parameters if engine not in ("zero1", "zero3") else -(-parameters // ranks)

@@ -101,9 +101,8 @@ def add_communication(schedule: Schedule) -> list[list[AnyAction]]:
             programs[rank].append(action)
         parts = [(rank, part) for rank, action in ended for part in action.parts]
         for rank, part in parts:
-            target = part.stage + (1 if part.kind == "F" else -1)
-            receiver = schedule.rank_of(target)
-            if part.kind != "W" and 0 <= target < schedule.num_stages and receiver != rank:
+            target = schedule.target(part)
+            if target is not None and (receiver := schedule.rank_of(target)) != rank:
                 kind = part.result.kind
                 programs[rank].append(part._replace(kind=f"SEND_{kind}"))
                 programs[receiver].append(Action(f"RECV_{kind}", target, part.microbatch))

@@ -168,8 +168,11 @@ def check_options(arguments: argparse.Namespace) -> None:
         "--group_size": arguments.group_size is not None and (searches or generates or bool(drawn)),
         "--tokens": arguments.tokens is not None and not generates,
         "--activations": arguments.activations is not None and generates,
+        "--deferred": arguments.deferred is not None and generates,
         "--step": arguments.step is not None and not arguments.measured and not arguments.costs,
     }
+    for names, has_own in ((("pp", "microbatches", "chunks"), drawn), (("p2p", "transfer"), arguments.measured)):
+        unused |= {f"--{name}": getattr(arguments, name) is not None and bool(has_own) for name in names}
     for option, is_unused in unused.items():
         if is_unused:
             what = f"--{drawn[0]}" if drawn else "--all" if arguments.all else f"--schedule {arguments.schedule}"
@@ -192,10 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     what.add_argument("--measured", metavar="RUN_DIR", help="draw a step that a run recorded (logging.trace_steps)")
     parser.add_argument("--step", type=number(int, 1), help="number of the recorded step; by default the newest")
-    parser.add_argument("--pp", type=number(int, 1), default=4, help="number of pp ranks; by default 4")
-    parser.add_argument(
-        "--microbatches", type=number(int, 1), default=8, help="number of micro-batches per step; by default 8"
-    )
+    parser.add_argument("--pp", type=number(int, 1), help="number of pp ranks; by default 4")
+    parser.add_argument("--microbatches", type=number(int, 1), help="number of micro-batches per step; by default 8")
     parser.add_argument(
         "--tokens",
         type=number(int, 1),
@@ -231,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="size of a micro-batch's activations in each stage, in any unit; by default, a micro-batch on a rank is 1",
     )
     parser.add_argument(
-        "--deferred", type=number(float, 0, 1), default=1.0, help="fraction of them that W needs after I; by default 1"
+        "--deferred", type=number(float, 0, 1), help="fraction of them that W needs after I; by default 1"
     )
     parser.add_argument(
         "--costs", metavar="RUN_DIR", help="for auto: use the times, in seconds, of a step that a run recorded"
@@ -240,6 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         check_options(options)
+        options.pp, options.microbatches = options.pp or 4, options.microbatches or 8
+        options.deferred = 1.0 if options.deferred is None else options.deferred
         timelines = {title: with_memory(timeline, options) for title, timeline in timelines_of(options).items()}
         if options.out:
             write(timelines, options.out)

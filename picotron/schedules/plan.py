@@ -133,6 +133,8 @@ def plan_pipeline(config: "Config", model_config: "LlamaConfig") -> PipelinePlan
         for key, value in (("pp_memory", layout.pp_memory), ("pp_costs", layout.pp_costs)):
             if value is not None and layout.pp_engine != "auto":
                 raise UserError(f"{key}={value!r} is for pp_engine='auto', not {layout.pp_engine!r}; remove it")
+            if value is not None:
+                raise UserError(f"{key}={value!r} needs a pipeline, but pp_size=1; remove it")
         schedule = training_schedule(config)
         plan = PipelinePlan(schedule, stages_for(config, model_config, (schedule.chunks, schedule.placement)), keep)
     for rank in range(layout.pp_size):

@@ -13,7 +13,7 @@ from pathlib import Path
 from picotron.errors import UserError
 from picotron.json_files import parse_json
 from picotron.schedules.actions import parse_action
-from picotron.schedules.simulate import Span, Timeline
+from picotron.schedules.simulate import Span, Timeline, computes
 
 
 def trace_path(run_dir: str | Path, step: int) -> Path:
@@ -45,7 +45,11 @@ def read_trace(run_dir: str | Path, step: int | None = None) -> tuple[int, Timel
     if step not in steps:
         raise UserError(f"{str(run_dir)!r} has no trace of step {step}; choose one of {steps}")
     path = trace_path(run_dir, step)
-    return step, parse_trace(path.read_bytes(), str(path))
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {str(path)!r}: {error.strerror}; check the path and its permissions") from None
+    return step, parse_trace(data, str(path))
 
 
 def parse_trace(data: bytes, name: str) -> Timeline:
@@ -58,11 +62,14 @@ def parse_trace(data: bytes, name: str) -> Timeline:
             if not 0 <= span.start <= span.end < math.inf:
                 raise ValueError("times are out of order")
             spans.setdefault(int(event["rank"]), []).append(span)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             raise UserError(
                 f"{name} is not a valid trace: line {number} is {line[:80].decode(errors='replace')!r}; expected "
                 f'{{"rank": 0, "action": "0F0", "start": 0.0, "end": 1.0}}, with times in seconds'
             ) from None
     if not spans or sorted(spans) != list(range(len(spans))):
         raise UserError(f"{name} is incomplete: it has pp ranks {sorted(spans)}; expected 0, 1, ...")
-    return Timeline([sorted(spans[rank], key=lambda span: span.start) for rank in range(len(spans))])
+    timeline = Timeline([sorted(spans[rank], key=lambda span: span.start) for rank in range(len(spans))])
+    if not any(computes(span.action) and span.end > span.start for rank in timeline.spans for span in rank):
+        raise UserError(f"{name} is incomplete: it has no forward or backward that takes time")
+    return timeline
