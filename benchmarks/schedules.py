@@ -86,18 +86,19 @@ def profiled_step(rank: int, trainer: str, engine: str, micro_batches: int, fold
 def profile(engine: str, micro_batches: int, runs: int, steps: int) -> list[list[str]]:
     """Return the rows of a schedule: the mean of each column over all steps, for each rank and trainer.
 
-    Every run has new processes, because the speed of the same program differs by several percent between processes.
+    Every run has new processes, because the speed of the same program differs by several percent between processes. Its
+    first two steps are a warm-up: only then does a process have all the memory that it needs.
     """
     speeds, memories = [], []
     found: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as folder:
             variants = [Variant(name, profiled_step, (name, engine, micro_batches, folder), PP) for name in TIMED]
-            ([theirs], memory), ([ours], our_memory) = measure(variants, 1, steps).values()
-            speeds.append(theirs / ours)
+            (theirs, memory), (ours, our_memory) = measure(variants, 2, steps).values()
+            speeds.append(theirs[-1] / ours[-1])
             memories.append(our_memory / memory)
             for trainer, rank in itertools.product(TIMED, range(PP)):
-                lines = Path(folder, f"{trainer}{rank}").read_text().splitlines()[steps:]  # without the warm-up
+                lines = Path(folder, f"{trainer}{rank}").read_text().splitlines()[2 * steps :]  # without the warm-up
                 found[trainer, rank] += [json.loads(line) for line in lines]
     ratios = [f"{statistics.median(speeds):.2f}", " ".join(f"{speed:.2f}" for speed in speeds)]
     ratios.append(f"{statistics.median(memories):.2f}")
