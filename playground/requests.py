@@ -110,8 +110,7 @@ def stage_costs(request: Request, pp: int, shape: Shape) -> Costs:
         raise UserError(f"there are {len(factors)} factors; write {pp}, one for each pp rank{stages}")
     weights = [weight * factor for weight, factor in zip(weights, factors or [1.0] * len(weights), strict=True)]
     times = request.F, request.B, request.I, request.W
-    links = {"p2p": request.message, "transfer": request.transfer}
-    return Costs(*times, overlapped=request.overlapped, weights=weights, **links)
+    return Costs(*times, overlapped=request.overlapped, p2p=request.message, transfer=request.transfer, weights=weights)
 
 
 def structure(request: Request) -> Structure:

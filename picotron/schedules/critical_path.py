@@ -27,14 +27,12 @@ def waited_for(events: Sequence[Event], timeline: Timeline, latency: float | Non
     for number, (rank, _, sources, receivers) in enumerate(events):
         _, start, end = next(spans[rank])
         before = last[rank]
-        sender = max(
-            (results[s] for s in sources if events[results[s]].rank != rank), key=ends.__getitem__, default=None
-        )
-        if latency is None:
-            waited = start > (0.0 if before is None else ends[before])
-        else:
-            waited = sender is not None and (before is None or ends[sender] + latency > ends[before])
-        before = sender if waited else before
+        free = 0.0 if before is None else ends[before]
+        if start > free:
+            others = [results[source] for source in sources if events[results[source]].rank != rank]
+            sender = max(others, key=ends.__getitem__, default=None)
+            if latency is None or (sender is not None and ends[sender] + latency > free):
+                before = sender
         waits.append(before)
         results += [number] * len(receivers)
         ends.append(end)

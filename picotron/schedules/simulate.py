@@ -130,7 +130,9 @@ def simulate_events(events: Sequence[Event], pp: int, costs: Costs) -> Timeline:
     for rank, action, sources, receivers in events:
         if (key := cost_key(action)) not in times:
             times[key] = costs.of(action)
-        start = max(free[rank], *[arrival[source] for source in sources]) if sources else free[rank]
+        start = free[rank]
+        for source in sources:
+            start = max(start, arrival[source])
         free[rank] = end = start + times[key]
         spans[rank].append(Span(action, start, end))
         for receiver in receivers:
