@@ -53,6 +53,13 @@ def test_a_rank_that_waits_in_vain_says_where(pool: WorkerPool) -> None:
     assert "), called by wait_for_others (tests/test_launch.py:" in sentence
 
 
+def test_a_rank_that_cannot_connect_says_where() -> None:
+    """Ranks that create different groups: gloo's message, if the others are late."""
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("Gloo connectFullMesh failed with [tcp/pair.h:311] Connect timeout [none]")
+    assert str(missing_ranks(caught.value)).startswith("timed out: other ranks did not reach test_a_rank_that_cannot")
+
+
 def test_own_errors_are_not_taken_for_those_of_others() -> None:
     for error in (ValueError("Timed out waiting for a friend"), RuntimeError("out of memory"), OSError("by peer")):
         assert missing_ranks(error) is None
