@@ -93,7 +93,7 @@ def speed(turns: int, steps: int) -> None:
 
 
 def attention_work(cp: int, sharding: str) -> float:
-    """Return the busiest rank's attention work divided by the mean, in query-key pairs; a causal block counts half."""
+    """Return the busiest rank's attention work divided by the mean, in blocks; a causal one counts half."""
     work, tokens = [], 64
     for rank in range(cp):
         with fake_rank(rank, run_config({"cp_size": cp}).distributed):
@@ -163,7 +163,7 @@ def activation_bytes(cp: int, engine: str) -> tuple[int, int, int]:
 
 
 def balance() -> None:
-    print("\nAttention work of the busiest rank divided by the mean over ranks, in query-key pairs")
+    print("\nAttention work of the busiest rank divided by the mean over ranks, in blocks")
     rows = [["cp", "zigzag", "contiguous", "(2 cp - 1)/cp"]]
     for cp in (2, 4, 8):
         ratios = (attention_work(cp, "zigzag"), attention_work(cp, "contiguous"), (2 * cp - 1) / cp)

@@ -147,6 +147,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", choices=COLLECTIVES)
     chosen = parser.parse_args().name
+    if "RANK" not in os.environ:
+        parser.error(f"start this with: torchrun --nproc_per_node 4 -m docs.collectives {chosen or ''}")
     dist.init_process_group("gloo")
     ranks, n = range(dist.get_world_size()), dist.get_world_size()
     if chosen:

@@ -243,9 +243,9 @@ def keys_and_values_sent() -> Iterator[Row]:
 
 
 def work_and_memory() -> Iterator[Row]:
-    """Attention work of the busiest rank divided by the mean over ranks, in query-key pairs, with the formula for
-    contiguous shards; and the activations that one layer keeps for its backward on a rank, with 1/cp of those of one
-    process as formula.
+    """Attention work of the busiest rank divided by the mean over ranks, in blocks of the first picture (one on the
+    diagonal counts half), with the formula for contiguous shards; and the activations that one layer keeps for its
+    backward on a rank, with 1/cp of those of one process as formula.
     """
 
     def kept(config: Config) -> float:

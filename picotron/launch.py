@@ -149,7 +149,9 @@ def missing_ranks(error: Exception) -> str | None:
     """Return a sentence if torch could not reach other ranks, with the line at which this rank waited for them. Return
     None for any other error, which has its cause on this rank.
     """
-    timed_out = any(text in str(error) for text in ("Timed out waiting", "wait timeout", "Connect timeout", "monitoredBarrier"))
+    timed_out = any(
+        text in str(error) for text in ("Timed out waiting", "wait timeout", "Connect timeout", "monitoredBarrier")
+    )
     lost = any(text in str(error) for text in ("by peer", "Broken pipe"))
     if not isinstance(error, RuntimeError) or not (timed_out or lost):
         return None

@@ -57,7 +57,10 @@ def list_puzzles(folder: Path) -> None:
 
 def check(puzzle: Puzzle, folder: Path) -> bool:
     """Check the learner's file, print the result, and remember it. Returns whether the answer is right."""
-    from puzzles.harness import run  # imports torch
+    try:
+        from puzzles.harness import run  # imports torch
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error.name} is not installed here; activate the environment: source .venv/bin/activate")
     from tests.support.worker_pool import WorkerPool
 
     # Forked processes start without importing torch again. (A fork after torch has computed could hang; it has not.)
@@ -82,7 +85,8 @@ def check(puzzle: Puzzle, folder: Path) -> bool:
         write_progress(folder, progress)
         others = PUZZLES[puzzle.number :] + PUZZLES[: puzzle.number]
         following = next((each for each in others if not progress[each.name]["solved"]), None)
-        print(f"next: puzzles/{following.path.name}" if following else "You have solved all puzzles.")
+        to_read = following and f"next: puzzles/{following.path.name}, after {following.page.partition('#')[0]}"
+        print(to_read or "You have solved all puzzles.")
     elif progress[puzzle.name]["hints"] < len(puzzle.hints):
         print(f"for a hint: python -m puzzles {puzzle.number} --hint")
     return report.verdict == "RIGHT"

@@ -56,12 +56,12 @@ PUZZLES = [
         "an all-reduce on a ring",
         "docs/collectives.md#bytes-sent-counted-and-by-formula",
         (
-            "Cut x into n chunks with x.tensor_split(n), and let every chunk travel around the ring. Which chunk does each "
+            "Cut x into n blocks with x.tensor_split(n), and let every block travel around the ring. Which block does each "
             "rank send first, so that all ranks send different ones?",
-            "First round, n - 1 steps: in step s, rank r sends chunk r - s (modulo n), receives chunk r - s - 1 from the "
-            "previous rank, and adds its own. Then one chunk on each rank is a complete sum. Which one?",
-            "Rank r has the sum of chunk r + 1. Second round, n - 1 steps: in step s, rank r sends chunk r + 1 - s, and "
-            "replaces chunk r - s by the one that it receives.",
+            "First round, n - 1 steps: in step s, rank r sends block r - s (modulo n), receives block r - s - 1 from the "
+            "previous rank, and adds its own. Then one block on each rank is a complete sum. Which one?",
+            "Rank r has the sum of block r + 1. Second round, n - 1 steps: in step s, rank r sends block r + 1 - s, and "
+            "replaces block r - s by the one that it receives.",
         ),
     ),
     Puzzle(
@@ -141,7 +141,7 @@ PUZZLES = [
             "if 0 <= local < V/n. With the sum of the exponentials S and the target's logit z, both after the subtraction, "
             "the loss is log(S) - z, and the softmax exp(logits) / S. Best known: a rank's log-sum-exp replaces maximum "
             "and sum. Make an all-reduce of it from messages, group.send and group.receive, with torch.logaddexp, and let the "
-            "rank that has a target's logit send it.",
+            "rank that has a target's logit send it to one rank, and the one of the two that has sent less send it on.",
         ),
     ),
     Puzzle(

@@ -21,6 +21,8 @@ def remedy(x: Any) -> str:
     """Return how to make a tensor in float64 of a number or of another tensor."""
     if isinstance(x, Tensor):
         return "; use x.double()"
+    if isinstance(x, torch.return_types.max | torch.return_types.min):
+        return "; use x.max(dim).values or x.amax(dim)"
     return f"; for a number: torch.tensor({x!r}, dtype=torch.float64)" if isinstance(x, int | float) else ""
 
 

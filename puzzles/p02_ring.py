@@ -17,6 +17,6 @@ def ring_all_reduce(x: Tensor, group: Group) -> Tensor:
     not be divisible by n.
 
     Score: the numbers that the busiest of 4 ranks sends, divided by the length of x. Sending x to every other rank
-    costs 3. Par is 1.5: cut x into n chunks, and send each message to the next rank on the ring 0, 1, ..., n - 1, 0.
+    costs 3. Par is 1.5: cut x into n blocks, and send each message to the next rank on the ring 0, 1, ..., n - 1, 0.
     """
     raise NotImplementedError

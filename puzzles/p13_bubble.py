@@ -13,6 +13,8 @@ def program(rank: int) -> list[str]:
 
     No rank may ever hold the activations of more than 4 micro-batches, the most that 1F1B holds.
 
+    (The page shows a schedule that reaches the best known bubble, zb_h1: try without it first.)
+
     Score: the bubble. That of 1F1B is 27.3 %; splitting every backward and running W directly after I gives 20.0 %. Par
     also delays some of the W, to fill idle time at the end.
     """

@@ -16,6 +16,6 @@ def fastest(p: int, m: int, p2p: float, memory: float) -> str:
     `build(name, p, m)` returns a schedule with `chunks` stages per rank, `num_stages` in all. `simulate(schedule,
     Costs(p2p=p2p, weights=[1 / schedule.chunks] * schedule.num_stages))` returns a timeline, in which a stage takes
     1 / chunks of a rank's time. Its `step_time` is the time of a step. `memory_curves(timeline)` has a list for each
-    rank: pairs of a time, and the activations that the rank holds from that time on.
+    rank: pairs of a time, and the activations that the rank holds from that time on, in the unit of `memory`.
     """
     raise NotImplementedError

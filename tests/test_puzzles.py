@@ -122,7 +122,7 @@ def test_par_and_best_known_of_puzzle_16_are_those_of_its_page() -> None:
     best = p16_layout.estimate(p16_layout.config_of(p16_layout.BEST))[1]
     found = page[page.index("these are the fastest that fit:") :].splitlines()[2]
     assert f" {best.step_time:.3f} " in found
-    assert found.startswith("dp512_cp1_tp2_mbs2 ")
+    assert found.startswith("dp512_pp1_cp1_tp2_mbs2_activation_checkpointingfull_")
 
 
 @pytest.mark.parametrize("latency", [0.0, 0.5, 2.0])
@@ -187,7 +187,7 @@ def test_message_without_a_receiver_or_sender_is_found(processes: WorkerPool, tm
     assert report.sentence == f"still running after 0.5 s: {where}"
     sends = "def ring_all_reduce(x, group):\n    group.send(x, (group.rank + 1) % 3)\n    return x\n"
     report = answer(sends, PUZZLES[1], tmp_path, processes)
-    expected = "p02_ring.py: a message was not received: 1 sent by rank 0, 0 received by rank 1; with x = [1, ..., 6] * 100**rank"
+    expected = "p02_ring.py: a message was not received: 1 sent by rank 0, 0 received by rank 1; with x = tensor([1, ..., 6]) * 100**rank"
     assert (report.verdict, report.sentence) == ("ERROR", expected)
 
 
@@ -219,7 +219,7 @@ def test_check_prints_and_remembers_the_result(
     assert output[0] == "RIGHT: puzzle 13, a smaller bubble than 1F1B"
     assert output[1] == "score: bubble 17.2 % (par 17.2 %, best known 11.1 %)"
     assert output[2] == f"see {tmp_path}/p13_bubble.svg and {tmp_path}/p13_bubble.csv"
-    assert output[3] == "next: puzzles/p14_schedule.py"
+    assert output[3] == "next: puzzles/p14_schedule.py, after docs/pipeline_parallel.md"
     assert_is_picture((tmp_path / "p13_bubble.svg").read_text())
     puzzle.path.write_text(puzzle.solution.read_text().replace("range(M - rank, M)", "range(M)"))
     assert cli.main(["p13"], tmp_path) == 1

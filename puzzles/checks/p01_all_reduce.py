@@ -19,7 +19,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
             compare(learner, group, report, randn(group.size, size, seed=0)[group.rank], "x of 1000 random numbers")
             continue
         x = torch.arange(1.0, size + 1, dtype=torch.float64) * 100**group.rank
-        compare(learner, group, report, x, f"x = [1, ..., {size}] * 100**rank")
+        compare(learner, group, report, x, f"x = tensor([1, ..., {size}]) * 100**rank")
 
 
 def compare(learner: ModuleType, group: Group, report: Report, x: torch.Tensor, where: str) -> None:
@@ -31,7 +31,7 @@ def compare(learner: ModuleType, group: Group, report: Report, x: torch.Tensor, 
         results = group.gather(result.tolist() if isinstance(result, torch.Tensor) and result.ndim == 1 else [])
         report.picture = compared(f"The sum on each rank, {where}", results, expected.tolist())
     group.expect(result, expected, where)
-    most = 2 * (group.size - 1) / group.size * (x.numel() + group.size - 1)
-    group.require(
-        sent <= most, f"{group.here}{where}: the sums are right, but {sent:g} numbers are sent; {most:g} suffice"
-    )
+    share = 2 * (group.size - 1) / group.size
+    most = share * (x.numel() + group.size - 1)  # with padding
+    enough = f"an all-reduce sends 2 (n - 1)/n P = {share * x.numel():g}, with padding at most {most:g}"
+    group.require(sent <= most, f"{group.here}{where}: the sums are right, but {sent:g} numbers are sent; {enough}")

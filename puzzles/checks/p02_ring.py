@@ -24,7 +24,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     n = group.size
     for size in (2 * n, 2 * n + 1):
         x = torch.arange(1.0, size + 1, dtype=torch.float64) * 100**group.rank
-        where = f"x = [1, ..., {size}] * 100**rank"
+        where = f"x = tensor([1, ..., {size}]) * 100**rank"
         report.begin(where)
         expected = x.clone()
         dist.all_reduce(expected)

@@ -45,7 +45,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         "the gradient of down": (own[2].grad, ddown.chunk(n, 1)[rank]),
     }
     right = {name: not difference(*pair) for name, pair in expected.items()}
-    lines = [(f"sums in {name}", [Cell(f"{count:g} all-reduces of (T, D)", width=3)]) for name, count in sums.items()]
+    lines = [(f"all-reduces in {name}", [Cell(f"{count:g} x (T, D)", width=3)]) for name, count in sums.items()]
     lines += [(name, [Cell("right" if ok else "wrong", PALE if ok else RED, 3)]) for name, ok in right.items()]
     report.picture = rows(f"Your MLP on {n} ranks", lines)
     for name, (ours, reference) in expected.items():

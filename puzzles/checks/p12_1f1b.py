@@ -44,7 +44,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
             sentence = f"{where}: rank {rank} holds the activations of {peak} micro-batches, expected at most {most}"
             group.require(peak <= most, sentence)
         step = 3 * (m + p - 1)  # of AFAB, as each rank has m forwards and m backwards, see the statement
-        sentence = f"{where}: the step takes {timeline.step_time:g} forwards, expected at most {step}"
+        sentence = f"{where}: the step takes as long as {timeline.step_time:g} forwards, expected at most {step}"
         group.require(timeline.step_time <= step, sentence)
         only = all(isinstance(action, Action) and action.kind in "FB" for each in timeline.programs for action in each)
         group.require(only, f"{where}: expected only the actions F and B; the other kinds are for the next puzzle")
