@@ -76,7 +76,7 @@ def kind(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
     if value is None:
         return "None; is a return missing?"
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '...'}"
 
 
