@@ -13,9 +13,16 @@ const KIND = {
   RECV_B: "receiving of the gradient",
 };
 
+const known = new Map(); // the parts of the actions seen so far
+
 // Return the parts of an action: two of a pair, one of any other.
 export function parts(name) {
-  return [...name.matchAll(PART)].map(([, stage, kind, microbatch]) => ({ stage: +stage, kind, microbatch }));
+  let found = known.get(name);
+  if (!found) {
+    found = [...name.matchAll(PART)].map(([, stage, kind, microbatch]) => ({ stage: +stage, kind, microbatch }));
+    known.set(name, found);
+  }
+  return found;
 }
 
 // Describe an action in words.

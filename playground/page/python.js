@@ -48,7 +48,7 @@ export class Python {
       this.isReady = true;
       this.onready(ready);
     } else if (done) {
-      if (failed === undefined) done.resolve(result);
+      if (failed === undefined) done.resolve(JSON.parse(result));
       else done.reject(new Error(failed));
     } else {
       this.onready({ failed });
