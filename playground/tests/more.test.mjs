@@ -166,6 +166,7 @@ test("screen readers get names for everything", async () => {
     all.filter((each) => !each.labels?.length && !each.getAttribute("aria-label") && !each.textContent.trim()).map((each) => each.outerHTML));
   assert.deepEqual(unnamed, []);
   await page.click("#a >> text=Each rank in numbers");
+  await page.waitForSelector("#a table tbody tr");
   assert.deepEqual(await page.$$eval("#a table tbody tr:first-child > *", (cells) => cells.map((cell) => cell.textContent.replace("\u202f", " "))),
     ["pp 0", "0", "24", "9", "27.3 %", "4"]);
 });
