@@ -240,7 +240,7 @@ PUZZLES = [
         "70 billion parameters on 1,024 GPUs",
         "docs/seventy_billion.md#what-to-run-instead",
         (
-            "Begin with the settings of docs/seventy_billion.json, which are par. Which parts of its time are not computation? "
+            "Begin with the settings of docs/seventy_billion.json; par is a tenth less. Which parts of its time are not computation? "
             "The picture shows them for any answer.",
             "With 1,024 sequences per step, a pipeline is not the only way to fit: zero3 divides weights, gradients and "
             'optimizer over dp ranks, and activation_checkpointing "full" keeps only the input of each layer.',

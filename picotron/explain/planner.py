@@ -55,10 +55,8 @@ def best_configs(
         if len(best) == count and bound >= best[-1][0]:
             break  # no other config can be faster
         if memory <= gib:
-            training, pipeline = (
-                config.training,
-                [value for name, value in config.distributed if name.startswith("pp_")],
-            )
+            training = config.training
+            pipeline = [value for name, value in config.distributed if name.startswith("pp_")]
             key = *pipeline, training.gradient_accumulation_steps, training.activation_checkpointing
             try:
                 plans[key] = plan = plans.get(key) or plan_pipeline(config, model)

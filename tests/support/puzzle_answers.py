@@ -52,6 +52,7 @@ WRONG = [
     (14, "return min(times, key=lambda name: times[name])", "return 'gpipe'", "WRONG", "is 'gpipe', expected one of afab, 1f1b"),
     (15, "/ group.size\n", "\n", "WRONG", "rank 0 of 3, step [12], 200 weights: weights.[0-9]+. is"),
     (15, "/ group.size\n", "\n", "WRONG", "nearly right: AdamW hides a constant factor in the gradients"),
+    (15, "[: len(w)]", "", "WRONG", r"rank 0 of 3, step 1, 200 weights: weights should be .*\(200,\)"),
     (15, "if not state:", "if True:", "WRONG", "rank 0 of 3, step 2, 200 weights: weights"),
     (15, "F.pad(w, padding).chunk(group.size)[group.rank].clone()", "w.clone()", "ERROR", "line 1[0-9]"),
     (16, '"tp_size": 4', '"tp_size": 2', "WRONG", "the settings are for 512 GPUs, expected 1024"),
