@@ -31,7 +31,7 @@ endif
 test: $(STAMP) ## run the tests (8 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
-test-fast: $(STAMP) ## run the tests that start no processes (under a minute)
+test-fast: $(STAMP) ## run the tests that start no processes (under 2 minutes)
 	$(BIN)/python -m pytest -q -m "not parity and not processes" $(ARGS)
 
 parity: $(STAMP) ## compare 73 layouts with one process, write docs/parity.md, run the long tests
