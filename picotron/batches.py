@@ -21,7 +21,8 @@ from picotron.collectives import all_reduce
 from picotron.context_parallel.positions import local_positions
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.errors import UserError
-from picotron.weights import main_grad
+from picotron.model import IGNORE_INDEX
+from picotron.weights import scale_gradients
 
 Loss = Tensor | tuple[Tensor, Tensor | float, dict[str, Tensor]]
 MODEL_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
@@ -140,7 +141,8 @@ def train_batch(
     Raises:
         UserError: the batches do not fit the step or each other, a loss is not a scalar, or all weights are 0.
     """
-    check_batches(step, batches)
+    if check_batches(step, model, batches):
+        batches = [_without_ignored_targets(batch) for batch in batches]
     if "target_weights" in batches[0]:
         batches = normalise_weights(batches, scope)
     results: dict[int, tuple[Tensor, Tensor | float, dict[str, Tensor]]] = {}  # by micro-batch
@@ -168,8 +170,16 @@ def train_batch(
     # The step has divided by the number of micro-batches and of ranks, the number of terms, instead of by the weight.
     terms = len(batches) * pgm.process_group_manager.cp_dp_world_size
     if weight != terms:
-        torch._foreach_mul_([main_grad(parameter) for parameter in model.parameters()], terms / weight)
+        scale_gradients(model, terms / weight)
     return BatchResult(totals.pop("loss") / weight, {name: total / weight for name, total in totals.items()})
+
+
+def _without_ignored_targets(batch: Batch) -> Batch:
+    """Give targets that are IGNORE_INDEX the weight 0, and all others their weight, or 1."""
+    if "target_ids" not in batch:  # as on a rank without the last stage
+        return batch
+    counted = batch["target_ids"] != IGNORE_INDEX
+    return batch | {"target_weights": counted.double() * batch.get("target_weights", 1)}
 
 
 def _model_inputs(batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> Batch:
@@ -222,7 +232,7 @@ def forward_batch(
     Raises:
         UserError: the batches do not fit the step or each other.
     """
-    check_batches(evaluate, batches)
+    check_batches(evaluate, model, batches)
     by_batch: dict[int, Any] = {}
 
     def with_hook(i: int, batch: Batch) -> Batch:

@@ -1,28 +1,73 @@
 """Checks of users' batches before a step starts. Every rank raises the same error."""
 
+import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
+from picotron.collectives import run_on_all_ranks
+from picotron.context_parallel.positions import chunk_count
+from picotron.data_parallel.data_parallel import DataParallel
 from picotron.errors import UserError
+from picotron.model import IGNORE_INDEX, Llama
+from picotron.parallelize import unwrap
 from picotron.pipeline_parallel.executor import Executor
 
 Batch = dict[str, Any]
 PER_TOKEN = ("target_ids", "position_ids", "target_weights")  # tensors of the shape of `input_ids`
+SHARED = ("input_ids", *PER_TOKEN, "cu_seqlens")  # tensors that must be equal on all ranks of a pipeline
 
 
-def check_batches(step: Callable[..., Tensor], batches: Sequence[Batch]) -> None:
-    """Raise UserError if micro-batches do not fit a step, see `make_train_step` and `make_evaluation`."""
+class RankBatches(NamedTuple):
+    """Facts about a rank's micro-batches that the other ranks check."""
+
+    place: tuple[int, int]  # dp and cp rank: ranks at the same place process the same tokens
+    ignores: bool  # whether a target is IGNORE_INDEX
+    digests: list[dict[str, str]]  # of the shared tensors of each micro-batch, by name
+
+
+def check_batches(step: Callable[..., Tensor], model: DataParallel, batches: Sequence[Batch]) -> bool:
+    """Check micro-batches before a step, see `make_train_step` and `make_evaluation`.
+
+    Returns:
+        Whether any rank has a target that is IGNORE_INDEX.
+
+    Raises:
+        UserError: on every rank, if the micro-batches of any rank do not fit the step or the model, or if two ranks of
+            a pipeline or a tp group have different ones.
+    """
+    everyone = run_on_all_ranks(lambda: _check_rank(step, unwrap(model), batches))
+    first_at: dict[tuple[int, int], tuple[int, list[dict[str, str]]]] = {}
+    for rank, (place, _, digests) in enumerate(everyone):
+        if len(digests) != (count := len(everyone[0].digests)):
+            raise UserError(
+                f"rank 0 has {count} micro-batches, but rank {rank} has {len(digests)}; pass the same number on all ranks"
+            )
+        if ("target_weights" in digests[0]) != ("target_weights" in everyone[0].digests[0]):
+            raise UserError(f"only one of the ranks 0 and {rank} has target_weights; add them on all ranks or on none")
+        first, expected = first_at.setdefault(place, (rank, digests))
+        for i, (mine, theirs) in enumerate(zip(digests, expected, strict=True)):
+            if different := [name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]]:
+                raise UserError(
+                    f"{min(different)} of micro-batch {i} differ between ranks {first} and {rank}, which process the same "
+                    f"tokens; pass the same micro-batches to all pipeline and tensor-parallel ranks"
+                )
+    return any(ignores for _, ignores, _ in everyone)
+
+
+def _check_rank(step: Callable[..., Tensor], llama: Llama, batches: Sequence[Batch]) -> RankBatches:
+    """Check this rank's micro-batches."""
     if not batches:
         raise UserError("there are no micro-batches; pass at least one")
+    ignores = False
     for i, batch in enumerate(batches):
         if missing := [name for name in ("input_ids", "position_ids") if not isinstance(batch.get(name), Tensor)]:
             raise UserError(f"micro-batch {i} has no tensor {missing[0]!r}; add one, or use split_batch")
         shape = list(batch["input_ids"].shape)
-        if len(shape) != 2:
+        if len(shape) != 2 or 0 in shape:
             raise UserError(f"micro-batch {i}: input_ids have shape {shape}, but they must be (B, T)")
         for name in PER_TOKEN:
             if name in batch and list(batch[name].shape) != shape:
@@ -32,26 +77,63 @@ def check_batches(step: Callable[..., Tensor], batches: Sequence[Batch]) -> None
             _check_boundaries(batch["cu_seqlens"], shape[0], shape[1], f"micro-batch {i}: ")
         if ("target_weights" in batch) != ("target_weights" in batches[0]):
             raise UserError(f"only one of the micro-batches 0 and {i} has target_weights; add them to all or none")
-    _check_pipeline(step, batches)
-
-
-def _check_pipeline(step: Any, batches: Sequence[Batch]) -> None:
-    """Check the shape of a pipeline's messages, and the number of micro-batches of a schedule."""
+        _check_ids(batch["input_ids"], "input_ids", llama.config.vocab_size, i)
+        if "target_ids" in batch:
+            ignored = batch["target_ids"] == IGNORE_INDEX
+            counted = ~ignored & (batch["target_weights"] != 0) if "target_weights" in batch else ~ignored
+            _check_ids(batch["target_ids"][counted], "target_ids", llama.config.vocab_size, i)
+            ignores |= bool(ignored.any())
+    _check_lengths(step, llama, batches)
     grid = pgm.process_group_manager
-    if grid.pp_world_size == 1:
-        return
-    B, T, _ = step.keywords["tensor_shapes"]
+    digests = [
+        {name: _digest(batch[name]) for name in SHARED if isinstance(batch.get(name), Tensor)} for batch in batches
+    ]
+    return RankBatches((grid.dp_rank, grid.cp_rank), ignores, digests)
+
+
+def _check_ids(ids: Tensor, name: str, vocab_size: int, i: int) -> None:
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise UserError(
+            f"micro-batch {i}: {name} have dtype {ids.dtype}, but ids are integers; convert them to torch.int64"
+        )
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        ignored = f", or {IGNORE_INDEX} for a target that does not count" if name == "target_ids" else ""
+        raise UserError(
+            f"micro-batch {i}: {name} have {outside[0].item()}, but the model's vocab_size is {vocab_size}; use ids from 0 to "
+            f"{vocab_size - 1}{ignored}"
+        )
+
+
+def _digest(tensor: Tensor) -> str:
+    """Return a hash of a tensor's values."""
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
+
+
+def _check_lengths(step: Any, llama: Llama, batches: Sequence[Batch]) -> None:
+    """Check the lengths for sequence parallelism, the shape of a pipeline's messages, and the number of micro-batches
+    of a schedule.
+    """
+    grid = pgm.process_group_manager
+    is_sharded = any(getattr(module, "sequence_parallel", False) for module in llama.modules())
+    shards = grid.tp_world_size if is_sharded else 1
     for i, batch in enumerate(batches):
         sequences, tokens = batch["input_ids"].shape
-        if sequences != B or tokens not in (
-            T,
-            T * grid.tp_world_size,
-        ):  # with sequence parallelism, T is that of a shard
+        if tokens % shards:
+            raise UserError(
+                f"micro-batch {i} has {tokens} tokens per sequence on a context-parallel rank, which sequence parallelism cannot "
+                f"divide over {shards} tensor-parallel ranks; use a multiple of {shards}"
+            )
+        if grid.pp_world_size == 1:
+            continue
+        B, T, _ = step.keywords["tensor_shapes"]
+        if (sequences, tokens) != (B, T * shards):
             raise UserError(
                 f"micro-batch {i} has {sequences} sequences of {tokens} tokens, but this pipeline sends hidden states of "
                 f"[{B}, {T}, D]; set micro_batch_size and seq_length to the shape of your batches"
             )
-    if isinstance(step.func, Executor):
+    if grid.pp_world_size > 1 and isinstance(step.func, Executor):
         step.func.check_micro_batches(len(batches))
 
 
@@ -82,7 +164,7 @@ def check_split(batch: Batch, micro_batches: int, cp_sharding: str) -> int:
             f"{sequences} sequences cannot be divided into {micro_batches} micro-batches on each of {grid.dp_world_size} "
             f"data-parallel ranks; use a multiple of {parts}"
         )
-    chunks = grid.cp_world_size * (2 if cp_sharding == "zigzag" and grid.cp_world_size > 1 else 1)
+    chunks = chunk_count(grid.cp_world_size, cp_sharding)
     if length % chunks:
         raise UserError(
             f"{length} tokens cannot be divided into {chunks} chunks for {grid.cp_world_size} context-parallel ranks with "

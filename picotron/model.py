@@ -23,6 +23,7 @@ from picotron.packed_attention import PackedDocuments, attend_per_document, pack
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor, PackedDocuments | None], Tensor]
 LossFn = Callable[[Any, Tensor], Tensor]  # function of the head and its input
+IGNORE_INDEX = -100  # target that does not count, as in torch.nn.functional.cross_entropy
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
@@ -155,17 +156,21 @@ class Head(nn.Linear):
     """The linear layer that computes the logits of the next token: (B, T, D) -> (B, T, V)."""
 
     def log_probs(self, x: Tensor, target_ids: Tensor) -> Tensor:
-        """Compute the log-probabilities of target_ids (B, T) given x (B, T, D): (B, T) in float32 or wider."""
+        """Compute the log-probabilities of target_ids (B, T) given x (B, T, D): (B, T) in float32 or wider. They are 0
+        for targets that are IGNORE_INDEX.
+        """
         logits = self(x).flatten(0, 1)
         losses = F.cross_entropy(logits.to(accumulation_dtype(logits)), target_ids.flatten(), reduction="none")
         return -losses.view(target_ids.shape)
 
     def cross_entropy(self, x: Tensor, target_ids: Tensor, target_weights: Tensor | None = None) -> Tensor:
         """Compute the mean loss of predicting target_ids (B, T) from x (B, T, D), or the sum of the losses times
-        target_weights (B, T). A scalar in float32 or wider.
+        target_weights (B, T). Targets that are IGNORE_INDEX count in neither. A scalar in float32 or wider.
         """
         losses = -self.log_probs(x, target_ids)
-        return losses.mean() if target_weights is None else (losses * target_weights).sum()
+        if target_weights is None:
+            return losses.sum() / (target_ids != IGNORE_INDEX).sum()
+        return (losses * target_weights).sum()
 
 
 class Decoder(nn.Module):

@@ -12,29 +12,34 @@ from torch.optim.lr_scheduler import LambdaLR
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Training
-from picotron.owned_slices import owned_slice, owned_weight
-from picotron.weights import is_tied_replica, main_grad, parameters_and_shards
+from picotron.owned_slices import AfterUpdate, owned_slice, owned_weight
+from picotron.weights import is_tied_replica, main_grad, parameters_and_shards, scale_gradients
+
+ReadState = Callable[[nn.Parameter, str, Tensor], None]
 
 
 class AdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) that reads each parameter's `main_grad`.
+
+    Parameters that do not require a gradient when the optimizer is made are frozen: it neither changes them nor has a
+    state for them.
 
     A bfloat16 weight has 8 bits of precision, so rounding would cancel most of its updates. The optimizer updates a
     float32 copy instead, the master weight, and rounds it to the weight (Micikevicius et al. 2017, arXiv:1710.03740).
     Weights in float32 or wider are their own master weights. Weight decay applies to matrices only.
 
     If the data-parallel ranks divide the optimizer (see `owned_slices`), master weights and moments are flat slices. A
-    rank updates the slices of one buffer after the other, so that the updated weights of a buffer are on their way to
-    the other ranks while those of the next one are computed.
+    rank updates the slices of one buffer after the other, so that with ZeRO-1, the updated weights of a buffer are on
+    their way to the other ranks while those of the next one are computed.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], training: Training, fused: bool) -> None:
         self.masters: dict[nn.Parameter, Tensor] = {}
-        self.gathered_together: dict[Callable[[], dist.Work | None] | None, list[nn.Parameter]] = {}
-        for p in parameters:
+        self.updated_together: dict[AfterUpdate | None, list[nn.Parameter]] = {}
+        for p in filter(lambda p: p.requires_grad, parameters):
             weight, dtype, owned = owned_weight(p), accumulation_dtype(p), owned_slice(p)
             self.masters[p] = weight if weight.dtype == dtype else weight.detach().to(dtype).requires_grad_()
-            self.gathered_together.setdefault(owned.gather if owned else None, []).append(p)
+            self.updated_together.setdefault(owned.after_update if owned else None, []).append(p)
         matrices = [master for p, master in self.masters.items() if p.ndim >= 2]
         vectors = [master for p, master in self.masters.items() if p.ndim < 2]
         super().__init__(
@@ -49,7 +54,7 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
         work: dist.Work | None = None
-        for gather, parameters in self.gathered_together.items():
+        for after_update, parameters in self.updated_together.items():
             masters = [self.masters[parameter] for parameter in parameters]
             for parameter, master in zip(parameters, masters, strict=True):
                 master.grad = main_grad(parameter)
@@ -58,7 +63,7 @@ class AdamW(torch.optim.AdamW):
                 master.grad = None  # the gradients stay in main_grad
             if masters[0].dtype != parameters[0].dtype:
                 torch._foreach_copy_([owned_weight(parameter) for parameter in parameters], masters)
-            previous, work = work, gather() if gather else None
+            previous, work = work, after_update() if after_update else None
             if previous is not None:  # gloo copies what it sends, so only one buffer is on its way
                 previous.wait()
         if work is not None:
@@ -66,31 +71,35 @@ class AdamW(torch.optim.AdamW):
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the tensors that the next step of a parameter depends on: `exp_avg`, `exp_avg_sq`, and `master` if it
-        is not the weight itself. They have the shape of `owned_weight` and are in float32 or wider.
+        is not the weight itself. They have the shape of `owned_weight` and are in float32 or wider. A frozen parameter
+        has none.
         """
+        if parameter not in self.masters:
+            return {}
         master = self.masters[parameter]
         state = {name: self.state[master][name] for name in ("exp_avg", "exp_avg_sq")}
         return state if master.dtype == parameter.dtype else state | {"master": master}
 
     @torch.no_grad()
-    def restore(self, step: int, read: Callable[[nn.Parameter, str, Tensor], None]) -> None:
+    def restore(self, parameters: Iterable[nn.Parameter], step: int, read: ReadState) -> None:
         """Restore the state to resume from.
 
         Args:
+            parameters: parameters that were not frozen before. The state of others begins with their next step.
             step: number of completed steps.
             read: function that fills a tensor of `state_of`, called as `read(parameter, name, tensor)`.
         """
-        for group in self.param_groups:
-            for master in group["params"]:
-                device = master.device if group["fused"] else "cpu"  # where torch's AdamW keeps it
-                self.state[master] = {"step": torch.tensor(float(step), dtype=torch.float32, device=device)}
-                self.state[master] |= {name: torch.empty_like(master) for name in ("exp_avg", "exp_avg_sq")}
-        for parameter in self.masters:
+        for parameter in filter(self.masters.__contains__, parameters):
+            master, fused = self.masters[parameter], self.param_groups[0]["fused"]
+            device = master.device if fused else "cpu"  # where torch's AdamW keeps it
+            self.state[master] = {"step": torch.tensor(float(step), dtype=torch.float32, device=device)}
+            self.state[master] |= {name: torch.empty_like(master) for name in ("exp_avg", "exp_avg_sq")}
             for name, tensor in self.state_of(parameter).items():
                 read(parameter, name, tensor)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        torch._foreach_zero_([main_grad(parameter) for parameter in self.masters])
+        if self.masters:
+            torch._foreach_zero_([main_grad(parameter) for parameter in self.masters])
 
 
 def learning_rate_factor(training: Training) -> Callable[[int], float]:
@@ -135,19 +144,22 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     grid = pgm.process_group_manager
     gradients, replicas = [], []
     for name, parameter, shard in parameters_and_shards(model):
-        if not is_tied_replica(model, name):
+        if parameter.requires_grad and not is_tied_replica(model, name):
             gradients.append(main_grad(parameter))
             replicas.append(grid.tp_world_size if shard is None else shard.replicas)
-    norms = torch._foreach_norm(gradients)
-    # In the sum over tp ranks, the square of a replicated gradient appears once per replica.
-    torch._foreach_div_(norms, [math.sqrt(count) for count in replicas])  # Python numbers: no wait for the GPU
-    square = torch.stack(norms).square().sum()
+    if gradients:
+        norms = torch._foreach_norm(gradients)
+        # In the sum over tp ranks, the square of a replicated gradient appears once per replica.
+        torch._foreach_div_(norms, [math.sqrt(count) for count in replicas])  # Python numbers: no wait for the GPU
+        square = torch.stack(norms).square().sum()
+    else:  # all weights of this rank are frozen
+        first = next(model.parameters())
+        square = torch.zeros((), dtype=accumulation_dtype(first), device=first.device)
     all_reduce(square, grid.tp_group)
     all_reduce(square, grid.pp_group)
     if any(owned_slice(parameter) for parameter in model.parameters()):
         all_reduce(square, grid.cp_dp_group)
     norm = square.sqrt()
     if max_norm is not None:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([main_grad(parameter) for parameter in model.parameters()], scale)
+        scale_gradients(model, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

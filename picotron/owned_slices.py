@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from picotron.collectives import own_slice
 from picotron.weights import Index, ReadTensor, Shard, copy_shard, parameters_and_shards, set_main_grad
 
-Gather = Callable[[], dist.Work | None]
+AfterUpdate = Callable[[], dist.Work | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,8 @@ class OwnedSlice:
         offset: place of the parameter's first element in the buffer.
         size: number of elements of the buffer that each rank owns.
         rank: this rank's place among the owners.
-        gather: function that starts to send the updated weights of the buffer to the other ranks; None if the ranks
-            gather the weights when they use them.
+        after_update: function that the optimizer calls after it has updated the slices of the buffer. It starts to send
+            the new weights to the other ranks, or frees the old ones. It may return a handle to wait for.
     """
 
     weight: Tensor
@@ -42,7 +42,7 @@ class OwnedSlice:
     offset: int
     size: int
     rank: int
-    gather: Gather | None
+    after_update: AfterUpdate
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Return the first element of the flattened parameter that a rank owns, and the one after its last."""
@@ -67,7 +67,7 @@ def divide(
     weights: Tensor,
     gradients: Tensor,
     group: dist.ProcessGroup,
-    gather: Gather | None = None,
+    after_update: AfterUpdate,
 ) -> None:
     """Divide parameters over the ranks of a group: let the parameters be views of a flat buffer, with the values that
     they have, and let `owned_slice` and `main_grad` be views of this rank's slices.
@@ -75,7 +75,7 @@ def divide(
     Args:
         full: the buffer.
         weights, gradients: this rank's slices of the buffer's weights and gradients.
-        gather: see `OwnedSlice`.
+        after_update: see `OwnedSlice`.
     """
     own, rank, offset = own_slice(full, group), dist.get_rank(group), 0
     for parameter in parameters:
@@ -84,7 +84,7 @@ def divide(
             view.copy_(parameter.detach())
         parameter.data = view
         start, stop = (min(max(edge, offset), offset + parameter.numel()) - own.start for edge in (own.start, own.stop))
-        owned = OwnedSlice(weights[start:stop], parameter.numel(), offset, len(weights), rank, gather)
+        owned = OwnedSlice(weights[start:stop], parameter.numel(), offset, len(weights), rank, after_update)
         parameter.owned_slice = owned  # type: ignore[attr-defined]  # torch's parameters take any attribute
         set_main_grad(parameter, gradients[start:stop])
         offset += parameter.numel()

@@ -75,7 +75,7 @@ def build_model(
     for layer in unwrap(stage).model.layers.values() if compiled else ():
         layer.forward = torch.compile(layer.forward)  # without the module's hooks, which gather weights with zero3
     if not whole:
-        model = DataParallelZero3(stage)
+        model = DataParallelZero3(stage, stage.used_twice())
         read_owned_weights(unwrap(stage), weights)
         return model
     wrap = {"naive": DataParallelNaive, "bucket": DataParallelBucket, "zero1": DataParallelZero1}[layout.dp_engine]

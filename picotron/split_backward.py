@@ -46,30 +46,39 @@ def run_deferred(deferred: DeferredGrads) -> None:
         deferred.pop(0)()
 
 
-def gradient_edges(weights: Sequence[Tensor]) -> list[GradientEdge]:
-    """Return the weights' edges in the graph, to which their gradients go. (With activation checkpointing,
-    the weights that a backward gets are copies without these edges.) In an evaluation, no edges exist.
+def gradient_edges(weights: Sequence[Tensor]) -> list[GradientEdge | None]:
+    """Return the weights' edges in the graph, to which their gradients go, or None for a weight that is frozen. (With
+    activation checkpointing, the weights that a backward gets are copies without these edges.)
     """
-    return [get_gradient_edge(weight) for weight in weights if weight.requires_grad]
+    return [get_gradient_edge(weight) if weight.requires_grad else None for weight in weights]
 
 
 def is_deferring() -> bool:
     return _deferred is not None
 
 
-def compute_or_defer(edges: Sequence[GradientEdge], compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor | None]:
+def compute_or_defer(
+    edges: Sequence[GradientEdge | None], compute: Callable[[], Sequence[Tensor]]
+) -> Sequence[Tensor | None]:
     """Compute the gradients of an autograd function's weights, or defer them. The function's backward returns the
-    result: the gradients, or None for each deferred one.
+    result: the gradients, or None for each that is deferred or not needed.
 
     Args:
         edges: edges of these weights, see `gradient_edges`.
         compute: function that returns the gradients of all these weights.
     """
+    if not any(edges):
+        return [None] * len(edges)
     if _deferred is None:
         return compute()
-    # From an edge, backward continues as usual: a leaf accumulates its gradient and calls its hooks, and a tensor that
-    # was computed from a leaf passes its gradient on.
-    _deferred.append(lambda: torch.autograd.backward(edges, compute()))
+
+    def accumulate() -> None:
+        # From an edge, backward continues as usual: a leaf accumulates its gradient and calls its hooks, and a tensor
+        # that was computed from a leaf passes its gradient on.
+        gradients = [gradient for edge, gradient in zip(edges, compute(), strict=True) if edge]
+        torch.autograd.backward([edge for edge in edges if edge], gradients)
+
+    _deferred.append(accumulate)
     return [None] * len(edges)
 
 

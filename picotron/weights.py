@@ -74,7 +74,8 @@ def main_grad(parameter: Tensor) -> Tensor:
     """The gradient that the optimizer reads: a tensor of the parameter's shape, in float32 or wider, in which gradients
     accumulate over micro-batches; or this rank's slice of it, see `owned_slices`.
 
-    `DataParallel` allocates and fills it. (The name is Megatron-LM's.)
+    `DataParallel` allocates and fills it. (The name is Megatron-LM's.) A parameter that was frozen before it was
+    wrapped, by `requires_grad_(False)`, has none.
     """
     return parameter.main_grad  # type: ignore[attr-defined]  # torch's parameters take any attribute
 
@@ -82,6 +83,13 @@ def main_grad(parameter: Tensor) -> Tensor:
 def set_main_grad(parameter: Tensor, buffer: Tensor) -> None:
     """Let `main_grad(parameter)` be `buffer`."""
     parameter.main_grad = buffer  # type: ignore[attr-defined]
+
+
+def scale_gradients(model: nn.Module, factor: Tensor | float) -> None:
+    """Multiply the `main_grad`s of all parameters that are not frozen by a factor, in place."""
+    gradients = [main_grad(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def sum_partial_gradients(model: nn.Module) -> None:
@@ -94,7 +102,8 @@ def sum_partial_gradients(model: nn.Module) -> None:
     by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
     for module in model.modules():
         for name, group in getattr(module, "partial_gradients", {}).items():
-            if (parameter := getattr(module, name)) is not None:  # a layer without bias
+            parameter = getattr(module, name)
+            if parameter is not None and parameter.requires_grad:  # not so: a layer without bias, a frozen weight
                 by_group.setdefault(group, []).append(main_grad(parameter))
     for group, gradients in by_group.items():
         total = torch.cat([gradient.flatten() for gradient in gradients])

@@ -15,6 +15,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt
@@ -32,7 +33,7 @@ from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW
 from picotron.owned_slices import copy_owned
 from picotron.run_folder import UNFINISHED, checkpoint_folders
-from picotron.weights import ReadTensor, parameters_and_shards
+from picotron.weights import Index, ReadTensor, parameters_and_shards
 
 logger = logging.getLogger("picotron")
 
@@ -151,17 +152,23 @@ class Checkpoint:
             return None if weights_only else state
 
         self.folder, self.state = folder, run_on_all_ranks(check)[0]
-        # Master weights are more precise: the weights of the model are the master weights, rounded.
-        has_masters = self.state is not None and any(name.startswith("master") for name in self.state.files)
-        self.weights_kind = "master" if has_masters else "model"
+        self.has_masters = self.state is not None and any(name.startswith("master") for name in self.state.files)
 
     def state_in(self, save_dir: str) -> TrainerState | None:
         """Return the trainer's state if the checkpoint is in `save_dir`, so that the run continues in it, else None."""
         return self.state if self.folder.resolve().parent == Path(save_dir).resolve() else None
 
     def weights(self) -> ReadTensor:
-        """Return a reader of the weights, for `materialise`."""
-        return SafetensorsFolder(self.folder, self.weights_kind).read
+        """Return a reader of the weights, for `materialise`. The weights of the model are the master weights, rounded,
+        so it reads these, except for frozen parameters, which have none.
+        """
+        model = SafetensorsFolder(self.folder)
+        masters = SafetensorsFolder(self.folder, "master") if self.has_masters else model
+
+        def read(name: str, shape: torch.Size, index: Index) -> Tensor:
+            return (masters if name in masters.file_of else model).read(name, shape, index)
+
+        return read
 
     def progress(self, fingerprint: str) -> Progress:
         """Return the progress to resume from, at the start of the data if their fingerprint has changed."""
@@ -181,15 +188,15 @@ class Checkpoint:
         if self.state is None:
             return
         shards = {parameter: (name, shard) for name, parameter, shard in parameters_and_shards(llama)}
-        readers: dict[str, ReadTensor] = {
-            kind: SafetensorsFolder(self.folder, kind).read for kind in ("exp_avg", "exp_avg_sq")
-        }
+        moments = {kind: SafetensorsFolder(self.folder, kind) for kind in ("exp_avg", "exp_avg_sq")}
+        readers: dict[str, ReadTensor] = {kind: folder.read for kind, folder in moments.items()}
         readers["master"] = self.weights()
 
         def read(parameter: nn.Parameter, kind: str, tensor: Tensor) -> None:
             copy_owned(tensor, parameter, *shards[parameter], readers[kind])
 
-        optimizer.restore(self.state.step, read)
+        trained = [parameter for parameter, (name, _) in shards.items() if name in moments["exp_avg"].file_of]
+        optimizer.restore(trained, self.state.step, read)
 
 
 def check_same_model(folder: Path, model_config: LlamaConfig) -> None:

@@ -14,9 +14,15 @@ def local_chunks(seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> 
         sharding: "contiguous", where the sequence is cut into cp_size chunks, one for each cp rank, or "zigzag", where
             it is cut into 2 cp_size chunks, and cp rank r holds chunk r from the beginning and chunk r from the end.
     """
-    numbers = [cp_rank] if sharding == "contiguous" else [cp_rank, 2 * cp_size - 1 - cp_rank]
-    size = seq_length // (cp_size * len(numbers))
+    count = chunk_count(cp_size, sharding)
+    numbers = [cp_rank] if count == cp_size else [cp_rank, count - 1 - cp_rank]
+    size = seq_length // count
     return [range(number * size, (number + 1) * size) for number in numbers]
+
+
+def chunk_count(cp_size: int, sharding: str) -> int:
+    """Return the number of chunks into which a sequence is cut, by which its length must be divisible."""
+    return 2 * cp_size if sharding == "zigzag" and cp_size > 1 else cp_size
 
 
 def local_positions(seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> torch.Tensor:

@@ -34,7 +34,7 @@ class Bucket:
 
     def reset(self) -> None:
         """Prepare for the next backward that reduces."""
-        self.pending_parameters: set[Tensor] = set(self.parameters)
+        self.pending_parameters: set[Tensor] = {p for p in self.parameters if p.requires_grad}  # frozen ones get none
         self.work: dist.Work | None = None
 
     def launch(self) -> None:

@@ -45,7 +45,7 @@ class SlicedBucket(Bucket):
         super().__init__(parameters, group, multiple=dist.get_world_size(group))
         self.own = own_slice(self.buffer, group)
         self.weights = torch.zeros_like(self.buffer, dtype=parameters[0].dtype)
-        divide(parameters, self.weights, self.weights[self.own], self.buffer[self.own], group, self.gather)
+        divide(parameters, self.weights, self.weights[self.own], self.buffer[self.own], group, after_update=self.gather)
 
     def launch(self) -> None:
         """Start to average this rank's slice of the gradients over the group, while backward continues."""

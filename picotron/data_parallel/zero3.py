@@ -23,10 +23,12 @@ for them would take as much memory as all that zero1 does not divide, which send
 In a pipeline, a stage's forwards and backwards alternate, so nearly every action would gather weights. They stay
 instead, from their first use to the end of the step: a rank holds 2 bytes more of each parameter, of its stages only,
 and sends 2 + 4 m.
+
+An update makes full weights stale, so the optimizer frees them.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -54,20 +56,24 @@ class Unit:
         shard: this rank's slice of the weights.
         gradient_shard: this rank's slice of the gradients, in float32 or wider.
         gradients: local gradients that are not reduced yet.
+        missing: number of gradients of each parameter that a micro-batch still has to add before the unit is reduced.
         in_backward: whether the backward that uses the weights runs.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self.parameters, self.group = parameters, group
+    def __init__(
+        self, parameters: list[nn.Parameter], group: dist.ProcessGroup, used_twice: Collection[nn.Parameter] = ()
+    ) -> None:
+        self.parameters, self.group, self.used_twice = parameters, group, used_twice
         self.sizes = [parameter.numel() for parameter in parameters]
         first, ranks = parameters[0], dist.get_world_size(group)
         self.full = torch.zeros(-(-sum(self.sizes) // ranks) * ranks, dtype=first.dtype, device=first.device)
         self.own = own_slice(self.full, group)
         self.shard = torch.zeros_like(self.full[self.own])
         self.gradient_shard = torch.zeros_like(self.shard, dtype=accumulation_dtype(first))
-        divide(parameters, self.full, self.shard, self.gradient_shard, group)
+        divide(parameters, self.full, self.shard, self.gradient_shard, group, after_update=self.free)
         self.shard.copy_(self.full[self.own])
         self.gradients: dict[Tensor, Tensor] = {}
+        self.missing: dict[Tensor, int] = {}
         self.work: dist.Work | None = None
         self.is_full, self.in_backward = True, False
         self.free()
@@ -87,6 +93,10 @@ class Unit:
             self.work.wait()
             self.work = None
 
+    @property
+    def is_frozen(self) -> bool:
+        return not any(parameter.requires_grad for parameter in self.parameters)
+
     def free(self) -> None:
         """Free the full weights."""
         if self.is_full:
@@ -95,13 +105,15 @@ class Unit:
             self.full.untyped_storage().resize_(0)
 
     def accumulate(self, parameter: Tensor) -> bool:
-        """Take a parameter's gradient. Returns whether there is one of each parameter now."""
+        """Take a parameter's gradient. Returns whether those of a micro-batch are complete now."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if parameter in self.gradients:
             gradient = self.gradients[parameter].to(self.gradient_shard.dtype).add_(gradient)
         self.gradients[parameter] = gradient
-        return len(self.gradients) == len(self.parameters)
+        self.missing = self.missing or {p: 1 + (p in self.used_twice) for p in self.parameters if p.requires_grad}
+        self.missing[parameter] -= 1
+        return max(self.missing.values()) <= 0
 
     def start_reduction(self) -> Callable[[], None]:
         """Start to average the gradients. Returns a function that waits for it and adds up this rank's slice."""
@@ -111,6 +123,7 @@ class Unit:
             if parameter in self.gradients:
                 view.copy_(self.gradients[parameter].flatten())
         self.gradients.clear()
+        self.missing.clear()
         work = start_reduce_scatter(buffer, self.group)
 
         def finish() -> None:
@@ -122,13 +135,16 @@ class Unit:
 
 
 class DataParallelZero3(DataParallel):
-    """Gathers the weights of each unit when they are used. Every parameter must get a gradient in each backward.
+    """Gathers the weights of each unit when they are used. Every parameter that is not frozen must get a gradient in
+    each backward.
 
     Args:
         module: a module that contains a Llama, or some of its layers.
+        used_twice: parameters that two pipeline stages of this rank use, so that a micro-batch has two gradients of
+            them.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, used_twice: Collection[nn.Parameter] = ()) -> None:
         super().__init__(module, bucket_mb=0.0, parameters_by_stage={})
         grid = pgm.process_group_manager
         self.stays_full = grid.pp_world_size > 1
@@ -142,7 +158,7 @@ class DataParallelZero3(DataParallel):
             modules = [each for each in modules if each is not None]
             parameters = dict.fromkeys(p for each in modules for p in each.parameters())
             if unseen := [p for p in parameters if p not in self.unit_of]:
-                self.units.append(Unit(unseen, grid.cp_dp_group))
+                self.units.append(Unit(unseen, grid.cp_dp_group, used_twice))
                 self.unit_of |= dict.fromkeys(unseen, self.units[-1])
             if modules:  # the head has no hook: it runs after the norm
                 units = list(dict.fromkeys(self.unit_of[p] for p in parameters))
@@ -150,10 +166,14 @@ class DataParallelZero3(DataParallel):
         for layer in layers:
             layer.register_forward_hook(self._after_layer)
         embedding, head = decoder.embed_tokens, llama.lm_head
-        if embedding is not None and (head is None or head.weight is not embedding.weight):
+        self.head_units = [] if head is None else list(dict.fromkeys(map(self._unit_of, (head, decoder.norm))))
+        if embedding is not None and head is not None and head.weight is embedding.weight:
+            decoder.norm.register_forward_hook(self._before_tied_head)
+        elif embedding is not None:
             embedding.register_forward_hook(lambda *_: self._free(self.units[0]))  # backward does not need its weights
         for parameter in self.unit_of:
-            parameter.register_post_accumulate_grad_hook(hook)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(hook)
         self.layer_units = [self._unit_of(layer) for layer in layers]
 
     def _unit_of(self, module: nn.Module) -> Unit:
@@ -161,9 +181,8 @@ class DataParallelZero3(DataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.module(*args, **kwargs)
-        # Backward begins with the units that forward used last. It does not need the weights of a tied head: the loss
-        # has computed their gradients in forward.
-        first = self.layer_units[-1:] + self.units[-1:] if torch.is_grad_enabled() else []
+        # Backward begins with the units that forward used last.
+        first = self.layer_units[-1:] + self.head_units if torch.is_grad_enabled() else []
         for unit in self.units:
             if unit not in first:
                 self._free(unit)
@@ -173,13 +192,22 @@ class DataParallelZero3(DataParallel):
         if not self.stays_full:
             unit.free()
 
-    def _before_forward(self, units: list[Unit], *_: Any) -> None:
+    def _before_forward(self, units: list[Unit], _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         for unit in units:
             unit.gather()
-        following = self.units[self.units.index(units[0]) + 1 :][:1]
-        if not units[0].in_backward:  # activation checkpointing computes forward again in backward
-            for unit in following:
-                unit.start_gather()
+        if units[0].in_backward:  # activation checkpointing computes forward again in backward
+            return
+        for unit in self.units[self.units.index(units[0]) + 1 :][:1]:
+            unit.start_gather()
+        if units[0].is_frozen and inputs[0].requires_grad:  # no gradient of its own tells when its backward is complete
+            inputs[0].register_hook(lambda gradient: self._after_backward(units[0]))
+
+    def _before_tied_head(self, norm: nn.Module, _: Any, x: Tensor) -> None:
+        """Let the backward of the head, which computes the gradient of x, free the tied matrix: its own gradient is
+        complete much later, with that of the embedding.
+        """
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self._free(self.units[0]))
 
     def _after_layer(self, layer: nn.Module, _: Any, output: Tensor) -> None:
         self._finish_reduction()  # the last one of the micro-batch before, meanwhile this layer has computed
@@ -202,9 +230,12 @@ class DataParallelZero3(DataParallel):
         if parameter.grad is not None and self.unit_of[parameter].accumulate(parameter):
             self._start_reduction(self.unit_of[parameter])
 
-    def _start_reduction(self, unit: Unit) -> None:
+    def _after_backward(self, unit: Unit) -> None:
         unit.in_backward = False
         self._free(unit)
+
+    def _start_reduction(self, unit: Unit) -> None:
+        self._after_backward(unit)
         self._finish_reduction()  # so at most one buffer of full gradients exists
         self.finish_reduction = unit.start_reduction()
 

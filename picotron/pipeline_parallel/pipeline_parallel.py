@@ -18,7 +18,7 @@ Both have the same bubble. But a micro-batch's activations stay in memory from i
 those of all m micro-batches, in 1F1B those of at most p - (pp rank).
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +35,7 @@ from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_
 from picotron.pipeline_parallel.recorder import record_action
 from picotron.process_group_manager import new_groups
 from picotron.schedules.plan import PipelinePlan
+from picotron.schedules.stages import Stage
 from picotron.split_backward import split_backward
 from picotron.weights import main_grad, mark_tied
 
@@ -115,6 +116,14 @@ class PipelineParallel(nn.Module):
             return self.module.logits_or_loss(y, **loss)
         return y.view_as(y) if y is hidden_states else y  # an empty stage needs a new tensor that it can deallocate
 
+    def parameters_of(self, stage: Stage) -> list[nn.Parameter]:
+        """Return the parameters that a stage of this rank uses."""
+        decoder = self.module.model
+        modules: list[nn.Module] = [decoder.embed_tokens] if stage.has_embedding else []
+        modules += [decoder.layers[str(i)] for i in stage.layers]
+        modules += [decoder.norm, self.module.lm_head] if stage.has_head else []
+        return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+
     def parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
         """Return the parameters of each stage. A tied matrix on a rank with the first and the last stage belongs to the
         first one, whose gradients are complete later.
@@ -122,13 +131,14 @@ class PipelineParallel(nn.Module):
         seen: set[nn.Parameter] = set()
         by_stage = {}
         for number, stage in sorted(self.stages.items()):
-            modules: list[nn.Module] = [self.module.model.embed_tokens] if stage.has_embedding else []
-            modules += [self.module.model.layers[str(i)] for i in stage.layers]
-            modules += [self.module.model.norm, self.module.lm_head] if stage.has_head else []
-            unique = dict.fromkeys(p for module in modules for p in module.parameters())
-            by_stage[number] = [p for p in unique if p not in seen]
+            by_stage[number] = [p for p in self.parameters_of(stage) if p not in seen]
             seen.update(by_stage[number])
         return by_stage
+
+    def used_twice(self) -> set[nn.Parameter]:
+        """Return the parameters that two stages of this rank use: a tied matrix."""
+        uses = Counter(parameter for stage in self.stages.values() for parameter in self.parameters_of(stage))
+        return {parameter for parameter, count in uses.items() if count > 1}
 
     def backward(
         self, input_tensor: Tensor | None, output_tensor: Tensor, output_tensor_grad: Tensor | None
@@ -142,7 +152,7 @@ class PipelineParallel(nn.Module):
         """
         if output_tensor_grad is None:
             output_tensor.backward()
-        else:
+        elif output_tensor.requires_grad:  # not so on a first stage whose weights are all frozen
             custom_backward(output_tensor, output_tensor_grad)
         return None if input_tensor is None else input_tensor.grad
 
@@ -156,8 +166,8 @@ class PipelineParallel(nn.Module):
 
     def sum_tied_gradients(self) -> None:
         """Add the gradients of the tied matrix: that of its use as embedding and that of its use as head."""
-        if self.embedding_group is not None:
-            all_reduce(main_grad(self.module.model.embed_tokens.weight), self.embedding_group)
+        if self.embedding_group is not None and (weight := self.module.model.embed_tokens.weight).requires_grad:
+            all_reduce(main_grad(weight), self.embedding_group)
 
 
 def custom_backward(output_tensor: Tensor, output_tensor_grad: Tensor) -> None:

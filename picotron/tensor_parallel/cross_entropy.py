@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from picotron.collectives import accumulation_dtype, all_reduce
+from picotron.model import IGNORE_INDEX
 
 CHUNK_TOKENS = 512  # number of tokens whose logits are in memory at the same time, on a CPU
 CHUNK_LOGITS = 2**28  # number of logits in memory at the same time, on a GPU, which needs large products to be fast
-IGNORE_INDEX = -100  # target that does not count, as in torch.nn.functional.cross_entropy
 
 
 def chunk_tokens(device_type: str, vocabulary: int) -> int:
@@ -94,17 +94,18 @@ class LinearCrossEntropy(torch.autograd.Function):
         wide = accumulation_dtype(x)
         loss = torch.zeros((), dtype=wide, device=x.device)
         dx = torch.empty_like(x) if with_gradients else None
-        dweight = torch.zeros_like(weight, dtype=wide) if with_gradients else None
+        dweight = torch.zeros_like(weight, dtype=wide) if with_gradients and weight.requires_grad else None
         step = chunk_tokens(x.device.type, len(weight))
         for start in range(0, len(x), step):
             chunk = slice(start, start + step)
             logits = x[chunk] @ weight.t()  # (C, V/tp), with C tokens in the chunk
             softmax = Softmax.of(logits, targets[chunk], shard)
             loss -= (softmax.log_probs * target_weights[chunk]).sum()
-            if dx is not None and dweight is not None:
+            if dx is not None:
                 gradient = softmax.gradient(target_weights[chunk], out=logits)
                 torch.mm(gradient, weight, out=dx[chunk])
-                add_product(dweight, gradient.t(), x[chunk])
+                if dweight is not None:
+                    add_product(dweight, gradient.t(), x[chunk])
                 del gradient
             del logits, softmax  # frees their memory before the next chunk's are allocated
         ctx.gradients = dx, dweight
@@ -118,7 +119,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         (dx, dweight), ctx.gradients = ctx.gradients, None
         # Multiply in the dtype of `gradient`, float32 or wider: a factor of 1/3 rounded to bfloat16 would shift all
         # gradients by 0.2 %.
-        return dx.mul_(gradient[None]), dweight.mul_(gradient).to(ctx.dtype), *[None] * 4
+        dweight = None if dweight is None else dweight.mul_(gradient).to(ctx.dtype)
+        return dx.mul_(gradient[None]), dweight, *[None] * 4
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -134,8 +136,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard, target_weights: Tensor | None = None
 ) -> Tensor:
-    """Compute the sum of the tokens' cross entropies times `target_weights`; by default the mean over the tokens whose
-    target is not IGNORE_INDEX. A scalar in float32 or wider.
+    """Compute the sum of the tokens' cross entropies times `target_weights`, or without weights their mean. Targets
+    that are IGNORE_INDEX count in neither. A scalar in float32 or wider.
 
     Args:
         x: (B, T, D), full; its gradient is partial.
@@ -143,8 +145,7 @@ def linear_cross_entropy(
         targets, target_weights: (B, T). A target whose weight is 0 can be any number.
     """
     wide = accumulation_dtype(x)
-    if target_weights is None:
-        counts = (targets != IGNORE_INDEX).to(wide)
-        target_weights = counts / counts.sum()
+    counted = (targets != IGNORE_INDEX).to(wide)
+    target_weights = counted / counted.sum() if target_weights is None else counted * target_weights
     flat = x.flatten(0, 1), weight, targets.flatten(), target_weights.to(wide).flatten()
     return LinearCrossEntropy.apply(*flat, shard, torch.is_grad_enabled())

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from picotron.collectives import accumulation_dtype
+from picotron.model import IGNORE_INDEX
 from picotron.tensor_parallel.cross_entropy import Softmax, VocabularyShard, add_product, chunk_tokens
 
 
@@ -40,6 +41,8 @@ class LinearLogProbs(torch.autograd.Function):
 
 
 def linear_log_probs(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
-    """Compute the log-probabilities of the targets, (B, T) in float32 or wider. Arguments: see
-    `linear_cross_entropy`."""
-    return LinearLogProbs.apply(x.flatten(0, 1), weight, targets.flatten(), shard).view(targets.shape)
+    """Compute the log-probabilities of the targets, (B, T) in float32 or wider; 0 for targets that are IGNORE_INDEX.
+    Arguments: see `linear_cross_entropy`.
+    """
+    log_probs = LinearLogProbs.apply(x.flatten(0, 1), weight, targets.flatten(), shard).view(targets.shape)
+    return log_probs.masked_fill(targets == IGNORE_INDEX, 0)

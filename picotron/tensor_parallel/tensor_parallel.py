@@ -70,7 +70,8 @@ class ColumnParallel(torch.autograd.Function):
         def start_gather() -> Callable[[], Tensor]:
             return start_all_gather(x, SEQUENCE, ctx.group) if ctx.sequence_parallel else lambda: x
 
-        finish_gather = None if is_deferring() else start_gather()  # deferred weight gradients gather x later
+        now = any(ctx.edges) and not is_deferring()  # deferred weight gradients gather x later
+        finish_gather = start_gather() if now else None
         dys = [gradient.flatten(0, 1) for gradient in gradients]  # (B * T, outputs/tp)
         dx = dys[0] @ weights[0]
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
