@@ -13,7 +13,7 @@ import torch.distributed as dist
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config_reader import parse_command_line
-from picotron.data import MicroBatchDataLoader, Progress, data_fingerprint, split_train_eval
+from picotron.data import MicroBatchDataLoader, Progress, data_fingerprint, rows_to_hold_out, split_train_eval
 from picotron.explain.explain import explain
 from picotron.launch import (
     StopSignals,
@@ -59,7 +59,8 @@ def main() -> None:
     # Data: tokenised by one process per machine, memory-mapped by all. A checkpoint stores the position to resume from.
     checkpoint = find_checkpoint(config, model_config)
     data, tokenizer = load_data(config, model_config)
-    train_rows, eval_rows = split_train_eval(data, config)
+    held_out = rows_to_hold_out(data, config, checkpoint.held_out if checkpoint else None)
+    train_rows, eval_rows = split_train_eval(data, config, held_out)
     fingerprint = data_fingerprint(train_rows, config)
     progress = checkpoint.progress(fingerprint) if checkpoint else Progress()
     data_loader = MicroBatchDataLoader(train_rows, config, device, progress.samples)
@@ -82,7 +83,7 @@ def main() -> None:
     records = begin_run(config, resumed.step if resumed else None, searched) if dist.get_rank() == 0 else []
     metrics = Metrics(config, model_config, device, dtype, records, resumed.wandb_run_id if resumed else None)
     writer = CheckpointWriter(
-        config, model_config, unwrap(model), optimizer, tokenizer, fingerprint, metrics.wandb_run_id
+        config, model_config, unwrap(model), optimizer, tokenizer, fingerprint, metrics.wandb_run_id, held_out
     )
 
     # Training loop. A stop signal ends it after the current step, with a checkpoint.

@@ -18,6 +18,7 @@ from torch import Tensor
 from picotron import process_group_manager as pgm
 from picotron.check_batches import Batch, check_batches, check_split
 from picotron.collectives import all_reduce
+from picotron.context_parallel.cp_communications import SumOverRanks
 from picotron.context_parallel.positions import local_positions
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.errors import UserError
@@ -109,6 +110,15 @@ def normalise_weights(batches: Sequence[Batch], scope: str = "global") -> list[B
             f"give at least one target a weight"
         )
     return [batch | {"target_weights": batch["target_weights"].double() / mean} for batch in batches]
+
+
+def sum_over_sequence(x: Tensor) -> Tensor:
+    """Sum over the tokens of each sequence, of which a cp rank holds some: (B, T/cp) -> (B,), equal on all cp ranks.
+
+    A loss that is not a sum over tokens needs it, such as a sigmoid of a sequence's log-probability. All cp ranks call
+    it, and each of them returns the loss of whole sequences.
+    """
+    return SumOverRanks.apply(x.sum(-1))
 
 
 def cross_entropy(head: Any, x: Tensor, batch: Batch) -> Tensor:

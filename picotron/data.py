@@ -61,40 +61,75 @@ def data_fingerprint(rows: Rows, config: Config) -> str:
     return hashlib.sha256(repr(rules).encode() + ends.astype(np.int64).tobytes()).hexdigest()[:24]
 
 
-def split_train_eval(data: Text | Samples, config: Config) -> tuple[Rows, Rows]:
-    """Make rows of the data, and split them into training rows and evaluation rows. These are `eval_steps` global
-    batches from the end of the data.
+def rows_to_hold_out(data: Text | Samples, config: Config, earlier: tuple[int, str] | None) -> int:
+    """Return the number of rows at the end of the data that are not trained on: as many as an evaluation reads, or if
+    the run continues on the data of an earlier one, as many as that one has held out.
+
+    Args:
+        earlier: this number of the earlier run, and the fingerprint of its training rows; None if there is no such run.
+
+    Raises:
+        UserError: an evaluation would read rows that the earlier run has trained on.
+    """
+    needed = config.held_out_sequences
+    if earlier is None or earlier[0] == needed:
+        return needed
+    held_out, fingerprint = earlier
+    training, *_ = _split(data, config, held_out)
+    if not len(training) or data_fingerprint(training, config) != fingerprint:  # other data
+        return needed
+    if needed > held_out:
+        batch = config.global_batch_size
+        fewer = f"use eval_steps of at most {held_out // batch}" if held_out >= batch else "set eval_frequency to 0"
+        raise UserError(
+            f"an evaluation reads {needed} sequences (eval_steps={config.training.eval_steps} x {batch} per global batch), "
+            f"but this run has held out only {held_out} from its start, and trained on the others; {fewer}"
+        )
+    return held_out
+
+
+def split_train_eval(data: Text | Samples, config: Config, held_out: int | None = None) -> tuple[Rows, Rows]:
+    """Make rows of the data, and split them into training rows and evaluation rows.
+
+    Args:
+        held_out: number of rows at the end of the data that are not trained on, of which an evaluation reads the first
+            `eval_steps` global batches; by default it reads all of them.
 
     Raises:
         UserError: there are fewer rows than evaluation and one global batch need.
     """
-    name, length, held_out = config.dataset.name, config.training.seq_length, config.held_out_sequences
-    rows: tuple[Rows, Rows]
+    name, length, evaluated = config.dataset.name, config.training.seq_length, config.held_out_sequences
+    training, evaluation, size, summary = _split(data, config, evaluated if held_out is None else held_out)
+    count, batch = len(training) + len(evaluation), config.global_batch_size
+    if count < batch + evaluated:
+        also, fewer = (f" and evaluation {evaluated}", ", or fewer eval_steps") if evaluated else ("", "")
+        raise UserError(
+            f"{name} has {size}, enough for {count} sequences of {length} tokens, but one global batch needs "
+            f"{batch}{also}; use more data, a shorter seq_length or a smaller batch{fewer}"
+        )
+    logger.info("%s", summary)
+    return training, evaluation
+
+
+def _split(data: Text | Samples, config: Config, held_out: int) -> tuple[Rows, Rows, str, str]:
+    """Return training rows, evaluation rows, the size of the data in words, and a sentence about both."""
+    name, length, evaluated = config.dataset.name, config.training.seq_length, config.held_out_sequences
     if isinstance(data, Text):
         start = max(0, len(data.tokens) - 1 - held_out * length)
         # The shared token is the last target of one, the first input of the other.
-        parts = data.tokens[: start + 1], data.tokens[start:]
-        rows = TextRows(parts[0], length, data.end), TextRows(parts[1], length, data.end)
+        parts = data.tokens[: start + 1], data.tokens[start : start + evaluated * length + 1]
         size = f"{len(data.tokens):,} tokens"
-        summary = f"{size} in {name}, {held_out * length:,} of them for evaluation"
-    else:
-        drops_long = config.dataset.long_samples == "drop"
-        packed = pack_samples(data, length, held_out, drops_long, config.dataset.masks_documents)
-        rows = packed.training, packed.evaluation
-        size = f"{len(data.lengths):,} samples"
-        summary = (
-            f"{size} in {name}, {packed.cut:,} cut and {packed.dropped:,} dropped; {sum(map(len, rows)):,} rows of "
-            f"{length:,} tokens, {packed.empty:.1%} empty, {held_out:,} of them for evaluation"
-        )
-    count, batch = len(rows[0]) + len(rows[1]), config.global_batch_size
-    if count < batch + held_out:
-        evaluation, fewer = (f" and evaluation {held_out}", ", or fewer eval_steps") if held_out else ("", "")
-        raise UserError(
-            f"{name} has {size}, enough for {count} sequences of {length} tokens, but one global batch needs "
-            f"{batch}{evaluation}; use more data, a shorter seq_length or a smaller batch{fewer}"
-        )
-    logger.info("%s", summary)
-    return rows
+        summary = f"{size} in {name}, {evaluated * length:,} of them for evaluation"
+        return TextRows(parts[0], length, data.end), TextRows(parts[1], length, data.end), size, summary
+    drops_long = config.dataset.long_samples == "drop"
+    packed = pack_samples(data, length, held_out, drops_long, config.dataset.masks_documents, evaluated)
+    size = f"{len(data.lengths):,} samples"
+    summary = (
+        f"{size} in {name}, {packed.cut:,} cut and {packed.dropped:,} dropped; "
+        f"{len(packed.training) + len(packed.evaluation):,} rows of {length:,} tokens, {packed.empty:.1%} empty, "
+        f"{evaluated:,} of them for evaluation"
+    )
+    return packed.training, packed.evaluation, size, summary
 
 
 class MicroBatches(Dataset[dict[str, Tensor]]):

@@ -156,9 +156,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
         first = next(model.parameters())
         square = torch.zeros((), dtype=accumulation_dtype(first), device=first.device)
     all_reduce(square, grid.tp_group)
-    all_reduce(square, grid.pp_group)
     if any(owned_slice(parameter) for parameter in model.parameters()):
         all_reduce(square, grid.cp_dp_group)
+    all_reduce(square, grid.pp_group)  # last, because a stage whose weights are all frozen owns no slices
     norm = square.sqrt()
     if max_norm is not None:
         scale_gradients(model, (max_norm / (norm + 1e-6)).clamp(max=1.0))

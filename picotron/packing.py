@@ -91,15 +91,21 @@ class Packed(NamedTuple):
 
 
 def pack_samples(
-    samples: Samples, seq_length: int, held_out: int = 0, drops_long: bool = False, masks_documents: bool = True
+    samples: Samples,
+    seq_length: int,
+    held_out: int = 0,
+    drops_long: bool = False,
+    masks_documents: bool = True,
+    evaluated: int | None = None,
 ) -> Packed:
     """Pack samples into rows.
 
     Args:
-        held_out: number of evaluation rows. They get the last samples, up to the first that fits into none of them; the
-            training rows get all others.
+        held_out: number of rows that are held out. They get the last samples, up to the first that fits into none of
+            them; the training rows get all others.
         drops_long: whether to drop samples that take more than seq_length positions, or to cut them.
         masks_documents: see `SampleRows`.
+        evaluated: number of the rows held out that become evaluation rows; by default all.
     """
     starts, sizes = np.cumsum(samples.lengths) - samples.lengths, samples.lengths - 1
     used = (sizes > 0) & (sizes <= seq_length if drops_long else True)
@@ -111,12 +117,15 @@ def pack_samples(
     evaluation = np.array(best_fit(sizes[::-1].tolist(), seq_length, held_out)[::-1], np.int64)
     cut = len(sizes) - len(evaluation)
 
-    def rows(which: slice, numbers: np.ndarray) -> SampleRows:
+    held_out_rows = by_first_item(evaluation)
+    read = held_out_rows < (held_out if evaluated is None else evaluated)
+
+    def rows(which: slice | np.ndarray, numbers: np.ndarray) -> SampleRows:
         return SampleRows(samples, starts[which], sizes[which], counts[which], numbers, seq_length, masks_documents)
 
     return Packed(
         rows(slice(cut), pack(sizes[:cut], seq_length)),
-        rows(slice(cut, None), by_first_item(evaluation)),
+        rows(np.flatnonzero(read) + cut, held_out_rows[read]),
         cut=int(is_long.sum()),
         dropped=len(samples.lengths) - len(sizes),
     )

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from picotron.config import Config
 from picotron.context_parallel.positions import local_positions
-from picotron.data import MicroBatchDataLoader, epoch_order, split_train_eval
+from picotron.data import MicroBatchDataLoader, data_fingerprint, epoch_order, rows_to_hold_out, split_train_eval
 from picotron.errors import UserError
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.rows import Text, TextRows
+from picotron.rows import Samples, Text, TextRows
 from tests.support.oracle import make_config, random_rows, random_tokens
 from tests.support.worker_pool import WorkerPool
 
@@ -125,6 +125,41 @@ def test_evaluation_data_is_held_out_from_training() -> None:
     assert isinstance(train, TextRows)
     assert train.tokens[-1] == held_out[0].input_ids[0]  # the last training target is the first evaluation input
     assert held_out[19].target_ids[-1] == 1006
+
+
+def eval_config(batch: int, eval_steps: int) -> Any:
+    return sample_config(training__micro_batch_size=batch, training__eval_frequency=1, training__eval_steps=eval_steps)
+
+
+SAMPLES = Samples(np.arange(4000, dtype=np.uint16), np.ones(4000, np.uint8), np.full(500, 8))
+
+
+@pytest.mark.parametrize("data", [Text(np.arange(1007, dtype=np.uint16)), SAMPLES], ids=["text", "samples"])
+def test_a_resumed_run_evaluates_only_on_rows_that_were_held_out(data: Text | Samples) -> None:
+    """Training rows do not depend on the global batch, and evaluation rows only in how many are read."""
+    first = eval_config(4, eval_steps=4)
+    training, evaluation = split_train_eval(data, first)
+    earlier = 16, data_fingerprint(training, first)
+    for batch, eval_steps in ((4, 4), (8, 2), (8, 1), (3, 5), (16, 1)):
+        config = eval_config(batch, eval_steps)
+        held_out = rows_to_hold_out(data, config, earlier)
+        assert held_out == 16
+        rows = split_train_eval(data, config, held_out)
+        assert data_fingerprint(rows[0], config) == earlier[1]
+        assert len(rows[1]) == batch * eval_steps
+        for i in range(len(rows[1])):
+            assert rows[1][i].input_ids.tolist() == evaluation[i].input_ids.tolist()
+    with pytest.raises(
+        UserError, match=r"reads 32 sequences \(eval_steps=4 x 8 .* only 16 .* use eval_steps of at most 2"
+    ):
+        rows_to_hold_out(data, eval_config(8, eval_steps=4), earlier)
+    without = sample_config(training__micro_batch_size=4)
+    all_rows, _ = split_train_eval(data, without)
+    with pytest.raises(UserError, match=r"held out only 0 from its start, .*; set eval_frequency to 0"):
+        rows_to_hold_out(data, first, (0, data_fingerprint(all_rows, without)))
+    other = sample_config(training__seq_length=9, training__eval_frequency=1, training__eval_steps=9)
+    assert rows_to_hold_out(data, other, earlier) == 18  # other rows, so nothing is known of them
+    assert rows_to_hold_out(data, first, None) == 16
 
 
 # --------------------------------------------------------------------------------------------- shards of sequences

@@ -109,29 +109,6 @@ def test_light_programs_do_not_import_torch() -> None:
     assert {"picotron.config", "picotron.schedules.simulate", "picotron.run_folder"} <= seen
 
 
-def test_no_file_has_more_than_300_lines() -> None:
-    long = {str(path): lines for path in ALL_FILES if (lines := len(path.read_text().splitlines())) > 300}
-    assert long == {}
-
-
-def test_the_first_path_stays_about_2200_lines() -> None:
-    """What a reader studies first: the run, the model, the grid, and the four parallel folders."""
-    files = [Path("train.py"), *(Path(f"picotron/{name}.py") for name in ("model", "process_group_manager"))]
-    files += [Path(f"picotron/{name}.py") for name in ("parallelize", "train_step")]
-    files += [path for folder in PARALLEL for path in Path("picotron", folder).glob("*.py")]
-    later = {
-        "executor.py",
-        "recorder.py",
-        "block_attention.py",
-        "packed_blocks.py",
-        "log_probs.py",
-        "zero1.py",
-        "zero3.py",
-        "generation.py",
-    }
-    assert sum(len(path.read_text().splitlines()) for path in files if path.name not in later) <= 2250
-
-
 def test_only_torchrun_and_secrets_come_from_the_environment() -> None:
     allowed = {
         "RANK",

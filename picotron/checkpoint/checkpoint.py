@@ -55,6 +55,8 @@ class TrainerState(BaseModel):
     """position in the data"""
     data_fingerprint: str = Field(validation_alias=AliasChoices("data_fingerprint", "order_of_samples"))
     """identifies the data and their order, in which `samples` is a position; picotron 0.1 calls it order_of_samples"""
+    held_out: NonNegativeInt | None = None
+    """number of rows at the end of the data that were not trained on; None in checkpoints of earlier versions"""
     seed: NonNegativeInt
     layout: str
     config: dict[str, Any]
@@ -157,6 +159,13 @@ class Checkpoint:
     def state_in(self, save_dir: str) -> TrainerState | None:
         """Return the trainer's state if the checkpoint is in `save_dir`, so that the run continues in it, else None."""
         return self.state if self.folder.resolve().parent == Path(save_dir).resolve() else None
+
+    @property
+    def held_out(self) -> tuple[int, str] | None:
+        """Number of rows that the run held out, and the fingerprint of its training data; None if it is not known."""
+        if self.state is None or self.state.held_out is None:
+            return None
+        return self.state.held_out, self.state.data_fingerprint
 
     def weights(self) -> ReadTensor:
         """Return a reader of the weights, for `materialise`. The weights of the model are the master weights, rounded,

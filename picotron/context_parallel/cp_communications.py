@@ -1,4 +1,4 @@
-"""Communication of context-parallel ranks: the ring of attention, and sums over a sequence for losses.
+"""Communication of context-parallel ranks: the ring of attention, and the sum over a sequence for losses.
 
 In the ring, tensors travel from each rank to the next one while the ranks compute.
 
@@ -70,12 +70,3 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return SumOverRanks.apply(gradient)
-
-
-def sum_over_sequence(x: Tensor) -> Tensor:
-    """Sum over the tokens of each sequence, of which a cp rank holds some: (B, T/cp) -> (B,), equal on all cp ranks.
-
-    A loss that is not a sum over tokens needs it, such as a sigmoid of a sequence's log-probability. All cp ranks must
-    call it, and each of them returns the loss of the whole sequence.
-    """
-    return SumOverRanks.apply(x.sum(-1))

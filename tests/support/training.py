@@ -153,6 +153,8 @@ def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
 def full_tensor(parameter: nn.Parameter, attribute: str) -> Tensor:
     """Return a copy of a parameter (`data`) or its gradient (`main_grad`), gathered from the ranks that own slices."""
     owned, grid = owned_slice(parameter), pgm.process_group_manager
+    if attribute == "main_grad" and not parameter.requires_grad:
+        return torch.zeros_like(parameter)  # frozen
     if owned is None:
         return getattr(parameter, attribute).clone()
     own = owned.weight if attribute == "data" else main_grad(parameter)

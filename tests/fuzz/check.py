@@ -1,0 +1,112 @@
+"""Run a case in the pool's processes and compare it with the reference; shrink a case that differs."""
+
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from picotron.errors import UserError
+from tests.fuzz.cases import Case, smaller
+from tests.fuzz.files import config_of, model_config, write_files
+from tests.fuzz.reference import train_reference
+from tests.fuzz.sequences import Mismatch
+from tests.fuzz.work import run_part
+from tests.support.worker_pool import WorkerError, WorkerPool
+
+LIMIT = 1e-9
+SMALLEST_SCALE = 1e-4  # of the largest tensor: a gradient that is 0 in exact arithmetic has a rounding error
+
+
+class Result(NamedTuple):
+    """The outcome of a case: "equal", "refused" with the sentence, or "different" with what differs, or an error."""
+
+    outcome: str
+    text: str = ""
+    error: float = 0.0
+
+
+def check(pool: WorkerPool, case: Case, run: Any = run_part) -> Result:
+    """Run a case. `run` is the function that each rank calls for each part."""
+    with tempfile.TemporaryDirectory(prefix="fuzz") as name:
+        folder = Path(name)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        try:
+            write_files(case, folder)
+            parts = [config_of(case, folder, part) for part in range(2 if case["resume"] else 1)]
+            found = []
+            for part, config in enumerate(parts):
+                ranks = pool.run(run, config.distributed.world_size, case, folder, part, timeout=60)
+                refusals = {rank.get("refused") for rank in ranks}
+                if refusals != {None}:
+                    return Result("refused" if len(refusals) == 1 else "different", " / ".join(map(str, refusals)))
+                found.append(ranks)
+            return compare(found, train_reference(case, folder))
+        except UserError as error:
+            return Result("refused", str(error))
+        except Mismatch as error:
+            return Result("different", str(error))
+        except WorkerError as error:
+            return Result("different", "\n".join(str(error).strip().splitlines()[-12:]))
+
+
+def compare(found: list[list[dict[str, Any]]], expected: list[dict[str, Any]]) -> Result:
+    """Compare all ranks' results of all parts with those of the reference."""
+    worst, where = 0.0, ""
+    for part, (ranks, right) in enumerate(zip(found, expected, strict=True)):
+        for rank, result in enumerate(ranks):
+            for kind, values in result.items():
+                if kind in ("gradients", "weights"):
+                    if values.keys() != right[kind].keys():
+                        return Result("different", f"{kind} of other parameters: {values.keys() ^ right[kind].keys()}")
+                    largest = max(tensor.abs().max().item() for tensor in right[kind].values())
+                    pairs = [(f"{kind} of {name}", tensor, right[kind][name]) for name, tensor in values.items()]
+                else:
+                    largest = 0.0
+                    pairs = [(kind, *(torch.tensor(each, dtype=torch.float64) for each in (values, right[kind])))]
+                for what, ours, theirs in pairs:
+                    if ours.shape != theirs.shape:
+                        return Result("different", f"{what}: {list(ours.shape)} values, expected {list(theirs.shape)}")
+                    if ours.numel() == 0:
+                        continue
+                    scale = max(theirs.abs().max().item(), SMALLEST_SCALE * largest)
+                    error = (ours - theirs).abs().max().item()
+                    error = error / scale if error else 0.0
+                    if not error <= worst:
+                        worst, where = error, f"{what} on rank {rank} in part {part}: off by {error:.1e}"
+                        if not error <= LIMIT:
+                            shown = f"; {ours.tolist()}, expected {theirs.tolist()}" if ours.numel() <= 3 else ""
+                            return Result("different", where + shown, error)
+    return Result("equal", where, worst)
+
+
+def shrink(pool: WorkerPool, case: Case, seconds: float = 60.0, run: Any = run_part) -> Case:
+    """Simplify a case that differs, as long as it does."""
+    deadline = time.monotonic() + seconds
+    progressed = True
+    while progressed and time.monotonic() < deadline:
+        progressed = False
+        for candidate in smaller(case):
+            if time.monotonic() > deadline:
+                break
+            if is_possible(candidate) and check(pool, candidate, run).outcome == "different":
+                case, progressed = candidate, True
+                break
+    return case
+
+
+def is_possible(case: Case) -> bool:
+    """Whether transformers accepts the sizes of a model."""
+    try:
+        model_config(case)
+    except Exception:  # of the library that validates configs
+        return False
+    return True
+
+
+def kind_of(sentence: str) -> str:
+    """Return a sentence without its numbers and names, to count refusals of the same kind."""
+    return re.sub(r"'[^']*'|\S*/\S*|-?\d[\d,.]*", "_", sentence.splitlines()[0])[:110]

@@ -1,0 +1,121 @@
+"""Files of a case, drawn from its seeds: the model's config, a tokenizer and a data set; and its own batches."""
+
+import functools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, PreTrainedTokenizerBase
+
+from picotron.config import Config
+from picotron.config_reader import override, parse_config
+from picotron.model import IGNORE_INDEX
+from tests.fuzz.cases import STEPS, Case
+from tests.support.chat_templates import TEMPLATES
+from tests.support.tokenizer_kinds import WORDS, make_tokenizer
+
+VOCABULARY = 480  # of tokenizers
+
+cached_tokenizer = functools.cache(make_tokenizer)
+
+
+def model_config(case: Case) -> LlamaConfig:
+    sizes = case["model"]
+    if case["data"]["kind"] != "own":
+        sizes = sizes | {"vocab_size": VOCABULARY + sizes["vocab_size"]}
+    return LlamaConfig(**sizes, max_position_embeddings=64, initializer_range=0.2)
+
+
+def config_of(case: Case, folder: Path, part: int = 0) -> Config:
+    """Return the config of the first part of a case, up to a checkpoint, or of the second one."""
+    keys = {
+        "distributed.use_cpu": True,
+        "model.name": str(folder / "model"),
+        "model.dtype": "float64",
+        "training.total_train_steps": STEPS,
+        "training.learning_rate": 1e-2,
+        "dataset.name": str(folder / "data.jsonl"),
+        "checkpoint.save_dir": str(folder / "run"),
+    } | case["config"]
+    if case["data"]["kind"] == "samples":
+        keys |= {"dataset.prompt_column": "prompt", "dataset.completion_column": "completion"}
+    if case["data"]["kind"] == "conversations":
+        keys["dataset.messages_column"] = "messages"
+    if case["resume"]:
+        keys["checkpoint.save_frequency"] = 100  # so that only the last step is saved
+        if part == 1:
+            keys |= case["resume"]["config"] | {"checkpoint.load_path": "latest"}
+    data: dict[str, Any] = {}
+    for key, value in keys.items():
+        override(data, key, value)
+    config = parse_config(data)
+    if case["resume"] and part == 0:
+        tokens = case["resume"]["after"] * config.global_batch_size * config.training.seq_length
+        config = config.model_copy(update={"training": config.training.model_copy(update={"max_tokens": tokens})})
+    return config
+
+
+def tokenizer_of(case: Case) -> PreTrainedTokenizerBase:
+    tokenizer = cached_tokenizer(case["data"].get("tokenizer", "byte-level"), VOCABULARY)
+    tokenizer.chat_template = TEMPLATES.get(case["data"].get("template"))
+    return tokenizer
+
+
+def write_files(case: Case, folder: Path) -> None:
+    """Write the model folder and the data set."""
+    model_config(case).save_pretrained(folder / "model")
+    tokenizer_of(case).save_pretrained(folder / "model")
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records_of(case)))
+
+
+def words(dice: random.Random, most: int) -> str:
+    return "".join(
+        dice.choice(WORDS.split(" ")) + dice.choice((" ", " ", " ", "\n", "", "  "))
+        for _ in range(dice.randint(0, most))
+    )
+
+
+def records_of(case: Case) -> list[dict[str, Any]]:
+    """Return the records of the data set: enough for a step and the evaluation, if they are not too short."""
+    data, config = case["data"], case["config"]
+    if data["kind"] == "own":
+        return []
+    dice = random.Random(data["seed"])
+    rows = (1 + config.get("training.eval_steps", 0)) * config["distributed.dp_size"]
+    rows *= config["training.micro_batch_size"] * config["training.gradient_accumulation_steps"]
+    count = dice.randint(0, 5) + (2 + rows * config["training.seq_length"] // 8 if data["kind"] == "text" else 2 * rows)
+    if data["kind"] == "text":
+        return [{"text": words(dice, 12)} for _ in range(count)]
+    if data["kind"] == "samples":
+        return [{"prompt": words(dice, 4), "completion": words(dice, 5)} for _ in range(count)]
+    return [{"messages": conversation(dice)} for _ in range(count)]
+
+
+def conversation(dice: random.Random) -> list[dict[str, str]]:
+    turns = [{"role": "system", "content": words(dice, 2)}] if dice.random() < 0.3 else []
+    for _ in range(dice.randint(1, 2)):
+        turns += [{"role": "user", "content": words(dice, 3)}, {"role": "assistant", "content": words(dice, 3)}]
+    return turns
+
+
+def own_batch(case: Case, sequences: int, step: int) -> dict[str, Any]:
+    """Return the global batch of a step: random tokens, and if the case has them, weights, targets of -100 and documents."""
+    data, vocab, length = case["data"], case["model"]["vocab_size"], case["config"]["training.seq_length"]
+    generator = torch.Generator().manual_seed(1000 * data["seed"] + step)
+    ids = torch.randint(vocab, (sequences, length + 1), generator=generator)
+    targets = ids[:, 1:].clone()
+    targets[torch.rand(sequences, length, generator=generator) < data["ignored"]] = IGNORE_INDEX
+    batch = {"input_ids": ids[:, :-1], "target_ids": targets}
+    if data["weights"]:
+        weights = torch.rand(sequences, length, generator=generator, dtype=torch.float64)
+        batch["target_weights"] = weights * (torch.rand(sequences, 1, generator=generator) < 0.7)
+    if data["documents"]:
+        starts = torch.rand(sequences, length, generator=generator) < 0.3
+        starts[:, 0] = True
+        first = starts.flatten().nonzero()[:, 0]
+        batch["cu_seqlens"] = torch.cat((first, torch.tensor([sequences * length]))).int()
+        lengths = batch["cu_seqlens"].diff()
+        batch["position_ids"] = torch.cat([torch.arange(int(n)) for n in lengths]).view(sequences, length)
+    return batch

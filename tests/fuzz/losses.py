@@ -1,0 +1,84 @@
+"""Losses of a user's own: each as a function for `train_batch`, and as the same formula on the logits of all rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from picotron import batches
+from picotron import process_group_manager as pgm
+from picotron.model import IGNORE_INDEX
+from picotron.tensor_parallel.tp_communications import sum_over_ranks
+
+Batch = dict[str, Any]
+
+
+def focal(head: Any, x: Tensor, batch: Batch) -> Any:
+    """The focal loss: a sum over tokens, and their number."""
+    log_probs, counted = head.log_probs(x, batch["target_ids"]), batch["target_ids"] != IGNORE_INDEX
+    losses = -((1 - log_probs.exp()) ** 2) * log_probs
+    return losses.sum(), counted.sum(), {}
+
+
+def focal_of_logits(logits: Tensor, batch: Batch) -> Tensor:
+    log_probs, counted = log_probs_of(logits, batch["target_ids"]), batch["target_ids"] != IGNORE_INDEX
+    return -((1 - log_probs.exp()) ** 2 * log_probs).sum() / counted.sum()
+
+
+def preference(head: Any, x: Tensor, batch: Batch) -> Any:
+    """A loss of pairs of sequences, as in DPO: it needs the log-probability of a whole sequence."""
+    chosen, rejected = batches.sum_over_sequence(head.log_probs(x, batch["target_ids"])).unflatten(0, (-1, 2)).unbind(1)
+    return -F.logsigmoid(0.3 * (chosen - rejected)).sum(), float(len(chosen)), {}
+
+
+def preference_of_logits(logits: Tensor, batch: Batch) -> Tensor:
+    chosen, rejected = log_probs_of(logits, batch["target_ids"]).sum(1).unflatten(0, (-1, 2)).unbind(1)
+    return -F.logsigmoid(0.3 * (chosen - rejected)).mean()
+
+
+def from_logits(head: Any, x: Tensor, batch: Batch) -> Tensor:
+    """A mean over tokens that needs all logits: the negative entropy."""
+    return negative_entropy(head(x))
+
+
+def negative_entropy(logits: Tensor, _: Any = None) -> Tensor:
+    log_probs = logits.log_softmax(-1)
+    return (log_probs.exp() * log_probs).sum(-1).mean()
+
+
+def from_local_logits(head: Any, x: Tensor, batch: Batch) -> Any:
+    """A sum over tokens of a function of each logit, which needs those of this rank only."""
+    squares = head.local_logits(x).square().sum(-1)
+    total = sum_over_ranks(squares, pgm.process_group_manager.tp_group, sequence_parallel=False)
+    return total.sum(), float(total.numel()), {}
+
+
+def squares_of_logits(logits: Tensor, _: Any = None) -> Tensor:
+    return logits.square().sum(-1).mean()
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], Callable[[Tensor, Batch], Tensor]]] = {
+    "focal": (focal, focal_of_logits),
+    "preference": (preference, preference_of_logits),
+    "logits": (from_logits, negative_entropy),
+    "local_logits": (from_local_logits, squares_of_logits),
+}
+
+
+def log_probs_of(logits: Tensor, target_ids: Tensor) -> Tensor:
+    """Compute the log-probabilities of targets, 0 for those that are ignored: logits (G, T, V) -> (G, T)."""
+    losses = F.cross_entropy(logits.flatten(0, 1), target_ids.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
+    return -losses.view(target_ids.shape)
+
+
+def weighted_mean(logits: Tensor, batch: Batch, rows_of_ranks: list[Tensor]) -> Tensor:
+    """Compute the weighted cross entropy of each group of rows, and the mean over the groups."""
+    log_probs, weights = log_probs_of(logits, batch["target_ids"]), weights_of(batch)
+    return torch.stack([-(log_probs[r] * weights[r]).sum() / weights[r].sum() for r in rows_of_ranks]).mean()
+
+
+def weights_of(batch: Batch) -> Tensor:
+    counted = (batch["target_ids"] != IGNORE_INDEX).double()
+    return counted * batch.get("target_weights", torch.ones((), dtype=torch.float64))

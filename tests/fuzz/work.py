@@ -1,0 +1,136 @@
+"""A rank's side of a case: the training of train.py, or `train_batch` on own batches, in a process of the pool."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from picotron import parallelize
+from picotron.batches import cross_entropy, forward_batch, split_batch, train_batch
+from picotron.checkpoint.checkpoint import find_checkpoint
+from picotron.checkpoint.writer import CheckpointWriter
+from picotron.config import Config
+from picotron.data import MicroBatchDataLoader, Progress, data_fingerprint, rows_to_hold_out, split_train_eval
+from picotron.errors import UserError
+from picotron.launch import check_world_size
+from picotron.metrics import global_mean
+from picotron.model_config import load_model_config
+from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from picotron.parallelize import build_model, check_layout, unwrap
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.text.tokens import load_data
+from picotron.train_step import make_evaluation, make_train_step
+from picotron.weights import initial_weights
+from tests.fuzz.cases import Case
+from tests.fuzz.files import config_of, own_batch
+from tests.fuzz.losses import LOSSES
+from tests.support.training import all_stages
+
+CPU = torch.device("cpu")
+
+
+def run_part(case: Case, folder: Path, part: int) -> dict[str, Any]:
+    """Run a part of a case on this rank. Returns its results, or {"refused": the sentence}."""
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    logging.getLogger("picotron").setLevel(logging.ERROR)
+    try:
+        return train(case, config_of(case, folder, part))
+    except UserError as error:
+        return {"refused": str(error)}
+
+
+def freeze(case: Case, module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if any(part in name for part in case["frozen"]):
+            parameter.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def frozen_stages(case: Case) -> Iterator[None]:
+    """Context in which parameters are frozen before data parallelism wraps them."""
+    build = parallelize.build_stage
+
+    def build_frozen(*arguments: Any) -> Any:
+        stage = build(*arguments)
+        freeze(case, stage)
+        return stage
+
+    with mock.patch.object(parallelize, "build_stage", build_frozen):
+        yield
+
+
+def train(case: Case, config: Config) -> dict[str, Any]:
+    layout, training = config.distributed, config.training
+    check_world_size(layout, dist.get_world_size())
+    model_config = load_model_config(config.model)
+    plan = check_layout(config, model_config)
+    grid = setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    checkpoint = find_checkpoint(config, model_config)
+    is_own = case["data"]["kind"] == "own"
+    fingerprint, tokenizer, eval_loader, held_out = "", Path(config.model.name), None, 0
+    if not is_own:
+        data, tokenizer = load_data(config, model_config)
+        held_out = rows_to_hold_out(data, config, checkpoint.held_out if checkpoint else None)
+        train_rows, eval_rows = split_train_eval(data, config, held_out)
+        fingerprint = data_fingerprint(train_rows, config)
+        if eval_rows:
+            eval_loader = MicroBatchDataLoader(eval_rows, config, CPU, shuffle=False, batches=training.eval_steps)
+    progress = checkpoint.progress(fingerprint) if checkpoint else Progress()
+    if not is_own:
+        loader = MicroBatchDataLoader(train_rows, config, CPU, progress.samples)
+
+    weights = checkpoint.weights() if checkpoint else initial_weights(model_config, training.seed)
+    with frozen_stages(case) if case["freezes_early"] else contextlib.nullcontext():
+        model = build_model(config, model_config, plan, CPU, torch.float64, weights)
+    llama = unwrap(model)
+    freeze(case, llama)
+    optimizer = AdamW(model.parameters(), training, config.model.use_fused_adam)
+    if checkpoint:
+        checkpoint.restore(optimizer, llama)
+    scheduler = make_scheduler(optimizer, training, progress.step)
+    writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, fingerprint, None, held_out)
+    step, evaluate = (
+        make(config, model_config, plan, CPU, torch.float64) for make in (make_train_step, make_evaluation)
+    )
+
+    def own_step(number: int) -> float:
+        batch = own_batch(case, config.global_batch_size, number)
+        batches = split_batch(batch, training.gradient_accumulation_steps, layout.cp_sharding)
+        loss_fn = cross_entropy if case["data"]["loss"] == "cross_entropy" else LOSSES[case["data"]["loss"]][0]
+        found = train_batch(step, model, batches, loss_fn, scope=case["data"]["scope"]).loss
+        if case["between"]:
+            forward_batch(evaluate, model, batches)
+        return found
+
+    def loaded_step(_: int) -> float:
+        found = global_mean(step(model, loader)).item()
+        if case["between"] and eval_loader:
+            evaluate(model, MicroBatchDataLoader(eval_rows, config, CPU, shuffle=False, batches=training.eval_steps))
+        return found
+
+    take_step = own_step if is_own else loaded_step
+    result: dict[str, Any] = {"losses": [], "norms": [], "evaluations": []}
+    with writer:
+        while not progress.is_end(training):
+            result["losses"].append(take_step(progress.step))
+            if "gradients" not in result:
+                result["gradients"] = all_stages(llama, "main_grad")
+            result["norms"].append(clip_grad_norm(model, training.max_grad_norm).item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            progress = progress.after_step(config)
+            if eval_loader:
+                result["evaluations"].append(global_mean(evaluate(model, eval_loader)).item())
+            writer.check()
+            if writer.is_due(progress):
+                writer.save(progress)
+    result["weights"] = all_stages(llama, "data")
+    return result if grid.global_rank == 0 else {key: result[key] for key in ("losses", "norms", "evaluations")}
