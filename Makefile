@@ -8,7 +8,7 @@ CHROMIUM ?= chromium
 export CHROMIUM
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-fast parity lint schema docs bench gpu clean playground playground-test playground-pictures
+.PHONY: help setup train test test-fast parity fuzz lint schema docs bench gpu clean playground playground-test playground-pictures
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -37,6 +37,9 @@ test-fast: $(STAMP) ## run the tests that start no processes (under 2 minutes)
 parity: $(STAMP) ## compare 73 layouts with one process, write docs/parity.md, run the long tests
 	$(BIN)/python -m tests.parity
 	$(BIN)/python -m pytest -q -m parity $(ARGS)
+
+fuzz: $(STAMP) ## look for a case that differs from transformers, for 10 minutes (ARGS="--minutes 60 --seed 1")
+	$(BIN)/python -m tests.fuzz --minutes 10 $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

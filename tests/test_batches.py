@@ -187,6 +187,12 @@ def mistakes(layout: dict[str, Any]) -> dict[str, str]:
         "last boundary": train(changed(cu_seqlens=rows[:-1])),
         "row boundary": train(changed(cu_seqlens=rows[[0, 2]])),
         "order": train(changed(cu_seqlens=torch.tensor([0, 20, 16, 32]))),
+        "empty rows": train(changed(input_ids=torch.zeros(2, 0, dtype=torch.int64))),
+        "input ids": train(changed(input_ids=parts[0]["input_ids"] + 30)),
+        "target ids": train(changed(target_ids=torch.full((2, 16), 9999))),
+        "negative ids": train(changed(target_ids=torch.full((2, 16), -1))),
+        "dtype": train(changed(input_ids=torch.zeros(2, 16))),
+        "nothing counts": train([part | {"target_ids": torch.full((2, 16), -100)} for part in parts]),
         "rows": message(lambda: split_batch(global_batch(), 3)),
         "lengths": message(lambda: split_batch(global_batch() | {"number": torch.arange(7)}, 4)),
     }
@@ -216,6 +222,12 @@ SENTENCES = {
     "last boundary": r"micro-batch 0: cu_seqlens should ascend from 0 to 32, .* not \[0, 16\]",
     "row boundary": r"micro-batch 0: cu_seqlens lack 16, where a row begins; a document cannot cross rows",
     "order": r"micro-batch 0: cu_seqlens should ascend from 0 to 32, .* not \[0, 20, 16, 32\]",
+    "empty rows": r"micro-batch 0: input_ids have shape \[2, 0\], but they must be \(B, T\)",
+    "input ids": r"micro-batch 0: input_ids have \d+, but the model's vocab_size is 61; use ids from 0 to 60",
+    "target ids": r"micro-batch 0: target_ids have 9999, .* use ids from 0 to 60, or -100 for a target that does not count",
+    "negative ids": r"micro-batch 0: target_ids have -1, .* or -100 for a target that does not count",
+    "dtype": r"micro-batch 0: input_ids have dtype torch.float32, but ids are integers; convert them to torch.int64",
+    "nothing counts": r"the target_weights of the global batch sum to 0, but their mean needs a positive sum; .*",
     "rows": r"8 sequences cannot be divided into 3 micro-batches on each of 1 data-parallel ranks; use a multiple of 3",
     "lengths": r"number has 7 sequences, but input_ids 8; make them equal",
     "no scalar": r"loss_fn returned a loss of shape \[2, 16\], but it must be a scalar tensor; sum it",
@@ -233,6 +245,53 @@ def test_each_mistake_has_a_sentence_on_every_rank(pool: WorkerPool, layout: dic
         assert len(found) >= 14
         for name, sentence in found.items():
             assert re.fullmatch(SENTENCES[name], sentence), f"{name}: {sentence}"
+
+
+def different_batches(layout: dict[str, Any], what: str) -> str:
+    """Return the error if rank 1 has other micro-batches than rank 0."""
+    config = config_of(layout)
+    model, step, rank = wrapped(config, MODEL), step_of(config, MODEL), pgm.process_group_manager.global_rank
+    parts = split_batch(global_batch(), config.training.gradient_accumulation_steps)
+    if rank == 1 and what == "count":
+        parts = parts[1:]
+    elif rank == 1:
+        changes = {"target_weights": torch.ones(2, 16)} if what == "weights" else {what: parts[0][what].flip(0)}
+        parts = [part | changes for part in parts]
+    return message(lambda: train_batch(step, model, parts))
+
+
+@pytest.mark.parametrize(
+    ("layout", "what", "sentence"),
+    [
+        ({"pp_size": 2}, "input_ids", "input_ids of micro-batch 0 differ between ranks 0 and 1, which process the same tokens; .*"),
+        ({"tp_size": 2}, "target_ids", "target_ids of micro-batch 0 differ between ranks 0 and 1, .*"),
+        ({"dp_size": 2}, "input_ids", "no error"),
+        ({"dp_size": 2}, "count", "rank 0 has 2 micro-batches, but rank 1 has 1; pass the same number on all ranks"),
+        ({"dp_size": 2}, "weights", "only one of the ranks 0 and 1 has target_weights; add them on all ranks or on none"),
+    ],
+)  # fmt: skip
+def test_batches_that_should_be_equal_are_compared(
+    pool: WorkerPool, layout: dict[str, Any], what: str, sentence: str
+) -> None:
+    for found in pool.run(different_batches, 2, layout, what):
+        assert re.fullmatch(sentence, found)
+
+
+def sequence_of_six() -> str:
+    config = config_of({"tp_size": 4, "sequence_parallel": True}, training__seq_length=8)
+    model_config = tiny_llama(num_attention_heads=4, num_key_value_heads=4)
+    model, step = wrapped(config, model_config), step_of(config, model_config)
+    ids = torch.zeros(4, 6, dtype=torch.int64)
+    batches = split_batch({"input_ids": ids, "target_ids": ids}, 2)
+    return message(lambda: train_batch(step, model, batches))
+
+
+def test_a_length_that_sequence_parallelism_cannot_divide_is_an_error(pool: WorkerPool) -> None:
+    for sentence in pool.run(sequence_of_six, 4):
+        assert sentence == (
+            "micro-batch 0 has 6 tokens per sequence on a context-parallel rank, which sequence parallelism cannot divide "
+            "over 4 tensor-parallel ranks; use a multiple of 4"
+        )
 
 
 def split_for(layout: dict[str, Any]) -> tuple[tuple[int, int], list[dict[str, Any]]]:

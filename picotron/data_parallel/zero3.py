@@ -58,6 +58,7 @@ class Unit:
         gradients: local gradients that are not reduced yet.
         missing: number of gradients of each parameter that a micro-batch still has to add before the unit is reduced.
         in_backward: whether the backward that uses the weights runs.
+        has_previous: whether backward continues with the modules before this one, which need the gradient of its input.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Unit:
         self.gradients: dict[Tensor, Tensor] = {}
         self.missing: dict[Tensor, int] = {}
         self.work: dist.Work | None = None
-        self.is_full, self.in_backward = True, False
+        self.is_full, self.in_backward, self.has_previous = True, False, False
         self.free()
 
     def start_gather(self) -> None:
@@ -92,10 +93,6 @@ class Unit:
         if self.work is not None:
             self.work.wait()
             self.work = None
-
-    @property
-    def is_frozen(self) -> bool:
-        return not any(parameter.requires_grad for parameter in self.parameters)
 
     def free(self) -> None:
         """Free the full weights."""
@@ -154,22 +151,21 @@ class DataParallelZero3(DataParallel):
         llama: Any = next(each for each in module.modules() if isinstance(each, Llama))
         decoder, hook = llama.model, self._make_hook()
         layers = list(decoder.layers.values())
-        for modules in ([decoder.embed_tokens], *([layer] for layer in layers), [decoder.norm, llama.lm_head]):
-            modules = [each for each in modules if each is not None]
+        groups = [decoder.embed_tokens], *([layer] for layer in layers), [decoder.norm, llama.lm_head]
+        for number, group in enumerate(groups):
+            modules = [each for each in group if each is not None]
             parameters = dict.fromkeys(p for each in modules for p in each.parameters())
             if unseen := [p for p in parameters if p not in self.unit_of]:
                 self.units.append(Unit(unseen, grid.cp_dp_group, used_twice))
                 self.unit_of |= dict.fromkeys(unseen, self.units[-1])
             if modules:  # the head has no hook: it runs after the norm
                 units = list(dict.fromkeys(self.unit_of[p] for p in parameters))
-                modules[0].register_forward_pre_hook(functools.partial(self._before_forward, units))
+                modules[0].register_forward_pre_hook(functools.partial(self._before_forward, units, max(number - 1, 0)))
         for layer in layers:
             layer.register_forward_hook(self._after_layer)
         embedding, head = decoder.embed_tokens, llama.lm_head
         self.head_units = [] if head is None else list(dict.fromkeys(map(self._unit_of, (head, decoder.norm))))
-        if embedding is not None and head is not None and head.weight is embedding.weight:
-            decoder.norm.register_forward_hook(self._before_tied_head)
-        elif embedding is not None:
+        if embedding is not None and (head is None or head.weight is not embedding.weight):
             embedding.register_forward_hook(lambda *_: self._free(self.units[0]))  # backward does not need its weights
         for parameter in self.unit_of:
             if parameter.requires_grad:
@@ -192,50 +188,50 @@ class DataParallelZero3(DataParallel):
         if not self.stays_full:
             unit.free()
 
-    def _before_forward(self, units: list[Unit], _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def _before_forward(self, units: list[Unit], layer: int, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Gather the units of a layer, of the embedding or of the head, and start to gather that of the next module.
+
+        Args:
+            layer: number of layers of this rank before the module.
+        """
         for unit in units:
             unit.gather()
         if units[0].in_backward:  # activation checkpointing computes forward again in backward
             return
         for unit in self.units[self.units.index(units[0]) + 1 :][:1]:
             unit.start_gather()
-        if units[0].is_frozen and inputs[0].requires_grad:  # no gradient of its own tells when its backward is complete
-            inputs[0].register_hook(lambda gradient: self._after_backward(units[0]))
-
-    def _before_tied_head(self, norm: nn.Module, _: Any, x: Tensor) -> None:
-        """Let the backward of the head, which computes the gradient of x, free the tied matrix: its own gradient is
-        complete much later, with that of the embedding.
-        """
-        if x.requires_grad:
-            x.register_hook(lambda gradient: self._free(self.units[0]))
+        units[0].has_previous = inputs[0].requires_grad
+        if inputs[0].requires_grad and not self.stays_full:
+            inputs[0].register_hook(lambda gradient: self._after_backward(units, layer))
 
     def _after_layer(self, layer: nn.Module, _: Any, output: Tensor) -> None:
         self._finish_reduction()  # the last one of the micro-batch before, meanwhile this layer has computed
         unit = self._unit_of(layer)
-        if self.stays_full or unit.in_backward:
+        if unit.in_backward:
             return
-        if output.requires_grad:
-            output.register_hook(lambda gradient: self._before_backward(unit))
         if not output.requires_grad or unit is not self.layer_units[-1]:
-            unit.free()
+            self._free(unit)
 
-    def _before_backward(self, unit: Unit) -> None:
-        unit.in_backward = True
-        unit.gather()
-        for previous in self.layer_units[: self.layer_units.index(unit)][-1:]:
-            previous.start_gather()
+    def _after_backward(self, units: list[Unit], layer: int) -> None:
+        """Free the units of a module whose backward is complete, and gather those of the layer before it."""
+        for unit in units:
+            unit.in_backward = False
+            unit.free()
+        for previous in self.layer_units[:layer][-1:]:
+            previous.in_backward = True
+            previous.gather()
+        for following in self.layer_units[:layer][-2:-1]:
+            following.start_gather()
 
     def _accumulate(self, parameter: Tensor) -> None:
         """Take `parameter.grad`, and reduce the gradients of its unit when all of them are there."""
         if parameter.grad is not None and self.unit_of[parameter].accumulate(parameter):
             self._start_reduction(self.unit_of[parameter])
 
-    def _after_backward(self, unit: Unit) -> None:
-        unit.in_backward = False
-        self._free(unit)
-
     def _start_reduction(self, unit: Unit) -> None:
-        self._after_backward(unit)
+        if not unit.has_previous:  # backward ends here
+            unit.in_backward = False
+            self._free(unit)
         self._finish_reduction()  # so at most one buffer of full gradients exists
         self.finish_reduction = unit.start_reduction()
 
@@ -257,5 +253,6 @@ class DataParallelZero3(DataParallel):
                 self._start_reduction(unit)
         self._finish_reduction()
         for unit in self.units:
+            unit.in_backward = False
             unit.free()
         sum_partial_gradients(self.module)

@@ -101,7 +101,7 @@ def conversation(dice: random.Random) -> list[dict[str, str]]:
 
 
 def own_batch(case: Case, sequences: int, step: int) -> dict[str, Any]:
-    """Return the global batch of a step: random tokens, and if the case has them, weights, targets of -100 and documents."""
+    """Return the global batch of a step: random tokens, weights, targets of -100 and documents."""
     data, vocab, length = case["data"], case["model"]["vocab_size"], case["config"]["training.seq_length"]
     generator = torch.Generator().manual_seed(1000 * data["seed"] + step)
     ids = torch.randint(vocab, (sequences, length + 1), generator=generator)

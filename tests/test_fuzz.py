@@ -1,0 +1,193 @@
+"""The fuzzer: corners that were once wrong, random cases of fixed seeds, and faults put back, which it must find."""
+
+import functools
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from picotron.batches import check_batches
+from picotron.data_parallel import zero3
+from picotron.owned_slices import divide
+from tests.fuzz.cases import Case, draw_case, smaller
+from tests.fuzz.check import check, shrink
+from tests.fuzz.work import run_part
+from tests.support.worker_pool import WorkerPool
+
+SEED = 30
+MODEL = {
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 6, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+    "pad_token_id": None, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+OWN = {
+    "kind": "own",
+    "seed": 0,
+    "loss": "cross_entropy",
+    "documents": False,
+    "weights": False,
+    "ignored": 0.0,
+    "scope": "global",
+}
+
+
+def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: Any) -> Case:
+    """Return a case on one process, with changed keys of the config, such as dp=2 or seq_length=7."""
+    case: Case = {"resume": None, "frozen": [], "freezes_early": False, "between": False}
+    case |= {key: changes.pop(key) for key in list(changes) if key in case}
+    config = {"training.seq_length": 8, "training.gradient_accumulation_steps": 2, "training.micro_batch_size": 2}
+    config |= {f"distributed.{axis}_size": changes.pop(axis, 1) for axis in ("dp", "pp", "cp", "tp")}
+    config |= {"training.adam_eps": 1e-4}
+    for key, value in changes.items():
+        section = "distributed" if key.startswith(("dp_", "pp_", "cp_", "sequence")) else "training"
+        config[f"{section}.{key}"] = value
+    return case | {"model": MODEL | {"tie_word_embeddings": tied}, "config": config, "data": OWN | (data or {})}
+
+
+CORNERS: dict[str, Case] = {
+    "odd length": case_of(seq_length=7),
+    "length 1": case_of(seq_length=1),
+    "odd length, own loss, pipeline": case_of(data={"loss": "focal"}, seq_length=5, pp=2),
+    "forward before the update, zero3 in a pipeline": case_of(dp=2, pp=2, dp_engine="zero3", between=True),
+    "forward before the update, zero3": case_of(dp=2, dp_engine="zero3", between=True),
+    "own loss, tied, zero3": case_of(tied=True, data={"loss": "focal"}, dp=2, dp_engine="zero3"),
+    "logits, tied, zero3, recomputation": case_of(
+        tied=True, data={"loss": "logits"}, dp=2, dp_engine="zero3", activation_checkpointing="full"
+    ),
+    "tied, zero3, V": case_of(tied=True, dp=2, pp=2, dp_engine="zero3", pp_engine="zbv", gradient_accumulation_steps=4)
+    | {"model": MODEL | {"num_hidden_layers": 4, "tie_word_embeddings": True}},
+    "ignored targets": case_of(data={"ignored": 0.9}, dp=2, cp=2),
+    "ignored targets with weights": case_of(data={"ignored": 0.5, "weights": True}, dp=2, tp=2),
+    "loss of whole sequences": case_of(data={"loss": "preference"}, cp=2),
+    "loss of whole sequences, tp": case_of(data={"loss": "preference", "ignored": 0.3}, cp=2, tp=2),
+    "frozen first stage, zero1": case_of(frozen=["embed_tokens", "layers.0."], dp=2, pp=2, dp_engine="zero1"),
+    "frozen head, zero3": case_of(frozen=["lm_head", "layers.1."], dp=2, dp_engine="zero3", freezes_early=True),
+    "frozen norms, zero3": case_of(frozen=["model.norm", "input_layernorm"], dp=2, dp_engine="zero3"),
+    "frozen norms, zero3, recomputation": case_of(
+        frozen=["norm", "embed_tokens"], dp=2, dp_engine="zero3", activation_checkpointing="full"
+    ),
+    "frozen queries, split backward": case_of(
+        frozen=["q_proj"], pp=2, tp=2, pp_engine="zb_h1", sequence_parallel=True, gradient_accumulation_steps=3
+    ),
+    "frozen and resumed": case_of(
+        frozen=["embed_tokens", "mlp"],
+        dp=2,
+        dp_engine="zero3",
+        resume={
+            "after": 1,
+            "config": {"distributed.dp_size": 1, "distributed.pp_size": 2, "training.micro_batch_size": 4},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_corners_equal_transformers(pool: WorkerPool, name: str) -> None:
+    result = check(pool, CORNERS[name])
+    assert result.outcome == "equal", result.text
+
+
+@pytest.mark.parametrize(
+    "first", [0, 10, 20, 30, *(pytest.param(first, marks=pytest.mark.parity) for first in range(40, 640, 10))]
+)
+def test_random_cases_equal_transformers(pool: WorkerPool, first: int) -> None:
+    """Ten cases each. A failure prints the case: `python -m tests.fuzz --seed 30 --first N --cases 1` simplifies it."""
+    for number in range(first, first + 10):
+        case = draw_case(SEED, number)
+        result = check(pool, case)
+        assert result.outcome != "different", f"case {number}: {result.text}\n{case}"
+
+
+# -------------------------------------------------------------------------------------------------- faults put back
+
+
+def accept_ignored_targets(*arguments: Any) -> bool:
+    check_batches(*arguments)
+    return False
+
+
+def free_tied_matrix_after_forward(init: Callable[..., None]) -> Callable[..., None]:
+    def changed(self: Any, *arguments: Any) -> None:
+        init(self, *arguments)
+        self.head_units = self.units[-1:]
+
+    return changed
+
+
+FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "odd length": (
+        "zigzag cuts into 2 chunks without context parallelism",
+        lambda: mock.patch(
+            "picotron.context_parallel.positions.chunk_count",
+            lambda cp_size, sharding: cp_size * (2 if sharding == "zigzag" else 1),
+        ),
+    ),
+    "forward before the update, zero3 in a pipeline": (
+        "full weights outlive the update",
+        lambda: mock.patch.object(
+            zero3, "divide", lambda *arguments, after_update: divide(*arguments, after_update=lambda: None)
+        ),
+    ),
+    "own loss, tied, zero3": (
+        "the tied matrix is freed after forward",
+        lambda: mock.patch.object(
+            zero3.DataParallelZero3, "__init__", free_tied_matrix_after_forward(zero3.DataParallelZero3.__init__)
+        ),
+    ),
+    "ignored targets": (
+        "the mean is that of each micro-batch and rank",
+        lambda: mock.patch("picotron.batches.check_batches", accept_ignored_targets),
+    ),
+    "loss of whole sequences": (
+        "each cp rank sums over its own tokens",
+        lambda: mock.patch("picotron.batches.SumOverRanks", types.SimpleNamespace(apply=lambda x: x)),
+    ),
+}
+
+
+def run_with_fault(corner: str, case: Case, folder: Path, part: int) -> dict[str, Any]:
+    with FAULTS[corner][1]():
+        return run_part(case, folder, part)
+
+
+@pytest.mark.parametrize("corner", FAULTS)
+def test_a_fault_put_back_is_found_and_simplified(pool: WorkerPool, corner: str) -> None:
+    run = functools.partial(run_with_fault, corner)
+    assert check(pool, CORNERS[corner], run).outcome == "different"
+    simple = shrink(pool, CORNERS[corner] | {"frozen": ["mlp"]}, seconds=3, run=run)
+    assert simple["frozen"] == []
+    assert check(pool, simple, run).outcome == "different"
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("corner", FAULTS)
+def test_random_cases_find_a_fault_put_back(pool: WorkerPool, corner: str) -> None:
+    run = functools.partial(run_with_fault, corner)
+    for number in range(300):
+        if check(pool, draw_case(SEED, number), run).outcome == "different":
+            print(f"{FAULTS[corner][0]}: found by case {number}")
+            return
+    raise AssertionError(f"{FAULTS[corner][0]}: not found in 300 cases")
+
+
+def test_variants_of_a_case_are_other_cases() -> None:
+    case = draw_case(SEED, 3)
+    variants = list(smaller(case))
+    assert len(variants) > 10
+    assert all(variant != case and variant.keys() == case.keys() for variant in variants)
+
+
+def test_what_cannot_run_is_refused_with_a_sentence(pool: WorkerPool) -> None:
+    refused = check(pool, case_of(seq_length=7, cp=2))
+    assert refused.outcome == "refused"
+    assert "seq_length=7 is not divisible by 4" in refused.text
+    crashed = check(pool, case_of(), run_that_crashes)
+    assert crashed.outcome == "different"
+    assert "ZeroDivisionError" in crashed.text
+
+
+def run_that_crashes(*_: Any) -> dict[str, Any]:
+    raise ZeroDivisionError
