@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import LlamaConfig
 
-from benchmarks.side_by_side import gather, machine, print_markdown
-from benchmarks.workload import arguments, device_of, loader_of, require_gpus, run_config
+from benchmarks.side_by_side import DifferentResults, gather, print_markdown
+from benchmarks.workload import TINY, arguments, device_of, loader_of, model_config, require_gpus, run_config
 from picotron import process_group_manager as pgm
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
@@ -43,7 +43,7 @@ from picotron.train_step import make_train_step
 from picotron.weights import copy_shard, initial_weights, parameters_and_shards
 
 LAYOUTS = {"dp 1": {}, "tp 2": {"tp_size": 2}, "pp 2": {"pp_size": 2}}
-MODEL = LlamaConfig(  # 125 million parameters; 12 bytes each, with the optimizer's state
+MODEL = model_config() if TINY else LlamaConfig(  # 125 million parameters; 12 bytes each, with the optimizer's state
     hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
     vocab_size=32000, max_position_embeddings=256,
 )  # fmt: skip
@@ -92,6 +92,10 @@ class Run:
                 tensors[f"{kind}.{name}"] = DTensor.from_local(tensor, mesh, [Shard(shard.dim)]) if sharded else tensor
         return tensors
 
+    def local_tensors(self) -> list[Tensor]:
+        """Return the same tensors, of sharded ones this rank's shard."""
+        return [each.to_local() if isinstance(each, DTensor) else each for each in self.tensors().values()]
+
     def save(self) -> None:
         self.saved += 1
         self.writer.save(Progress(self.saved))
@@ -136,6 +140,21 @@ def measured(operation: Callable[[], None]) -> tuple[float, float]:
     return seconds, maximum_over_ranks(peak - max(before, memory("VmRSS")))
 
 
+def check_load(run: Run, load: Callable[[], None]) -> None:
+    """Set all tensors to 0, load them, and compare their sums with those before.
+
+    Raises:
+        DifferentResults: at least one sum differs.
+    """
+    expected = [tensor.sum(dtype=torch.float64).item() for tensor in run.local_tensors()]
+    for tensor in run.local_tensors():
+        tensor.zero_()
+    load()
+    loaded = [tensor.sum(dtype=torch.float64).item() for tensor in run.local_tensors()]
+    if expected != loaded:
+        raise DifferentResults(f"{load.__qualname__}: {sum(expected)} was saved, {sum(loaded)} was loaded")
+
+
 def save_and_load(rank: int, layout: dict[str, Any], folder: str, turns: int) -> dict[str, list[tuple[float, float]]]:
     """Measure the four operations in turns. Files are deleted after loading, because overwriting files that are in the
     page cache would be faster.
@@ -144,9 +163,13 @@ def save_and_load(rank: int, layout: dict[str, Any], folder: str, turns: int) ->
     results: dict[str, list[tuple[float, float]]] = {"torch_save": [], "torch_load": [], "save": [], "load": []}
     for turn in range(turns + 1):
         for name, measurements in results.items():
-            result = measured(getattr(run, name))
-            if turn:  # the first turn is a warm-up
-                measurements.append(result)
+            operation = getattr(run, name)
+            if turn:
+                measurements.append(measured(operation))
+            elif name.endswith("load"):  # the first turn is a warm-up
+                check_load(run, operation)
+            else:
+                operation()
             if name.endswith("load") and rank == 0:
                 shutil.rmtree(run.folder / "dcp" if name == "torch_load" else checkpoint_folder(run.folder, run.saved))
             dist.barrier()
@@ -220,7 +243,6 @@ def print_in_background(turns: int) -> None:
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     require_gpus(2)
-    print(machine())
     print_save_and_load(options.turns)
     print_in_background(max(1, options.turns // 2))
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.side_by_side import Variant, measure, print_markdown, print_table
 from benchmarks.workload import (
     ON_GPU,
+    TINY,
     arguments,
     device_of,
     loader_of,
@@ -36,8 +37,8 @@ from picotron.explain.fake_group import fake_rank
 from picotron.model import Llama, fused_attention
 
 CP = 2
-LENGTHS = (2048, 8192)
-LAYERS = 24 if ON_GPU else 2  # attention over 8,192 tokens is slow on a CPU
+LENGTHS = (32, 128) if TINY else (2048, 8192)
+LAYERS = 24 if ON_GPU and not TINY else 2  # attention over 8,192 tokens is slow on a CPU
 
 
 def one_sequence(seq_length: int) -> dict[str, Any]:
@@ -56,16 +57,18 @@ def torch_step(rank: int, seq_length: int) -> Callable[[], Any]:
     mesh = init_device_mesh(device.type, (CP,))
     optimizer = torch_adamw(llama.parameters())
 
-    def step() -> None:
+    def step() -> Tensor:
         batch = next(loader)
         ids, targets, positions = (batch[name].clone() for name in ("input_ids", "target_ids", "position_ids"))
         with torch_context_parallel(mesh, buffers=[ids, targets, positions], buffer_seq_dims=[1, 1, 1]):
-            llama(ids, positions, target_ids=targets).backward()
+            loss = llama(ids, positions, target_ids=targets)
+            loss.backward()
         for parameter in llama.parameters():
             dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
         torch.nn.utils.clip_grad_norm_(llama.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
     return step
 

@@ -11,8 +11,8 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.forecast import rank_correlation
-from benchmarks.side_by_side import Variant, machine, measure, print_markdown
-from benchmarks.workload import arguments, model_config, picotron_step, require_gpus, run_config
+from benchmarks.side_by_side import Measurement, Variant, check_same_losses, measure, print_markdown
+from benchmarks.workload import TINY, arguments, model_config, picotron_step, require_gpus, run_config
 from picotron.explain.forecast import forecast
 from picotron.explain.measure import find_hardware
 from picotron.schedules.plan import plan_pipeline
@@ -38,22 +38,26 @@ def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     require_gpus(2)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
-        hardware = find_hardware("this", run_config({}))  # measured now, not read from the cache
+        hardware = find_hardware("H200" if TINY else "this", run_config({}))  # measured now, not read from the cache
     variants = [
         Variant(name, partial(picotron_step, **training), (layout,), run_config(layout).distributed.world_size)
         for name, (layout, training) in LAYOUTS.items()
     ]
+    results: dict[str, Measurement] = {}
+    for i in range(0, len(variants), TOGETHER):
+        results |= measure(variants[i : i + TOGETHER], options.turns, options.steps)
+    for dp in (1, 2):  # which has a global batch of its own
+        check_same_losses({name: each for name, each in results.items() if LAYOUTS[name][0].get("dp_size", 1) == dp})
     rows = [["layout", "measured, s", "forecast, s", "error"]]
     measured, expected = [], []
-    for i in range(0, len(variants), TOGETHER):
-        for name, (seconds, _) in measure(variants[i : i + TOGETHER], options.turns, options.steps).items():
-            layout, training = LAYOUTS[name]
-            config, model = run_config(layout, **training), model_config()
-            step = forecast(config, model, plan_pipeline(config, model), hardware).step_time
-            measured.append(statistics.median(seconds))
-            expected.append(step)
-            rows.append([name, f"{measured[-1]:.2f}", f"{step:.2f}", f"{step / measured[-1] - 1:+.1%}"])
-    print(f"{machine()}\n{hardware}")
+    for name, (seconds, _, _) in results.items():
+        layout, training = LAYOUTS[name]
+        config, model = run_config(layout, **training), model_config()
+        step = forecast(config, model, plan_pipeline(config, model), hardware).step_time
+        measured.append(statistics.median(seconds))
+        expected.append(step)
+        rows.append([name, f"{measured[-1]:.2f}", f"{step:.2f}", f"{step / measured[-1] - 1:+.1%}"])
+    print(hardware)
     print_markdown(rows)
     errors = [abs(theirs / ours - 1) for theirs, ours in zip(expected, measured, strict=True)]
     correlation = rank_correlation(measured, expected)

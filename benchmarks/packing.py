@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.side_by_side import Variant, machine, measure, print_markdown
+from benchmarks.side_by_side import Variant, measure, print_markdown
 from benchmarks.workload import (
     MICRO_BATCH,
     MICRO_BATCHES,
     ON_GPU,
     SEQ_LENGTH,
     SHAPE,
+    TINY,
     arguments,
     device_of,
     model_config,
@@ -36,9 +37,13 @@ SAMPLES = 2 * MICRO_BATCH  # in a micro-batch of transformers
 @functools.cache
 def python_samples() -> Samples:
     """Return samples of random tokens with the lengths of the pairs of docs/python_pairs.py."""
-    sizes = [(len(pair["prompt"]), len(pair["completion"])) for pair in all_pairs()]
-    lengths = np.array(sizes) // BYTES_PER_TOKEN + 2
-    tokens = np.random.default_rng(0).integers(SHAPE["vocab_size"], size=lengths.sum()).astype(np.uint16)
+    generator = np.random.default_rng(0)
+    if TINY:
+        lengths = generator.integers(2, 12, size=(100, 2))
+    else:
+        sizes = [(len(pair["prompt"]), len(pair["completion"])) for pair in all_pairs()]
+        lengths = np.array(sizes) // BYTES_PER_TOKEN + 2
+    tokens = generator.integers(SHAPE["vocab_size"], size=lengths.sum()).astype(np.uint16)
     counted = np.tile(np.array([0, 1], np.uint8), len(lengths)).repeat(lengths.ravel())
     return Samples(tokens, counted, lengths.sum(1))
 
@@ -107,14 +112,14 @@ def main() -> None:
     ]
     results = measure(variants, options.turns, options.steps)
     table = [["", "tokens of samples per step", "tokens of samples/s", "relative speed", "peak memory, MiB"]]
-    rates = {name: [content[name] / each for each in results[name][0]] for name in names}
+    rates = {name: [content[name] / each for each in results[name].seconds] for name in names}
     for name in names:
         speed = statistics.median(a / b for a, b in zip(rates[name], rates[names[0]], strict=True))
-        rate, memory = statistics.median(rates[name]), results[name][1]
+        rate, memory = statistics.median(rates[name]), results[name].memory
         table.append([name, f"{content[name]:,.0f}", f"{rate:,.0f}", f"{speed:.2f}", f"{memory:,.0f}"])
     filled = packed.sizes.sum() / (len(packed) * SEQ_LENGTH)
     print(f"{len(samples.lengths):,} samples of {samples.lengths.mean():.0f} tokens on average", end="; ")
-    print(f"packed, {1 - filled:.1%} of a row of {SEQ_LENGTH} is empty\n\n{machine()}")
+    print(f"packed, {1 - filled:.1%} of a row of {SEQ_LENGTH} is empty")
     print_markdown(table)
 
 

@@ -19,9 +19,9 @@ from unittest import mock
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-from benchmarks.side_by_side import Variant, gather, machine, measure, print_markdown
+from benchmarks.side_by_side import Variant, check_same_losses, gather, measure, print_markdown
 from benchmarks.torch_pipeline import PP, TORCH_CLASSES, config_of, torch_step
-from benchmarks.workload import ON_GPU, arguments, device_of, picotron_step, require_gpus, training_of
+from benchmarks.workload import ON_GPU, TINY, arguments, device_of, picotron_step, require_gpus, training_of
 from picotron.arguments import number
 from picotron.optimizer import AdamW
 from picotron.pipeline_parallel import executor, recorder
@@ -59,7 +59,7 @@ def timed(function: Callable[..., Any], name: str, seconds: dict[str, float]) ->
     return call
 
 
-def profiled_step(rank: int, trainer: str, engine: str, micro_batches: int, folder: str) -> Callable[[], None]:
+def profiled_step(rank: int, trainer: str, engine: str, micro_batches: int, folder: str) -> Callable[[], Any]:
     """Return a training step that appends its profile to the file `{trainer}{rank}`, one JSON object per step."""
     seconds: dict[str, float] = defaultdict(float)
     for owner, method, name in TIMED[trainer]:
@@ -69,16 +69,17 @@ def profiled_step(rank: int, trainer: str, engine: str, micro_batches: int, fold
     else:
         step = picotron_step(rank, {"pp_size": PP, "pp_engine": engine}, gradient_accumulation_steps=micro_batches)
 
-    def profiled() -> None:
+    def profiled() -> Any:
         seconds.clear()
         start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
-        step()
+        loss = step()
         after, total = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter() - start
         found = {**seconds, "rest": total - sum(seconds.values()), "step": total}
         found["of the step in the kernel"] = after.ru_stime - before.ru_stime
         found["page faults, thousands"] = (after.ru_minflt - before.ru_minflt) / 1000
         with Path(folder, f"{trainer}{rank}").open("a") as file:
             file.write(json.dumps(found) + "\n")
+        return loss
 
     return profiled
 
@@ -94,9 +95,11 @@ def profile(engine: str, micro_batches: int, runs: int, steps: int) -> list[list
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as folder:
             variants = [Variant(name, profiled_step, (name, engine, micro_batches, folder), PP) for name in TIMED]
-            (theirs, memory), (ours, our_memory) = measure(variants, 2, steps).values()
-            speeds.append(theirs[-1] / ours[-1])
-            memories.append(our_memory / memory)
+            results = measure(variants, 2, steps)
+            check_same_losses(results)
+            theirs, ours = results.values()
+            speeds.append(theirs.seconds[-1] / ours.seconds[-1])
+            memories.append(ours.memory / theirs.memory)
             for trainer, rank in itertools.product(TIMED, range(PP)):
                 lines = Path(folder, f"{trainer}{rank}").read_text().splitlines()[2 * steps :]  # without the warm-up
                 found[trainer, rank] += [json.loads(line) for line in lines]
@@ -111,7 +114,7 @@ def profile(engine: str, micro_batches: int, runs: int, steps: int) -> list[list
 
 
 def print_profiles(engines: list[str], micro_batches: int, runs: int, steps: int) -> None:
-    print(f"\n{micro_batches} micro-batches per step, times in seconds. {machine()}")
+    print(f"\n{micro_batches} micro-batches per step, times in seconds.")
     header = ["schedule", "rank", "", *COLUMNS, "relative speed", "of each run", "relative memory"]
     print_markdown([header] + [row for engine in engines for row in profile(engine, micro_batches, runs, steps)])
 
@@ -152,14 +155,20 @@ def prediction(engines: list[str], counts: list[int], turns: int) -> None:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
+    counts = [4] if TINY else [4, 8]
     parser.add_argument(
         "--engines", nargs="+", choices=TORCH_CLASSES, default=list(TORCH_CLASSES), help="schedules; default: all"
     )
     parser.add_argument(
-        "--micro_batches", type=number(int, 1), nargs="+", default=[4, 8], help="micro-batches per step; default: 4 8"
+        "--micro_batches",
+        type=number(int, 1),
+        nargs="+",
+        default=counts,
+        help=f"micro-batches per step; default: {counts}",
     )
+    runs = 1 if TINY else 5
     parser.add_argument(
-        "--runs", type=number(int, 1), default=5, help="runs of each profile, with new processes; default: 5"
+        "--runs", type=number(int, 1), default=runs, help=f"runs of each profile, with new processes; default: {runs}"
     )
     options = parser.parse_args()
     require_gpus(PP)

@@ -3,27 +3,37 @@
 Each variant has separate processes, so that its peak memory can be measured. All processes stay alive and
 the variants take turns, a few steps each, so that other load on the machine affects all variants equally. Speeds are
 medians over the turns; a relative speed is the median of the ratios within each turn.
+
+A comparison of programs that compute different things is worthless, so the steps return their losses, which
+`print_table` compares. Every table ends with the commit, the machine and the versions that it was measured with.
 """
 
 import dataclasses
+import functools
+import math
 import multiprocessing
 import os
 import platform
 import re
 import resource
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import transformers
 
-CONTEXT = multiprocessing.get_context("spawn")
+# A fork server imports the libraries once for all processes. A process that uses a GPU cannot be forked.
+CONTEXT: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+if not torch.cuda.is_available():
+    CONTEXT.set_forkserver_preload(["transformers.models.llama.modeling_llama", "picotron.train_step"])
 
 
 @dataclasses.dataclass
@@ -32,7 +42,8 @@ class Variant:
 
     Args:
         name: first cell of the row.
-        prepare: called as `prepare(rank, *arguments)` in each process; returns a function that runs one step.
+        prepare: called as `prepare(rank, *arguments)` in each process; returns a function that runs one step, and
+            returns this rank's loss, or None if the rank has none. The mean over the ranks is the loss of the step.
         processes: number of processes.
     """
 
@@ -40,6 +51,20 @@ class Variant:
     prepare: Callable[..., Callable[[], Any]]
     arguments: tuple[Any, ...] = ()
     processes: int = 1
+
+
+class DifferentResults(Exception):
+    """Two variants that did not compute the same numbers."""
+
+
+class Measurement(NamedTuple):
+    """The result of a variant: seconds per step of each turn, peak memory of its largest process in MiB, and the losses
+    of all steps, including those of the warm-up.
+    """
+
+    seconds: list[float]
+    memory: float
+    losses: list[float]
 
 
 def peak_memory_mib() -> float:
@@ -55,8 +80,8 @@ def _join_group(rank: int, processes: int, rendezvous: str) -> None:
 
 
 def _serve_steps(connection: Any, variant: Variant, rank: int, rendezvous: str) -> None:
-    """Prepare a variant. Then, for each number received, run that many steps and send the time in seconds; for 0, send
-    the peak memory in MiB and return.
+    """Prepare a variant. Then, for each number received, run that many steps and send the time in seconds and the
+    losses; for 0, send the peak memory in MiB and return.
     """
     try:
         _join_group(rank, variant.processes, rendezvous)
@@ -64,12 +89,11 @@ def _serve_steps(connection: Any, variant: Variant, rank: int, rendezvous: str) 
         connection.send("ready")
         while steps := connection.recv():
             start = time.perf_counter()
-            for _ in range(steps):
-                step()
+            losses = [step() for _ in range(steps)]
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()  # the other variants need room on the same GPU
-            connection.send(time.perf_counter() - start)
+            connection.send((time.perf_counter() - start, [float(loss) for loss in losses if loss is not None]))
         connection.send(peak_memory_mib())
     except Exception as error:
         connection.send(error)
@@ -80,9 +104,11 @@ def _serve_call(
 ) -> None:
     try:
         _join_group(rank, processes, rendezvous)
-        connection.send(function(rank, *arguments))
+        result = function(rank, *arguments)
     except Exception as error:
-        connection.send(error)
+        result = error
+    connection.send(result)
+    connection.poll(None)  # until `gather` ends, because other ranks may still communicate with this one
 
 
 def gather(function: Callable[..., Any], processes: int, *arguments: Any) -> list[Any]:
@@ -95,7 +121,11 @@ def gather(function: Callable[..., Any], processes: int, *arguments: Any) -> lis
             CONTEXT.Process(target=_serve_call, args=call, daemon=True).start()
             theirs.close()
             connections.append(ours)
-        return [_receive(connection) for connection in connections]
+        try:
+            return [_receive(connection) for connection in connections]
+        finally:
+            for connection in connections:
+                connection.close()
 
 
 def _receive(connection: Any) -> Any:
@@ -105,8 +135,8 @@ def _receive(connection: Any) -> Any:
     return result
 
 
-def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, tuple[list[float], float]]:
-    """Return for each variant the seconds per step of each turn, and the peak memory of its largest process in MiB."""
+def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, Measurement]:
+    """Measure the variants in turns, after a turn as a warm-up."""
     connections: dict[str, list[Any]] = {}
     processes = []
     with tempfile.TemporaryDirectory() as folder:
@@ -124,25 +154,42 @@ def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, tuple[
             for connection in connections[variant.name]:
                 _receive(connection)
 
-        def request(name: str, steps: int) -> list[float]:
+        def request(name: str, steps: int) -> list[Any]:
             for connection in connections[name]:
                 connection.send(steps)
             return [_receive(connection) for connection in connections[name]]
 
         seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
+        losses: dict[str, list[float]] = {variant.name: [] for variant in variants}
         for turn in range(turns + 1):
             for variant in variants:
-                slowest = max(request(variant.name, steps)) / steps
-                if turn > 0:  # the first turn is a warm-up
-                    seconds[variant.name].append(slowest)
+                times, by_rank = zip(*request(variant.name, steps), strict=True)
+                losses[variant.name] += map(statistics.mean, zip(*filter(None, by_rank), strict=True))
+                if turn > 0:
+                    seconds[variant.name].append(max(times) / steps)
         memory = {variant.name: max(request(variant.name, 0)) for variant in variants}
         for process in processes:
             process.join(10)
-    return {name: (seconds[name], memory[name]) for name in seconds}
+    return {name: Measurement(seconds[name], memory[name], losses[name]) for name in seconds}
+
+
+def check_same_losses(results: dict[str, Measurement]) -> None:
+    """Compare the losses of the first two steps. The second loss depends on the first step's gradients and optimizer.
+    (Later losses differ more and more, because AdamW amplifies differences in rounding.)
+
+    Raises:
+        DifferentResults: they differ by more than rounding.
+    """
+    tolerance = 2e-2 if torch.cuda.is_available() else 1e-4  # of bfloat16 and float32
+    (baseline, (_, _, expected)), *others = results.items()
+    for name, (_, _, losses) in others:
+        for step, (theirs, ours) in enumerate(zip(expected[:2], losses[:2], strict=True)):
+            if not math.isclose(theirs, ours, rel_tol=tolerance):
+                raise DifferentResults(f"step {step + 1}: {theirs:.6f} ({baseline}), {ours:.6f} ({name})")
 
 
 def machine() -> str:
-    """Return one line about the hardware and the versions of the libraries."""
+    """Describe the hardware and the versions of the libraries."""
     if torch.cuda.is_available():
         where = torch.cuda.get_device_name()
     else:
@@ -153,14 +200,28 @@ def machine() -> str:
     return f"{where}; torch {torch.__version__}, transformers {transformers.__version__}"
 
 
+@functools.cache
+def commit(folder: Path = Path(__file__).parent.parent) -> str:
+    """Describe the commit of the program: `commit abc1234 (2026-01-31) + changes`, or `unknown commit`."""
+
+    def git(*arguments: str) -> str:
+        # `-- .` finds no commit in a copy of the files that lies inside of another repository.
+        return subprocess.run(["git", *arguments, "--", "."], cwd=folder, capture_output=True, text=True).stdout.strip()
+
+    head = git("log", "-1", "--format=%h (%cs)") if shutil.which("git") else ""
+    if not head:
+        return "unknown commit"
+    return f"commit {head}" + (" + changes" if git("status", "--porcelain") else "")
+
+
 def print_markdown(rows: Sequence[Sequence[str]]) -> None:
-    """Print a table for a Markdown page; the first row is the header."""
+    """Print a table for a Markdown page, and what it was measured with; the first row is the header."""
     header, *others = ("| " + " | ".join(row) + " |" for row in rows)
-    print("", header, "|" + "---|" * len(rows[0]), *others, sep="\n")
+    print("", header, "|" + "---|" * len(rows[0]), *others, "", f"Measured at {commit()}; {machine()}.", sep="\n")
 
 
 def print_table(
-    results: dict[str, tuple[list[float], float]],
+    results: dict[str, Measurement],
     tokens_per_step: int,
     baseline: str,
     mfu: Callable[[float], str] | None = None,
@@ -170,14 +231,17 @@ def print_table(
     Args:
         results: see `measure`.
         mfu: function from the tokens/s of a row to its cell in an additional column, MFU.
+
+    Raises:
+        DifferentResults: see `check_same_losses`.
     """
+    check_same_losses(results)
     header = ["", "tokens/s", "relative speed", "peak memory, MiB per process", "relative memory"]
     rows = [header + ["MFU"] * (mfu is not None)]
-    base_seconds, base_memory = results[baseline]
-    for name, (seconds, memory) in results.items():
+    base_seconds, base_memory, _ = results[baseline]
+    for name, (seconds, memory, _) in results.items():
         rate = tokens_per_step / statistics.median(seconds)
         speed = statistics.median(b / s for b, s in zip(base_seconds, seconds, strict=True))
         row = [name, f"{rate:,.0f}", f"{speed:.2f}", f"{memory:,.0f}", f"{memory / base_memory:.2f}"]
         rows.append(row + ([mfu(rate)] if mfu else []))
-    print(f"\n{machine()}")
     print_markdown(rows)

@@ -72,7 +72,7 @@ def parallelize_plan(sequence_parallel: bool, vocabulary_parallel_loss: bool) ->
         full = Replicate()
         rules |= {
             f"{layer}.self_attn": PrepareModuleInput(
-                input_layouts=(between, None, None), desired_input_layouts=(full, None, None)
+                input_layouts=(between, None, None, None), desired_input_layouts=(full, None, None, None)
             ),
             f"{layer}.mlp": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(full,)),
         }
@@ -99,23 +99,24 @@ def torch_step(rank: int, sequence_parallel: bool, vocabulary_parallel_loss: boo
     setup_process_group_manager(TP, 1, 1, 1)
     with torch.device("meta"):
         model = Llama(model_config())
-    materialise(model, device, initial_weights(model_config(), 0))
+    materialise(model, device, initial_weights(model_config(), config.training.seed))
     plan = parallelize_plan(sequence_parallel, vocabulary_parallel_loss)
     parallelize_module(model, init_device_mesh(device.type, (TP,)), plan)
-    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
-    replicated = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    optimizer = torch_adamw([{"params": each} for each in (sharded, replicated) if each])  # fused: no mixed groups
+    optimizer = torch_adamw(model.parameters())
     loader = loader_of(config, device)
 
-    def step() -> None:
+    def step() -> Tensor:
+        total_loss = torch.zeros((), device=device)
         for _ in range(MICRO_BATCHES):
             with loss_parallel() if vocabulary_parallel_loss else contextlib.nullcontext():
                 with torch.autocast(device.type, torch.bfloat16, enabled=ON_GPU):
                     loss = model(**next(loader)) / MICRO_BATCHES
                 loss.backward()
+            total_loss += loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach()
         clip(list(model.parameters()))
         optimizer.step()
         optimizer.zero_grad()
+        return total_loss
 
     return step
 

@@ -7,9 +7,9 @@ of the largest process; at the beginning, a process that has imported the librar
 """
 
 import argparse
+import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import resource
 import statistics
@@ -21,19 +21,20 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from benchmarks.side_by_side import machine, print_markdown
+from benchmarks.side_by_side import CONTEXT, DifferentResults, print_markdown
+from benchmarks.workload import TINY, add_tiny
 from picotron.arguments import number
 from picotron.text.document_files import BLOCK_BYTES
 from picotron.text.documents import python_stdlib
 from picotron.text.tokens import train_bpe, write_tokens
 from tests.support.oracle import make_config, tiny_llama
 
-VOCABULARY = 4096
+VOCABULARY, BPE_FILES = (300, 10) if TINY else (4096, 600)
 
 
 def texts() -> Iterator[str]:
     """Yield the files of the standard library, again and again."""
-    return itertools.cycle([path.read_text(encoding="utf-8", errors="replace") for path in python_stdlib()])
+    return itertools.cycle(path.read_text(encoding="utf-8", errors="replace") for path in python_stdlib())
 
 
 def write_file(path: Path, size: int) -> None:
@@ -58,58 +59,69 @@ def tokenizer_alone(folder: Path, size: int) -> None:
             left -= len(batch.encode())
 
 
-def picotron(folder: Path, name: str, processes: int) -> None:
+def picotron(folder: Path, name: str, processes: int) -> Path:
+    """Tokenise a file, and return the file of its tokens."""
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(dir=folder)
     config = make_config(
         dataset__name=str(folder / name), dataset__num_proc=processes, model__tokenizer=str(folder / "bpe")
     )
-    write_tokens(config, tiny_llama(vocab_size=VOCABULARY))
+    return write_tokens(config, tiny_llama(vocab_size=VOCABULARY)).arrays / "tokens.npy"
 
 
-def timed(connection: Any, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Send the seconds that a call takes, and the peak memory of the largest process in MiB."""
+def timed(connection: Any, function: Callable[..., Path | None], arguments: tuple[Any, ...]) -> None:
+    """Send the seconds that a call takes, the peak memory of the largest process in MiB, and the checksum of the file
+    whose path the call returns.
+    """
     start = time.perf_counter()
-    function(*arguments)
+    file = function(*arguments)
+    seconds = time.perf_counter() - start
     peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    connection.send((time.perf_counter() - start, max(peaks) / 1024))
+    connection.send((seconds, max(peaks) / 1024, hashlib.sha256(file.read_bytes()).hexdigest() if file else ""))
 
 
-def measure(function: Callable[..., None], *arguments: Any) -> tuple[float, float]:
+def measure(function: Callable[..., Path | None], *arguments: Any) -> tuple[float, float, str]:
     """Run `timed` in a new process."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=timed, args=(theirs, function, arguments))
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=timed, args=(theirs, function, arguments))
     process.start()
-    result: tuple[float, float] = ours.recv()
+    theirs.close()
+    result: tuple[float, float, str] = ours.recv()
     process.join()
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=number(int, 1), default=100, help="MB of text in each file [100]")
-    parser.add_argument("--turns", type=number(int, 1), default=2, help="runs of each variant [2]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    size_in_mb, turns = (1, 1) if TINY else (100, 2)
+    parser.add_argument("--mb", type=number(int, 1), default=size_in_mb, help="MB of text in each file [%(default)s]")
+    parser.add_argument("--turns", type=number(int, 1), default=turns, help="runs of each variant [%(default)s]")
+    add_tiny(parser)
     options = parser.parse_args()
     size, cores = options.mb * 10**6, os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        train_bpe(itertools.islice(texts(), 600), VOCABULARY).save_pretrained(folder / "bpe")
+        train_bpe(itertools.islice(texts(), BPE_FILES), VOCABULARY).save_pretrained(folder / "bpe")
         variants: dict[str, tuple[Any, ...]] = {"tokenizer alone": (tokenizer_alone, folder, size)}
         for file in ("a.txt", "a.jsonl"):
             write_file(folder / file, size)
             for processes in (1, cores):
                 variants[f"picotron, {Path(file).suffix}, num_proc {processes}"] = (picotron, folder, file, processes)
-        results: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+        results: dict[str, list[tuple[float, float, str]]] = {name: [] for name in variants}
         for _ in range(options.turns):
             for name, variant in variants.items():
                 results[name].append(measure(*variant))
+        for suffix in (".txt", ".jsonl"):
+            if len({sum for name, each in results.items() if suffix in name for _, _, sum in each}) > 1:
+                raise DifferentResults(f"the tokens of the {suffix} file depend on the number of processes")
         baseline = results["tokenizer alone"]
         rows = [("", "MB/s", "relative speed", "peak memory, MiB")]
         for name, turns in results.items():
-            rate = options.mb / statistics.median(seconds for seconds, _ in turns)
-            speed = statistics.median(b / s for (b, _), (s, _) in zip(baseline, turns, strict=True))
-            rows.append((name, f"{rate:.2f}", f"{speed:.2f}", f"{max(memory for _, memory in turns):,.0f}"))
-    print(f"\n{options.mb} MB of text per file, vocabulary of {VOCABULARY:,}; {machine()}")
+            rate = options.mb / statistics.median(seconds for seconds, _, _ in turns)
+            speed = statistics.median(b / s for (b, _, _), (s, _, _) in zip(baseline, turns, strict=True))
+            rows.append((name, f"{rate:.2f}", f"{speed:.2f}", f"{max(memory for _, memory, _ in turns):,.0f}"))
+    print(f"\n{options.mb} MB of text per file, vocabulary of {VOCABULARY:,}")
     print_markdown(rows)
 
 

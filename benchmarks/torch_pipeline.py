@@ -90,7 +90,7 @@ def torch_step(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
     loader = loader_of(config, device)
     has_first, has_last = 0 in held.stages, count - 1 in held.stages
 
-    def step() -> None:
+    def step() -> Tensor | None:
         batches = [next(loader) for _ in range(micro_batches)]
         ids, targets = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "target_ids"))
         losses: list[Tensor] = []
@@ -102,5 +102,6 @@ def torch_step(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
         torch._foreach_mul_(gradients, (1.0 / (square.sqrt() + 1e-6)).clamp(max=1.0))
         optimizer.step()
         optimizer.zero_grad()
+        return torch.stack(losses).mean() if has_last else None
 
     return step

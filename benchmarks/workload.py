@@ -1,7 +1,11 @@
-"""The workload that all benchmarks share: one model for each kind of device, and a training step of each trainer."""
+"""The workload that all benchmarks share: one model for each kind of device, and a training step of each trainer.
+
+On a GPU, the model has the shape of SmolLM-1.7B; with `--tiny`, every benchmark runs in seconds, to test it.
+"""
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -9,6 +13,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,6 +23,7 @@ from picotron.config_reader import parse_config
 from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.launch import keep_freed_memory
+from picotron.metrics import global_mean
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
@@ -28,13 +34,16 @@ from picotron.train_step import Step, make_train_step
 from picotron.weights import initial_weights
 
 ON_GPU = torch.cuda.is_available()
-SHAPE = (  # on a GPU: the shape of SmolLM-1.7B
-    {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 49152}
-    if ON_GPU
-    else {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096}
-)  # fmt: skip
-LAYERS = SHAPE["num_hidden_layers"]
-SEQ_LENGTH, MICRO_BATCH, MICRO_BATCHES = (2048, 4, 4) if ON_GPU else (512, 2, 4)
+TINY = "--tiny" in sys.argv  # also in the processes that a benchmark starts: they have its arguments
+KIND = "tiny" if TINY else "GPU" if ON_GPU else "CPU"
+SHAPE: dict[str, Any] = {
+    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 128,
+             "initializer_range": 0.2},  # large, so that a mistake changes the loss
+    "GPU": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 49152},
+    "CPU": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096},
+}[KIND]  # fmt: skip
+LAYERS: int = SHAPE["num_hidden_layers"]
+SEQ_LENGTH, MICRO_BATCH, MICRO_BATCHES = {"tiny": (32, 2, 4), "GPU": (2048, 4, 4), "CPU": (512, 2, 4)}[KIND]
 
 
 def model_config(layers: int = LAYERS, seq_length: int = SEQ_LENGTH) -> LlamaConfig:
@@ -121,7 +130,7 @@ def picotron_step(
     rows: Rows | None = None,
     **training: Any,
 ) -> Callable[[], Any]:
-    """Return a step of picotron: forward and backward, clipping and optimizer.
+    """Return a step of picotron: forward and backward, clipping and optimizer. It returns the loss of all ranks.
 
     Args:
         layout, training: see `run_config`.
@@ -137,11 +146,12 @@ def picotron_step(
         loader = MicroBatchDataLoader(rows, config, device)
     optimizer = AdamW(model.parameters(), config.training, fused=True)
 
-    def step() -> None:
-        train_step(model, loader)
+    def step() -> Tensor:
+        loss = train_step(model, loader)
         clip_grad_norm(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        return global_mean(loss)
 
     return step
 
@@ -161,16 +171,27 @@ def transformers_step(rank: int, dp_size: int, ddp: bool, compiled: bool = False
 
 
 def transformers_model(device: torch.device, dp_size: int) -> Any:
-    """Return transformers' model, with random weights, and create the data-parallel groups of the data loader."""
+    """Return transformers' model with picotron's initial weights, and create the data-parallel groups of the loader."""
     setup_process_group_manager(1, 1, 1, dp_size)
     with device:
-        return LlamaForCausalLM(model_config())
+        model = LlamaForCausalLM(model_config())
+    return with_initial_weights(model)
+
+
+def with_initial_weights(model: Any) -> Any:
+    """Give a model of transformers, or an unsharded one of picotron, the weights of `picotron_step`."""
+    read = initial_weights(model_config(), run_config({}).training.seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(read(name, parameter.shape, ()))
+    return model
 
 
 def torch_step(model: Any, optimizer: torch.optim.Optimizer, loader: MicroBatchDataLoader) -> Callable[[], Any]:
     """Return a step of transformers' model; in DistributedDataParallel, only the last micro-batch reduces gradients."""
 
-    def step() -> None:
+    def step() -> Tensor:
+        total_loss = torch.zeros(())
         for i in range(MICRO_BATCHES):
             batch = next(loader)
             ids, targets = batch["input_ids"], batch["target_ids"]
@@ -180,29 +201,45 @@ def torch_step(model: Any, optimizer: torch.optim.Optimizer, loader: MicroBatchD
                     logits = model(input_ids=ids, use_cache=False).logits
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / MICRO_BATCHES
                 loss.backward()
+            total_loss = total_loss.to(loss.device) + loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        return total_loss
 
     return step
 
 
 def torch_adamw(parameters: Any, wrapper: Any = None) -> Any:
-    """Return torch's optimizer with picotron's default hyperparameters, in ZeroRedundancyOptimizer if that is given."""
-    arguments = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+    """Return torch's optimizer with picotron's default hyperparameters (weights of norms do not decay), in
+    ZeroRedundancyOptimizer if that is given.
+    """
+    arguments = {"lr": 3e-4, "betas": (0.9, 0.95), "fused": True}
+    matrices, vectors = [], []
+    for parameter in parameters:
+        (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     if wrapper is not None:
-        return wrapper(parameters, torch.optim.AdamW, **arguments)
-    return torch.optim.AdamW(parameters, **arguments)
+        return wrapper(groups, torch.optim.AdamW, **arguments)
+    return torch.optim.AdamW(groups, **arguments)
 
 
 def arguments(text: str) -> argparse.ArgumentParser:
     """Return a parser of the options that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--turns", type=number(int, 1), default=7, help="number of measurements of each variant; default: 7"
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    steps = 5 if ON_GPU else 1
+    turns, steps = 1 if TINY else 7, 5 if ON_GPU and not TINY else 1
+    parser.add_argument(
+        "--turns", type=number(int, 1), default=turns, help=f"number of measurements of each variant; default: {turns}"
+    )
     parser.add_argument(
         "--steps", type=number(int, 1), default=steps, help=f"number of steps per measurement; default: {steps}"
     )
+    add_tiny(parser)
     return parser
+
+
+def add_tiny(parser: argparse.ArgumentParser) -> None:
+    """Add the option that TINY reads."""
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and short sequences, to test the benchmark")

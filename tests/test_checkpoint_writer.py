@@ -21,7 +21,7 @@ from picotron.optimizer import AdamW
 from picotron.parallelize import unwrap
 from picotron.run_folder import checkpoint_folders
 from tests.support.checkpoints import first_half, mistake, model_of, run, run_config, tensors_of, train, warnings_of
-from tests.support.training import wrapped
+from tests.support.training import layout_name, wrapped
 from tests.support.worker_pool import WorkerPool
 
 
@@ -193,3 +193,18 @@ def test_tokenizer_subfolder_is_copied_to_the_checkpoint(pool: WorkerPool, token
     run(pool, first_half(tmp_path / "run", {}), model_of(False), folder)
     written = tmp_path / "run/step_00000005/additional_chat_templates/tools.jinja"
     assert written.read_text() == "{{ messages }}"
+
+
+def thread_count() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp_size": 2}, {"pp_size": 2, "pp_engine": "zb_h1"}], ids=layout_name)
+def test_threads_of_a_training_end_with_it(pool: WorkerPool, tokenizer: Path, tmp_path: Path, layout: Any) -> None:
+    """Each process group has threads, which end only when nothing refers to the group any more."""
+    size = run_config(tmp_path, layout).distributed.world_size
+    before = pool.run(thread_count, size)
+    for number in range(3):
+        keys = {"checkpoint__async_save": True, "checkpoint__save_frequency": 2, "dataset__num_workers": 1}
+        run(pool, first_half(tmp_path / str(number), layout, **keys), model_of(True), tokenizer)
+        assert pool.run(thread_count, size) == before
