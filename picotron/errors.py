@@ -18,6 +18,43 @@ class UserError(ValueError):
         return "\n".join([f"{len(self.problems)} problems:", *(f"  - {problem}" for problem in self.problems)])
 
 
+class InvalidValue(Exception):
+    """The end of a check that has read an invalid value of the config, whose error is reported already."""
+
+
+class Problems:
+    """Collector of the problems of several checks, which are all reported together:
+
+    problems = Problems()
+    with problems:
+        check_one(config)
+    with problems:
+        check_another(config)
+    problems.report()
+    """
+
+    def __init__(self, *found: str) -> None:
+        self.found = list(found)
+        self.invalid_value: InvalidValue | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if isinstance(error, UserError):
+            self.found += error.problems
+        elif isinstance(error, InvalidValue):
+            self.invalid_value = error
+        return isinstance(error, UserError | InvalidValue)
+
+    def report(self) -> None:
+        """Raise a UserError with all problems. If there are none, but a check could not end, raise InvalidValue."""
+        if self.found:
+            raise UserError(*dict.fromkeys(self.found))
+        if self.invalid_value:
+            raise self.invalid_value
+
+
 def first_line(error: Exception) -> str:
     """First line of another library's error message, to be quoted in a message of ours."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -228,11 +228,6 @@ def test_plan_uses_the_times_of_a_recorded_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pp_engine": "1f1b", "pp_memory": 2}, "pp_memory=2.0 is for pp_engine='auto', not '1f1b'; remove it"),
-        ({"pp_engine": "1f1b", "pp_costs": True}, "is for pp_engine='auto', not '1f1b'; remove it"),
-        ({"pp_size": 1, "pp_memory": 2}, "pp_memory=2.0 needs a pipeline, but pp_size=1; remove it"),
-        ({"pp_size": 1, "pp_costs": True}, "needs a pipeline, but pp_size=1; remove it"),
-        ({"pp_group_size": 2}, "pp_group_size=2 cannot be used with pp_engine='auto'; remove it"),
         ({"pp_costs": True, "pp_size": 3}, "has pp_size=2, but the config has 3"),
         ({"pp_costs": True, "pp_chunks": 2}, "has pp_chunks=1, but the config has 2"),
         ({"pp_layout": "Ett|t|tttL"}, "has 3 stages, but the schedule has 2 (pp ranks times chunks)"),

@@ -19,6 +19,7 @@ LAYERS = """
     schedules packing hardware
     config_types
     config
+    config_checks
     config_reader process_group_manager collectives model_config packed_attention sampling
     launch split_backward run_folder model
     sweep weights kv_cache
@@ -26,7 +27,7 @@ LAYERS = """
     data_parallel tensor_parallel pipeline_parallel context_parallel
     data optimizer text
     metrics parallelize
-    checkpoint train_step check_batches
+    checkpoint train_step check_batches check_run
     batches
     explain
 """
