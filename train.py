@@ -17,6 +17,7 @@ from picotron.data import MicroBatchDataLoader, Progress, data_fingerprint, spli
 from picotron.explain.explain import explain
 from picotron.launch import (
     StopSignals,
+    exit_after_signal,
     exit_on_error,
     init_process_group,
     set_up_device,
@@ -109,7 +110,7 @@ def main() -> None:
     dist.barrier()  # torchrun stops the other processes when one of them exits with an error code
     dist.destroy_process_group()
     if stop:
-        sys.exit(128 + stop)  # exit status that shells report for a program ended by a signal
+        exit_after_signal(stop)
 
 
 if __name__ == "__main__":

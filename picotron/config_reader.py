@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from picotron.arguments import number
+from picotron.arguments import Parser, number
 from picotron.config import Config
 from picotron.config_checks import CHECKS
 from picotron.config_types import Section, read_string
@@ -204,7 +204,7 @@ def parse_command_line(arguments: list[str]) -> Options:
         UserError: an option has no effect or no value, or the file cannot be read.
     """
     keys = "\n".join(f"  --{key}  {text}" for key, text in leaf_keys().items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Train a Llama-like model.",
         epilog=f"each key of the config can be overridden (values are JSON, defaults are in brackets):\n{keys}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

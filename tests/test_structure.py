@@ -14,8 +14,8 @@ ALL_FILES = sorted([*Path().glob("*.py"), *(path for folder in FOLDERS for path 
 PARALLEL = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel")
 # Layers of the package, from bottom to top. A module or folder imports only from lower lines, or from its own folder.
 LAYERS = """
-    errors text_table arguments
-    files json_files hub rows
+    errors text_table
+    arguments files json_files hub rows
     schedules packing hardware
     config_types
     config
@@ -130,7 +130,7 @@ def test_the_first_path_stays_about_2200_lines() -> None:
         "zero3.py",
         "generation.py",
     }
-    assert sum(len(path.read_text().splitlines()) for path in files if path.name not in later) <= 2250
+    assert sum(len(path.read_text().splitlines()) for path in files if path.name not in later) <= 2260
 
 
 def test_only_torchrun_and_secrets_come_from_the_environment() -> None:
@@ -139,6 +139,7 @@ def test_only_torchrun_and_secrets_come_from_the_environment() -> None:
         "LOCAL_RANK",
         "WORLD_SIZE",
         "LOCAL_WORLD_SIZE",
+        "TORCHELASTIC_ERROR_FILE",
         "TOKENIZERS_PARALLELISM",
         "HF_HUB_OFFLINE",
         "XDG_CACHE_HOME",
