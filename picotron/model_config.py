@@ -73,6 +73,8 @@ def load_model_config(section: ModelSection) -> LlamaConfig:
     try:
         Limits.model_validate(data)
         config = LlamaConfig.from_dict(data)
+        # As the model of transformers does: a length at the top level of the file counts only then.
+        config.standardize_rope_params()
     except ValidationError as error:
         raise UserError(
             *(
