@@ -22,7 +22,7 @@ from picotron.arguments import Parser, number
 from picotron.config import Config
 from picotron.config_checks import CHECKS
 from picotron.config_types import Section, read_string
-from picotron.errors import Problems, UserError
+from picotron.errors import Problems, UserError, invalid_value
 from picotron.json_files import read_object
 
 logger = logging.getLogger("picotron")
@@ -94,7 +94,7 @@ def _sentence(error: Any) -> str:
     # The value of a section, a list or an object is not shown: it may be long, or contain a secret.
     if len(error["loc"]) == 1 or error["loc"][0] == "environment" or isinstance(error["input"], dict | list):
         return f"{key}: {error['msg'].replace('Input should', 'it should')}"
-    return f"{key}={json.dumps(error['input'], default=str)[:200]}: {error['msg'].replace('Input should', 'it should')}"
+    return invalid_value(error)
 
 
 def parse_config(data: dict[str, Any], *later_checks: Callable[[Config], object]) -> Config:

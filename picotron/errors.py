@@ -1,5 +1,8 @@
 """Errors that users can fix."""
 
+import json
+from typing import Any
+
 
 class UserError(ValueError):
     """Mistakes that the user can fix. The message is all that the user needs, so programs print no traceback.
@@ -53,6 +56,12 @@ class Problems:
             raise UserError(*dict.fromkeys(self.found))
         if self.invalid_value:
             raise self.invalid_value
+
+
+def invalid_value(error: Any) -> str:
+    """Format an error of pydantic (an item of `ValidationError.errors()`) with the key and the value."""
+    key, value = ".".join(map(str, error["loc"])), json.dumps(error["input"], default=str)[:200]
+    return f"{key}={value}: {error['msg'].replace('Input should', 'it should')}"
 
 
 def first_line(error: Exception) -> str:

@@ -214,7 +214,7 @@ def test_load_model_config_reads_a_folder_and_applies_overrides(tmp_path: Path) 
         ),
         (
             '{"model_type": "llama", "hidden_size": "wide"}',
-            "hidden_size='wide' in the config.json of .*: it should be a valid integer",
+            'the config.json of .*: hidden_size="wide": it should be a valid integer',
         ),
     ],
 )
