@@ -85,7 +85,7 @@ def main() -> None:
 
     # Training loop. A stop signal ends it after the current step, with a checkpoint.
     train_step = make_train_step(config, model_config, plan, device, dtype)
-    train_step = record_steps(train_step, config, device, progress.step)
+    train_step = record_steps(train_step, config, model_config, plan, device, progress.step)
     evaluate = make_evaluation(config, model_config, plan, device, dtype)
     signals, stop = StopSignals(), 0
     with writer:

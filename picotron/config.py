@@ -37,7 +37,7 @@ class Distributed(Section):
     pp_memory: Annotated[float, Field(ge=1)] | None = None
     """for auto: the most micro-batches whose activations a pipeline rank may hold; null: pp_size, as in 1f1b"""
     pp_costs: str | None = None
-    """for auto: folder of a run with traces (logging.trace_steps) of the same stages; null: times estimated by FLOPs"""
+    """for auto: folder of a run with traces (logging.trace_steps) of the same layout; null: times estimated by FLOPs"""
     pp_layout: str | None = None
     """contents of the stages, such as Et*2|tt|tL (E embedding, t layer, L head, | next stage); null: balanced costs"""
     pp_keep_activations: NonNegative = 0

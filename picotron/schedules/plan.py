@@ -7,7 +7,7 @@ from picotron.errors import UserError
 from picotron.schedules.actions import Schedule
 from picotron.schedules.checker import check
 from picotron.schedules.recompute import kept_activations
-from picotron.schedules.recorded import recorded_costs
+from picotron.schedules.recorded import check_recording, recorded_costs, settings_of
 from picotron.schedules.schedule_csv import read_csv
 from picotron.schedules.schedules import build
 from picotron.schedules.search import Found, Shape, fastest_schedule, shapes
@@ -140,7 +140,11 @@ def search_schedule(config: "Config", model_config: "LlamaConfig") -> PipelinePl
     if layout.pp_costs is None:
         found, source, unit = _search_with_estimates(config, model_config, memory), "estimated by FLOPs", "forwards"
     else:
-        found, source, unit = _search_with_recording(config, memory), f"measured in {layout.pp_costs!r}", "s"
+        found, source, unit = (
+            _search_with_recording(config, model_config, memory),
+            f"measured in {layout.pp_costs!r}",
+            "s",
+        )
     schedule = found.schedule
     facts = summary(simulate(schedule, found.costs))
     expectation = (
@@ -173,7 +177,7 @@ def _search_with_estimates(config: "Config", model_config: "LlamaConfig", memory
     return fastest_schedule(layout.pp_size, training.gradient_accumulation_steps, memory, options)
 
 
-def _search_with_recording(config: "Config", memory: float) -> Found:
+def _search_with_recording(config: "Config", model_config: "LlamaConfig", memory: float) -> Found:
     layout = config.distributed
     assert layout.pp_costs is not None
     recorded, costs = recorded_costs(layout.pp_costs)
@@ -181,5 +185,6 @@ def _search_with_recording(config: "Config", memory: float) -> Found:
         ours = getattr(layout, key)
         if ours not in (theirs, None):
             raise UserError(f"the run in pp_costs={layout.pp_costs!r} has {key}={theirs}, but the config has {ours}")
-    options = {(recorded.chunks, recorded.placement): costs}
-    return fastest_schedule(layout.pp_size, config.training.gradient_accumulation_steps, memory, options)
+    shape = recorded.chunks, recorded.placement
+    check_recording(layout.pp_costs, settings_of(config, model_config, stages_for(config, model_config, shape)))
+    return fastest_schedule(layout.pp_size, config.training.gradient_accumulation_steps, memory, {shape: costs})
