@@ -52,7 +52,7 @@ def main() -> None:
     init_process_group(config, device)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     if layout.pp_size > 1:
-        logging.getLogger("picotron").info("%s", plan)
+        logging.getLogger("picotron").info("the pp ranks of the pipeline:\n%s", plan)
 
     # Data: tokenised by one process per machine, memory-mapped by all. A checkpoint stores the position to resume from.
     checkpoint = find_checkpoint(config, model_config)

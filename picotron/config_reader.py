@@ -125,9 +125,11 @@ def parse_config(data: dict[str, Any], *later_checks: Callable[[Config], object]
 
 def _valid_part(data: dict[str, Any], invalid: set[tuple[Any, ...]]) -> Config:
     """Return a config that lacks the invalid sections and keys. Reading one of them raises InvalidValue."""
-    parts: dict[str, Any] = {
-        name: section.model_construct(**data.get(name, {})) for name, section in sections() if (name,) not in invalid
-    }
+    parts: dict[str, Any] = {}
+    for name, part in sections():
+        if (name,) not in invalid:
+            known = {key: value for key, value in data.get(name, {}).items() if key in part.model_fields}
+            parts[name] = part.model_construct(**known)
     config = Config.model_construct(**parts)
     for *section, key in invalid:
         vars(parts[section[0]] if section else config).pop(key, None)

@@ -251,6 +251,7 @@ WARMUP = "training.warmup_steps=300 must be less"
     [
         ({"training__total_train_steps": 0}, ["training.total_train_steps=0"]),
         ({"training": [1]}, ["training: it should"]),
+        ({"training__cls": 1, "training__warmup_steps": 300}, ["unknown key training.cls", WARMUP]),
         ({"model": None, "dataset": 7, "training__warmup_steps": 300}, ["model: it should", "dataset: it should", WARMUP]),
         (
             {"distributed__tp_size": "2", "model__num_attention_heads": "x", "training__warmup_steps": 300},
