@@ -13,11 +13,13 @@ except dp, which becomes N / (pp x cp x tp).
 
 --global_batch_size G, in sequences per step, sets gradient_accumulation_steps to G / (dp x mbs).
 
---hardware NAME adds a forecast of each config's speed to the table and to its folder. --best N, with --world_size,
---global_batch_size and --hardware, writes the N fastest layouts that fit into the memory of a device (--gib). It tries
-all sizes of the axes, and of keys that are not given: micro-batches of 1 to 8 sequences, activation checkpointing,
-dp_engine bucket, zero1 and zero3, pp_engine 1f1b, interleaved_1f1b and zbv. With tp above 1, sequence_parallel is on
-unless it is given.
+--hardware NAME adds a forecast of each config's speed to the table and to its folder. Unless --use_cpu says otherwise,
+the configs are for this hardware. On a GPU, the dtype of the template becomes bfloat16, unless --model.dtype is given.
+
+--best N, with --world_size, --global_batch_size and --hardware, writes the N fastest layouts that fit into the memory
+of a device (--gib). It tries all sizes of the axes, and of keys that are not given: micro-batches of 1 to 8 sequences,
+activation checkpointing, dp_engine bucket, zero1 and zero3, pp_engine 1f1b, interleaved_1f1b and zbv. With tp above 1,
+sequence_parallel is on unless it is given.
 """
 
 import argparse
@@ -30,6 +32,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from picotron.arguments import number
 from picotron.config_reader import drop_ignored_keys, leaf_keys, read_value, type_of, unknown_key
@@ -54,6 +58,8 @@ from picotron.sweep.combinations import (
 )
 from picotron.sweep.jobs import ACTIVE, Job
 
+TEMPLATE = "template/base_config.json"
+
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Choices]:
     """Return the options, and the values of the given keys, in the order of FLAGS and then of the config."""
@@ -65,7 +71,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
     )
     parser.add_argument("--exp_name", required=True, help="name of the run or sweep, and of its folder in out_dir")
     parser.add_argument("--out_dir", default="sweeps", help="folder of all runs and sweeps [%(default)s]")
-    parser.add_argument("--config", default="template/base_config.json", help="the base config [%(default)s]")
+    parser.add_argument("--config", help=f"the base config [{TEMPLATE}]")
     parser.add_argument("--world_size", nargs="+", type=int, metavar="N", help="number of processes, see above")
     text = "forecast speeds on H100, H200, A100, L40S, RTX4090, this or a JSON file"
     parser.add_argument("--hardware", metavar="NAME", help=text)
@@ -182,7 +188,6 @@ def find_best(
             raise UserError(
                 f"--best compares layouts of one model: give one value of --{short_name(key)}, not {len(values)}"
             )
-    choices = {"distributed.use_cpu": [hardware.cores is not None]} | choices
     tried = list(candidates(base, combinations(choices, options.world_size, base)))
     if not tried:
         raise UserError(
@@ -199,20 +204,57 @@ def find_best(
             f"no layout of {options.world_size[0]} ranks fits into {gib:g} GiB; the closest one needs about {needed:.1f} GiB: "
             f"{text}; {what_fits(closest, model_config, gib)}"
         )
-    print(f"{len(tried):,} combinations of {options.world_size[0]} ranks can run; these are the fastest that fit:")
+    print(f"{len(tried):,} combinations of {options.world_size[0]} ranks can run; these are the fastest that fit.")
     return best
+
+
+def for_hardware(hardware: Hardware, choices: Choices, from_template: bool) -> Choices:
+    """Return the choices with the device of the hardware. The template is for CPUs, so a GPU also needs its dtype."""
+    defaults: Choices = {"distributed.use_cpu": [hardware.cores is not None]}
+    if from_template and hardware.cores is None:
+        defaults["model.dtype"] = ["bfloat16"]
+    return choices | {key: values for key, values in defaults.items() if key not in choices}
+
+
+def inherited(base: dict[str, Any], combination: Combination) -> dict[str, Any]:
+    """Return what the base config says about the model, the training and the data, without what a combination says."""
+    if GLOBAL_BATCH in combination:
+        combination = combination | {FLAGS["grad_acc_steps"]: None}
+    keys = {
+        f"{section}.{key}": value
+        for section in ("model", "training", "dataset")
+        for key, value in base[section].items()
+    }
+    return {key: value for key, value in keys.items() if key not in combination}
+
+
+def header(planned: Sequence[PlannedJob], hardware: Hardware, taken: dict[str, Any]) -> str:
+    """Return what all forecasts assume."""
+    dtypes = " and ".join(dict.fromkeys(p.config.model.dtype for p in planned))
+    lines = [f"Forecast in {dtypes} on {hardware.name}:"]
+    if taken:
+        values = ", ".join(f"{key} {value}" for key, value in taken.items())
+        lines.insert(0, f"From {TEMPLATE}, since there is no --config: {values}.")
+    return "\n".join(lines)
+
+
+def runs_here(planned: Sequence[PlannedJob]) -> bool:
+    """Return whether this machine has the GPUs for all configs. (Processes can share the cores of a CPU.)"""
+    gpus = torch.cuda.device_count()
+    return all(p.config.distributed.use_cpu or p.config.distributed.world_size <= gpus for p in planned)
 
 
 def create(options: argparse.Namespace, choices: Choices) -> None:
     """Plan all combinations, or the best ones, write their configs, and print the table."""
     check_exp_name(options.exp_name)
-    base = drop_ignored_keys(read_object(Path(options.config)))
+    base = drop_ignored_keys(read_object(Path(options.config or TEMPLATE)))
     folder = Path(options.out_dir, options.exp_name)
     hardware = None
     if options.hardware is not None:
         on_device = ("distributed.use_cpu", "environment.OMP_NUM_THREADS")
         _, config = make_config(base, {key: choices[key][0] for key in on_device if key in choices})
         hardware = find_hardware(options.hardware, config)
+        choices = for_hardware(hardware, choices, options.config is None)
     elif options.best is not None or options.gib is not None:
         raise UserError("--best and --gib need --hardware; add it")
     if options.best is None:
@@ -231,14 +273,17 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
     if not planned:
         raise UserError(f"none of the {len(chosen)} combinations can run; the reasons are printed above")
     unchanged = write_configs(planned, folder, options.overwrite)
+    if hardware is not None:
+        print(header(planned, hardware, inherited(base, chosen[0]) if options.config is None else {}))
     print(table(planned))
     print(
         "(GiB/rank: weights, gradients and optimizer + activations and temporary tensors, on the rank that needs most; "
         f"formulas in picotron/explain/estimate.py)\n\n{len(planned)} configs in {folder}: {len(planned) - unchanged} written, "
         f"{unchanged} unchanged; {len(chosen) - len(planned)} of {len(chosen)} combinations left out. "
-        "To run them on this machine:"
+        f"To {'run them on this machine' if runs_here(planned) else 'submit them to Slurm'}:"
     )
-    print(shlex.join([os.path.relpath(sys.executable), "submit_slurm_jobs.py", "--inp_dir", str(folder), "--local"]))
+    command = [os.path.relpath(sys.executable), "submit_slurm_jobs.py", "--inp_dir", str(folder)]
+    print(shlex.join([*command, "--local"] if runs_here(planned) else command))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

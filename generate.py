@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from picotron.arguments import number
+from picotron.arguments import Parser, number
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.safetensors_folder import find_folder
 from picotron.config_reader import parse_config
@@ -167,7 +167,7 @@ def write_lines(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Generate text with a checkpoint or a Hugging Face Llama.")
+    parser = Parser(description="Generate text with a checkpoint or a Hugging Face Llama.")
 
     def add(name: str, type: Any, default: Any, text: str) -> None:
         parser.add_argument(name, type=type, default=default, help=f"{text} [{default}]")

@@ -4,29 +4,28 @@ This file is the table of contents of a run: config, process groups, data, model
 """
 
 import logging
-import os
 import sys
 
 import torch
 import torch.distributed as dist
 
+from picotron.check_run import check_model, check_run
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
-from picotron.config_reader import parse_command_line
+from picotron.config_reader import parse_command_line, parse_config
 from picotron.data import MicroBatchDataLoader, Progress, data_fingerprint, rows_to_hold_out, split_train_eval
 from picotron.explain.explain import explain
 from picotron.launch import (
     StopSignals,
-    check_world_size,
+    exit_after_signal,
     exit_on_error,
     init_process_group,
     set_up_device,
     set_up_logging,
 )
 from picotron.metrics import Metrics, global_mean
-from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
-from picotron.parallelize import build_model, check_layout, unwrap
+from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.recorder import record_steps
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import begin_run, claim_save_dir
@@ -40,21 +39,20 @@ def main() -> None:
 
     # Config. Most user errors are found here, before anything expensive starts.
     options = parse_command_line(sys.argv[1:])
-    config, layout, training = options.config, options.config.distributed, options.config.training
     if options.explain:
-        return explain(config, options.hardware, options.gib, options.json)
+        return explain(parse_config(options.data, check_model), options.hardware, options.gib, options.json)
+    config = parse_config(options.data, check_run)
+    model_config, plan = check_run(config)
+    layout, training, dtype = config.distributed, config.training, getattr(torch, config.model.dtype)
     logging.getLogger("picotron.pipeline").setLevel(config.logging.level.upper())
-    check_world_size(layout, int(os.environ.get("WORLD_SIZE", 1)))
     claim_save_dir(config)
-    device, dtype = set_up_device(config), getattr(torch, config.model.dtype)
-    model_config = load_model_config(config.model)
-    plan = check_layout(config, model_config)
+    device = set_up_device(config)
 
     # Process groups of the layout.
     init_process_group(config, device)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     if layout.pp_size > 1:
-        logging.getLogger("picotron").info("%s", plan)
+        logging.getLogger("picotron").info("the pp ranks of the pipeline:\n%s", plan)
 
     # Data: tokenised by one process per machine, memory-mapped by all. A checkpoint stores the position to resume from.
     checkpoint = find_checkpoint(config, model_config)
@@ -88,7 +86,7 @@ def main() -> None:
 
     # Training loop. A stop signal ends it after the current step, with a checkpoint.
     train_step = make_train_step(config, model_config, plan, device, dtype)
-    train_step = record_steps(train_step, config, device, progress.step)
+    train_step = record_steps(train_step, config, model_config, plan, device, progress.step)
     evaluate = make_evaluation(config, model_config, plan, device, dtype)
     signals, stop = StopSignals(), 0
     with writer:
@@ -113,7 +111,7 @@ def main() -> None:
     dist.barrier()  # torchrun stops the other processes when one of them exits with an error code
     dist.destroy_process_group()
     if stop:
-        sys.exit(128 + stop)  # exit status that shells report for a program ended by a signal
+        exit_after_signal(stop)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,26 @@
-"""Types of command-line arguments."""
+"""Command-line arguments: their parser in programs that run as several processes, and their types."""
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable
+from typing import IO, NoReturn
+
+from picotron.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser for programs that torchrun starts. Rank 0 prints the help, and mistakes are UserErrors, which are printed
+    only once, too.
+    """
+
+    def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
+        if int(os.environ.get("RANK", 0)) == 0:
+            super().print_help(file)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; {self.prog} --help lists all arguments")
 
 
 def number(kind: type[int] | type[float], least: float, most: float = sys.float_info.max) -> Callable[[str], float]:

@@ -4,10 +4,9 @@
 `train.py --help` and the JSON schema show.
 """
 
-import math
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from picotron.config_types import NonNegative, Positive, Processes, ScheduleName, Section, read_string
 
@@ -38,7 +37,7 @@ class Distributed(Section):
     pp_memory: Annotated[float, Field(ge=1)] | None = None
     """for auto: the most micro-batches whose activations a pipeline rank may hold; null: pp_size, as in 1f1b"""
     pp_costs: str | None = None
-    """for auto: folder of a run with traces (logging.trace_steps) of the same stages; null: times estimated by FLOPs"""
+    """for auto: folder of a run with traces (logging.trace_steps) of the same layout; null: times estimated by FLOPs"""
     pp_layout: str | None = None
     """contents of the stages, such as Et*2|tt|tL (E embedding, t layer, L head, | next stage); null: balanced costs"""
     pp_keep_activations: NonNegative = 0
@@ -51,17 +50,6 @@ class Distributed(Section):
     @property
     def world_size(self) -> int:
         return self.dp_size * self.pp_size * self.cp_size * self.tp_size
-
-    @model_validator(mode="after")
-    def check_backend(self) -> "Distributed":
-        if self.use_cpu and self.backend == "nccl":
-            raise ValueError("backend='nccl' needs GPUs, but use_cpu=true; set backend to 'gloo' or null")
-        if not self.use_cpu and self.backend == "gloo" and max(self.pp_size, self.cp_size) > 1:
-            raise ValueError(
-                f"backend='gloo' cannot send from GPU to GPU, which pp_size={self.pp_size} with cp_size={self.cp_size} "
-                f"requires; set backend to null, or use_cpu to true"
-            )
-        return self
 
 
 class Model(Section):
@@ -127,19 +115,6 @@ class Training(Section):
     eval_steps: Positive = 10
     """global batches per evaluation, held out from the end of the training data"""
 
-    @model_validator(mode="after")
-    def check_steps(self) -> "Training":
-        if self.warmup_steps >= self.total_train_steps:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} must be less than total_train_steps={self.total_train_steps}"
-            )
-        if self.eval_frequency > self.total_train_steps:
-            raise ValueError(
-                f"eval_frequency={self.eval_frequency} exceeds total_train_steps={self.total_train_steps}, so no "
-                f"evaluation would run; use at most {self.total_train_steps}, or 0 for no evaluation"
-            )
-        return self
-
 
 class Dataset(Section):
     name: str
@@ -181,17 +156,6 @@ class Dataset(Section):
     @property
     def masks_documents(self) -> bool:
         return self.has_samples if self.mask_documents is None else self.mask_documents
-
-    @model_validator(mode="after")
-    def check_columns(self) -> "Dataset":
-        if set(self.columns) not in ({"text_column"}, {"prompt_column", "completion_column"}, {"messages_column"}):
-            given = " and ".join(f"{key}={column!r}" for key, column in self.columns.items())
-            raise ValueError(
-                f"set text_column, or prompt_column and completion_column, or messages_column, not {given}"
-            )
-        if self.long_samples and not self.has_samples:
-            raise ValueError(f"long_samples={self.long_samples!r} is for samples, but the data set is text; remove it")
-        return self
 
 
 class Checkpoint(Section):
@@ -241,51 +205,6 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
     environment: Environment = Environment()
-
-    @model_validator(mode="after")
-    def check_seq_length(self) -> "Config":
-        layout, length, needs = self.distributed, self.training.seq_length, {}
-        if layout.cp_size > 1:
-            needs[f"cp_size={layout.cp_size} with cp_sharding={layout.cp_sharding!r}"] = layout.cp_size * (
-                2 if layout.cp_sharding == "zigzag" else 1
-            )
-        if layout.sequence_parallel:
-            needs[f"sequence_parallel with tp_size={layout.tp_size}"] = layout.cp_size * layout.tp_size
-        multiple = math.lcm(*needs.values())
-        if length % multiple:
-            below = length // multiple * multiple
-            nearest = f"{below} or {below + multiple}" if below else f"{multiple}"
-            verb = "requires" if len(needs) == 1 else "require"
-            raise ValueError(
-                f"training.seq_length={length} is not divisible by {multiple}, as {' and '.join(needs)} {verb}; "
-                f"use {nearest}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_attention_kernel(self) -> "Config":
-        layout, model = self.distributed, self.model
-        if layout.cp_size > 1 and layout.cp_engine != "ulysses":
-            if not model.use_flash_attention:
-                raise ValueError(
-                    f"cp_engine={layout.cp_engine!r} needs fused attention, but model.use_flash_attention=false; "
-                    f"set that to true, or cp_engine to 'ulysses'"
-                )
-            if model.dtype == "float64" and not layout.use_cpu:
-                raise ValueError(
-                    f"cp_engine={layout.cp_engine!r} has no kernel for model.dtype='float64' on GPUs; "
-                    f"use model.dtype='float32', cp_engine='ulysses' or use_cpu=true"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def check_trace_steps(self) -> "Config":
-        steps, total = self.logging.trace_steps or [], self.training.total_train_steps
-        if steps and self.distributed.pp_size == 1:
-            raise ValueError(f"logging.trace_steps={steps} needs a pipeline, but pp_size=1; remove it")
-        if max(steps, default=0) > total:
-            raise ValueError(f"logging.trace_steps={steps} exceeds total_train_steps={total}; use steps up to {total}")
-        return self
 
     @property
     def held_out_sequences(self) -> int:

@@ -2,8 +2,8 @@
 
     config = load_config(["--config", "template/base_config.json", "--training.learning_rate", "1e-3"])
 
-Mistakes in values are reported together, before any process group exists, each in one sentence with the key, the value
-and the remedy. Overrides are merged into the JSON before it is validated, so values from the file and from the command
+All mistakes are reported together, before any process group exists, each in one sentence with the key, the value and
+the remedy. Overrides are merged into the JSON before it is validated, so values from the file and from the command
 line have the same types and errors. (pydantic-settings would add a second set of rules for the command line. It also
 reads environment variables, which must not change a run.)
 """
@@ -12,16 +12,17 @@ import argparse
 import difflib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from picotron.arguments import number
+from picotron.arguments import Parser, number
 from picotron.config import Config
+from picotron.config_checks import CHECKS
 from picotron.config_types import Section, read_string
-from picotron.errors import UserError
+from picotron.errors import Problems, UserError, invalid_value
 from picotron.json_files import read_object
 
 logger = logging.getLogger("picotron")
@@ -33,13 +34,19 @@ IGNORED = {
 }
 
 
+def sections() -> Iterator[tuple[str, type[Section]]]:
+    """Iterate over the names and the types of the sections."""
+    for name, field in Config.model_fields.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, Section)
+        yield name, field.annotation
+
+
 def leaf_keys() -> dict[str, str]:
     """Map each dotted key of the config to its help text and default, as --help shows them."""
     lines = {}
-    for section, field in Config.model_fields.items():
-        assert isinstance(field.annotation, type)
-        assert issubclass(field.annotation, Section)
-        for key, leaf in field.annotation.model_fields.items():
+    for section, body in sections():
+        for key, leaf in body.model_fields.items():
             default = "required" if leaf.is_required() else json.dumps(leaf.default)
             lines[f"{section}.{key}"] = f"{leaf.description or ''} [{default}]".strip()
     return lines
@@ -87,20 +94,46 @@ def _sentence(error: Any) -> str:
     # The value of a section, a list or an object is not shown: it may be long, or contain a secret.
     if len(error["loc"]) == 1 or error["loc"][0] == "environment" or isinstance(error["input"], dict | list):
         return f"{key}: {error['msg'].replace('Input should', 'it should')}"
-    return f"{key}={json.dumps(error['input'], default=str)[:200]}: {error['msg'].replace('Input should', 'it should')}"
+    return invalid_value(error)
 
 
-def parse_config(data: dict[str, Any]) -> Config:
+def parse_config(data: dict[str, Any], *later_checks: Callable[[Config], object]) -> Config:
     """Validate a dict that was read from JSON.
+
+    Args:
+        later_checks: checks that the caller makes when the config is valid, for example `check_layout`. If it is not,
+            their problems are reported, too.
 
     Raises:
         UserError: one problem per mistake, with the key, the value and the remedy.
     """
+    data, problems = drop_ignored_keys(data), Problems()
     try:
-        return Config.model_validate(drop_ignored_keys(data))
+        config = Config.model_validate(data)
     except ValidationError as error:
-        problems = [_sentence(each) for each in error.errors()]
-    raise UserError(*dict.fromkeys(problems))
+        problems = Problems(*(_sentence(each) for each in error.errors()))
+        config = _valid_part(data, {each["loc"][:2] for each in error.errors()})
+    for check in CHECKS:
+        with problems:
+            check(config)
+    for later in later_checks if problems.found else ():
+        with problems:
+            later(config)
+    problems.report()
+    return config
+
+
+def _valid_part(data: dict[str, Any], invalid: set[tuple[Any, ...]]) -> Config:
+    """Return a config that lacks the invalid sections and keys. Reading one of them raises InvalidValue."""
+    parts: dict[str, Any] = {}
+    for name, part in sections():
+        if (name,) not in invalid:
+            known = {key: value for key, value in data.get(name, {}).items() if key in part.model_fields}
+            parts[name] = part.model_construct(**known)
+    config = Config.model_construct(**parts)
+    for *section, key in invalid:
+        vars(parts[section[0]] if section else config).pop(key, None)
+    return config
 
 
 def type_of(key: str) -> Any:
@@ -151,16 +184,16 @@ def apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
 class Options(NamedTuple):
     """Parsed command line of train.py."""
 
-    config: Config
+    data: dict[str, Any]  # the config as JSON
     explain: bool  # print what each rank holds and sends, instead of training
     hardware: str | None  # with explain: forecast the time of a step on it
     gib: float | None  # with explain: say whether each rank fits
     json: bool  # with explain: print JSON
 
 
-def load_config(arguments: list[str]) -> Config:
-    """Return the config of a command line of train.py, see `parse_command_line`."""
-    return parse_command_line(arguments).config
+def load_config(arguments: list[str], *later_checks: Callable[[Config], object]) -> Config:
+    """Return the config of a command line of train.py, see `parse_command_line` and `parse_config`."""
+    return parse_config(parse_command_line(arguments).data, *later_checks)
 
 
 def parse_command_line(arguments: list[str]) -> Options:
@@ -170,10 +203,10 @@ def parse_command_line(arguments: list[str]) -> Options:
     `--help` and `--schema` (the JSON schema of the config) print their text and exit.
 
     Raises:
-        UserError: see `parse_config`.
+        UserError: an option has no effect or no value, or the file cannot be read.
     """
     keys = "\n".join(f"  --{key}  {text}" for key, text in leaf_keys().items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Train a Llama-like model.",
         epilog=f"each key of the config can be overridden (values are JSON, defaults are in brackets):\n{keys}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -199,4 +232,4 @@ def parse_command_line(arguments: list[str]) -> Options:
         raise UserError("no config given; use --config FILE, for example --config template/base_config.json")
     data = read_object(Path(known.config))
     apply_overrides(data, overrides)
-    return Options(parse_config(data), known.explain, known.hardware, known.gib, known.json)
+    return Options(data, known.explain, known.hardware, known.gib, known.json)

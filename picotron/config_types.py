@@ -2,10 +2,11 @@
 
 import json
 import re
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
 
+from picotron.errors import InvalidValue
 from picotron.schedules.schedules import SCHEDULES, check_name
 
 Positive = Annotated[int, Field(gt=0, le=2**40)]
@@ -31,6 +32,13 @@ class Section(BaseModel):
         if empty or (isinstance(value, str) and re.search("[\0\ud800-\udfff]", value)):
             raise ValueError(f"{value!r} should be UTF-8 text with at least one character, and no null character")
         return value
+
+    if not TYPE_CHECKING:  # type checkers would accept any name
+        # Called for keys that the object lacks, because their values are invalid, see `config_reader.parse_config`.
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:
+                raise InvalidValue(name)
+            return super().__getattr__(name)
 
 
 def read_string(value: Any) -> Any:

@@ -8,11 +8,13 @@ Rates are those that well-written programs reach, not those of data sheets. No t
 
 import dataclasses
 import json
-import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, ClassVar
 
-from picotron.errors import UserError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from picotron.errors import UserError, invalid_value
 from picotron.json_files import read_object
 
 # Peak dense bfloat16 FLOP/s from the vendors' data sheets. The first of these names that occurs in a device's name
@@ -37,6 +39,11 @@ PEAK_BF16_FLOPS = {
 }
 
 
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(gt=0)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """Rates of one device, and of the links between devices.
@@ -59,22 +66,24 @@ class Hardware:
             also computes while Python starts further operations, and while messages are on their way.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)  # of files
+
     name: str
-    peak: float
-    gib: float
-    products: dict[str, float]
-    attention: float
-    attention_backward: float
-    memory: float
-    link: float
-    network: float
-    latency: float = 3e-6
-    network_latency: float = 12e-6
-    node: int = 8
-    launch: float = 2e-6
-    layer_launch: float = 0.4e-3
-    step_launch: float = 0.06
-    cores: int | None = None
+    peak: NonNegative
+    gib: Positive
+    products: Annotated[dict[str, Positive], Field(min_length=1)]
+    attention: Positive
+    attention_backward: Positive
+    memory: Positive
+    link: Positive
+    network: Positive
+    latency: NonNegative = 3e-6
+    network_latency: NonNegative = 12e-6
+    node: Count = 8
+    launch: NonNegative = 2e-6
+    layer_launch: NonNegative = 0.4e-3
+    step_launch: NonNegative = 0.06
+    cores: Count | None = None
 
     def rate(self, dtype: str) -> float:
         """Return the FLOP/s of products in a dtype. Raises a UserError if there is none."""
@@ -162,32 +171,22 @@ def read_hardware(path: Path) -> Hardware:
     Raises:
         UserError: the file cannot be read, or its fields or their values are not those of `Hardware`.
     """
-    data: dict[str, Any] = read_object(path)
-    base = data.pop("like", None)
-    if base is not None and base not in HARDWARE:
-        raise UserError(f"{path}: like={json.dumps(base)} is none of {', '.join(HARDWARE)}")
-    fields = {field.name: field for field in dataclasses.fields(Hardware)}
-    if unknown := sorted(data.keys() - fields):
-        raise UserError(f"{path}: unknown key {unknown[0]!r}; the keys are like, {', '.join(fields)}")
-    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
-    if base is None and (missing := sorted(required - data.keys())):
-        raise UserError(f'{path}: {missing[0]!r} is missing; add it, or name similar hardware, as in "like": "H100"')
-    for name, value in data.items():
-        if name in ("node", "cores"):
-            valid = (type(value) is int and value > 0) or (name == "cores" and value is None)
-        elif name == "name":
-            valid = isinstance(value, str)
-        else:
-            numbers = list(value.values()) if name == "products" and isinstance(value, dict) else [value]
-            zero_is_valid = name in ("peak", "latency", "network_latency", "launch", "layer_launch", "step_launch")
-            valid = (
-                bool(numbers)
-                and all(
-                    type(each) in (int, float) and math.isfinite(each) and (each > 0 or (zero_is_valid and each == 0))
-                    for each in numbers
-                )
-                and isinstance(value, dict) == (name == "products")
-            )
-        if not valid:
-            raise UserError(f"{path}: {name}={json.dumps(value)} is not valid; see Hardware in picotron/hardware.py")
-    return dataclasses.replace(HARDWARE[base], **data) if base is not None else Hardware(**data)
+    data = read_object(path)
+    like = data.pop("like", None)
+    if like is not None:
+        if not isinstance(like, str) or like not in HARDWARE:
+            raise UserError(f"{path}: like={json.dumps(like)} is none of {', '.join(HARDWARE)}")
+        data = dataclasses.asdict(HARDWARE[like]) | data
+    try:
+        return TypeAdapter(Hardware).validate_json(json.dumps(data))
+    except ValidationError as error:
+        raise UserError(*(f"{path}: {_sentence(each)}" for each in error.errors())) from None
+
+
+def _sentence(error: ErrorDetails) -> str:
+    if error["type"] == "unexpected_keyword_argument":
+        keys = ", ".join(field.name for field in dataclasses.fields(Hardware))
+        return f"unknown key {error['loc'][0]!r}; the keys are like, {keys}"
+    if error["type"] == "missing":
+        return f'{error["loc"][0]!r} is missing; add it, or name similar hardware, as in "like": "H100"'
+    return f"{invalid_value(error)}; see Hardware in picotron/hardware.py"

@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import json
 import logging
 import os
 import signal
@@ -10,13 +11,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from picotron.config import Config, Distributed
 from picotron.errors import UserError
+from picotron.files import write_atomically
 
 logger = logging.getLogger("picotron")
 
@@ -168,11 +171,36 @@ def missing_ranks(error: Exception) -> str | None:
     return f"another rank has ended, and its error is the cause; this rank was in {place}"
 
 
+def tell_torchrun(message: str) -> None:
+    """Write a message to the file from which torchrun reads the error of this process. Its report, the last lines that
+    a user sees, then contains the message. (ErrorHandler of torch.distributed.elastic would write a traceback.)
+    """
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        error = {"message": {"message": message, "extraInfo": extra}}
+        write_atomically(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), json.dumps(error))
+
+
+def exit_after_signal(number: int) -> NoReturn:
+    """Exit with the status that shells report for a program ended by a signal.
+
+    torchrun has the same exit code, 1, for stopped runs and for failed ones. If it has received the signal itself, it
+    then prints a traceback, which nothing but another launcher could prevent.
+    """
+    message = f"stopped by {signal.Signals(number).name}, without an error"
+    by_torchrun = (
+        "; torchrun now prints a traceback and exits with code 1" if "TORCHELASTIC_RUN_ID" in os.environ else ""
+    )
+    logger.info("%s%s", message, by_torchrun)
+    tell_torchrun(message)
+    sys.exit(128 + number)
+
+
 def exit_on_error(main: Callable[[], None]) -> None:
     """Call `main`. If it raises, print the error and exit immediately, so that torchrun stops the other ranks.
 
-    A `UserError` is printed as its message, any other exception as a traceback. A rank that waited for others in vain
-    prints the line at which it waited.
+    A `UserError` is printed as its message, any other exception as a traceback. torchrun's report, which follows,
+    repeats it at its end. A rank that waited for others in vain prints the line at which it waited.
     """
     rank = int(os.environ.get("RANK", 0))
     try:
@@ -197,8 +225,9 @@ def exit_on_error(main: Callable[[], None]) -> None:
             # Most user errors are found by all ranks at the same time, and torchrun stops all of them when the first
             # one exits. Rank 0 gets time to print the error once; the others print theirs only if rank 0 had none.
             time.sleep(3)
-        if isinstance(error, UserError):
-            print(f"\n[rank {rank}] error: {error}\n", file=sys.stderr, flush=True)
-        else:
-            print(f"\n[rank {rank}]\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        os._exit(1)  # sys.exit would wait for, or abort in, threads of a process group whose peers are gone
+        message = f" error: {error}\n" if isinstance(error, UserError) else f"\n{traceback.format_exc()}"
+        print(f"\n[rank {rank}]{message}", file=sys.stderr, flush=True)
+        try:
+            tell_torchrun(message.strip())
+        finally:
+            os._exit(1)  # sys.exit would wait for, or abort in, threads of a process group whose peers are gone

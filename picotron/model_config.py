@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import LlamaConfig, PretrainedConfig
 
 from picotron.config import Model as ModelSection
-from picotron.errors import UserError, first_line
+from picotron.errors import UserError, first_line, invalid_value
 from picotron.hub import connect
 from picotron.json_files import read_object
 
@@ -73,14 +73,10 @@ def load_model_config(section: ModelSection) -> LlamaConfig:
     try:
         Limits.model_validate(data)
         config = LlamaConfig.from_dict(data)
+        # As the model of transformers does: a length at the top level of the file counts only then.
+        config.standardize_rope_params()
     except ValidationError as error:
-        raise UserError(
-            *(
-                f"{each['loc'][0]}={each['input']!r} in the config.json of {name}: "
-                f"{each['msg'].replace('Input should', 'it should')}"
-                for each in error.errors()
-            )
-        ) from None
+        raise UserError(*(f"the config.json of {name}: {invalid_value(each)}" for each in error.errors())) from None
     except Exception as error:
         raise UserError(
             f"the config.json of {name} is not a valid LlamaConfig: {' '.join(str(error).split())}"

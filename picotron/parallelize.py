@@ -9,6 +9,7 @@ from picotron.context_parallel.context_parallel import apply_context_parallel, c
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.data_parallel.zero3 import DataParallelZero3
+from picotron.errors import Problems
 from picotron.model import Llama, fused_attention, math_attention
 from picotron.owned_slices import read_owned_weights
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
@@ -18,17 +19,19 @@ from picotron.weights import ReadTensor, materialise
 
 
 def check_layout(config: Config, model_config: LlamaConfig) -> PipelinePlan:
-    """Check that the model can run in the config's layout, before any process group exists.
-
-    Returns:
-        The plan of the pipeline.
+    """Check that the model can run in the config's layout, and return the plan of its pipeline.
 
     Raises:
-        UserError: one of the parallelisms does not fit the model.
+        UserError: some of the parallelisms do not fit the model.
     """
-    check_tensor_parallel(model_config, config.distributed.tp_size)
-    plan = plan_pipeline(config, model_config)
-    check_context_parallel(model_config, config.distributed)
+    problems = Problems()
+    with problems:
+        check_tensor_parallel(model_config, config.distributed.tp_size)
+    with problems:
+        plan = plan_pipeline(config, model_config)
+    with problems:
+        check_context_parallel(model_config, config.distributed)
+    problems.report()
     return plan
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import create_config
 from picotron.sweep.jobs import find_jobs
 from tests.test_create_config import configs, create, error_message
 
@@ -34,6 +35,43 @@ def test_best_writes_the_fastest_layouts_with_their_forecasts(
         assert data["training"]["gradient_accumulation_steps"] * layout["dp_size"] == 16
     every = create(tmp_path, *EIGHT, "--mbs", 1, "--use_cpu", "false", exp_name="every")  # without recomputation
     assert min(each["step_time"] for each in forecasts(every).values()) >= expected[0]
+
+
+def test_a_gpu_means_bfloat16_and_no_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The template is for CPUs, in float32; a config or a flag of the user's can say otherwise."""
+    words = ["--world_size", 8, "--global_batch_size", 32, "--seq_len", 2048, "--model_name", "docs/llama-3.1-8b"]
+    words += ["--hardware", "H100", "--tp", 1, 2, "--pp", 1, "--cp", 1, "--mbs", 1, "--distributed.dp_engine", "zero3"]
+
+    def plan(name: str, *more: str) -> tuple[list[float], str]:
+        arguments = ["--out_dir", str(tmp_path), "--exp_name", name, "--best", "2", *words, *more]
+        create_config.main(list(map(str, arguments)))
+        times = [each["step_time"] for each in forecasts(tmp_path / name).values()]
+        assert all(config["distributed"]["use_cpu"] is False for config in configs(tmp_path / name).values())
+        return sorted(times), capsys.readouterr().out
+
+    times, output = plan("default")
+    assert "Forecast in bfloat16 on NVIDIA H100 80GB HBM3:" in output
+    assert "training.learning_rate 0.005, training.total_train_steps 160, training.warmup_steps 20," in output
+    assert "model.tokenizer bpe" in output
+    assert "dataset.name python-stdlib" in output
+    assert "micro_batch_size" not in output.split("Forecast")[0]
+    assert output.splitlines()[-2].endswith("To submit them to Slurm:")
+    assert "--local" not in output
+    wide, output = plan("wide", "--model.dtype", "float32")
+    assert "Forecast in float32 on NVIDIA" in output
+    assert wide[0] > 5 * times[0]
+    own, output = plan("own", "--config", "template/base_config.json")
+    assert own == wide
+    assert "learning_rate" not in output
+    same, _ = plan("same", "--config", "template/base_config.json", "--model.dtype", "bfloat16", "--use_cpu", "false")
+    assert same == times
+
+
+def test_configs_for_cpus_run_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    create(tmp_path, "--tp", 1, 2)
+    assert capsys.readouterr().out.rstrip().endswith("--local")
+    create(tmp_path, "--tp", 1, 2, "--use_cpu", "false", exp_name="gpu")
+    assert "--local" not in capsys.readouterr().out
 
 
 def test_forecast_of_a_job_has_what_metrics_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from picotron.check_run import check_run
 from picotron.config import Distributed
 from picotron.config_reader import parse_config
 from picotron.errors import UserError
@@ -50,7 +51,7 @@ BAD = [
     (changed(distributed__backend="mpi"), r"distributed\.backend=\"mpi\": it should be 'nccl' or 'gloo'"),
     (
         changed(distributed__backend="nccl", distributed__use_cpu=True),
-        r"distributed: backend='nccl' needs GPUs, but use_cpu=true; set",
+        r"distributed\.backend='nccl' needs GPUs, but use_cpu=true; set",
     ),
     (changed(model__dtype="float16"), r"model\.dtype=\"float16\": it should be 'bfloat16', 'float32' or 'float64'"),
     (changed(model__num_hidden_layers=0), r"model\.num_hidden_layers=0: it should be greater than 0"),
@@ -68,7 +69,10 @@ BAD = [
         changed(training__activation_checkpointing="some"),
         r"activation_checkpointing=\"some\": it should be 'none' or 'full'",
     ),
-    (changed(training__warmup_steps=200), r"training: warmup_steps=200 must be less than total_train_steps=200"),
+    (
+        changed(training__warmup_steps=200),
+        r"training\.warmup_steps=200 must be less than total_train_steps=200; use at most 199$",
+    ),
     (changed(logging__log_frequency=0), r"logging\.log_frequency=0: it should be greater than 0"),
     (
         changed(environment__OMP_NUM_THREADS="many"),
@@ -152,6 +156,44 @@ BAD = [
         changed(distributed__pp_size=2, logging__trace_steps=[3, 300]),
         r"logging\.trace_steps=\[3, 300\] exceeds total_train_steps=200; use steps up to 200",
     ),
+    # keys of pipelines
+    (changed(distributed__pp_chunks=2), r"distributed\.pp_chunks=2 needs a pipeline, but pp_size=1; remove it$"),
+    (
+        changed(distributed__pp_group_size=2),
+        r"distributed\.pp_group_size=2 needs a pipeline, but pp_size=1; remove it$",
+    ),
+    (
+        changed(distributed__pp_memory=2, distributed__pp_engine="auto"),
+        r"distributed\.pp_memory=2\.0 needs a pipeline, but pp_size=1; remove it$",
+    ),
+    (
+        changed(distributed__pp_costs="run", distributed__pp_engine="auto"),
+        r"distributed\.pp_costs='run' needs a pipeline, but pp_size=1; remove it$",
+    ),
+    (
+        changed(distributed__pp_keep_activations=2, training__activation_checkpointing="full"),
+        r"distributed\.pp_keep_activations=2 needs a pipeline, but pp_size=1; remove it$",
+    ),
+    (
+        changed(distributed__pp_keep_activations=2, distributed__pp_size=2),
+        r"distributed\.pp_keep_activations=2 needs training\.activation_checkpointing='full', not 'none', which keeps",
+    ),
+    (
+        changed(distributed__pp_size=2, distributed__pp_memory=2),
+        r"distributed\.pp_memory=2\.0 is for pp_engine='auto', not '1f1b'; remove it$",
+    ),
+    (
+        changed(distributed__pp_size=2, distributed__pp_costs="run"),
+        r"distributed\.pp_costs='run' is for pp_engine='auto', not '1f1b'; remove it$",
+    ),
+    (
+        changed(distributed__pp_size=2, distributed__pp_group_size=2, distributed__pp_engine="auto"),
+        r"distributed\.pp_group_size=2 cannot be used with pp_engine='auto'; remove it$",
+    ),
+    (
+        changed(distributed__pp_size=2, distributed__pp_group_size=2, distributed__pp_engine="csv:x"),
+        r"distributed\.pp_group_size=2 cannot be used with pp_engine='csv:x'; remove it$",
+    ),
 ]
 
 
@@ -160,6 +202,68 @@ def test_config_rejects_bad_values_with_one_sentence(data: dict[str, Any], messa
     with pytest.raises(UserError, match=message) as error:
         parse_config(data)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_all_mistakes_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each kind: type, unknown key, conflicts in a section and of sections, processes, and the model's heads."""
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    data = changed(
+        training={"warmup_steps": 9, "total_train_steps": 9, "eval_frequency": 10, "seq_length": 127, "seed": "x"},
+        distributed={"cp_size": 2, "tp_size": 3, "pp_engine": "1f1b", "pp_memory": 2, "use_cpu": True},
+        dataset__nmae="x",
+        logging__trace_steps=[1],
+    )
+    with pytest.raises(UserError) as error:
+        parse_config(data, check_run)
+    found = "\n".join(error.value.problems)
+    for expected in (
+        'training.seed="x": it should be a valid integer',
+        "unknown key dataset.nmae; did you mean dataset.name?",
+        "training.warmup_steps=9 must be less than total_train_steps=9",
+        "training.eval_frequency=10 exceeds total_train_steps=9",
+        "distributed.pp_memory=2 needs a pipeline, but pp_size=1",
+        "distributed.pp_memory=2 is for pp_engine='auto', not '1f1b'",
+        "training.seq_length=127 is not divisible by 4, as cp_size=2",
+        "logging.trace_steps=[1] needs a pipeline, but pp_size=1",
+        "needs 6 processes, but 5 started",
+        "tp_size=3 does not split num_attention_heads=8",
+    ):
+        assert expected in found
+    assert len(error.value.problems) == 10
+
+
+def test_problems_of_a_valid_config_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    layout = {"tp_size": 3, "cp_size": 8, "cp_engine": "ulysses", "pp_size": 9, "use_cpu": True}
+    with pytest.raises(UserError) as error:
+        check_run(parse_config(changed(distributed=layout)))
+    assert [next(word for word in words if word in problem) for words, problem in zip(
+        (["but 5 started"], ["tp_size=3 does not split"], ["needs at least 9 layers"], ["over cp_size=8"]),
+        error.value.problems, strict=True,
+    )]  # fmt: skip
+
+
+WARMUP = "training.warmup_steps=300 must be less"
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"training__total_train_steps": 0}, ["training.total_train_steps=0"]),
+        ({"training": [1]}, ["training: it should"]),
+        ({"training__cls": 1, "training__warmup_steps": 300}, ["unknown key training.cls", WARMUP]),
+        ({"model": None, "dataset": 7, "training__warmup_steps": 300}, ["model: it should", "dataset: it should", WARMUP]),
+        (
+            {"distributed__tp_size": "2", "model__num_attention_heads": "x", "training__warmup_steps": 300},
+            ["distributed.tp_size=", "model.num_attention_heads=", WARMUP],
+        ),
+    ],
+)  # fmt: skip
+def test_checks_that_read_an_invalid_value_are_left_out(changes: dict[str, Any], found: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        parse_config(changed(**changes), check_run)
+    assert len(error.value.problems) == len(found)
+    assert all(problem.startswith(start) for problem, start in zip(error.value.problems, found, strict=True))
 
 
 def test_config_error_hides_the_contents_of_a_malformed_section() -> None:

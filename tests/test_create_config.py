@@ -183,6 +183,13 @@ def test_invalid_arguments_write_nothing(tmp_path: Path, words: list[str], messa
     assert not (tmp_path / "out").exists()
 
 
+def test_mistakes_of_one_config_are_reported_together(tmp_path: Path) -> None:
+    message = error_message(tmp_path, "--tp", "3", "--cp", "3", "--training.warmup_steps", "9")
+    assert all(
+        each in message for each in ("tp_size=3 does not", "seq_length=64 is not", "warmup_steps=9 must", "3 prob")
+    )
+
+
 def test_table_shows_layout_batch_parameters_and_bubble(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     create(tmp_path, "--pp", 1, 2, "--mbs", 2, "--grad_acc_steps", 4, "--dp", 2)
     header, one, two = capsys.readouterr().out.splitlines()[:3]

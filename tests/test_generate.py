@@ -102,12 +102,12 @@ def test_program_warns_of_more_tokens_than_the_model_supports(
     ],
 )
 def test_program_rejects_numbers_out_of_range(
-    folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(folder), *words])
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError) as error:
         program.main()
-    assert message in capsys.readouterr().err
+    assert message in str(error.value)
 
 
 def test_program_rejects_unknown_models(monkeypatch: pytest.MonkeyPatch) -> None:

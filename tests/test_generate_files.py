@@ -159,13 +159,13 @@ def test_broken_lines_are_named(tmp_path: Path, name: str, content: bytes | None
     ],
 )
 def test_options_that_do_not_fit_together(
-    folder: Path, tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    folder: Path, tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [word.format(write_prompts(tmp_path / "p.txt")) for word in words]
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(folder), *words])
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError) as error:
         program.main()
-    assert message in capsys.readouterr().err
+    assert message in str(error.value)
     assert (tmp_path / "p.txt").stat().st_size > 0
 
 

@@ -6,6 +6,7 @@ import datetime
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from docs.broken_run import MISTAKES
 from docs.mistake import replaced
 from picotron.launch import missing_ranks
+from tests.support.program import TORCHRUN
 from tests.support.worker_pool import WorkerPool
 
 COUNT_FAULTS = """
@@ -79,6 +81,42 @@ def test_a_rank_that_lost_its_peer_names_itself_as_the_consequence(text: str) ->
     sentence = missing_ranks(caught.value)
     assert sentence is not None
     assert sentence.startswith("another rank has ended, and its error is the cause; this rank was in test_a_rank")
+
+
+def torchrun(*words: str) -> tuple[str, list[str]]:
+    """Run a program as two processes, which fails. Returns its standard error, and the report in its last lines."""
+    command = [*TORCHRUN, "2", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 1
+    lines = done.stderr.rstrip().splitlines()
+    return done.stderr, lines[lines.index("Root Cause (first observed failure):") :]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.py", "--config", "template/base_config.json"], "needs 8 processes, but 2 started; use torchrun"),
+        (["train.py", "--config"], "argument --config: expected one argument; train.py --help lists all arguments"),
+        (["generate.py", "--checkpoint", "x", "--size", "2"], "unrecognized arguments: --size 2; generate.py --help"),
+    ],
+)
+def test_torchrun_ends_with_the_error_of_the_user(words: list[str], message: str) -> None:
+    """The error is printed by one rank, and again in torchrun's report, below its traceback."""
+    output, report = torchrun(*words)
+    assert output.count(message) == 2
+    assert message in report[-2]
+    assert "usage:" not in output
+
+
+@pytest.mark.processes
+def test_torchrun_reports_a_stopped_run_as_one_without_an_error(tmp_path: Path) -> None:
+    """A signal that torchrun itself has not received."""
+    program = tmp_path / "stopped.py"
+    program.write_text("from picotron.launch import exit_after_signal\nexit_after_signal(15)")
+    _, report = torchrun("--no-python", "env", f"PYTHONPATH={Path().resolve()}", sys.executable, str(program))
+    assert "exitcode  : 143" in "\n".join(report)
+    assert report[-2] == "  traceback : stopped by SIGTERM, without an error"
 
 
 @pytest.mark.processes

@@ -1,13 +1,14 @@
 """The model: logits and gradients equal those of transformers' LlamaForCausalLM with the same weights, in float64."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from picotron import weights
 from picotron.config import Model
@@ -15,7 +16,7 @@ from picotron.errors import UserError
 from picotron.model import Llama, math_attention
 from picotron.model_config import check_supported, load_model_config
 from picotron.weights import ALL, initial_weights
-from tests.support.oracle import assert_close, oracle_model, our_model, tiny_llama
+from tests.support.oracle import assert_close, oracle_model, our_model, tiny_llama, with_exact_norms
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -213,7 +214,7 @@ def test_load_model_config_reads_a_folder_and_applies_overrides(tmp_path: Path) 
         ),
         (
             '{"model_type": "llama", "hidden_size": "wide"}',
-            "hidden_size='wide' in the config.json of .*: it should be a valid integer",
+            'the config.json of .*: hidden_size="wide": it should be a valid integer',
         ),
     ],
 )
@@ -222,6 +223,44 @@ def test_load_model_config_rejects_unusable_folders(tmp_path: Path, content: str
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=message):
         load_model_config(Model(name=str(tmp_path)))
+
+
+SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SPELLINGS: dict[str, dict[str, Any]] = {
+    **{
+        f"{rope_type} in {kind}": {"rope_theta": 100.0, name: {kind: rope_type, **keys}}
+        for rope_type, keys in (
+            ("linear", {"factor": 2.0}),
+            ("llama3", SCALED | {"original_max_position_embeddings": 16}),
+        )
+        for name, kind in (("rope_scaling", "rope_type"), ("rope_scaling", "type"))
+    },
+    "linear in rope_parameters": {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}},
+    "llama3 in rope_parameters": {"rope_parameters": LLAMA3},
+    "llama3, original length missing": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0, **SCALED}},
+    "llama3, original length at the top": {
+        "rope_theta": 100.0,
+        "rope_scaling": {"rope_type": "llama3", **SCALED},
+        "original_max_position_embeddings": 16,
+    },
+    "llama3, two original lengths": {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
+    "two values of theta": {"rope_theta": 100.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "theta at the top": {"rope_theta": 100.0},
+    "no scaling": {"rope_theta": 100.0, "rope_scaling": None},
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_rope_of_a_config_file_equals_transformers(spelling: str, tmp_path: Path) -> None:
+    """Both read the file themselves."""
+    keys = tiny_llama().to_dict()
+    del keys["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(keys | SPELLINGS[spelling]))
+    theirs = with_exact_norms(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).double())
+    ours = our_model(load_model_config(Model(name=str(tmp_path))))
+    ours.load_state_dict(theirs.state_dict())
+    ids = torch.randint(61, (2, 48), generator=torch.Generator().manual_seed(1))
+    assert_close(ours(ids), theirs(input_ids=ids, use_cache=False).logits, what="logits")
 
 
 def test_template_is_a_small_llama() -> None:

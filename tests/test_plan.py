@@ -27,11 +27,6 @@ from tests.support.oracle import make_config, tiny_llama
             "looped_bfs has no groups of micro-batches, so remove the group size 2, or use interleaved_1f1b or zb_h1",
         ),
         (
-            {"pp_group_size": 2, "pp_engine": "csv:FILE"},
-            "pp_group_size=2 cannot be used with a schedule from a file; remove it",
-        ),
-        ({"pp_size": 1, "pp_group_size": 2}, "pp_group_size=2 needs a pipeline, but pp_size=1; remove it"),
-        (
             {"pp_engine": "looped_bfs", "pp_chunks": 4},
             "needs at least 8 layers, one per stage, but num_hidden_layers=6",
         ),
@@ -49,7 +44,6 @@ from tests.support.oracle import make_config, tiny_llama
             "is for training.gradient_accumulation_steps=4, but the config has 8",
         ),
         ({"pp_engine": "csv:FILE", "pp_chunks": 2}, "is for distributed.pp_chunks=1, but the config has 2"),
-        ({"pp_size": 1, "pp_chunks": 2}, "pp_chunks=2 needs a pipeline, but pp_size=1; remove it"),
         ({"pp_size": 1, "pp_layout": "Ettt|tttL"}, "has 2 stages, but the schedule has 1"),
     ],
 )

@@ -18,7 +18,7 @@ from picotron.json_files import parse_json, read_object
 from picotron.run_folder import read_records
 from picotron.schedules.schedule_csv import read_csv
 from picotron.schedules.stages import parse_stages
-from picotron.schedules.trace import read_trace
+from picotron.schedules.trace import read_settings, read_trace
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 JSON = st.recursive(VALUES, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(max_size=6), v, max_size=4))
@@ -67,6 +67,7 @@ def test_any_bytes_are_a_value_or_an_error(folder: Path, data: bytes) -> None:
         "model.safetensors.index.json": lambda path: SafetensorsFolder(path.parent),
         "model.safetensors": lambda path: SafetensorsFolder(path.parent),
         "trace_step_00000001.jsonl": lambda path: read_trace(path.parent),
+        "trace_step_00000002.jsonl": lambda path: read_settings(path.parent),
         "metrics.jsonl": lambda path: read_records(path),
     }.items():
         (folder / name).write_bytes(data)

@@ -10,7 +10,6 @@ from transformers import LlamaConfig
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.errors import UserError
 from picotron.schedules.plan import plan_pipeline
 from picotron.schedules.recompute import kept_activations
 from picotron.schedules.schedules import SCHEDULES, build
@@ -91,18 +90,3 @@ def test_layers_of_other_micro_batches_run_twice_and_gradients_equal_transformer
         assert_close(result["loss"], expected["loss"], what="loss")
         for name, gradient in expected["gradients"].items():
             assert_close(result["gradients"][name], gradient, what=name)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, "needs training.activation_checkpointing='full', not 'none'"),
-        ({"pp_size": 1} | FULL, "pp_keep_activations=2 needs a pipeline, but pp_size=1; remove it"),
-    ],
-)
-def test_keeping_needs_recomputation_in_a_pipeline(changes: dict[str, Any], message: str) -> None:
-    config = pipeline_config(
-        "1f1b", **{"pp": 2, "pp_keep_activations": 2} | {"pp": changes.pop("pp_size", 2)} | changes
-    )
-    with pytest.raises(UserError, match=message):
-        plan_pipeline(config, tiny_llama())

@@ -14,7 +14,7 @@ from picotron.config import Config
 from picotron.pipeline_parallel.recorder import record_steps
 from picotron.schedules import draw
 from picotron.schedules.checker import add_communication
-from picotron.schedules.plan import training_schedule
+from picotron.schedules.plan import plan_pipeline, training_schedule
 from picotron.schedules.trace import read_trace
 from tests.support.oracle import tiny_llama
 from tests.support.training import CPU, Loader, batches, pipeline_config, step_of, wrapped
@@ -24,7 +24,8 @@ from tests.support.worker_pool import WorkerPool
 def recorded(config: Config, model_config: LlamaConfig) -> list[str]:
     """Take steps 4 and 5, and return the names of the actions in a profile of step 5."""
     model = wrapped(config, model_config)
-    step = record_steps(step_of(config, model_config), config, CPU, done=3)
+    plan = plan_pipeline(config, model_config)
+    step = record_steps(step_of(config, model_config), config, model_config, plan, CPU, done=3)
     step(model, Loader(batches(4)))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(model, Loader(batches(4)))
@@ -43,7 +44,8 @@ def test_trace_of_a_step_equals_its_schedule_and_profile(
     pool: WorkerPool, engine: str, more: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = pipeline_config(engine, 2, 4, logging__trace_steps=[5], checkpoint__save_dir=str(tmp_path), **more)
-    names = pool.run(recorded, config.distributed.world_size, config, tiny_llama(num_hidden_layers=4))
+    model_config = tiny_llama(num_hidden_layers=4)
+    names = pool.run(recorded, config.distributed.world_size, config, model_config)
     assert [path.name for path in tmp_path.iterdir()] == ["trace_step_00000005.jsonl"]
     step, timeline = read_trace(tmp_path)
     assert step == 5
@@ -56,5 +58,7 @@ def test_trace_of_a_step_equals_its_schedule_and_profile(
     ranks = [0, 2] if "tp_size" in more else [0, 1]  # ranks of the first pipeline
     for rank, program in zip(ranks, schedule.programs, strict=True):
         assert names[rank] == [str(action).lstrip("01") if engine == "1f1b" else str(action) for action in program]
+    searching = pipeline_config("auto", 2, 6, pp_costs=str(tmp_path), **more)
+    assert plan_pipeline(searching, model_config).schedule.microbatches == 6
     draw.main(["--measured", str(tmp_path), "--step", "5"])
     assert f"{tmp_path}, step 5, in seconds" in capsys.readouterr().out

@@ -237,6 +237,7 @@ def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
     assert "error" not in result.stderr
     assert "SIGINT: the run ends after this step" in result.stdout
     assert f"checkpoint {tmp_path}/run/step_00000003: " in result.stdout
+    assert result.stdout.endswith("stopped by SIGINT, without an error\n")
     result = start(home, [sys.executable, stopped], arguments(tmp_path / "run", 1, 4, **keys))
     assert result.returncode == 0, result.stderr
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
@@ -253,7 +254,10 @@ def test_sigterm_to_torchrun_saves_a_checkpoint_and_ends_the_run(home: Path, tmp
     """torchrun forwards SIGTERM to its processes, which save a checkpoint and exit."""
     stopped = program(tmp_path, "os.kill(os.getppid(), signal.SIGTERM)")
     result = start(home, [*TORCHRUN, "2", stopped], words(tmp_path / "run"))
-    assert result.returncode != 0
+    assert result.returncode == 1
+    assert (
+        "stopped by SIGTERM, without an error; torchrun now prints a traceback and exits with code 1" in result.stdout
+    )
     steps = len(metrics(tmp_path / "run"))
     assert steps < 4
     assert max(checkpoint_folders(tmp_path / "run")) == steps

@@ -15,9 +15,11 @@ from picotron.errors import UserError
 from picotron.schedules import draw
 from picotron.schedules.actions import Schedule, parse_action
 from picotron.schedules.plan import plan_pipeline
+from picotron.schedules.recorded import settings_of
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.search import KNOBS, Greedy, Shape, fastest_schedule, fits, hand_made, shapes
 from picotron.schedules.simulate import Costs, memory_curves, peak_activations, simulate
+from picotron.schedules.trace import settings_line, trace_path
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.zero_bubble import CASES, Case
 from tests.test_draw import write_trace
@@ -199,8 +201,17 @@ def auto_config(tmp_path: Path, **changes: Any) -> Any:
     keys: dict[str, Any] = {"pp_engine": "auto", "pp_size": 2, "training__gradient_accumulation_steps": 6, **changes}
     if "pp_costs" in keys:
         keys["pp_costs"] = str(tmp_path)
-        write_trace(tmp_path, 3, simulate(build("1f1b", 2, 4), Costs(weights=[1.0, 3.0])))
+        record(tmp_path)
     return make_config(**{key if "__" in key else f"distributed__{key}": value for key, value in keys.items()})
+
+
+def record(folder: Path) -> None:
+    """Write the trace of a step of 1F1B on two ranks with six layers."""
+    config, model_config = make_config(distributed__pp_size=2), tiny_llama(num_hidden_layers=6)
+    write_trace(folder, 3, simulate(build("1f1b", 2, 4), Costs(weights=[1.0, 3.0])))
+    first_line = settings_line(settings_of(config, model_config, plan_pipeline(config, model_config).stages))
+    trace = trace_path(folder, 3)
+    trace.write_text(f"{first_line}\n{trace.read_text()}")
 
 
 def test_plan_of_a_config_is_searched(tmp_path: Path) -> None:
@@ -226,13 +237,50 @@ def test_plan_uses_the_times_of_a_recorded_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "sizes", "difference"),
+    [
+        ({"training__seq_length": 32}, {}, "training.seq_length=16, not 32"),
+        ({"training__micro_batch_size": 1}, {}, "training.micro_batch_size=2, not 1"),
+        ({"training__activation_checkpointing": "full"}, {}, "training.activation_checkpointing='none', not 'full'"),
+        ({"training__compile": True}, {}, "training.compile=False, not True"),
+        ({"tp_size": 2}, {}, "distributed.tp_size=1, not 2"),
+        ({"cp_size": 2}, {}, "distributed.cp_size=1, not 2"),
+        ({"tp_size": 2, "sequence_parallel": True}, {}, "distributed.sequence_parallel=False, not True"),
+        ({"dp_size": 2, "dp_engine": "zero3"}, {}, "number of ranks that shard the weights=1, not 2"),
+        ({"model__dtype": "bfloat16"}, {}, "model.dtype='float64', not 'bfloat16'"),
+        ({"use_cpu": False}, {}, "distributed.use_cpu=True, not False"),
+        ({"pp_layout": "Ett|ttttL"}, {}, "stages='Ettt|tttL', not 'Ett|ttttL'"),
+        ({}, {"num_hidden_layers": 8}, "stages='Ettt|tttL', not 'Etttt|ttttL'"),
+        ({}, {"hidden_size": 64}, "hidden_size of the model=32, not 64"),
+    ],
+)
+def test_a_recording_of_other_settings_is_rejected(
+    changes: dict[str, Any], sizes: dict[str, Any], difference: str, tmp_path: Path
+) -> None:
+    config = auto_config(tmp_path, pp_costs=True, **changes)
+    with pytest.raises(UserError) as error:
+        plan_pipeline(config, tiny_llama(**{"num_hidden_layers": 6} | sizes))
+    assert f"the run in pp_costs='{tmp_path}' was recorded with " in str(error.value)
+    assert difference in str(error.value)
+    assert str(error.value).endswith("; record a run with the settings of this config, or remove pp_costs")
+
+
+def test_a_recording_serves_other_schedules_and_batches(tmp_path: Path) -> None:
+    others = {"pp_memory": 3, "dp_size": 4, "training__gradient_accumulation_steps": 9, "training__learning_rate": 1e-4}
+    config = auto_config(tmp_path, pp_costs=True, **others)
+    assert plan_pipeline(config, tiny_llama(num_hidden_layers=6)).schedule.microbatches == 9
+
+
+def test_a_recording_without_settings_is_rejected(tmp_path: Path) -> None:
+    config = auto_config(tmp_path, pp_costs=True)
+    write_trace(tmp_path, 4, simulate(build("1f1b", 2, 4)))
+    with pytest.raises(UserError, match=r"trace_step_00000004.jsonl does not say with which settings"):
+        plan_pipeline(config, tiny_llama(num_hidden_layers=6))
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pp_engine": "1f1b", "pp_memory": 2}, "pp_memory=2.0 is for pp_engine='auto', not '1f1b'; remove it"),
-        ({"pp_engine": "1f1b", "pp_costs": True}, "is for pp_engine='auto', not '1f1b'; remove it"),
-        ({"pp_size": 1, "pp_memory": 2}, "pp_memory=2.0 needs a pipeline, but pp_size=1; remove it"),
-        ({"pp_size": 1, "pp_costs": True}, "needs a pipeline, but pp_size=1; remove it"),
-        ({"pp_group_size": 2}, "pp_group_size=2 cannot be used with pp_engine='auto'; remove it"),
         ({"pp_costs": True, "pp_size": 3}, "has pp_size=2, but the config has 3"),
         ({"pp_costs": True, "pp_chunks": 2}, "has pp_chunks=1, but the config has 2"),
         ({"pp_layout": "Ett|t|tttL"}, "has 3 stages, but the schedule has 2 (pp ranks times chunks)"),

@@ -14,11 +14,12 @@ ALL_FILES = sorted([*Path().glob("*.py"), *(path for folder in FOLDERS for path 
 PARALLEL = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel")
 # Layers of the package, from bottom to top. A module or folder imports only from lower lines, or from its own folder.
 LAYERS = """
-    errors text_table arguments
-    files json_files hub rows
+    errors text_table
+    arguments files json_files hub rows
     schedules packing hardware
     config_types
     config
+    config_checks
     config_reader process_group_manager collectives model_config packed_attention sampling
     launch split_backward run_folder model
     sweep weights kv_cache
@@ -26,7 +27,7 @@ LAYERS = """
     data_parallel tensor_parallel pipeline_parallel context_parallel
     data optimizer text
     metrics parallelize
-    checkpoint train_step check_batches
+    checkpoint train_step check_batches check_run
     batches
     explain
 """
@@ -115,6 +116,7 @@ def test_only_torchrun_and_secrets_come_from_the_environment() -> None:
         "LOCAL_RANK",
         "WORLD_SIZE",
         "LOCAL_WORLD_SIZE",
+        "TORCHELASTIC_ERROR_FILE",
         "TOKENIZERS_PARALLELISM",
         "HF_HUB_OFFLINE",
         "XDG_CACHE_HOME",

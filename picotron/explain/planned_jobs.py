@@ -4,7 +4,7 @@ import copy
 import functools
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from picotron.files import write_atomically
 from picotron.hardware import Hardware
 from picotron.model_config import load_model_config
 from picotron.parallelize import check_layout
+from picotron.schedules.plan import PipelinePlan
 from picotron.sweep.combinations import FLAGS, GLOBAL_BATCH, Combination, canonical_json
 from picotron.sweep.jobs import Job
 from picotron.text_table import text_table
@@ -71,8 +72,13 @@ class PlannedJob:
             write_atomically(self.job.forecast_file, json.dumps(data, indent=2) + "\n")
 
 
-def make_config(base: dict[str, Any], combination: Combination) -> tuple[dict[str, Any], Config]:
+def make_config(
+    base: dict[str, Any], combination: Combination, *later_checks: Callable[[Config], object]
+) -> tuple[dict[str, Any], Config]:
     """Return the config of a combination as JSON and as an object.
+
+    Args:
+        later_checks: see `parse_config`.
 
     Raises:
         UserError: a key or a value is not valid.
@@ -81,11 +87,9 @@ def make_config(base: dict[str, Any], combination: Combination) -> tuple[dict[st
     for key, value in combination.items():
         if key != GLOBAL_BATCH:
             override(data, key, value)
-    config = parse_config(data)
     if GLOBAL_BATCH in combination:
-        override(data, FLAGS["grad_acc_steps"], accumulation_steps(combination[GLOBAL_BATCH], config))
-        config = parse_config(data)
-    return data, config
+        override(data, FLAGS["grad_acc_steps"], accumulation_steps(combination[GLOBAL_BATCH], parse_config(data)))
+    return data, parse_config(data, *later_checks)
 
 
 def plan_job(job: Job, base: dict[str, Any], combination: Combination, hardware: Hardware | None) -> PlannedJob:
@@ -94,11 +98,8 @@ def plan_job(job: Job, base: dict[str, Any], combination: Combination, hardware:
     Raises:
         UserError: train.py would reject the config.
     """
-    data, config = make_config(base, combination | {"checkpoint.save_dir": str(job.run_folder)})
-    model_config = load_cached(config.model)
-    if isinstance(model_config, UserError):
-        raise model_config
-    plan = check_layout(config, model_config)
+    data, config = make_config(base, combination | {"checkpoint.save_dir": str(job.run_folder)}, check_cached)
+    model_config, plan = check_cached(config)
     config = config if hardware is None else on_hardware(config, hardware)
     times = None if hardware is None else forecast(config, model_config, plan, hardware)
     idle = bubble(config, model_config, plan) if times is None else times.bubble
@@ -112,6 +113,14 @@ def load_cached(section: ModelSection) -> LlamaConfig | UserError:
         return load_model_config(section)
     except UserError as error:
         return error
+
+
+def check_cached(config: Config) -> tuple[LlamaConfig, PipelinePlan]:
+    """Do the same as `check_model`, but load each model's config only once."""
+    model_config = load_cached(config.model)
+    if isinstance(model_config, UserError):
+        raise model_config
+    return model_config, check_layout(config, model_config)
 
 
 def accumulation_steps(global_batch_size: Any, config: Config) -> int:

@@ -11,14 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
+from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.errors import UserError
 from picotron.files import write_atomically
 from picotron.schedules.actions import parse_action
+from picotron.schedules.plan import PipelinePlan
+from picotron.schedules.recorded import settings_of
 from picotron.schedules.simulate import Span
-from picotron.schedules.trace import trace_line, trace_path
+from picotron.schedules.trace import settings_line, trace_line, trace_path
 
 logger = logging.getLogger("picotron.pipeline")
 
@@ -61,15 +64,21 @@ def record_action(name: str) -> Iterator[None]:
 
 
 def record_steps(
-    take_step: Callable[..., Tensor], config: Config, device: torch.device, done: int
+    take_step: Callable[..., Tensor],
+    config: Config,
+    model_config: LlamaConfig,
+    plan: PipelinePlan,
+    device: torch.device,
+    done: int,
 ) -> Callable[..., Tensor]:
     """Return `take_step` with recording: each step of `logging.trace_steps` writes the first pipeline's actions and
     their times to a file, see `trace`.
 
     Args:
+        plan: see `check_layout`.
         done: number of steps completed before.
     """
-    numbers = itertools.count(done + 1)
+    numbers, settings = itertools.count(done + 1), settings_of(config, model_config, plan.stages)
 
     def step(*arguments: Any) -> Tensor:
         global recorder
@@ -79,7 +88,7 @@ def record_steps(
         recorder = Recorder(device)
         try:
             loss = take_step(*arguments)
-            write_trace(config.checkpoint.save_dir, number, recorder.spans)
+            write_trace(config.checkpoint.save_dir, number, recorder.spans, settings)
         finally:
             recorder = None
         return loss
@@ -87,8 +96,10 @@ def record_steps(
     return step
 
 
-def write_trace(save_dir: str, step: int, spans: list[Span]) -> None:
-    """Gather the recorded spans of a pipeline's ranks, and write those of the first pipeline to a file."""
+def write_trace(save_dir: str, step: int, spans: list[Span], settings: dict[str, Any]) -> None:
+    """Gather the recorded spans of a pipeline's ranks, and write the settings and the spans of the first pipeline to a
+    file.
+    """
     grid = pgm.process_group_manager
     spans_by_rank: list[Any] = [None] * grid.pp_world_size
     dist.all_gather_object(spans_by_rank, spans, group=grid.pp_group)
@@ -97,7 +108,7 @@ def write_trace(save_dir: str, step: int, spans: list[Span]) -> None:
     lines = [trace_line(rank, span) + "\n" for rank, rank_spans in enumerate(spans_by_rank) for span in rank_spans]
     path = trace_path(save_dir, step)
     try:
-        write_atomically(path, "".join(lines))
+        write_atomically(path, "".join([settings_line(settings) + "\n", *lines]))
     except OSError as error:
         raise UserError(
             f"the trace {path} cannot be written: {error.strerror}; free some space, or choose another save_dir"

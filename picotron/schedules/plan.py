@@ -7,7 +7,7 @@ from picotron.errors import UserError
 from picotron.schedules.actions import Schedule
 from picotron.schedules.checker import check
 from picotron.schedules.recompute import kept_activations
-from picotron.schedules.recorded import recorded_costs
+from picotron.schedules.recorded import check_recording, recorded_costs, settings_of
 from picotron.schedules.schedule_csv import read_csv
 from picotron.schedules.schedules import build
 from picotron.schedules.search import Found, Shape, fastest_schedule, shapes
@@ -81,15 +81,8 @@ def training_schedule(config: "Config") -> Schedule:
     """
     layout, microbatches = config.distributed, config.training.gradient_accumulation_steps
     if layout.pp_size == 1:
-        for key, value in (("pp_chunks", layout.pp_chunks), ("pp_group_size", layout.pp_group_size)):
-            if value not in (1, None):
-                raise UserError(f"{key}={value} needs a pipeline, but pp_size=1; remove it")
         return build("1f1b", 1, microbatches)
     if layout.pp_engine.startswith("csv:"):
-        if layout.pp_group_size is not None:
-            raise UserError(
-                f"pp_group_size={layout.pp_group_size} cannot be used with a schedule from a file; remove it"
-            )
         return _from_file(layout.pp_engine.removeprefix("csv:"), layout.pp_size, microbatches, layout.pp_chunks)
     schedule = build(layout.pp_engine, layout.pp_size, microbatches, layout.pp_chunks, layout.pp_group_size)
     check(schedule)
@@ -108,33 +101,16 @@ def _from_file(path: str, pp: int, microbatches: int, chunks: int | None) -> Sch
     return schedule
 
 
-def _keep_activations(config: "Config") -> int:
-    keep, checkpointing = config.distributed.pp_keep_activations, config.training.activation_checkpointing
-    if keep and config.distributed.pp_size == 1:
-        raise UserError(f"pp_keep_activations={keep} needs a pipeline, but pp_size=1; remove it")
-    if keep and checkpointing != "full":
-        raise UserError(
-            f"pp_keep_activations={keep} needs training.activation_checkpointing='full', not {checkpointing!r}, which "
-            f"keeps all activations; remove one of them"
-        )
-    return keep
-
-
 def plan_pipeline(config: "Config", model_config: "LlamaConfig") -> PipelinePlan:
     """Choose the schedule and the stages of a config's pipeline.
 
     Raises:
         UserError: `training_schedule` or `search_schedule` fails, or the stages do not fit the model.
     """
-    layout, keep = config.distributed, _keep_activations(config)
+    layout, keep = config.distributed, config.distributed.pp_keep_activations
     if layout.pp_engine == "auto" and layout.pp_size > 1:
         plan = dataclasses.replace(search_schedule(config, model_config), keep_activations=keep)
     else:
-        for key, value in (("pp_memory", layout.pp_memory), ("pp_costs", layout.pp_costs)):
-            if value is not None and layout.pp_engine != "auto":
-                raise UserError(f"{key}={value!r} is for pp_engine='auto', not {layout.pp_engine!r}; remove it")
-            if value is not None:
-                raise UserError(f"{key}={value!r} needs a pipeline, but pp_size=1; remove it")
         schedule = training_schedule(config)
         plan = PipelinePlan(schedule, stages_for(config, model_config, (schedule.chunks, schedule.placement)), keep)
     for rank in range(layout.pp_size):
@@ -160,13 +136,15 @@ def search_schedule(config: "Config", model_config: "LlamaConfig") -> PipelinePl
         UserError: the recorded run does not match the config, or the stages do not fit the model.
     """
     layout = config.distributed
-    if layout.pp_group_size is not None:
-        raise UserError(f"pp_group_size={layout.pp_group_size} cannot be used with pp_engine='auto'; remove it")
     memory = layout.pp_size if layout.pp_memory is None else layout.pp_memory
     if layout.pp_costs is None:
         found, source, unit = _search_with_estimates(config, model_config, memory), "estimated by FLOPs", "forwards"
     else:
-        found, source, unit = _search_with_recording(config, memory), f"measured in {layout.pp_costs!r}", "s"
+        found, source, unit = (
+            _search_with_recording(config, model_config, memory),
+            f"measured in {layout.pp_costs!r}",
+            "s",
+        )
     schedule = found.schedule
     facts = summary(simulate(schedule, found.costs))
     expectation = (
@@ -199,7 +177,7 @@ def _search_with_estimates(config: "Config", model_config: "LlamaConfig", memory
     return fastest_schedule(layout.pp_size, training.gradient_accumulation_steps, memory, options)
 
 
-def _search_with_recording(config: "Config", memory: float) -> Found:
+def _search_with_recording(config: "Config", model_config: "LlamaConfig", memory: float) -> Found:
     layout = config.distributed
     assert layout.pp_costs is not None
     recorded, costs = recorded_costs(layout.pp_costs)
@@ -207,5 +185,6 @@ def _search_with_recording(config: "Config", memory: float) -> Found:
         ours = getattr(layout, key)
         if ours not in (theirs, None):
             raise UserError(f"the run in pp_costs={layout.pp_costs!r} has {key}={theirs}, but the config has {ours}")
-    options = {(recorded.chunks, recorded.placement): costs}
-    return fastest_schedule(layout.pp_size, config.training.gradient_accumulation_steps, memory, options)
+    shape = recorded.chunks, recorded.placement
+    check_recording(layout.pp_costs, settings_of(config, model_config, stages_for(config, model_config, shape)))
+    return fastest_schedule(layout.pp_size, config.training.gradient_accumulation_steps, memory, {shape: costs})

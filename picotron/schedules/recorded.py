@@ -2,13 +2,59 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median_low
+from typing import TYPE_CHECKING, Any
 
+from picotron.errors import UserError
 from picotron.schedules.actions import Schedule
 from picotron.schedules.schedule_csv import assemble
 from picotron.schedules.simulate import Costs, Timeline, measured_costs
-from picotron.schedules.trace import read_trace
+from picotron.schedules.stages import Stage
+from picotron.schedules.trace import read_settings, read_trace
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+    from picotron.config import Config
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+KEYS = {
+    "distributed": ("tp_size", "sequence_parallel", "cp_size", "cp_sharding", "cp_engine", "use_cpu"),
+    "model": ("dtype", "use_flash_attention"),
+    "training": ("seq_length", "micro_batch_size", "activation_checkpointing"),
+}
+
+
+def settings_of(config: "Config", model_config: "LlamaConfig", stages: Sequence[Stage]) -> dict[str, Any]:
+    """Return what the time of an action of a stage depends on: not the schedule, nor the number of micro-batches."""
+    layout, compiled = config.distributed, config.training.compile
+    keys = {f"{name}.{key}": getattr(getattr(config, name), key) for name, section in KEYS.items() for key in section}
+    return {
+        **{f"{key} of the model": getattr(model_config, key) for key in (*SIZES, "attention_bias", "mlp_bias")},
+        **keys,
+        "training.compile": not layout.use_cpu if compiled is None else compiled,
+        "distributed.pp_keep_activations": layout.pp_keep_activations,
+        "dataset.mask_documents": config.dataset.masks_documents,
+        "environment.OMP_NUM_THREADS": config.environment.OMP_NUM_THREADS if layout.use_cpu else None,
+        # With ZeRO-3, actions wait for weights; all other data parallelism runs between actions.
+        "number of ranks that shard the weights": layout.dp_size * layout.cp_size if layout.dp_engine == "zero3" else 1,
+        "stages": "|".join(map(str, stages)),
+    }
+
+
+def check_recording(run_dir: str, settings: dict[str, Any]) -> None:
+    """Raise a UserError unless the newest recorded step of a run has these settings, see `settings_of`."""
+    recorded = read_settings(run_dir)
+    different = [
+        f"{key}={recorded.get(key)!r}, not {value!r}" for key, value in settings.items() if recorded.get(key) != value
+    ]
+    if different:
+        raise UserError(
+            f"the run in pp_costs={run_dir!r} was recorded with {'; '.join(different)}; record a run with the settings of "
+            f"this config, or remove pp_costs"
+        )
 
 
 def recorded_costs(run_dir: str | Path, step: int | None = None) -> tuple[Schedule, Costs]:

@@ -2,13 +2,17 @@
 
     {"rank": 0, "action": "0F0", "start": 0.0012, "end": 0.0150}
 
-with times in seconds since the beginning of the step. A trace can also have messages and R, see `actions.Action`.
+with times in seconds since the beginning of the step. A trace can also have messages and R, see `actions.Action`. The
+first line has the settings on which the times depend, see `recorded.settings_of`:
+
+    {"settings": {"training.seq_length": 1024, "stages": "Ett|ttL"}}
 """
 
 import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 from picotron.errors import UserError
 from picotron.json_files import parse_json
@@ -30,12 +34,32 @@ def trace_line(rank: int, span: Span) -> str:
     return json.dumps({"rank": rank, "action": str(span.action), "start": span.start, "end": span.end})
 
 
+def settings_line(settings: dict[str, Any]) -> str:
+    return json.dumps({"settings": settings})
+
+
 def read_trace(run_dir: str | Path, step: int | None = None) -> tuple[int, Timeline]:
     """Read the trace of a step, by default the newest one. Returns the step's number and its timeline.
 
     Raises:
         UserError: there is no such trace, or it cannot be read.
     """
+    step, path, data = _read(run_dir, step)
+    return step, parse_trace(data, str(path))
+
+
+def read_settings(run_dir: str | Path) -> dict[str, Any]:
+    """Read the settings of the newest trace. Raises a UserError as `read_trace`, or if the trace has no settings."""
+    _, path, data = _read(run_dir)
+    try:
+        return dict(parse_json(data.partition(b"\n")[0], "the first line")["settings"])
+    except (ValueError, TypeError, KeyError):
+        raise UserError(
+            f"{path} does not say with which settings it was recorded; record a step again, with logging.trace_steps"
+        ) from None
+
+
+def _read(run_dir: str | Path, step: int | None = None) -> tuple[int, Path, bytes]:
     steps = list(traces(Path(run_dir)))
     if not steps:
         raise UserError(
@@ -46,10 +70,9 @@ def read_trace(run_dir: str | Path, step: int | None = None) -> tuple[int, Timel
         raise UserError(f"{str(run_dir)!r} has no trace of step {step}; choose one of {steps}")
     path = trace_path(run_dir, step)
     try:
-        data = path.read_bytes()
+        return step, path, path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {str(path)!r}: {error.strerror}; check the path and its permissions") from None
-    return step, parse_trace(data, str(path))
 
 
 def parse_trace(data: bytes, name: str) -> Timeline:
@@ -58,11 +81,13 @@ def parse_trace(data: bytes, name: str) -> Timeline:
     for number, line in enumerate(data.splitlines(), start=1):
         try:
             event = parse_json(line, "a line")
+            if number == 1 and event.keys() == {"settings"}:
+                continue
             span = Span(parse_action(event["action"]), float(event["start"]), float(event["end"]))
             if not 0 <= span.start <= span.end < math.inf:
                 raise ValueError("times are out of order")
             spans.setdefault(int(event["rank"]), []).append(span)
-        except (ValueError, TypeError, KeyError, OverflowError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             raise UserError(
                 f"{name} is not a valid trace: line {number} is {line[:80].decode(errors='replace')!r}; expected "
                 f'{{"rank": 0, "action": "0F0", "start": 0.0, "end": 1.0}}, with times in seconds'
