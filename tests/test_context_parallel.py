@@ -216,23 +216,9 @@ TEN_STEPS: list[dict[str, Any]] = [
     {"cp_size": 2, "tp_size": 2, "cp_engine": "ulysses"},
     {"cp_size": 2, "pp_size": 2},
 ]
-# The other layouts resemble these or those of test_parity, or are slow; only `make parity` runs them.
-MORE: list[dict[str, Any]] = [
-    {"cp_size": cp, "cp_engine": engine, "cp_sharding": sharding, **more}
-    for cp in (2, 4)
-    for engine, sharding in ENGINES
-    for more in ({}, {"dp_size": 2}, {"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}, {"pp_size": 2})
-    if not (engine == "ulysses" and cp * more.get("tp_size", 1) > 4)
-]
-MORE += [
-    {"cp_size": 2, "pp_size": 2, "pp_engine": "afab"},
-    {"cp_size": 2, "dp_size": 2, "tp_size": 2, "pp_size": 2, "sequence_parallel": True},
-]
 
 
-@pytest.mark.parametrize(
-    "layout", [*TEN_STEPS, *[pytest.param(layout, marks=pytest.mark.parity) for layout in MORE]], ids=layout_name
-)
+@pytest.mark.parametrize("layout", TEN_STEPS, ids=layout_name)
 def test_ten_steps_equal_one_process(pool: WorkerPool, layout: dict[str, Any]) -> None:
     config = make_config(
         **{f"distributed__{key}": value for key, value in layout.items()},

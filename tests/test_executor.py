@@ -29,10 +29,9 @@ MORE: list[dict[str, Any]] = [{}, {"dp_size": 2}, {"tp_size": 2}, {"cp_size": 2}
 LAYERS = {2: 5, 4: 9}
 # A single micro-batch; fewer than stages; not a multiple of the stages; enough for a steady state.
 MICRO_BATCHES = (1, 3, 5, 8)
-EVERYTHING = list(itertools.product(SCHEDULES, (2, 4), MORE, MICRO_BATCHES, (False, True), ("none", "full")))
-# `make test` runs some combinations: each schedule on two pp ranks with another axis, and on four pp ranks alone (two
-# schedules in test_parity.py).
-SOME = [
+# Each schedule on two pp ranks with another axis, and on four pp ranks alone (two schedules in test_parity.py). The
+# fuzzer draws others.
+CASES = [
     (
         engine,
         pp,
@@ -49,7 +48,7 @@ SOME = [
 
 @pytest.mark.parametrize(
     ("engine", "pp", "more", "micro_batches", "tied", "checkpointing"),
-    [pytest.param(*case, marks=[] if case in SOME else pytest.mark.parity) for case in EVERYTHING],
+    CASES,
     ids=layout_name,
 )
 def test_ten_steps_equal_one_process(

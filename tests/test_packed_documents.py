@@ -132,17 +132,7 @@ def compare(pool: WorkerPool, layout: dict[str, Any], own: bool, checkpointing: 
             assert_close(result["gradients"][name], gradient, what=name)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[::2], ids=layout_name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_a_step_equals_transformers_on_each_document(pool: WorkerPool, layout: dict[str, Any]) -> None:
     i = LAYOUTS.index(layout)
     compare(pool, layout, own=i % 4 == 0, checkpointing=("none", "full")[i // 4 % 2])
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("own", [False, True], ids=["weights", "own loss"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
-def test_every_layout_loss_and_recomputation(
-    pool: WorkerPool, layout: dict[str, Any], own: bool, checkpointing: str
-) -> None:
-    compare(pool, layout, own, checkpointing)

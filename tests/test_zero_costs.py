@@ -86,6 +86,16 @@ def test_weights_are_gathered_once_per_step_in_a_pipeline() -> None:
         assert reduced == MICRO_BATCHES * 4 * step.parameters
 
 
+@pytest.mark.parametrize("engine", ["1f1b", "zbv", "dualpipev"])
+def test_a_tied_matrix_is_reduced_once_per_micro_batch_and_rank(engine: str) -> None:
+    """In a V, rank 0 uses it in its first and in its last stage."""
+    config = config_of("zero3", dp_size=2, pp_size=2, pp_engine=engine)
+    model_config = LlamaConfig(**MODEL.to_dict() | {"tie_word_embeddings": True})
+    for step in run_stages(config, model_config, plan_pipeline(config, model_config)):
+        reduced = total(step, "cp_dp", lambda each: each.size, operation="reduce-scatter")
+        assert reduced == MICRO_BATCHES * 4 * step.parameters
+
+
 def really(config: Config, model_config: LlamaConfig) -> tuple[int, int, Step]:
     """Run one real step. Returns the pp rank and the cp_dp rank of this process, and its step."""
     model, grid = wrapped(config, model_config, torch.bfloat16), pgm.process_group_manager
