@@ -12,7 +12,7 @@ from tests.support.tokenizer_kinds import KINDS
 Case = dict[str, Any]
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 19, 23)
-DATA = ("own", "text")
+DATA = ("own", "own", "text", "samples", "conversations")
 LOSSES = ("cross_entropy", "cross_entropy", "focal", "preference", "logits", "local_logits")
 FROZEN = ("embed_tokens", "lm_head", "model.norm", "layers.0.", "layers.1.", "q_proj", "mlp", "layernorm")
 STEPS = 3

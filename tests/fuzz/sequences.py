@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from picotron.config import Config
 from picotron.data import split_train_eval
@@ -92,17 +93,61 @@ def rows_of_samples(rows: Rows) -> list[list[Document]]:
 
 def compare_samples(case: Case, data: Samples) -> None:
     """Compare the tokens and the mask of each sample with those of its whole text."""
-    ends = data.lengths.cumsum()
-    expected = [whole_sample(case, record) for record in records_of(case)]
+    tokenizer, ends, records = tokenizer_of(case), data.lengths.cumsum(), records_of(case)
+    expected = [whole_sample(case, tokenizer, record) for record in records]
     if len(expected) != len(ends):
         raise Mismatch(f"{len(ends)} samples of {len(expected)} records")
     for i, (end, size) in enumerate(zip(ends, data.lengths, strict=True)):
-        found = data.tokens[end - size : end].tolist(), data.counted[end - size : end].tolist()
-        for what, ours, theirs in zip(("tokens", "mask"), found, expected[i], strict=True):
-            if ours != theirs:
-                raise Mismatch(f"the {what} of sample {i} are {ours}, but those of the whole text {theirs}")
+        tokens, mask = data.tokens[end - size : end].tolist(), data.counted[end - size : end].tolist()
+        if tokens != expected[i].tokens:
+            raise Mismatch(f"the tokens of sample {i} are {tokens}, but those of its text {expected[i].tokens}")
+        if [ours for ours, theirs in zip(mask, expected[i].mask, strict=True) if theirs not in (None, ours)]:
+            raise Mismatch(f"the mask of sample {i} is {mask}, but that of its text {expected[i].mask}")
 
 
-def whole_sample(case: Case, record: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Return the tokens of a record's whole text, and which of them the loss counts."""
-    raise NotImplementedError
+class WholeSample(NamedTuple):
+    """The tokens of a sample's text, and whether the loss counts them: None where the tokenizer does not tell."""
+
+    tokens: list[int]
+    mask: list[int | None]
+
+
+def whole_sample(case: Case, tokenizer: PreTrainedTokenizerBase, record: dict[str, Any]) -> WholeSample:
+    """Tokenise the text of a record as one."""
+    if case["data"]["kind"] == "samples":
+        prompt, completion = record["prompt"], record["completion"]
+        begin = tokenizer("a")["input_ids"][:1]
+        if begin != [tokenizer.bos_token_id]:
+            begin = [] if prompt else [tokenizer.eos_token_id]
+        text, counted = prompt + completion, [(len(prompt), len(prompt + completion))]
+        tokens, mask = masked(tokenizer, text, counted)
+        return WholeSample([*begin, *tokens, tokenizer.eos_token_id], [*[0] * len(begin), *mask, 1])
+    messages = record["messages"]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    if "marked" in case["data"]["template"]:
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not tokenizer.is_fast:
+            return WholeSample(tokens, [None] * len(tokens))
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        return WholeSample(tokens, tokenizer.apply_chat_template(messages, **options)["assistant_masks"])
+    counted = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
+            counted.append((len(before), len(tokenizer.apply_chat_template(messages[: i + 1], tokenize=False))))
+    return WholeSample(*masked(tokenizer, text, counted))
+
+
+def masked(
+    tokenizer: PreTrainedTokenizerBase, text: str, counted: list[tuple[int, int]]
+) -> tuple[list[int], list[int | None]]:
+    """Return the tokens of a text, and whether each has one of the counted characters."""
+    if not tokenizer.is_fast:
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens, [None] * len(tokens)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    mask = [
+        int(any(first < end and start < last for first, last in counted)) if start < end else None
+        for start, end in encoded["offset_mapping"]
+    ]
+    return encoded["input_ids"], mask
