@@ -70,6 +70,7 @@ def split_train_eval(data: Text | Samples, config: Config) -> tuple[Rows, Rows]:
     """
     name, length, held_out = config.dataset.name, config.training.seq_length, config.held_out_sequences
     rows: tuple[Rows, Rows]
+    change = "a shorter seq_length"
     if isinstance(data, Text):
         start = max(0, len(data.tokens) - 1 - held_out * length)
         # The shared token is the last target of one, the first input of the other.
@@ -86,12 +87,16 @@ def split_train_eval(data: Text | Samples, config: Config) -> tuple[Rows, Rows]:
             f"{size} in {name}, {packed.cut:,} cut and {packed.dropped:,} dropped; {sum(map(len, rows)):,} rows of "
             f"{length:,} tokens, {packed.empty:.1%} empty, {held_out:,} of them for evaluation"
         )
+        if packed.dropped:
+            too_long = ", or they are longer" if drops_long else ""
+            size += f", {packed.dropped:,} of them dropped (the loss counts none of their first {length + 1:,} tokens{too_long})"
+            change = "a longer seq_length"
     count, batch = len(rows[0]) + len(rows[1]), config.global_batch_size
     if count < batch + held_out:
         evaluation, fewer = (f" and evaluation {held_out}", ", or fewer eval_steps") if held_out else ("", "")
         raise UserError(
             f"{name} has {size}, enough for {count} sequences of {length} tokens, but one global batch needs "
-            f"{batch}{evaluation}; use more data, a shorter seq_length or a smaller batch{fewer}"
+            f"{batch}{evaluation}; use more data, {change} or a smaller batch{fewer}"
         )
     logger.info("%s", summary)
     return rows

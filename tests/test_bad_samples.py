@@ -8,6 +8,7 @@ import pandas
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from picotron.data import split_train_eval
 from picotron.errors import UserError
 from picotron.text.document_files import BLOCK_BYTES
 from picotron.text.tokens import write_tokens
@@ -187,3 +188,19 @@ def test_a_tokenizer_without_an_end_of_sequence_token_is_rejected(
     name = write_jsonl(tmp_path / "a.jsonl", [GOOD])
     with pytest.raises(UserError, match=message):
         write_tokens(config_of(name, str(tmp_path / "endless"), **keys), tiny_llama(vocab_size=300))
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [({}, ""), ({"dataset__long_samples": "drop"}, ", or they are longer")],
+)
+def test_samples_that_are_all_dropped_are_reported(
+    tmp_path: Path, folder: str, keys: dict[str, str], reason: str
+) -> None:
+    name = write_jsonl(tmp_path / "a.jsonl", [{"q": "long " * 20, "a": "b"}] * 10)
+    config = config_of(name, folder, **PROMPTS, **keys, training__seq_length=16)
+    message = (
+        rf"has 10 samples, 10 of them dropped \(the loss counts none of their first 17 tokens{reason}\), enough for 0 "
+    )
+    with pytest.raises(UserError, match=message + ".*; use more data, a longer seq_length or a smaller batch"):
+        split_train_eval(encode(config), config)
