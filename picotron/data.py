@@ -100,12 +100,13 @@ def split_train_eval(data: Text | Samples, config: Config, held_out: int | None 
     """
     name, length, evaluated = config.dataset.name, config.training.seq_length, config.held_out_sequences
     training, evaluation, size, summary = _split(data, config, evaluated if held_out is None else held_out)
+    change = "a longer seq_length" if "dropped" in size else "a shorter seq_length"
     count, batch = len(training) + len(evaluation), config.global_batch_size
     if count < batch + evaluated:
         also, fewer = (f" and evaluation {evaluated}", ", or fewer eval_steps") if evaluated else ("", "")
         raise UserError(
             f"{name} has {size}, enough for {count} sequences of {length} tokens, but one global batch needs "
-            f"{batch}{also}; use more data, a shorter seq_length or a smaller batch{fewer}"
+            f"{batch}{also}; use more data, {change} or a smaller batch{fewer}"
         )
     logger.info("%s", summary)
     return training, evaluation
@@ -129,6 +130,9 @@ def _split(data: Text | Samples, config: Config, held_out: int) -> tuple[Rows, R
         f"{len(packed.training) + len(packed.evaluation):,} rows of {length:,} tokens, {packed.empty:.1%} empty, "
         f"{evaluated:,} of them for evaluation"
     )
+    if packed.dropped:
+        too_long = ", or they are longer" if drops_long else ""
+        size += f", {packed.dropped:,} of them dropped (the loss counts none of their first {length + 1:,} tokens{too_long})"
     return packed.training, packed.evaluation, size, summary
 
 

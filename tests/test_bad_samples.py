@@ -8,17 +8,15 @@ import pandas
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from picotron.data import split_train_eval
 from picotron.errors import UserError
 from picotron.text.document_files import BLOCK_BYTES
 from picotron.text.tokens import write_tokens
+from tests.support.chat_templates import CHATML, FORGETFUL, NO_TURNS, QUESTIONS_MARKED, SOMETIMES_MARKED, STRICT
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.samples import (
     CHAT,
-    CHATML,
-    FORGETFUL,
-    MARKED,
     PROMPTS,
-    STRICT,
     config_of,
     encode,
     messages,
@@ -45,7 +43,7 @@ GOOD = {"q": "a", "a": "b", "chat": [{"role": "user", "content": "a"}, {"role": 
         ({"chat": []}, CHATML, CHAT, r"no message has the role 'assistant'; remove the record"),
         ({"chat": messages([("user", "a")])}, CHATML, CHAT, r"no message has the role 'assistant'"),
         ({"chat": messages([("user", "a"), ("assistant", "\ud800")])}, CHATML, CHAT, r"unpaired surrogate"),
-        ({"chat": messages([("user", "a"), ("assistant", "\ud800")])}, MARKED, CHAT, r"unpaired surrogate"),
+        ({"chat": messages([("user", "a"), ("assistant", "\ud800")])}, QUESTIONS_MARKED, CHAT, r"unpaired surrogate"),
         (
             {"chat": messages([("assistant", "a")])},
             CHATML,
@@ -64,6 +62,33 @@ GOOD = {"q": "a", "a": "b", "chat": [{"role": "user", "content": "a"}, {"role": 
             CHAT,
             r"the chat template changes the text before message 4 when it adds that message, .*; mark them in the template",
         ),
+        (
+            GOOD | {"chat": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
+            QUESTIONS_MARKED.replace(".{% end", "{% end"),
+            CHAT,
+            r"the chat template marks no text with \{% generation %\} in this conversation, .*; correct the",
+        ),
+        (
+            GOOD | {"chat": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "end": 1}]},
+            SOMETIMES_MARKED,
+            CHAT,
+            r"the chat template marks no text with \{% generation %\} in this conversation",
+        ),
+        (
+            GOOD | {"chat": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
+            NO_TURNS,
+            CHAT,
+            r"the chat template adds no text for the assistant in this conversation",
+        ),
+        (
+            GOOD | {"tools": [3]},
+            CHATML,
+            CHAT,
+            r"the column 'tools' should have a list of JSON schemas there, or nothing; rename",
+        ),
+        (GOOD | {"tools": {"a": 1}}, CHATML, CHAT, r"the column 'tools' should have a list of JSON schemas there"),
+        (GOOD | {"tools": "[{"}, CHATML, CHAT, r"the text in column 'tools' is not valid JSON"),
+        (GOOD | {"tools": [{"a": "\ud800"}]}, CHATML, CHAT, r"unpaired surrogate"),
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
@@ -163,3 +188,19 @@ def test_a_tokenizer_without_an_end_of_sequence_token_is_rejected(
     name = write_jsonl(tmp_path / "a.jsonl", [GOOD])
     with pytest.raises(UserError, match=message):
         write_tokens(config_of(name, str(tmp_path / "endless"), **keys), tiny_llama(vocab_size=300))
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [({}, ""), ({"dataset__long_samples": "drop"}, ", or they are longer")],
+)
+def test_samples_that_are_all_dropped_are_reported(
+    tmp_path: Path, folder: str, keys: dict[str, str], reason: str
+) -> None:
+    name = write_jsonl(tmp_path / "a.jsonl", [{"q": "long " * 20, "a": "b"}] * 10)
+    config = config_of(name, folder, **PROMPTS, **keys, training__seq_length=16)
+    message = (
+        rf"has 10 samples, 10 of them dropped \(the loss counts none of their first 17 tokens{reason}\), enough for 0 "
+    )
+    with pytest.raises(UserError, match=message + ".*; use more data, a longer seq_length or a smaller batch"):
+        split_train_eval(encode(config), config)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
@@ -13,12 +14,10 @@ from transformers import AutoTokenizer
 
 from picotron.errors import UserError
 from picotron.text.tokens import write_tokens
+from tests.support.chat_templates import CHATML, LLAMA3, MARKED, QUESTIONS_MARKED, TOOLS
 from tests.support.oracle import tiny_llama
 from tests.support.samples import (
     CHAT,
-    CHATML,
-    LLAMA3,
-    MARKED,
     PROMPTS,
     config_of,
     encode,
@@ -193,7 +192,7 @@ def test_the_loss_counts_the_turns_of_the_assistant(
 
 def test_a_template_may_mark_what_the_loss_counts(tmp_path: Path, folder: str) -> None:
     name = write_jsonl(tmp_path / "a.jsonl", [{"chat": messages(chat)} for chat in CHATS])
-    data = split(encode(config_of(name, with_template(folder, MARKED), **CHAT)))
+    data = split(encode(config_of(name, with_template(folder, QUESTIONS_MARKED), **CHAT)))
     plain = AutoTokenizer.from_pretrained(folder)
     for (tokens, mask), chat in zip(data, CHATS, strict=True):
         shown = chat[:-1] if chat[-1][0] == "user" else chat
@@ -202,6 +201,41 @@ def test_a_template_may_mark_what_the_loss_counts(tmp_path: Path, folder: str) -
         assert mask == theirs["assistant_masks"]
         counted = plain.decode([token for token, one in zip(tokens, mask, strict=True) if one])
         assert counted == "".join(content + "." for role, content in chat if role == "assistant")
+
+
+def test_a_mark_in_a_comment_is_none(tmp_path: Path, folder: str) -> None:
+    name = write_jsonl(tmp_path / "a.jsonl", [{"chat": messages(chat)} for chat in CHATS])
+    plain = split(encode(config_of(name, with_template(folder, CHATML), **CHAT)))
+    for comment in ("{# put {% generation %} here #}", "{{ '{% generation %}' if false else '' }}"):
+        assert split(encode(config_of(name, with_template(folder, comment + CHATML), **CHAT))) == plain
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED["ChatML"]], ids=["turns", "marked"])
+@pytest.mark.parametrize("kind", ["jsonl", "json text", "parquet"])
+def test_the_template_gets_the_tools_of_a_record(tmp_path: Path, folder: str, template: str, kind: str) -> None:
+    """In a table, all objects have the same keys: those that a record lacks are null there."""
+    with_template(folder, TOOLS + template)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tools: list[Any] = [
+        [{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}],
+        None,
+        [
+            {"type": "function", "function": {"name": "see"}},
+            {"type": "function", "function": {"name": "f", "parameters": {"b": "str"}}},
+        ],
+    ]
+    records = [{"chat": messages(CHATS[0]), "other": "x", "tools": each} for each in tools]
+    if kind == "json text":
+        records = [record | {"tools": json.dumps(record["tools"])} for record in records]
+    name = str(tmp_path / f"a.{kind.replace(' text', 'l')}")
+    if kind == "parquet":
+        pandas.DataFrame(records).to_parquet(name)
+    else:
+        write_jsonl(Path(name), records)
+    samples = split(encode(config_of(name, folder, **CHAT)))
+    for each, (tokens, _) in zip(tools, samples, strict=True):
+        assert tokens == tokenizer.apply_chat_template(messages(CHATS[0]), each, return_dict=True)["input_ids"]
+        assert ("parameters" in tokenizer.decode(tokens)) == (each is not None)
 
 
 def test_conversations_with_another_template_are_tokenised_again(tmp_path: Path, folder: str) -> None:

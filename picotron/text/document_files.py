@@ -17,7 +17,9 @@ from picotron.json_files import parse_json, read_json
 
 BLOCK_BYTES = 2**16
 WINDOW = 2**14  # bytes or characters after the end of a block in which to look for a place to cut
+CONTEXT = 2**8  # characters on each side of a cut that decide which tokens are next to it
 ROWS = 100  # rows of a table that are read at a time
+TOOLS = "tools"  # column, beside messages, with JSON schemas of the functions that the assistant may call
 
 Columns = dict[str, str]  # columns of the data, by the config keys that name them
 Convert = Callable[[Any], Iterator[Any]]  # turns a record, a dict, into any number of items
@@ -39,21 +41,31 @@ class Block(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Text of a document, or a part of it if it is long, and whether the document ends with it."""
+    """Text of a document, or a part of it if it is long.
+
+    Args:
+        ends_document: whether the document ends with it.
+        before, after: up to CONTEXT characters of the document before and after the text.
+    """
 
     text: str
     ends_document: bool
+    before: str = ""
+    after: str = ""
+
+    @property
+    def cuts(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        """The characters before and after the piece's beginning, and those before and after its end."""
+        return (self.before, (self.text + self.after)[:CONTEXT]), ((self.before + self.text)[-CONTEXT:], self.after)
 
 
 def _good_cut(window: str | bytes) -> int:
-    """Position in a window at which to cut a text, preferably one at which the pre-tokenizers of GPT-2 and Llama 3 cut
-    as well, so that the tokens do not change: after a line break that no other white space precedes or follows; else
-    before a single space; else before other white space; else at the first character.
+    """Position in a window at which to cut a text: before white space, where the tokens on one side hardly depend on
+    the text on the other side; else at the first character.
     """
-    for pattern in (r"\S\n(?=\S)", r"\S(?= \S)", r"\S(?=\s)"):
-        match = re.search(pattern, window) if isinstance(window, str) else re.search(pattern.encode(), window)
-        if match:
-            return match.end()
+    pattern = r"\S(?=\s)"
+    if match := re.search(pattern, window) if isinstance(window, str) else re.search(pattern.encode(), window):
+        return match.end()
     if isinstance(window, str):
         return 0
     continuation = bytes(range(0x80, 0xC0))  # bytes of a UTF-8 character after its first one
@@ -62,13 +74,13 @@ def _good_cut(window: str | bytes) -> int:
 
 def cut(text: str) -> Iterator[Piece]:
     """Cut a document into pieces of the size of a block."""
-    start = 0
+    start, before = 0, ""
     while len(text) - start > BLOCK_BYTES + WINDOW:
         end = start + BLOCK_BYTES
         end += _good_cut(text[end : end + WINDOW])
-        yield Piece(text[start:end], False)
-        start = end
-    yield Piece(text[start:], True)
+        yield Piece(text[start:end], False, before, text[end : end + CONTEXT])
+        start, before = end, text[max(0, end - CONTEXT) : end]
+    yield Piece(text[start:], True, before)
 
 
 def _bytes(block: Block) -> bytes:
@@ -96,16 +108,24 @@ def _text_blocks(path: Path, _: int) -> tuple[list[Block], int]:
     return blocks, 1
 
 
+def _text(path: Path, start: int, end: int, errors: str) -> str:
+    """Text of a range of bytes of a text file, with "\\n" as the only line break."""
+    text = _bytes(Block(path, start, end, 0)).decode("utf-8-sig" if start == 0 else "utf-8", errors)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
 def _read_text(block: Block, columns: Columns, convert: Convert, errors: str = "strict") -> Iterator[Piece]:
     """Read the pieces of a text, which has neither columns nor records to convert."""
+    path, start, end, _ = block
     try:
-        text = _bytes(block).decode("utf-8-sig" if block.start == 0 else "utf-8", errors)
+        text = _text(path, start, end, errors)
     except UnicodeDecodeError as error:
-        place = block.start + error.start
-        raise UserError(
-            f"{block.path} is not UTF-8 at byte {place:,} ({error.reason}); convert the file to UTF-8"
-        ) from None
-    yield Piece(text.replace("\r\n", "\n").replace("\r", "\n"), block.end == block.path.stat().st_size)
+        place = start + error.start
+        raise UserError(f"{path} is not UTF-8 at byte {place:,} ({error.reason}); convert the file to UTF-8") from None
+    reach = 4 * (CONTEXT + 1)  # bytes that have CONTEXT characters, even if the first character is incomplete
+    before = _text(path, max(0, start - reach), start, "replace")[-CONTEXT:]
+    after = _text(path, end, end + reach, "replace")[:CONTEXT]
+    yield Piece(text, not after, before, after)
 
 
 def _line_blocks(path: Path, limit: int) -> tuple[list[Block], int]:
@@ -229,13 +249,27 @@ def _row_blocks(path: Path, limit: int) -> tuple[list[Block], int]:
     return blocks, start
 
 
-def check_columns(columns: Columns, texts: list[str], others: list[str], source: str) -> None:
-    """Raise a UserError unless a table has the columns: messages of any type, all others as text."""
+def check_columns(columns: Columns, texts: list[str], others: list[str], source: str) -> list[str]:
+    """Return the columns to read of a table: those of the config and, beside messages, the tools.
+
+    Raises:
+        UserError: the table does not have the columns: messages of any type, all others as text.
+    """
     for key, column in columns.items():
         if key != "messages_column" and column not in texts:
             raise UserError(f"dataset.{key}={column!r}: {source} has no text there; use one of {texts}")
         if column not in texts + others:
             raise UserError(f"dataset.{key}={column!r}: {source} has no such column; use one of {others}")
+    return [*columns.values(), *([TOOLS] if "messages_column" in columns and TOOLS in texts + others else [])]
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of a table without keys that are null: in a table, every object has the keys of all objects in its
+    column.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 class RowReader:
@@ -251,17 +285,18 @@ class RowReader:
         self.source, self.next, self.rows = (path, columns, os.getpid()), 0, self._rows(path, columns)
 
     @staticmethod
-    def _rows(path: Path, columns: Columns) -> Iterator[tuple[Any, ...]]:
+    def _rows(path: Path, columns: Columns) -> Iterator[dict[str, Any]]:
         with _parquet(path) as file:
             types = {field.name: str(field.type) for field in file.schema_arrow}
             texts = [name for name, kind in types.items() if kind in ("string", "large_string", "string_view")]
-            check_columns(columns, texts, [name for name in types if name not in texts], str(path))
-            for batch in file.iter_batches(ROWS, columns=[*columns.values()]):
-                yield from zip(*(batch.column(column) for column in columns.values()), strict=True)
+            names = check_columns(columns, texts, [name for name in types if name not in texts], str(path))
+            for batch in file.iter_batches(ROWS, columns=names):
+                rows = zip(*(batch.column(name) for name in names), strict=True)
+                yield from (dict(zip(names, row, strict=True)) for row in rows)
 
     @classmethod
-    def read(cls, block: Block, columns: Columns) -> Iterator[tuple[Any, ...]]:
-        """Yield the values of each row of a block, as scalars of arrow."""
+    def read(cls, block: Block, columns: Columns) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a block, whose values are scalars of arrow."""
         reader = cls.latest
         if reader is None or reader.source != (block.path, columns, os.getpid()) or reader.next > block.start:
             reader = cls.latest = RowReader(block.path, columns)
@@ -274,9 +309,9 @@ class RowReader:
 
 
 def _read_rows(block: Block, columns: Columns, convert: Convert) -> Iterator[Any]:
-    def convert_row(row: tuple[Any, ...]) -> Iterator[Any]:
+    def convert_row(row: dict[str, Any]) -> Iterator[Any]:
         try:
-            record = {column: value.as_py() for column, value in zip(columns.values(), row, strict=True)}
+            record = {column: without_nulls(value.as_py()) for column, value in row.items()}
         except UnicodeDecodeError as error:
             raise UserError(f"the text is not UTF-8 ({error.reason})") from None
         yield from convert(record)

@@ -25,6 +25,7 @@ from picotron.text.document_files import (
     check_columns,
     convert_records,
     pieces_of,
+    without_nulls,
 )
 
 logger = logging.getLogger("picotron")
@@ -183,8 +184,8 @@ def _hub_documents(section: DatasetSection, limit: int | None) -> Documents:
         ) from None
     types = {name: str(getattr(feature, "dtype", "nested")) for name, feature in rows.features.items()}
     texts = [name for name, kind in types.items() if kind in ("string", "large_string")]
-    check_columns(columns, texts, [name for name in types if name not in texts], name)
-    rows = rows.select_columns([*columns.values()])  # others, such as images, would be decoded
+    used = check_columns(columns, texts, [name for name in types if name not in texts], name)
+    rows = rows.select_columns(used)  # others, such as images, would be decoded
     count = len(rows) if limit is None else min(limit, len(rows))
 
     def read(block: Block, convert: Convert) -> Iterator[Any]:
@@ -194,7 +195,8 @@ def _hub_documents(section: DatasetSection, limit: int | None) -> Documents:
             raise UserError(
                 f"rows {block.start + 1:,} to {block.end:,} of {name} cannot be read ({first_line(error)})"
             ) from None
-        records = (dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True))
+        rows_of_block = (dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True))
+        records = ({column: without_nulls(value) for column, value in row.items()} for row in rows_of_block)
         return convert_records(records, convert, lambda i: f"row {block.start + i + 1:,} of {name}")
 
     size = int(ROWS * (rows.dataset_size or 0) / max(1, len(rows))) or BLOCK_BYTES

@@ -34,6 +34,7 @@ from picotron.text.samples import SampleEncoder
 
 logger = logging.getLogger("picotron")
 
+VERSION = 2  # part of the keys of cached tokens; add 1 if the same data and tokenizer give other tokens than before
 END_OF_TEXT = "<|endoftext|>"
 BATCH_BYTES = 2**20  # of text that is tokenised at a time
 BPE_CHARACTERS = 2**28  # maximum number of characters to train a BPE on
@@ -229,12 +230,17 @@ def write_tokens(config: Config, model_config: LlamaConfig) -> TokenisedData:
         )
     rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     dtype = np.uint16 if model_config.vocab_size <= 2**16 else np.uint32
-    encoder: Encoder = TextEncoder(tokenizer, dtype)
-    key: tuple[Any, ...] = (documents.key, rules, end, dtype.__name__)
+    key: tuple[Any, ...] = (VERSION, documents.key, rules, end, dtype.__name__)
     if section.has_samples:
-        encoder = SampleEncoder(documents.columns, tokenizer, dtype)
         key += (tokenizer.bos_token_id, tokenizer.chat_template)
-    arrays = cached("tokens", repr(key), lambda new: _write_arrays(documents, encoder, section.num_proc, new))
+
+    def write(folder: Path) -> None:
+        encoder: Encoder = TextEncoder(tokenizer, dtype)
+        if section.has_samples:
+            encoder = SampleEncoder(documents.columns, tokenizer, dtype)
+        _write_arrays(documents, encoder, section.num_proc, folder)
+
+    arrays = cached("tokens", repr(key), write)
     key_of_tokenizer = f"{rules} {json.dumps(tokenizer.init_kwargs, default=str, sort_keys=True)}"
     return TokenisedData(arrays, cached("tokenizer", key_of_tokenizer, lambda new: tokenizer.save_pretrained(new)), end)
 

@@ -1,4 +1,4 @@
-"""Data sets for fine-tuning in tests: chat templates, files, and the samples made of them."""
+"""Data sets for fine-tuning in tests: files, and the samples made of them."""
 
 import json
 from pathlib import Path
@@ -14,27 +14,6 @@ from tests.support.oracle import make_config, tiny_llama
 
 PROMPTS = {"dataset__prompt_column": "q", "dataset__completion_column": "a"}
 CHAT = {"dataset__messages_column": "chat"}
-CHATML = """{%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
-LLAMA3 = """{{- '<begin>' }}
-{%- for message in messages -%}
-{{ '<header>' + message['role'] + '</header>\n\n' + message['content'] | trim + '<eot>' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<header>assistant</header>\n\n' }}{%- endif -%}"""
-MARKED = """{%- for message in messages -%}
-{%- if message['role'] == 'assistant' -%}
-A>{% generation %}{{ message['content'] }}.{% endgeneration %}
-{%- else -%}
-Q: {{ message['content'] }}
-{%- endif -%}
-{%- endfor -%}"""
-FORGETFUL = """{%- for message in messages -%}
-{%- if loop.last or message['role'] == 'user' -%}{{ message['role'] + ': ' + message['content'] + '\n' }}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ 'assistant: ' }}{%- endif -%}"""
-STRICT = "{{ raise_exception('roles must alternate') }}"
 
 
 def write_tokenizer(folder: Path) -> str:
@@ -61,9 +40,9 @@ def config_of(name: str, tokenizer: str, **keys: Any) -> Config:
     return make_config(dataset__name=name, model__tokenizer=tokenizer, **keys or PROMPTS)
 
 
-def encode(config: Config) -> Samples:
+def encode(config: Config, vocab_size: int = 300) -> Samples:
     """Tokenise the data set of a config, without a process group."""
-    data = read_arrays(config, write_tokens(config, tiny_llama(vocab_size=300)))
+    data = read_arrays(config, write_tokens(config, tiny_llama(vocab_size=vocab_size)))
     assert isinstance(data, Samples)
     assert isinstance(data.tokens, np.memmap)
     assert len(data.tokens) == len(data.counted) == data.lengths.sum()
