@@ -31,9 +31,10 @@ from picotron.collectives import all_reduce, run_on_all_ranks
 from picotron.config import Config
 from picotron.data import Progress
 from picotron.errors import UserError
+from picotron.files import sync_folder
 from picotron.model import Llama
 from picotron.optimizer import AdamW
-from picotron.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint, sync_folder
+from picotron.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint
 
 logger = logging.getLogger("picotron")
 
