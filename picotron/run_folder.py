@@ -96,6 +96,15 @@ def checkpoint_folders(save_dir: Path) -> dict[int, Path]:
     return {step: checkpoint_folder(save_dir, step) for step in steps}
 
 
+def parse_load_path(load_path: str) -> tuple[bool, str]:
+    """Return whether a run resumes from the newest checkpoint in its save_dir, and the folder from which it starts
+    without one ("": initial weights).
+    """
+    if load_path == "latest" or load_path.startswith("latest or "):
+        return True, load_path.removeprefix("latest").removeprefix(" or ")
+    return False, load_path
+
+
 def delete_checkpoint(folder: Path) -> None:
     """Rename a checkpoint, then delete it: deletion is not atomic, and a half-deleted folder must not look complete.
 
