@@ -25,8 +25,9 @@ from picotron.batches import split_batch, train_batch
 from picotron.check_batches import Batch
 from picotron.config import Config
 from picotron.config_reader import load_config
+from picotron.console import print_line
 from picotron.files import write_atomically
-from picotron.launch import check_world_size, exit_on_error, init_process_group, print_line, set_up_device
+from picotron.launch import check_world_size, exit_on_error, init_process_group, set_up_device
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model, check_layout
 from picotron.pipeline_parallel.generation import Completion, generate
@@ -86,8 +87,8 @@ def learn(config: Config, device: torch.device) -> list[dict[str, float]]:
     stage: Any = model.module
     optimizer = AdamW(model.parameters(), training, config.model.use_fused_adam)
     take_step = make_train_step(config, MODEL, plan, device, dtype)
-    sampling = Sampling(DEPTH + 2, temperature=1.0, seed=training.seed, end=END)
-    greedy = Sampling(DEPTH + 2, end=END)
+    sampling = Sampling(DEPTH + 2, temperature=1.0, seed=training.seed, ends=(END,))
+    greedy = Sampling(DEPTH + 2, ends=(END,))
     records = []
     for step in range(training.total_train_steps + 1):
         record: dict[str, float] = {"step": step}
