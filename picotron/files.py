@@ -4,7 +4,6 @@ overwrite another file.
 
 import glob
 import os
-import secrets
 import time
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def write_atomically(path: Path, data: str | bytes) -> None:
     for left in path.parent.glob(f"{glob.escape(path.name)}.????????.new"):
         if _age(left) > STALE_SECONDS:
             left.unlink(missing_ok=True)
-    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    new = path.with_name(f"{path.name}.{os.urandom(4).hex()}.new")
     try:
         with open(new, "xb", opener=create) as file:
             file.write(data.encode() if isinstance(data, str) else data)
