@@ -37,6 +37,7 @@ import torch
 
 from picotron.arguments import number
 from picotron.config_reader import drop_ignored_keys, leaf_keys, read_value, type_of, unknown_key
+from picotron.console import print_line
 from picotron.errors import UserError
 from picotron.explain.measure import find_hardware
 from picotron.explain.planned_jobs import PlannedJob, candidates, make_config, plan_job, table, what_fits
@@ -204,7 +205,7 @@ def find_best(
             f"no layout of {options.world_size[0]} ranks fits into {gib:g} GiB; the closest one needs about {needed:.1f} GiB: "
             f"{text}; {what_fits(closest, model_config, gib)}"
         )
-    print(f"{len(tried):,} combinations of {options.world_size[0]} ranks can run; these are the fastest that fit.")
+    print_line(f"{len(tried):,} combinations of {options.world_size[0]} ranks can run; these are the fastest that fit.")
     return best
 
 
@@ -269,21 +270,21 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
         except UserError as error:
             if len(chosen) == 1:
                 raise
-            print(f"left out {name}: {'; '.join(error.problems)}")
+            print_line(f"left out {name}: {'; '.join(error.problems)}")
     if not planned:
         raise UserError(f"none of the {len(chosen)} combinations can run; the reasons are printed above")
     unchanged = write_configs(planned, folder, options.overwrite)
     if hardware is not None:
-        print(header(planned, hardware, inherited(base, chosen[0]) if options.config is None else {}))
-    print(table(planned))
-    print(
+        print_line(header(planned, hardware, inherited(base, chosen[0]) if options.config is None else {}))
+    print_line(table(planned))
+    print_line(
         "(GiB/rank: weights, gradients and optimizer + activations and temporary tensors, on the rank that needs most; "
         f"formulas in picotron/explain/estimate.py)\n\n{len(planned)} configs in {folder}: {len(planned) - unchanged} written, "
         f"{unchanged} unchanged; {len(chosen) - len(planned)} of {len(chosen)} combinations left out. "
         f"To {'run them on this machine' if runs_here(planned) else 'submit them to Slurm'}:"
     )
     command = [os.path.relpath(sys.executable), "submit_slurm_jobs.py", "--inp_dir", str(folder)]
-    print(shlex.join([*command, "--local"] if runs_here(planned) else command))
+    print_line(shlex.join([*command, "--local"] if runs_here(planned) else command))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from picotron.arguments import number
 from picotron.config import Config
 from picotron.config_reader import parse_config
+from picotron.console import print_line
 from picotron.errors import UserError
 from picotron.files import write_atomically
 from picotron.json_files import read_object
@@ -238,8 +239,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error.filename}: {error.strerror}")
     statuses = ", ".join(f"{count} {status or 'by hand'}" for status, count in Counter(r.status for r in runs).items())
     if forecasts := [row for row in rows if {f"forecast_{RATE}", "forecast_memory_gb"} <= row.keys()]:
-        print(f"Measured and forecast:\n{comparison(forecasts)}\n")
-    print(f"{len(runs)} runs ({statuses}): metrics.csv, loss.png, throughput.png and memory.png in {options.inp_dir}")
+        print_line(f"Measured and forecast:\n{comparison(forecasts)}\n")
+    print_line(
+        f"{len(runs)} runs ({statuses}): metrics.csv, loss.png, throughput.png and memory.png in {options.inp_dir}"
+    )
 
 
 if __name__ == "__main__":

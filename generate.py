@@ -7,29 +7,31 @@ its layers (pp_size), its matrices (tp_size) and, with the remaining factor of t
 """
 
 import argparse
-import contextlib
+import codecs
 import json
 import logging
 import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig
 
 from picotron.arguments import Parser, number
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.safetensors_folder import find_folder
+from picotron.config import Model
 from picotron.config_reader import parse_config
+from picotron.console import print_line
 from picotron.errors import UserError, first_line
 from picotron.files import create
 from picotron.json_files import parse_json
 from picotron.launch import exit_on_error, init_process_group, set_up_device
-from picotron.model_config import load_model_config
+from picotron.model_config import end_tokens, load_model_config
 from picotron.parallelize import build_stage, check_layout
-from picotron.pipeline_parallel.generation import Completion, generate
+from picotron.pipeline_parallel.generation import Completion, check_prompt, generate
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run_folder import checkpoint_folders
@@ -37,10 +39,28 @@ from picotron.sampling import Sampling
 
 logger = logging.getLogger("picotron")
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def read_model_config(folder: Path) -> LlamaConfig:
+    """Load the config of the model in a folder, with a dtype: by default float32.
+
+    Raises:
+        UserError: see `load_model_config`, or the dtype is not one of DTYPES.
+    """
+    config = load_model_config(Model(name=str(folder)))
+    if config.dtype is None:
+        config.dtype = torch.float32
+    if config.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        dtype = str(config.dtype).removeprefix("torch.")
+        raise UserError(f"dtype={dtype!r} in the config.json of {folder} is not supported; use one of {names}")
+    return config
+
 
 def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> PipelineParallel:
-    """Load this rank's part of the model in a folder, in the dtype of its config.json, or else in float32. Connects the
-    processes that torchrun has started.
+    """Load this rank's part of the model in a folder, in the dtype of its config. Connects the processes that torchrun
+    has started.
 
     Raises:
         UserError: the folder holds no Llama, its files are damaged, or the model does not fit the layout.
@@ -64,17 +84,20 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> PipelinePara
             "environment": {"OMP_NUM_THREADS": torch.get_num_threads()},
         }
     )
-    model_config = load_model_config(config.model)
+    model_config = read_model_config(folder)
     plan = check_layout(config, model_config)
     device = set_up_device(config)
     init_process_group(config, device)
     setup_process_group_manager(tp_size, 1, pp_size, dp_size)
     weights = Checkpoint(folder, weights_only=True).weights()
-    return build_stage(config, model_config, plan, device, model_config.dtype or torch.float32, weights)
+    return build_stage(config, model_config, plan, device, model_config.dtype, weights)
 
 
-def read_prompts(path: Path) -> list[str]:
+def read_prompts(path: Path) -> dict[str, str]:
     """Read a prompt from each line of a .txt file, or from the key "prompt" of each line of a .jsonl file.
+
+    Returns:
+        The prompts, in order, by the name of their line.
 
     Raises:
         UserError: the file cannot be read, or a line has no prompt.
@@ -82,23 +105,21 @@ def read_prompts(path: Path) -> list[str]:
     if path.suffix not in (".txt", ".jsonl"):
         raise UserError(f"--prompts {path} should be a .txt file or a .jsonl file")
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise UserError(f"cannot read --prompts {path}: {error.strerror}; check the path") from None
-    prompts = []
-    for row, line in enumerate(lines, 1):
+    prompts = {}
+    for name, line in ((f"{path}, line {row},", line) for row, line in enumerate(lines, 1)):
         if path.suffix == ".jsonl" and not line.strip():
             continue
         try:
-            prompt = line.decode() if path.suffix == ".txt" else parse_json(line, f"{path}, line {row},")["prompt"]
+            prompt = line.decode() if path.suffix == ".txt" else parse_json(line, name)["prompt"]
             prompt.encode()  # JSON can have half of a pair of surrogates
         except UnicodeError:
-            raise UserError(f"{path}, line {row}, is not valid UTF-8; save the file as UTF-8") from None
+            raise UserError(f"{name} is not valid UTF-8; save the file as UTF-8") from None
         except (KeyError, TypeError, AttributeError):
-            raise UserError(
-                f'{path}, line {row}, should be an object with a text "prompt": {{"prompt": "..."}}'
-            ) from None
-        prompts.append(prompt)
+            raise UserError(f'{name} should be an object with a text "prompt": {{"prompt": "..."}}') from None
+        prompts[name] = prompt
     if not prompts:
         raise UserError(f"--prompts {path} has no prompts; write one on each line")
     return prompts
@@ -127,6 +148,11 @@ class Encoder:
             )
         return ids
 
+    @property
+    def ends(self) -> list[int]:
+        """The end token, if the tokenizer has one."""
+        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -136,34 +162,43 @@ class Encoder:
         return text.removeprefix(before) if text.startswith(before) else self.decode(new)
 
 
-def without_end(completion: Completion, end: int | None) -> Completion:
-    if completion.tokens[-1:] == [end]:
+def without_end(completion: Completion, ends: tuple[int, ...]) -> Completion:
+    """Drop the end token of a completion."""
+    if completion.tokens and completion.tokens[-1] in ends:
         return Completion(completion.tokens[:-1], completion.log_probs[:-1])
     return completion
 
 
-def open_output(path: Path | None) -> Any:
-    """Open the output, on rank 0 only, or return a context without a file.
+def write_output(path: Path, text: str, mode: str) -> None:
+    """Write a text to the file of completions ("w"), or append it ("a").
 
     Raises:
         UserError: it cannot be written.
     """
-    if path is None or int(os.environ.get("RANK", 0)) > 0:
-        return contextlib.nullcontext()
     try:
-        return open(path, "w", encoding="utf-8", opener=create)
+        with open(path, mode, encoding="utf-8", opener=create) as file:
+            file.write(text)
     except OSError as error:
-        raise UserError(f"cannot write --output {path}: {error.strerror}; check the path") from None
+        raise UserError(f"cannot write --output {path}: {error.strerror}; choose another file") from None
 
 
-def write_lines(
-    file: TextIO, texts: list[str], prompts: list[list[int]], completions: list[Completion], encoder: Encoder
-) -> None:
-    """Write a line of JSON for each completion, whose tokens do not include the end token."""
-    for text, prompt, (tokens, log_probs) in zip(texts, prompts, completions, strict=False):
-        line = {"prompt": text, "text": encoder.completion(prompt, tokens), "tokens": tokens, "log_probs": log_probs}
-        file.write(json.dumps(line) + "\n")
-    file.flush()
+def as_lines(texts: list[str], prompts: list[list[int]], completions: list[Completion], encoder: Encoder) -> str:
+    """Format a line of JSON for each completion, whose tokens do not include an end token."""
+    lines = []
+    for text, prompt, (tokens, log_probs) in zip(texts, prompts, completions, strict=True):
+        completion = encoder.completion(prompt, tokens)
+        line = {"prompt": text, "text": completion, "tokens": tokens, "log_probs": log_probs}
+        lines.append(json.dumps(line) + "\n")
+    return "".join(lines)
+
+
+def utf8(word: str) -> str:
+    """Type of an argument for argparse: a text. Bytes of a command line that are not UTF-8 are half surrogates."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("the text is not valid UTF-8; check the encoding of the terminal") from None
+    return word
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -176,7 +211,7 @@ def parse_arguments() -> argparse.Namespace:
         "--checkpoint", required=True, help="checkpoint, run folder (for its newest checkpoint) or hub id"
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--prompt", default="", help="beginning of the text [empty: a new document]")
+    what.add_argument("--prompt", type=utf8, default="", help="beginning of the text [empty: a new document]")
     what.add_argument("--prompts", type=Path, help='file of prompts: .txt, one per line, or .jsonl, with "prompt"')
     parser.add_argument("--output", type=Path, help=".jsonl file for the completions of --prompts")
     add("--batch_size", number(int, 1), 64, "number of prompts of a file that are continued at the same time")
@@ -202,27 +237,38 @@ def main() -> None:
         raise UserError(
             f"{folder} is a run folder without checkpoints; train with checkpoint.save_frequency of 1 or more"
         )
-    texts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
-    encoder = Encoder(folder)
-    prompts, end = [encoder.encode(text) for text in texts], encoder.tokenizer.eos_token_id
-    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed, end)
-    with open_output(options.output) as file:  # before anything expensive starts
-        model = load_model(folder, options.pp_size, options.tp_size)
-        limit, is_first = model.module.config.max_position_embeddings, dist.get_rank() == 0
-        if is_first and max(map(len, prompts)) + options.max_new_tokens > limit:
-            logger.warning("the text may exceed %d tokens, the maximum sequence length of the model", limit)
-        progress = tqdm(total=len(prompts), desc="Generating", unit=" prompts", disable=file is None)
-        for start in range(0, len(prompts), options.batch_size):
-            batch = prompts[start : start + options.batch_size]
-            completions = [without_end(each, end) for each in generate(model, batch, sampling, start)]
-            if file is not None:
-                write_lines(file, texts[start:], batch, completions, encoder)
-            progress.update(len(batch))
-        progress.close()
+    model_config, encoder = read_model_config(folder), Encoder(folder)
+    texts = {"--prompt": options.prompt} if options.prompts is None else read_prompts(options.prompts)
+    prompts = [encoder.encode(text) for text in texts.values()]
+    for name, prompt in zip(texts, prompts, strict=True):
+        check_prompt(name, prompt, model_config.vocab_size)
+    ends = tuple(end_tokens(model_config) or encoder.ends)
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed, ends)
+    is_first, limit = int(os.environ.get("RANK", 0)) == 0, model_config.max_position_embeddings
+    output = options.output if is_first else None
+    if output is not None:
+        write_output(
+            output, "", "a"
+        )  # an error comes before anything expensive starts, and the old file stays until then
+    model = load_model(folder, options.pp_size, options.tp_size)
+    if is_first and max(map(len, prompts)) + options.max_new_tokens > limit:
+        logger.warning("the text may exceed %d tokens, the maximum sequence length of the model", limit)
+    progress = tqdm(total=len(prompts), desc="Generating", unit=" prompts", disable=output is None)
+    for start in range(0, len(prompts), options.batch_size):
+        batch = slice(start, start + options.batch_size)
+        try:
+            completions = [without_end(each, ends) for each in generate(model, prompts[batch], sampling, start)]
+        except UserError as error:
+            raise UserError(f"{folder}: {error}") from None
+        if output is not None:
+            lines = as_lines([*texts.values()][batch], prompts[batch], completions, encoder)
+            write_output(output, lines, "a" if start else "w")
+        progress.update(len(prompts[batch]))
+    progress.close()
     if is_first and options.output is None:
-        print(f"{folder}:\n{encoder.decode(prompts[0] + completions[0].tokens)}")
+        print_line(f"{folder}:\n{encoder.decode(prompts[0] + completions[0].tokens)}")
     elif is_first:
-        print(f"{len(prompts):,} completions in {options.output}")
+        print_line(f"{len(prompts):,} completions in {options.output}")
     dist.destroy_process_group()
 
 

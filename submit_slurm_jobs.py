@@ -17,6 +17,7 @@ from pathlib import Path
 from picotron.arguments import number
 from picotron.config import Config
 from picotron.config_reader import load_config
+from picotron.console import print_line
 from picotron.errors import UserError
 from picotron.files import write_atomically
 from picotron.sweep.jobs import ACTIVE, STATUSES, Job, find_jobs
@@ -96,6 +97,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def read_config(job: Job) -> Config:
+    """Read and check the config of a job, with the overrides of its run."""
+    words = ["--config", str(job.config_file)]
+    return load_config([*words, *job.overrides(load_config(words))])
+
+
 def read_configs(jobs: list[Job]) -> dict[Job, Config]:
     """Read and check the configs of jobs.
 
@@ -105,7 +112,7 @@ def read_configs(jobs: list[Job]) -> dict[Job, Config]:
     configs, mistakes = {}, []
     for job in jobs:
         try:
-            configs[job] = load_config(["--config", str(job.config_file), *job.overrides])
+            configs[job] = read_config(job)
         except UserError as error:
             mistakes += [f"{job.config_file}: {problem}" for problem in error.problems]
     if mistakes:
@@ -121,27 +128,27 @@ def submit_jobs(jobs: dict[Job, Config], all_jobs: list[Job], options: argparse.
     env_setup = options.env_setup and options.env_setup.absolute()
     active = [slurm_job_id(job) for job in all_jobs if job.status in ACTIVE]
     queue = sorted((job_id for job_id in active if job_id), key=int)
-    for job in jobs:
+    for job, config in jobs.items():
         after = queue[-options.nb_slurm_array] if 0 < (options.nb_slurm_array or 0) <= len(queue) else None
         command = sbatch_command(job, resources[job], sbatch_options, options.grace, after)
-        write_atomically(job.folder / "job.slurm", render(job, resources[job], env_setup, options.grace))
+        write_atomically(job.folder / "job.slurm", render(job, config, resources[job], env_setup, options.grace))
         if options.dry_run:
-            print(shlex.join(command))
+            print_line(shlex.join(command))
             queue.append(f"ID_OF_{job.name}")
             continue
         with job.claim() as claim:
             if claim is not None and job.status == before[job]:  # otherwise another process has submitted it meanwhile
                 queue.append(submit(job, command))
-                print(f"{job.name}: job {queue[-1]}" + (f", after {after}" if after else ""))
+                print_line(f"{job.name}: job {queue[-1]}" + (f", after {after}" if after else ""))
 
 
 def cancel_jobs(jobs: list[Job], dry_run: bool) -> None:
     """Cancel jobs in reverse order: usually the last of a chain first, so that no waiting job starts meanwhile."""
     for job in reversed(jobs):
         if not (job_id := slurm_job_id(job)):
-            print(f"{job.name} runs without Slurm; press Ctrl-C where it was started")
+            print_line(f"{job.name} runs without Slurm; press Ctrl-C where it was started")
         elif dry_run:
-            print(f"scancel {job_id}")
+            print_line(f"scancel {job_id}")
         else:
             cancel(job, job_id)
 
@@ -158,12 +165,13 @@ def main(arguments: list[str] | None = None) -> int:
     code = 0
     if options.action == "check_status":
         for job in chosen if options.only else []:
-            print(f"{job.name}: {job.status}", f"({log_file(job)})" if log_file(job).exists() else "")
+            log = f" ({log_file(job)})" if log_file(job).exists() else ""
+            print_line(f"{job.name}: {job.status}{log}")
     elif options.action == "cancel":
         cancel_jobs(active, options.dry_run)
     else:
         for job in active:
-            print(f"{job.name} is already {job.status}")
+            print_line(f"{job.name} is already {job.status}")
         configs = read_configs([job for job in chosen if job not in active])
         if options.action == "submit":
             submit_jobs(configs, all_jobs, options)
@@ -171,8 +179,8 @@ def main(arguments: list[str] | None = None) -> int:
             code = run_local_jobs(configs, options.timeout, options.grace, options.dry_run)
     counts = Counter(job.status for job in all_jobs)
     for status in [each for each in STATUSES if each != "unknown" or counts[each]]:
-        print(f"{status:10}{counts[status]:6}")
-    print(f"{'total':10}{len(all_jobs):6}")
+        print_line(f"{status:10}{counts[status]:6}")
+    print_line(f"{'total':10}{len(all_jobs):6}")
     return code
 
 

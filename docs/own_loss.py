@@ -13,7 +13,8 @@ from torch import Tensor
 
 from picotron.batches import Batch, forward_batch, split_batch, train_batch
 from picotron.config_reader import load_config
-from picotron.launch import check_world_size, exit_on_error, init_process_group, print_line, set_up_device
+from picotron.console import print_line
+from picotron.launch import check_world_size, exit_on_error, init_process_group, set_up_device
 from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model, check_layout

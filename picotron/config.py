@@ -164,7 +164,7 @@ class Checkpoint(Section):
     save_frequency: NonNegative = 0
     """steps between checkpoints, with one more at the end of the run; 0: none, unless a signal stops the run"""
     load_path: str = ""
-    """checkpoint to resume from, "latest" (the newest in save_dir), or model folder to start from; "": none"""
+    """checkpoint or model folder to start from, "latest" (the newest in save_dir), or "latest or FOLDER"; "": none"""
     keep_last: NonNegative = 0
     """keep only the newest N checkpoints; 0: keep all"""
     async_save: bool = False

@@ -192,8 +192,13 @@ class Options(NamedTuple):
 
 
 def load_config(arguments: list[str], *later_checks: Callable[[Config], object]) -> Config:
-    """Return the config of a command line of train.py, see `parse_command_line` and `parse_config`."""
-    return parse_config(parse_command_line(arguments).data, *later_checks)
+    """Return the config of a command line of train.py, without `--explain`, for another program. See
+    `parse_command_line` and `parse_config`.
+    """
+    options = parse_command_line(arguments)
+    if options.explain:
+        raise UserError("--explain describes a run of train.py; remove it")
+    return parse_config(options.data, *later_checks)
 
 
 def parse_command_line(arguments: list[str]) -> Options:

@@ -114,14 +114,6 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def print_line(line: str) -> None:
-    """Print a line. Once the terminal or the reader of a pipe is gone, output is dropped, and the run continues."""
-    try:
-        print(line, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 class StopSignals:
     """Handler of SIGTERM, SIGINT (Ctrl-C), SIGHUP (a closed terminal) and SIGUSR1 (which Slurm can send before a time
     limit): the run ends after the current step. It also ends if torchrun was killed, as if torchrun had sent SIGTERM.

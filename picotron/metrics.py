@@ -20,11 +20,11 @@ from transformers import LlamaConfig
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce, run_on_all_ranks
 from picotron.config import Config
+from picotron.console import print_line
 from picotron.data import Progress
 from picotron.errors import UserError, first_line
 from picotron.files import create
 from picotron.hardware import PEAK_BF16_FLOPS
-from picotron.launch import print_line
 from picotron.run_folder import user_error_on_failure
 from picotron.schedules.costs import model_cost
 

@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import LlamaConfig, PretrainedConfig
 
@@ -35,6 +37,7 @@ class Limits(BaseModel):
     initializer_range: Annotated[float, Field(ge=0)] = 0
     rms_norm_eps: Annotated[float, Field(ge=0)] = 0
     pad_token_id: Annotated[int, Field(ge=-1)] | None = None
+    eos_token_id: int | list[int] | None = None
     num_labels: Annotated[int, Field(ge=0, le=2**16)] = 2  # transformers makes a table of this size
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -59,6 +62,8 @@ def load_model_config(section: ModelSection) -> LlamaConfig:
             data, _ = PretrainedConfig.get_config_dict(name)
         if not data:
             raise FileNotFoundError("file not found")
+        if (ends := read_generation_config(name).get("eos_token_id")) is not None:
+            data["eos_token_id"] = ends
     except Exception as error:  # no such folder, no network, no permission, not JSON, ...
         raise UserError(
             f"{name!r} has no readable config.json ({first_line(error)}); give a hub id or a local folder"
@@ -83,6 +88,25 @@ def load_model_config(section: ModelSection) -> LlamaConfig:
         ) from None
     check_supported(config)
     return config
+
+
+def read_generation_config(name: str) -> dict[str, Any]:
+    """Read the generation_config.json of a folder or a hub id; {} if there is none. As in transformers, its end tokens
+    replace those of config.json.
+    """
+    path = Path(name, "generation_config.json")
+    if not Path(name).is_dir():
+        try:
+            path = Path(hf_hub_download(name, path.name))
+        except EntryNotFoundError:
+            return {}
+    return read_object(path) if path.exists() else {}
+
+
+def end_tokens(config: LlamaConfig) -> list[int]:
+    """List the tokens with which a model ends a text."""
+    ends = config.eos_token_id
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]
 
 
 def check_supported(config: LlamaConfig) -> None:

@@ -11,7 +11,6 @@ import fcntl
 import itertools
 import json
 import logging
-import math
 import os
 import platform
 import shutil
@@ -97,6 +96,15 @@ def checkpoint_folders(save_dir: Path) -> dict[int, Path]:
     return {step: checkpoint_folder(save_dir, step) for step in steps}
 
 
+def parse_load_path(load_path: str) -> tuple[bool, str]:
+    """Return whether a run resumes from the newest checkpoint in its save_dir, and the folder from which it starts
+    without one ("": initial weights).
+    """
+    if load_path == "latest" or load_path.startswith("latest or "):
+        return True, load_path.removeprefix("latest").removeprefix(" or ")
+    return False, load_path
+
+
 def delete_checkpoint(folder: Path) -> None:
     """Rename a checkpoint, then delete it: deletion is not atomic, and a half-deleted folder must not look complete.
 
@@ -120,17 +128,8 @@ def user_error_on_failure(path: Path) -> Iterator[None]:
         ) from None
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush the names of the files in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def read_records(path: Path, until: float = math.inf) -> tuple[list[dict[str, Any]], str]:
-    """Read the records of a metrics.jsonl up to step `until`.
+def read_records(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Read the records of a metrics.jsonl.
 
     Returns:
         The records, and the first problem of the file, or "". Damaged lines are skipped; a last line that a killed run
@@ -152,7 +151,7 @@ def read_records(path: Path, until: float = math.inf) -> tuple[list[dict[str, An
             records.append(record)
         except UserError as error:
             problem = problem or str(error)
-    return [record for record in records if record["step"] <= until], problem
+    return records, problem
 
 
 def new_archive_folder(folder: Path) -> Path:
@@ -183,16 +182,16 @@ def begin_run(config: Config, resumed_step: int | None, schedule: Schedule | Non
     if resumed_step is None:
         old += [path for path in (metrics, config_file, schedule_file) if path.exists()]
     with user_error_on_failure(save_dir):
-        records, problem = ([], "") if resumed_step is None else read_records(metrics, resumed_step)
-        if old or problem:
+        all_records, problem = ([], "") if resumed_step is None else read_records(metrics)
+        records = [record for record in all_records if record["step"] <= (resumed_step or 0)]
+        if old or problem or len(records) < len(all_records):
             archive = new_archive_folder(save_dir)
-            if resumed_step is not None and metrics.exists():
-                shutil.copy(metrics, archive)
             for path in old:
                 path.rename(archive / path.name)
-            logger.info(
-                "moved files of an earlier run from %s to %s: %s", save_dir, archive, [path.name for path in old]
-            )
+            if resumed_step is not None and metrics.exists():
+                shutil.copy(metrics, archive)
+            names = sorted(path.name for path in archive.iterdir())
+            logger.info("files of an earlier run in %s are now in %s: %s", save_dir, archive, ", ".join(names))
         if problem:
             logger.warning("%s: %s; damaged lines are left out, and kept in %s", save_dir, problem, archive)
         if resumed_step is not None and metrics.exists():

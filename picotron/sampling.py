@@ -21,10 +21,10 @@ class Sampling:
         top_p: draw from the smallest set of likeliest tokens whose probabilities sum to at least this number (nucleus
             sampling, Holtzman et al. 2019, arXiv:1904.09751), after `top_k`; 1 draws from all.
         seed: seed of the random draws.
-        end: token that ends a sequence; None: each has max_new_tokens.
+        ends: tokens that end a sequence; without any, each has max_new_tokens.
 
     Raises:
-        UserError: a number is out of range.
+        UserError: a number is out of range, or has no effect at this temperature.
     """
 
     max_new_tokens: int
@@ -32,7 +32,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    end: int | None = None
+    ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, valid, limits in (
@@ -43,6 +43,16 @@ class Sampling:
         ):
             if not valid:
                 raise UserError(f"{name}={getattr(self, name)} should be {limits}")
+        if self.temperature == 0:
+            changed = {"top_k": self.top_k != 0, "top_p": self.top_p != 1, "seed": self.seed != 0}
+            problems = [
+                f"{name}={getattr(self, name)} has no effect at temperature 0, which always takes the likeliest token; set a "
+                f"temperature above 0, or remove {name}"
+                for name, is_changed in changed.items()
+                if is_changed
+            ]
+            if problems:
+                raise UserError(*problems)
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:

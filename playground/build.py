@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VERSION = "314.0.7"  # the Python in it is 3.14
 CDN = f"https://cdn.jsdelivr.net/pyodide/v{VERSION}/full/"
 PYODIDE_FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
-MODULES = ("__init__", "arguments", "errors", "files", "json_files", "text_table")  # what the schedules import
+# The modules that the schedules import.
+MODULES = ("__init__", "arguments", "console", "errors", "files", "json_files", "text_table")
 
 
 def python_files() -> list[Path]:

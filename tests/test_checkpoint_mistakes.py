@@ -163,10 +163,15 @@ def test_checkpoint_of_a_different_model_is_rejected(
 def test_folder_without_a_checkpoint_is_rejected(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "step_00000005.unfinished").mkdir()
     (tmp_path / "empty").mkdir()
+    (tmp_path / "a run" / "step_00000008").mkdir(parents=True)
+    (tmp_path / "a short run").mkdir()
+    (tmp_path / "a short run" / "metrics.jsonl").touch()
     for name, message in {
         "nowhere": "is not a folder; use a checkpoint, a model folder, or 'latest'",
         "step_00000005.unfinished": "is an incomplete checkpoint; use an earlier one, or 'latest'",
         "empty": "has no readable config.json",
+        "a run": f"is a run folder; use one of its checkpoints, of which {tmp_path}/a run/step_00000008 is the newest",
+        "a short run": "is a run folder without checkpoints; use a checkpoint or a model folder",
     }.items():
         config = run_config(tmp_path / "run", {}, checkpoint__load_path=str(tmp_path / name))
         assert message in pool.run(mistake, 1, config, model_of(True), tokenizer)[0]

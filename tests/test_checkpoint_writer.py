@@ -1,5 +1,6 @@
 """Writing checkpoints: in the background, on full disks, and next to old checkpoints that cannot be deleted."""
 
+import json
 import shutil
 import threading
 import time
@@ -14,9 +15,10 @@ from transformers import LlamaConfig
 
 from picotron.checkpoint import safetensors_folder
 from picotron.checkpoint.host_buffers import HostBuffers
-from picotron.checkpoint.writer import CheckpointWriter
-from picotron.config import Config
+from picotron.checkpoint.writer import CheckpointWriter, model_files
+from picotron.config import Config, Model
 from picotron.data import Progress
+from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW
 from picotron.parallelize import unwrap
 from picotron.run_folder import checkpoint_folders
@@ -208,3 +210,14 @@ def test_threads_of_a_training_end_with_it(pool: WorkerPool, tokenizer: Path, tm
         keys = {"checkpoint__async_save": True, "checkpoint__save_frequency": 2, "dataset__num_workers": 1}
         run(pool, first_half(tmp_path / str(number), layout, **keys), model_of(True), tokenizer)
         assert pool.run(thread_count, size) == before
+
+
+@pytest.mark.parametrize(("ends", "kept"), [([5, 0, 7], [5, 0, 7]), ([5, 7], 0), (5, 0), (None, 0)])
+def test_a_checkpoint_keeps_the_end_tokens_of_its_model(tokenizer: Path, tmp_path: Path, ends: Any, kept: Any) -> None:
+    """Unless they are those of another tokenizer, whose end token is not among them: that of this tokenizer is 0."""
+    model_of(True).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "top_p": 0.9}))
+    model_config = load_model_config(Model(name=str(tmp_path)))
+    files = model_files(model_config, "float64", tokenizer)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads(files[name])["eos_token_id"] == kept

@@ -1,6 +1,9 @@
 """generate.py: text and files of completions from one process and several, and what is wrong in one sentence."""
 
+import json
 import logging
+import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -99,15 +102,84 @@ def test_program_warns_of_more_tokens_than_the_model_supports(
         (["--max_new_tokens", "1e3"], "'1e3' should be an integer from 0"),
         (["--top_k", "-1"], "'-1' should be an integer of at least 0"),
         (["--seed", str(2**64)], "should be an integer from 0 to 9223372036854775807"),
+        (["--prompt", "a\udcff"], "argument --prompt: the text is not valid UTF-8"),
     ],
 )
 def test_program_rejects_numbers_out_of_range(
     folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(folder), *words])
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=message):
         program.main()
-    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+def test_text_ends_at_any_end_token_of_the_model_as_with_transformers(
+    folder: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "prompts.txt").write_text("def f\nclass A\n")
+
+    def complete() -> list[list[int]]:
+        words = ["--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "o.jsonl", "--max_new_tokens", 30]
+        monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path), *map(str, words)])
+        program.main()
+        return [json.loads(line)["tokens"] for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+
+    first, second = complete()
+    ends = [0, first[3], second[5]]
+    for name in ("config.json", "generation_config.json"):
+        data = json.loads((tmp_path / name).read_text())
+        (tmp_path / name).write_text(json.dumps(data | {"eos_token_id": ends if name == where else 0}))
+    if where == "config.json":
+        (tmp_path / "generation_config.json").unlink()
+    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), LlamaForCausalLM.from_pretrained(tmp_path)
+    for text, tokens in zip(("def f", "class A"), complete(), strict=True):
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
+        assert tokens == expected[0, ids.size(1) : -1].tolist()
+        assert expected[0, -1] in ends[1:]
+        assert len(tokens) < 6
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_damaged_weights_are_one_sentence_and_the_old_output_stays(
+    folder: Path, tmp_path: Path, temperature: int, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.model.norm.weight.data[3] = value
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "prompts.txt").write_text("def f\n")
+    (tmp_path / "o.jsonl").write_text("results of yesterday\n")
+    words = ["--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "o.jsonl", "--temperature", temperature]
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path), *map(str, words)])
+    with pytest.raises(UserError, match=f"^{tmp_path}: the model computes logits of NaN or infinity, so its weights"):
+        program.main()
+    assert (tmp_path / "o.jsonl").read_text() == "results of yesterday\n"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (
+            "int8",
+            "dtype='int8' in the config.json of .* is not supported; use one of float16, bfloat16, float32, float64",
+        ),
+        ("float8", "the config.json of .* is not a valid LlamaConfig: .*float8"),
+        (5, "dtype='5' in the config.json of .* is not supported"),
+    ],
+)
+def test_dtypes_of_weights_that_cannot_be_computed_with_are_rejected(
+    folder: Path, tmp_path: Path, dtype: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    data = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(data | {"dtype": dtype}))
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path)])
+    with pytest.raises(UserError, match=message):
+        program.main()
 
 
 def test_program_rejects_unknown_models(monkeypatch: pytest.MonkeyPatch) -> None:

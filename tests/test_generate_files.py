@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tokenizer and of a float64 model that draws all tokens, also the end token, about equally often."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    config = tiny_llama(vocab_size=300, initializer_range=0.05, max_position_embeddings=4096)
+    config = tiny_llama(vocab_size=300, initializer_range=0.05, max_position_embeddings=4096, eos_token_id=0)
     LlamaForCausalLM(config).double().save_pretrained(folder)
     train_bpe(iter(["def f(x): return x + 1", "class A: pass"]), 300).save_pretrained(folder)
     return folder
@@ -163,9 +163,8 @@ def test_options_that_do_not_fit_together(
 ) -> None:
     words = [word.format(write_prompts(tmp_path / "p.txt")) for word in words]
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(folder), *words])
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=message):
         program.main()
-    assert message in str(error.value)
     assert (tmp_path / "p.txt").stat().st_size > 0
 
 
@@ -181,14 +180,37 @@ def test_options_that_do_not_fit_together(
         (4, ["--pp_size", "4"], "needs at least 4 layers, one per stage, but num_hidden_layers=3"),
         (3, ["--tp_size", "3"], r"tp_size=3 does not split num_attention_heads=4, .*; use one of \[1, 2, 4\]"),
         (1, ["--top_p", "0"], "top_p=0.0 should be above 0 and at most 1"),
+        (1, ["--top_p", "0.5"], "top_p=0.5 has no effect at temperature 0"),
         (1, ["--output", "no/such/folder"], "cannot write --output no/such/folder: No such file or directory"),
+        (1, ["--output", "/dev/full"], "cannot write --output /dev/full: No space left on device; choose another file"),
+        (1, ["--output", "/dev/stdout"], "/dev/stdout: it is a link, and links are not followed; choose another file"),
     ],
 )
 def test_layouts_and_outputs_that_do_not_work(
     folder: Path, tmp_path: Path, world_size: int, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    (tmp_path / "o").write_text("results of yesterday\n")
     arguments = ["--checkpoint", folder, "--prompts", write_prompts(tmp_path / "p.txt"), "--output", tmp_path / "o"]
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments), *words])
     with pytest.raises(UserError, match=message):
         program.main()
+    assert (tmp_path / "o").read_text() == "results of yesterday\n"
+
+
+def test_a_byte_order_mark_is_not_a_part_of_the_first_prompt(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfa\nb\n")
+    assert read_prompts(tmp_path / "p.txt") == {f"{tmp_path}/p.txt, line 1,": "a", f"{tmp_path}/p.txt, line 2,": "b"}
+
+
+def test_a_token_that_the_model_does_not_have_is_named_before_anything_is_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = train_bpe(iter(["def f(x): return x + 1", "class A: pass"]), 300)
+    LlamaForCausalLM(tiny_llama(vocab_size=len(tokenizer))).save_pretrained(tmp_path)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "p.txt").write_text("a\nb\nc <new>\n")
+    with pytest.raises(UserError, match=r"p\.txt, line 3, has a token that is not in the vocabulary of \d+ tokens"):
+        complete(monkeypatch, tmp_path, tmp_path / "p.txt", "--batch_size", 1)
+    assert not (tmp_path / "one.jsonl").exists()

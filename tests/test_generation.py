@@ -67,10 +67,10 @@ def expected(prompt: tuple[int, ...], new: int) -> Completion:
     return Completion(text[0, len(prompt) :].tolist(), log_probs.tolist())
 
 
-def greedy(end: int | None, new: int) -> list[Completion]:
+def greedy(ends: tuple[int, ...], new: int) -> list[Completion]:
     """Return the completions of PROMPTS, up to the first end token."""
     completions = [expected(tuple(prompt), 70) for prompt in PROMPTS]
-    lengths = [min(tokens.index(end) + 1 if end in tokens else new, new) for tokens, _ in completions]
+    lengths = [min([new, *(tokens.index(end) + 1 for end in ends if end in tokens)]) for tokens, _ in completions]
     return [Completion(each.tokens[:n], each.log_probs[:n]) for each, n in zip(completions, lengths, strict=True)]
 
 
@@ -103,14 +103,18 @@ CORE = (4, 12)
     ids=layout_name,
 )
 def test_tokens_equal_transformers_and_draws_those_of_one_process(pool: WorkerPool, layout: dict[str, Any]) -> None:
-    plain = greedy(None, 70)
-    ends = [None, plain[1].tokens[3], plain[3].tokens[0]]  # the last one ends a sequence with its first token
-    samplings = [Sampling(70 if end is None else 15, end=end) for end in ends]
-    samplings += [Sampling(15, 0.9, top_k=20, top_p=0.8, seed=3, end=5), Sampling(100, 2.0, seed=1, end=5)]
+    plain = greedy((), 70)
+    ends = [
+        (),
+        (plain[1].tokens[3],),
+        (plain[3].tokens[0], plain[1].tokens[3]),
+    ]  # one ends a sequence with its first token
+    samplings = [Sampling(15, ends=end) if end else Sampling(70) for end in ends]
+    samplings += [Sampling(15, 0.9, top_k=20, top_p=0.8, seed=3, ends=(5,)), Sampling(100, 2.0, seed=1, ends=(5, 7))]
     cases = [(PROMPTS, sampling) for sampling in samplings]
     found = results(pool, layout, cases)
     for ours, sampling in zip(found[:3], samplings, strict=False):
-        assert_same(ours, greedy(sampling.end, sampling.max_new_tokens))
+        assert_same(ours, greedy(sampling.ends, sampling.max_new_tokens))
     (alone,) = pool.run(run, 1, {}, cases[3:])
     for ours, theirs in zip(found[3:], alone, strict=True):
         assert_same(ours, theirs)
@@ -128,12 +132,12 @@ EDGES: list[tuple[Prompts, int]] = [
 
 @pytest.mark.parametrize("layout", [{}, {"pp_size": 3}, {"pp_size": 2, "dp_size": 2}], ids=layout_name)
 def test_few_and_short_prompts(pool: WorkerPool, layout: dict[str, Any]) -> None:
-    end = greedy(None, 70)[1].tokens[3]
-    together = ([PROMPTS[1]] * 5, Sampling(70, end=end))  # all sequences end in the same round
+    end = greedy((), 70)[1].tokens[3]
+    together = ([PROMPTS[1]] * 5, Sampling(70, ends=(end,)))  # all sequences end in the same round
     *found, ended = results(pool, layout, [*((prompts, Sampling(new)) for prompts, new in EDGES), together])
     for (prompts, new), ours in zip(EDGES, found, strict=True):
         assert_same(ours, [expected(tuple(prompt), new) for prompt in prompts])
-    assert_same(ended, [greedy(end, 70)[1]] * 5)
+    assert_same(ended, [greedy((end,), 70)[1]] * 5)
 
 
 def test_draws_depend_on_the_number_of_the_prompt(pool: WorkerPool) -> None:
@@ -212,7 +216,7 @@ def train_between(layout: dict[str, Any], generates: bool) -> list[Any]:
     model, found = wrapped(config, MODEL), []
     for _ in range(2):
         if generates:
-            assert len(generate(model.module, PROMPTS, Sampling(5, 1.0, end=3))) == len(PROMPTS)
+            assert len(generate(model.module, PROMPTS, Sampling(5, 1.0, ends=(3,)))) == len(PROMPTS)
         loss = step_of(config, MODEL)(model, Loader(batches(2)))
         found += [loss, all_stages(model.module.module, "main_grad")]
     return [*found, torch.get_rng_state()]
@@ -250,7 +254,7 @@ def caches_at_the_end() -> list[int]:
     stage, groups = stage_of(config_of({}), MODEL), []
     with mock.patch.object(generation, "Group", lambda *arguments: groups.append(group(*arguments)) or groups[-1]):
         generate(stage, PROMPTS, Sampling(5))
-        generate(stage, PROMPTS, Sampling(50, 2.0, end=5))
+        generate(stage, PROMPTS, Sampling(50, 2.0, ends=(5,)))
     return [each.cache.nbytes for each in groups]
 
 
@@ -272,8 +276,12 @@ def mistake(layout: dict[str, Any], prompts: Prompts) -> str:
 
 def test_mistakes_have_a_sentence_on_every_rank(pool: WorkerPool) -> None:
     cases: list[tuple[dict[str, Any], Prompts, str]] = [
-        ({"pp_size": 2}, [[1], []], "prompt 1 has no tokens; give it at least one"),
-        ({"dp_size": 2}, [[1, 61]], "prompt 0 has a token that is not in the vocabulary of 61 tokens; use the model's"),
+        ({"pp_size": 2}, [[1], []], "prompts[1] has no tokens; give it at least one"),
+        (
+            {"dp_size": 2},
+            [[1, 61]],
+            "prompts[0] has a token that is not in the vocabulary of 61 tokens; use the model's",
+        ),
         ({"dp_size": 2, "dp_engine": "zero3"}, [[1]], "because dp_engine='zero3' divides them; use another dp_engine"),
     ]
     for layout, prompts, sentence in cases:

@@ -10,11 +10,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from picotron.run_folder import checkpoint_folders
+from picotron.sweep import local_jobs
 from picotron.sweep.jobs import Job
+from picotron.sweep.local_jobs import run_local_jobs
+from submit_slurm_jobs import read_config
 from tests.support.jobs import RESUMED, SHELL_SYNTAX, log_of, processes_of, run_program, wait_for
 from tests.support.program import metrics
 
@@ -25,7 +29,7 @@ def test_local_sweep_runs_each_new_job_once(make_job: Callable[..., Job], home: 
     fails, works = make_job("1_fails", dataset__name=str(tmp_path / "later.txt")), make_job(f"2 {SHELL_SYNTAX}")
     sweep = works.folder.parent
     commands = run_program(sweep, "--local", "--dry_run", environment=environment).splitlines()
-    assert shlex.split(commands[1])[-6:] == ["--config", str(works.config_file), *works.overrides]
+    assert shlex.split(commands[1])[-6:] == ["--config", str(works.config_file), *works.overrides(read_config(works))]
     output = run_program(sweep, "--local", environment=environment, code=1)
     assert re.search(r"^1_fails: fail, \d+ s$", output, re.MULTILINE)
     assert re.search(r"^2 .+: completed, \d+ s$", output, re.MULTILINE)
@@ -33,6 +37,45 @@ def test_local_sweep_runs_each_new_job_once(make_job: Callable[..., Job], home: 
     assert len(metrics(works.run_folder)) == 20
     assert run_program(sweep, "--local", environment=environment).startswith("init           0\n")
     assert not list(tmp_path.rglob("executed"))
+
+
+@pytest.mark.processes
+def test_jobs_start_from_the_load_path_of_their_config_and_continue_from_their_own_checkpoint(
+    make_job: Callable[..., Job], home: Path
+) -> None:
+    environment, frequent = {**os.environ, "HOME": str(home)}, {"checkpoint__save_frequency": 3}
+    base = make_job("base", training__total_train_steps=3, **frequent)
+    run_program(base.folder, "--local", environment=environment)
+    start = base.run_folder / "step_00000003"
+    tuned = make_job("tuned", training__total_train_steps=6, checkpoint__load_path=str(start), **frequent)
+    run_program(tuned.folder, "--local", environment=environment)
+    assert f"{RESUMED} {start}\n" in log_of(tuned)
+    assert [record["step"] for record in metrics(tuned.run_folder)] == [4, 5, 6]
+
+    make_job("tuned", training__total_train_steps=9, checkpoint__load_path=str(start), **frequent)
+    run_program(tuned.folder, "--local", "--only", "completed", environment=environment)
+    assert f"{RESUMED} {tuned.run_folder}/step_00000006\n" in log_of(tuned)
+    assert [record["step"] for record in metrics(tuned.run_folder)] == [4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.processes
+def test_ctrl_c_after_a_job_has_ended_is_not_lost(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs, set_status = [make_job("1"), make_job("2")], Job.set_status
+
+    def interrupt_at_the_end(job: Job, status: Any) -> None:
+        if status == "completed":
+            signal.raise_signal(signal.SIGINT)
+        set_status(job, status)
+
+    monkeypatch.setattr(Job, "set_status", interrupt_at_the_end)
+    monkeypatch.setattr(local_jobs, "torchrun_command", lambda *_: ["true"])
+    before = signal.getsignal(signal.SIGINT)
+    assert run_local_jobs({job: read_config(job) for job in jobs}, None, 5, dry_run=False) == 130
+    assert [job.status for job in jobs] == ["completed", "init"]
+    assert capsys.readouterr().out == "1: completed, 0 s\n"
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 @pytest.mark.parity

@@ -144,6 +144,19 @@ def test_resumed_run_keeps_its_records_up_to_the_checkpoint(pool: WorkerPool, tm
     # Checkpoints after the resumed step are moved aside with their records.
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000002"]
     assert sorted(path.name for path in (tmp_path / "earlier.1").iterdir()) == ["metrics.jsonl", "step_00000003"]
+    # Records of later steps are kept even if no checkpoint of them is.
+    checkpoint = types.SimpleNamespace(
+        folder=tmp_path / "step_00000001", state=types.SimpleNamespace(step=1, wandb_run_id=None)
+    )
+    (tmp_path / "step_00000002").rmdir()
+    pool.run(log_steps, 1, str(tmp_path), [2.0], False, checkpoint)
+    kept = [json.loads(line)["loss"] for line in (tmp_path / "earlier.2/metrics.jsonl").read_text().splitlines()]
+    assert kept == [5.0, 4.0, 2.5]
+    # A run that resumes from its last step leaves nothing to archive.
+    state = types.SimpleNamespace(step=2, wandb_run_id=None)
+    checkpoint = types.SimpleNamespace(folder=tmp_path / "step_00000002", state=state)
+    pool.run(log_steps, 1, str(tmp_path), [1.5], False, checkpoint)
+    assert not (tmp_path / "earlier.3").exists()
     # A checkpoint of another save_dir starts a new run.
     pool.run(log_steps, 1, str(tmp_path / "other"), [1.0], False, checkpoint)
     assert len((tmp_path / "other" / "metrics.jsonl").read_text().splitlines()) == 1
@@ -177,13 +190,13 @@ def test_outputs_do_not_follow_links(tmp_path: Path) -> None:
     """Links that somebody has put into the folder do not make a run overwrite other files."""
     (tmp_path / "precious").write_text("keep me")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json.new").symlink_to(tmp_path / "precious")
+    (tmp_path / "run" / "config.json").symlink_to(tmp_path / "precious")
     config = make_config(checkpoint__save_dir=str(tmp_path / "run"))
     begin_run(config, None)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]
     (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "precious")
     for mode in ("a", "wb", "r+b"):
-        with pytest.raises(OSError, match="symbolic links"):
+        with pytest.raises(OSError, match="links are not followed"):
             open(tmp_path / "run" / "metrics.jsonl", mode, opener=create).close()
     (tmp_path / "run" / ".run_lock").symlink_to(tmp_path / "precious")
     with pytest.raises(UserError, match="cannot be written"):

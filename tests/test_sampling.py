@@ -60,6 +60,8 @@ def test_temperature_zero_takes_the_likeliest_token_and_small_ones_do_not_overfl
         ({"top_k": -2}, "top_k=-2 should be at least 0"),
         ({"top_p": 0.0}, "top_p=0.0 should be above 0 and at most 1"),
         ({"top_p": 1.1}, "top_p=1.1 should be above 0 and at most 1"),
+        ({"top_k": 5}, "top_k=5 has no effect at temperature 0, .*; set a temperature above 0, or remove top_k"),
+        ({"top_p": 0.5, "seed": 1}, "2 problems:\n  - top_p=0.5 has no effect .*\n  - seed=1 has no effect"),
     ],
 )
 def test_numbers_out_of_range_are_errors(arguments: dict[str, float], message: str) -> None:

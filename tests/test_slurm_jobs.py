@@ -21,7 +21,7 @@ from picotron.run_folder import checkpoint_folders
 from picotron.sweep import slurm
 from picotron.sweep.jobs import Job
 from picotron.sweep.slurm import SlurmResources, reconcile_status, render, sbatch_command
-from submit_slurm_jobs import parse_arguments
+from submit_slurm_jobs import parse_arguments, read_config
 from tests.support.jobs import RESUMED, SHELL_SYNTAX, log_of, processes_of, run_program, wait_for
 from tests.support.oracle import assert_close
 from tests.support.program import metrics, same_records
@@ -138,7 +138,7 @@ def test_batch_script_quotes_names_with_shell_syntax(make_job: Callable[..., Job
     job = make_job(SHELL_SYNTAX + "\nnext line")
     setup = tmp_path / f"{SHELL_SYNTAX}.sh"
     setup.write_text("srun() { printf '%s\\0' \"$@\" > words; }\n")
-    (tmp_path / "job.slurm").write_text(render(job, SlurmResources(2, 4, 8, 0), setup, 77))
+    (tmp_path / "job.slurm").write_text(render(job, read_config(job), SlurmResources(2, 4, 8, 0), setup, 77))
     environment = {**os.environ, "SLURM_JOB_ID": "15003"}
     subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env=environment, check=True)
     assert slurm.log_file(job).parent.joinpath("log_15003.out").read_text() == ""
@@ -152,7 +152,12 @@ def test_batch_script_quotes_names_with_shell_syntax(make_job: Callable[..., Job
     subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env=environment, check=True)
     assert run_id not in (tmp_path / "words").read_text()  # a new one for each run
     assert torchrun[-1] == "77"
-    assert arguments == [str(Path("train.py").absolute()), "--config", str(job.config_file), *job.overrides]
+    assert arguments == [
+        str(Path("train.py").absolute()),
+        "--config",
+        str(job.config_file),
+        *job.overrides(read_config(job)),
+    ]
     assert not list(tmp_path.rglob("executed"))
 
 
@@ -175,7 +180,21 @@ def test_batch_script_records_how_the_run_ended(
 ) -> None:
     job, setup = make_job("job"), tmp_path / "setup.sh"
     setup.write_text(f"srun() {{ trap '' USR1; {srun}; }}\n")
-    (tmp_path / "job.slurm").write_text(render(job, SlurmResources(1, 1, 1, 0), setup, 77))
+    (tmp_path / "job.slurm").write_text(render(job, read_config(job), SlurmResources(1, 1, 1, 0), setup, 77))
+    result = subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env={**os.environ, "SLURM_JOB_ID": "7"})
+    assert (result.returncode, job.status) == (code, status)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("code", "status"), [(0, "completed"), (1, "timeout")])
+def test_batch_script_records_how_a_run_ended_while_it_was_signalled(
+    make_job: Callable[..., Job], tmp_path: Path, code: int, status: str
+) -> None:
+    """The signal interrupts `wait`, and the run ends before the script can look at it again."""
+    job, setup = make_job("job"), tmp_path / "setup.sh"
+    run = f"srun() {{ trap '' USR1; builtin kill -USR1 $$; sleep 0.1; return {code}; }}\n"
+    setup.write_text(run + 'kill() { builtin kill "$@" && sleep 0.5; }\n')
+    (tmp_path / "job.slurm").write_text(render(job, read_config(job), SlurmResources(1, 1, 1, 0), setup, 77))
     result = subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env={**os.environ, "SLURM_JOB_ID": "7"})
     assert (result.returncode, job.status) == (code, status)
 

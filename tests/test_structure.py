@@ -14,7 +14,7 @@ ALL_FILES = sorted([*Path().glob("*.py"), *(path for folder in FOLDERS for path 
 PARALLEL = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel")
 # Layers of the package, from bottom to top. A module or folder imports only from lower lines, or from its own folder.
 LAYERS = """
-    errors text_table
+    errors text_table console
     arguments files json_files hub rows
     schedules packing hardware
     config_types
@@ -80,7 +80,7 @@ def test_schedules_import_only_the_standard_library() -> None:
     for path in Path("picotron/schedules").glob("*.py"):
         others = {name.split(".")[0] for name in imports(path)} - {"picotron"}
         assert others <= sys.stdlib_module_names, path
-        assert rooms(path) <= {"arguments", "errors", "files", "json_files", "text_table", "schedules"}, path
+        assert rooms(path) <= {"arguments", "console", "errors", "files", "json_files", "text_table", "schedules"}, path
 
 
 def test_light_programs_do_not_import_torch() -> None:

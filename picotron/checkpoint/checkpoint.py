@@ -32,7 +32,7 @@ from picotron.model import Llama
 from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW
 from picotron.owned_slices import copy_owned
-from picotron.run_folder import UNFINISHED, checkpoint_folders
+from picotron.run_folder import UNFINISHED, checkpoint_folders, parse_load_path
 from picotron.weights import Index, ReadTensor, parameters_and_shards
 
 logger = logging.getLogger("picotron")
@@ -96,6 +96,11 @@ def read_state(folder: Path) -> TrainerState | None:
     if folder.name.endswith(UNFINISHED):
         raise UserError(f"{folder} is an incomplete checkpoint; use an earlier one, or 'latest'")
     if not path.exists():
+        if checkpoints := checkpoint_folders(folder):
+            newest = max(checkpoints.values())
+            raise UserError(f"{folder} is a run folder; use one of its checkpoints, of which {newest} is the newest")
+        if (folder / "metrics.jsonl").exists():
+            raise UserError(f"{folder} is a run folder without checkpoints; use a checkpoint or a model folder")
         if list(folder.glob("exp_avg*")):
             raise UserError(f"{path} is missing, so training cannot resume from this folder; use another checkpoint")
         return None
@@ -228,10 +233,10 @@ def find_checkpoint(config: Config, model_config: LlamaConfig) -> Checkpoint | N
     Raises:
         UserError: the checkpoint is damaged, or of a different architecture.
     """
-    load_path, save_dir = config.checkpoint.load_path, Path(config.checkpoint.save_dir)
-    checkpoint = _newest_checkpoint(save_dir) if load_path == "latest" else None
-    if load_path not in ("", "latest"):
-        checkpoint = Checkpoint(Path(load_path))
+    latest, start = parse_load_path(config.checkpoint.load_path)
+    checkpoint = _newest_checkpoint(Path(config.checkpoint.save_dir)) if latest else None
+    if checkpoint is None and start:
+        checkpoint = Checkpoint(Path(start))
     if checkpoint is not None:
         check_same_model(checkpoint.folder, model_config)
         logger.info(
@@ -269,5 +274,5 @@ def _newest_checkpoint(save_dir: Path) -> Checkpoint | None:
             f"checkpoint.load_path='latest': none of the {len(seen[0])} checkpoints in {save_dir} is intact; choose "
             f"another load_path, or another save_dir to start at step 1"
         )
-    logger.info("%s has no checkpoint; training starts at step 1", save_dir)
+    logger.info("%s has no checkpoint yet", save_dir)
     return None

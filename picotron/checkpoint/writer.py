@@ -31,9 +31,11 @@ from picotron.collectives import all_reduce, run_on_all_ranks
 from picotron.config import Config
 from picotron.data import Progress
 from picotron.errors import UserError
+from picotron.files import sync_folder
 from picotron.model import Llama
+from picotron.model_config import end_tokens
 from picotron.optimizer import AdamW
-from picotron.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint, sync_folder
+from picotron.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint
 
 logger = logging.getLogger("picotron")
 
@@ -207,10 +209,17 @@ class CheckpointWriter:
 
 
 def model_files(model_config: LlamaConfig, dtype: str, tokenizer_folder: Path) -> dict[str, bytes]:
-    """Return the tokenizer's files, and a config.json with the run's dimensions and dtype and the special tokens."""
+    """Return the tokenizer's files, and a config.json and a generation_config.json with the special tokens. The first
+    also has the run's dimensions and dtype.
+
+    The model's own end tokens, of which a chat model has several, stay if the tokenizer's end token is one of them. A
+    model with another one was trained with this tokenizer's end token only.
+    """
     tokenizer, config = AutoTokenizer.from_pretrained(tokenizer_folder), copy.deepcopy(model_config)
     config.architectures, config.dtype = ["LlamaForCausalLM"], dtype
-    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.bos_token_id = tokenizer.bos_token_id
+    if tokenizer.eos_token_id not in end_tokens(config):
+        config.eos_token_id = tokenizer.eos_token_id
     paths = [path for path in tokenizer_folder.rglob("*") if path.is_file()]  # chat templates may be in a subfolder
     files = {path.relative_to(tokenizer_folder).as_posix(): path.read_bytes() for path in paths}
     files["config.json"] = config.to_json_string().encode()

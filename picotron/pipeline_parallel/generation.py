@@ -42,7 +42,7 @@ ENDED = -1  # in place of a token
 
 
 class Completion(NamedTuple):
-    """The continuation of a prompt: its tokens, the last of which is the end token if that was drawn, and the logarithm
+    """The continuation of a prompt: its tokens, the last of which is an end token if one was drawn, and the logarithm
     of the model's probability of each. (Temperature, top_k and top_p change how tokens are drawn, but not these
     numbers, which are those of `Head.log_probs`.)
     """
@@ -68,7 +68,7 @@ def generate(
 
     Raises:
         UserError: a prompt is empty or has a token that is not in the vocabulary, weights are not in memory (zero3),
-            or the stages are placed in a V with an odd number of chunks.
+            the stages are placed in a V with an odd number of chunks, or logits are NaN or infinite.
     """
     _check(model, prompts)
     grid, plan = pgm.process_group_manager, model.plan.schedule
@@ -106,6 +106,7 @@ class Group:
         self.sampling, self.device = sampling, device
         self.numbers, self.lengths = list(prompts), [len(prompt) for prompt in prompts.values()]
         self.streams = {number: random.Random(f"{sampling.seed} {first + number}") for number in prompts}
+        self.ends = self._integers(list(sampling.ends))
         self.drawn: list[tuple[list[int], Tensor, Tensor]] = []
         self.cache = KVCache(self.lengths, max(self.lengths, default=1) + sampling.max_new_tokens - 1)
         boundaries = [0, *accumulate(self.lengths)]
@@ -143,13 +144,18 @@ class Group:
         """Draw the next token of each sequence from the head's input, (1, N, D) or (b, 1, D) -> (b,)."""
         grid = pgm.process_group_manager
         logits = head(x[:, self.last] if "cu_seqlens" in self.inputs else x.transpose(0, 1))[0]  # (b, V)
+        log_probs = logits.to(accumulation_dtype(logits)).log_softmax(-1)
+        if log_probs.isnan().any():
+            raise UserError(
+                f"the model computes logits of NaN or infinity, so its weights are damaged, or too large for {logits.dtype}; "
+                f"use other weights"
+            )
         uniform = [self.streams[number].random() for number in self.numbers]
         tokens = draw(logits, self.sampling, torch.tensor(uniform, dtype=torch.float64, device=self.device))
         if grid.tp_world_size > 1:  # cumulative sums may round differently on each GPU
             dist.broadcast(tokens, grid.tp_group_ids[0], grid.tp_group)
-        log_probs = logits.to(accumulation_dtype(logits)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-        self.drawn.append((self.numbers, tokens, log_probs))
-        return tokens if self.sampling.end is None else tokens.masked_fill(tokens == self.sampling.end, ENDED)
+        self.drawn.append((self.numbers, tokens, log_probs.gather(1, tokens[:, None])[:, 0]))
+        return tokens.masked_fill(torch.isin(tokens, self.ends), ENDED)
 
     def rows(self) -> Iterator[tuple[int, int, float]]:
         """Yield (number of the prompt, token, log-probability) of all tokens drawn, in order."""
@@ -274,16 +280,19 @@ def generating(model: PipelineParallel) -> Iterator[None]:
             setattr(module, name, value)
 
 
+def check_prompt(name: str, prompt: Sequence[int], vocab_size: int) -> None:
+    """Raise a UserError unless a prompt has tokens, and all of them are in the vocabulary."""
+    if not len(prompt):
+        raise UserError(f"{name} has no tokens; give it at least one, such as that of a new document")
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise UserError(
+            f"{name} has a token that is not in the vocabulary of {vocab_size:,} tokens; use the model's own tokenizer"
+        )
+
+
 def _check(model: PipelineParallel, prompts: Sequence[Sequence[int]]) -> None:
-    vocab_size = model.module.config.vocab_size
     for number, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise UserError(f"prompt {number} has no tokens; give it at least one, such as that of a new document")
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise UserError(
-                f"prompt {number} has a token that is not in the vocabulary of {vocab_size:,} tokens; use the model's "
-                f"own tokenizer"
-            )
+        check_prompt(f"prompts[{number}]", prompt, model.module.config.vocab_size)
     if any(parameter.untyped_storage().size() == 0 for parameter in model.parameters()):
         raise UserError(
             "the weights of this rank are not in memory, because dp_engine='zero3' divides them; use another dp_engine "

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from picotron.arguments import number
+from picotron.console import print_line
 from picotron.errors import UserError
 from picotron.files import create
 from picotron.schedules.actions import Overlapped, Schedule
@@ -250,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         width = shutil.get_terminal_size((160, 24)).columns - len("pp 0  ")
         for title, timeline in timelines.items():
             facts = ", ".join(f"{name} {value}" for name, value in summary(timeline).items())
-            print(f"{title}\n{as_text(timeline, width)}\n{facts}\n")
+            print_line(f"{title}\n{as_text(timeline, width)}\n{facts}\n")
     except UserError as error:
         sys.exit(f"error: {error}")
 

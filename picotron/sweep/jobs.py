@@ -6,8 +6,8 @@
                   run/          checkpoint.save_dir of the run: metrics.jsonl, checkpoints, ...
                   log_*         output of the run: log_local.out, or log_123.out for Slurm job 123
 
-Programs that start a job pass `Job.overrides` to train.py. So a sweep can be moved, and no two jobs write to the same
-folder.
+Programs that start a job pass `Job.overrides` to train.py. So a sweep can be moved, no two jobs write to the same
+folder, and a job that has begun continues from its newest checkpoint.
 """
 
 import contextlib
@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
+from picotron.config import Config
 from picotron.errors import UserError
 from picotron.files import create, write_atomically
+from picotron.run_folder import parse_load_path
 
 logger = logging.getLogger("picotron")
 
@@ -67,10 +69,13 @@ class Job:
     def run_folder(self) -> Path:
         return self.folder / "run"
 
-    @property
-    def overrides(self) -> list[str]:
-        """Arguments of train.py: outputs go to the job's folder, and a run resumes from the job's newest checkpoint."""
-        return ["--checkpoint.save_dir", str(self.run_folder), "--checkpoint.load_path", "latest"]
+    def overrides(self, config: Config) -> list[str]:
+        """Return arguments of train.py: outputs go to the job's folder, and a run resumes from the job's newest
+        checkpoint. If there is none, it starts as its config says.
+        """
+        _, start = parse_load_path(config.checkpoint.load_path)
+        load_path = f"latest or {start}" if start else "latest"
+        return ["--checkpoint.save_dir", str(self.run_folder), "--checkpoint.load_path", load_path]
 
     @property
     def status(self) -> Status:

@@ -1,5 +1,6 @@
 """Sweeps without Slurm: run jobs on this machine, one after the other, with the same status files."""
 
+import math
 import re
 import shlex
 import signal
@@ -7,9 +8,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from picotron.config import Config
+from picotron.console import print_line
 from picotron.files import create
 from picotron.sweep.jobs import OUT_OF_MEMORY, Job, Status, stop_options
 
@@ -22,15 +24,33 @@ def torchrun_command(job: Job, config: Config, grace: int) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc_per_node", str(config.distributed.world_size)]
     torchrun += stop_options(grace)
-    return [*torchrun, str(TRAIN), "--config", str(job.config_file), *job.overrides]
+    return [*torchrun, str(TRAIN), "--config", str(job.config_file), *job.overrides(config)]
+
+
+class Interrupt:
+    """Handler of SIGINT (Ctrl-C) and SIGTERM. It only notes that one came, so the code that it interrupts is completed:
+    a job that was stopped gets its status. Further signals have no effect.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __enter__(self) -> "Interrupt":
+        self.before = {number: signal.signal(number, self._note) for number in INTERRUPTS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: Any) -> None:
+        self.received = True
 
 
 def stop(process: subprocess.Popen[bytes], grace: int) -> None:
-    """Stop a torchrun process if it is still running. torchrun forwards the signal, and the run writes a checkpoint and
-    ends; after `grace` seconds, torchrun kills the run.
+    """Stop a torchrun process. torchrun forwards the signal, and the run writes a checkpoint and ends; after `grace`
+    seconds, torchrun kills the run.
     """
-    for number in INTERRUPTS:
-        signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would end this process and leave the run behind
     process.send_signal(signal.SIGUSR1)
     try:
         process.wait(grace + 30)
@@ -39,8 +59,8 @@ def stop(process: subprocess.Popen[bytes], grace: int) -> None:
         process.wait()
 
 
-def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: int) -> None:
-    """Run a job and record in its status how it ended, even after Ctrl-C.
+def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: int, interrupt: Interrupt) -> None:
+    """Run a job and record in its status how it ended.
 
     If this process is killed, torchrun keeps running, and the claim lasts as long as torchrun.
 
@@ -48,13 +68,12 @@ def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: 
         timeout: time limit in seconds, or None.
         grace: see `run_local_jobs`.
         claim: the descriptor that `Job.claim` yields, which torchrun inherits.
+        interrupt: ends the job early.
     """
-    for number in INTERRUPTS:
-        signal.signal(number, signal.default_int_handler)
     (job.folder / "slurm_job_id.txt").unlink(missing_ok=True)  # Slurm no longer knows the state of this job
     job.set_status("running")
     with open(job.folder / "log_local.out", "a+b", opener=create) as log:
-        start, ended = log.tell(), None
+        start, end = log.tell(), time.monotonic() + (timeout or math.inf)
         # A separate session, so that the terminal sends Ctrl-C to this process only, which then stops torchrun.
         process = subprocess.Popen(
             torchrun_command(job, config, grace),
@@ -63,18 +82,16 @@ def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: 
             start_new_session=True,
             pass_fds=[claim],
         )
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            ended = "timeout"
-        except KeyboardInterrupt:
-            ended = "cancelled"
-            raise
-        finally:
-            stop(process, grace)
-            log.seek(start)
-            failed = "oom" if re.search(OUT_OF_MEMORY.encode(), log.read()) else "fail"
-            job.set_status(cast(Status, ended or failed) if process.returncode else "completed")
+        stopped: Status | None = None
+        while process.poll() is None:
+            if interrupt.received or time.monotonic() > end:
+                stopped = "cancelled" if interrupt.received else "timeout"
+                stop(process, grace)
+            else:
+                time.sleep(0.1)
+        log.seek(start)
+        failed: Status = "oom" if re.search(OUT_OF_MEMORY.encode(), log.read()) else "fail"
+        job.set_status((stopped or failed) if process.returncode else "completed")
 
 
 def run_local_jobs(jobs: dict[Job, Config], timeout: float | None, grace: int, dry_run: bool) -> int:
@@ -90,20 +107,21 @@ def run_local_jobs(jobs: dict[Job, Config], timeout: float | None, grace: int, d
         The exit code: 0 if all jobs have completed, 130 after Ctrl-C, 1 otherwise.
     """
     before = {job: job.status for job in jobs}
-    for job, config in jobs.items():
-        if dry_run:
-            print(shlex.join(torchrun_command(job, config, grace)))
-            continue
-        with job.claim() as claim:
-            if claim is None or job.status != before[job]:
-                print(f"{job.name}: skipped, another process has started or submitted it")
+    with Interrupt() as interrupt:
+        for job, config in jobs.items():
+            if interrupt.received:
+                break
+            if dry_run:
+                print_line(shlex.join(torchrun_command(job, config, grace)))
                 continue
-            start = time.monotonic()
-            print(f"{job.name}: ", end="", flush=True)
-            try:
-                run_job(job, config, timeout, grace, claim)
-            except KeyboardInterrupt:
-                return 130
-            finally:
-                print(f"{job.status}, {time.monotonic() - start:.0f} s", flush=True)
+            with job.claim() as claim:
+                if claim is None or job.status != before[job]:
+                    print_line(f"{job.name}: skipped, another process has started or submitted it")
+                    continue
+                start = time.monotonic()
+                print_line(f"{job.name}: ", end="")
+                run_job(job, config, timeout, grace, claim, interrupt)
+                print_line(f"{job.status}, {time.monotonic() - start:.0f} s")
+    if interrupt.received:
+        return 130
     return 0 if dry_run or all(job.status == "completed" for job in jobs) else 1

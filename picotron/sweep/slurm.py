@@ -72,7 +72,7 @@ def quote(value: Any) -> str:
     return shlex.join(value) if isinstance(value, list) else shlex.quote(str(value))
 
 
-def render(job: Job, resources: SlurmResources, env_setup: Path | None, grace: int) -> str:
+def render(job: Job, config: Config, resources: SlurmResources, env_setup: Path | None, grace: int) -> str:
     """Render the batch script of a job. An undefined name in the template is an error.
 
     Args:
@@ -95,7 +95,7 @@ def render(job: Job, resources: SlurmResources, env_setup: Path | None, grace: i
         cores_per_node=resources.cores_per_node,
         stop_options=stop_options(grace),
         train=ROOT / "train.py",
-        arguments=["--config", str(job.config_file), *job.overrides],
+        arguments=["--config", str(job.config_file), *job.overrides(config)],
         out_of_memory=OUT_OF_MEMORY,
     )
 

@@ -1,0 +1,86 @@
+"""Writers of files: two at the same time, killed ones, and links in their way."""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from picotron.files import STALE_SECONDS, create, write_atomically
+
+
+def write_often(path: Path, letter: str, times: int) -> None:
+    for _ in range(times):
+        write_atomically(path, letter * 100_000)
+
+
+@pytest.mark.processes
+def test_two_writers_of_a_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "status.txt"
+    path.write_text("a" * 100_000)
+    writers = [multiprocessing.Process(target=write_often, args=(path, letter, 200)) for letter in "ab"]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert path.read_text() in ("a" * 100_000, "b" * 100_000)
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert os.listdir(tmp_path) == ["status.txt"]
+
+
+def test_what_killed_writers_left_is_deleted_and_the_file_of_another_writer_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "status[1].txt"
+    left, in_use, other = (
+        tmp_path / name for name in ("status[1].txt.00000000.new", "status[1].txt.00000001.new", "status1.txt.new")
+    )
+    for each in (left, in_use, other):
+        each.touch()
+    for each in (left, other):
+        os.utime(each, times=2 * (time.time() - STALE_SECONDS - 60,))
+    write_atomically(path, "done\n")
+    assert path.read_text() == "done\n"
+    assert set(os.listdir(tmp_path)) == {path.name, in_use.name, other.name}
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name_and_then_the_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def fsync(descriptor: int) -> None:
+        synced = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        seen.append((synced == tmp_path, (tmp_path / "config.json").read_text()))
+        if synced != tmp_path:
+            assert synced.read_text() == "new"
+
+    (tmp_path / "config.json").write_text("old")
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_atomically(tmp_path / "config.json", "new")
+    assert seen == [(False, "old"), (True, "new")]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "config.json").write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(tmp_path / "config.json", "new")
+    assert os.listdir(tmp_path) == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == "old"
+
+
+def test_links_are_replaced_or_refused_but_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("keep me")
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="it is a link, and links are not followed"):
+        open(tmp_path / "link", "w", opener=create).close()
+    write_atomically(tmp_path / "link", "new")
+    assert (tmp_path / "link").read_text() == "new"
+    assert not (tmp_path / "link").is_symlink()
+    assert (tmp_path / "precious").read_text() == "keep me"
