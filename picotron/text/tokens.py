@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from picotron import process_group_manager as pgm
+from picotron.collectives import run_on_all_ranks
 from picotron.config import Config
 from picotron.errors import UserError, first_line
 from picotron.hub import connect
@@ -253,25 +254,31 @@ def load_data(config: Config, model_config: LlamaConfig) -> tuple[Text | Samples
         The data, and the folder of the tokenizer.
 
     Raises:
-        UserError: the machines have different data; see also `write_tokens`.
+        UserError: on every rank, if the machines have different data; see also `write_tokens`.
     """
     local_rank = pgm.process_group_manager.local_rank
-    mine = None
-    if local_rank == 0:
+
+    def tokenise() -> tuple[TokenisedData, str, str] | None:
+        if local_rank > 0:
+            return None
         data = write_tokens(config, model_config)
-        mine = data, checksums(data.arrays) + checksums(data.tokenizer), platform.node()
-    found: list[Any] = [None] * dist.get_world_size()
+        return data, checksums(data.arrays) + checksums(data.tokenizer), platform.node()
+
     # A separate group with a long timeout, because tokenising may take longer than the default timeout of collectives.
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
-    dist.all_gather_object(found, mine, group=group)
-    dist.destroy_process_group(group)
+    try:
+        found = run_on_all_ranks(tokenise, group)
+    finally:
+        dist.destroy_process_group(group)
     hosts = {digest: host for _, digest, host in filter(None, found)}
     if len(hosts) > 1:
         raise UserError(
             f"{' and '.join(hosts.values())} have different tokens or tokenizers for dataset.name="
             f"{config.dataset.name!r}; copy the same data and tokenizer to all machines"
         )
-    data, _, _ = found[dist.get_rank() - local_rank]  # of this machine, whose ranks are consecutive
+    of_machine = found[dist.get_rank() - local_rank]  # whose ranks are consecutive
+    assert of_machine is not None
+    data, *_ = of_machine
     return read_arrays(config, data), data.tokenizer
 
 

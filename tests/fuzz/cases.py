@@ -12,6 +12,7 @@ from tests.support.tokenizer_kinds import KINDS
 Case = dict[str, Any]
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 19, 23)
+LONG_LENGTHS = (17, 29, 37, 47, 48, 59, 61, 64)  # of rows for samples, of which a short row holds the prompt only
 DATA = ("own", "own", "text", "samples", "conversations")
 LOSSES = ("cross_entropy", "cross_entropy", "focal", "preference", "logits", "local_logits")
 FROZEN = ("embed_tokens", "lm_head", "model.norm", "layers.0.", "layers.1.", "q_proj", "mlp", "layernorm")
@@ -33,7 +34,7 @@ def draw_case(seed: int, number: int) -> Case:
     if dice.random() < 0.35:
         layouts.append(draw_layout(dice))
     kind = dice.choice(DATA)
-    length = draw_length(dice, layouts)
+    length = draw_length(dice, layouts, LENGTHS if kind in ("own", "text") else LONG_LENGTHS)
     set_batch(dice, layouts, is_paired=kind == "own")
     model = draw_model(dice, layouts)
     config = {**draw_training(dice), **layouts[0], "training.seq_length": length}
@@ -44,7 +45,7 @@ def draw_case(seed: int, number: int) -> Case:
     if kind == "text":
         config["dataset.mask_documents"] = dice.random() < 0.5
     if kind in ("samples", "conversations"):
-        config["dataset.long_samples"] = "cut" if length < 12 else dice.choice(("cut", "drop"))
+        config["dataset.long_samples"] = "cut" if length < 60 else dice.choice(("cut", "drop"))
         if dice.random() < 0.3:
             config["dataset.mask_documents"] = False
     if all(layout.get("distributed.cp_engine", "ulysses") == "ulysses" for layout in layouts) and dice.random() < 0.2:
@@ -134,7 +135,7 @@ def least_layers(layout: dict[str, Any]) -> int:
     return pp * layout.get("distributed.pp_chunks", default)
 
 
-def draw_length(dice: random.Random, layouts: list[dict[str, Any]]) -> int:
+def draw_length(dice: random.Random, layouts: list[dict[str, Any]], lengths: tuple[int, ...]) -> int:
     """Draw the length of a row: often odd, and divisible as the layouts require."""
     multiple = 1
     for layout in layouts:
@@ -143,7 +144,7 @@ def draw_length(dice: random.Random, layouts: list[dict[str, Any]]) -> int:
         multiple = math.lcm(
             multiple, cp * (2 if zigzag else 1), cp * tp if layout.get("distributed.sequence_parallel") else 1
         )
-    return -(-dice.choice(LENGTHS) // multiple) * multiple
+    return -(-dice.choice(lengths) // multiple) * multiple
 
 
 def set_batch(dice: random.Random, layouts: list[dict[str, Any]], is_paired: bool) -> None:

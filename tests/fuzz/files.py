@@ -25,7 +25,7 @@ def model_config(case: Case) -> LlamaConfig:
     sizes = case["model"]
     if case["data"]["kind"] != "own":
         sizes = sizes | {"vocab_size": VOCABULARY + sizes["vocab_size"]}
-    return LlamaConfig(**sizes, max_position_embeddings=64, initializer_range=0.2)
+    return LlamaConfig(**sizes, max_position_embeddings=128, initializer_range=0.2)
 
 
 def config_of(case: Case, folder: Path, part: int = 0) -> Config:
@@ -85,7 +85,7 @@ def records_of(case: Case) -> list[dict[str, Any]]:
     dice = random.Random(data["seed"])
     rows = (1 + config.get("training.eval_steps", 0)) * config["distributed.dp_size"]
     rows *= config["training.micro_batch_size"] * config["training.gradient_accumulation_steps"]
-    count = dice.randint(0, 5) + (2 + rows * config["training.seq_length"] // 8 if data["kind"] == "text" else 2 * rows)
+    count = dice.randint(0, 5) + (2 + rows * config["training.seq_length"] // 8 if data["kind"] == "text" else 5 * rows)
     if data["kind"] == "text":
         return [{"text": words(dice, 12)} for _ in range(count)]
     if data["kind"] == "samples":
