@@ -116,8 +116,11 @@ def tables(text: str) -> list[Table]:
 
 
 @pytest.mark.processes
+SLOW = ("forecast_here", "checkpoint", "schedules")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.parity if name == "forecast_here" else ()) for name in ROWS]
+    "name", [pytest.param(name, marks=pytest.mark.parity if name in SLOW else ()) for name in ROWS]
 )
 def test_benchmark_prints_all_rows_of_its_tables(run: Callable[..., str], name: str) -> None:
     """A program that compares two trainers fails if their losses differ."""

@@ -45,6 +45,7 @@ def test_programs_finish_without_a_reader(tmp_path: Path, closed_pipe: int) -> N
     assert (sweep / "metrics.csv").exists()
 
 
+@pytest.mark.parity
 def test_jobs_run_after_the_reader_has_gone(make_job: Callable[..., Job], tmp_path: Path, closed_pipe: int) -> None:
     jobs = [make_job(name, dataset__name=str(tmp_path / "no.txt")) for name in ("1", "2")]  # they fail soon
     result = run(["submit_slurm_jobs.py", "--inp_dir", jobs[0].folder.parent, "--local"], closed_pipe)

@@ -98,7 +98,11 @@ def torchrun(*words: str) -> tuple[str, list[str]]:
     [
         (["train.py", "--config", "template/base_config.json"], "needs 8 processes, but 2 started; use torchrun"),
         (["train.py", "--config"], "argument --config: expected one argument; train.py --help lists all arguments"),
-        (["generate.py", "--checkpoint", "x", "--size", "2"], "unrecognized arguments: --size 2; generate.py --help"),
+        pytest.param(
+            ["generate.py", "--checkpoint", "x", "--size", "2"],
+            "unrecognized arguments: --size 2; generate.py --help",
+            marks=pytest.mark.parity,
+        ),
     ],
 )
 def test_torchrun_ends_with_the_error_of_the_user(words: list[str], message: str) -> None:

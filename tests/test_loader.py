@@ -292,7 +292,8 @@ def test_too_few_samples_are_rejected() -> None:
     config = sample_config(training__micro_batch_size=200)
     count = len(split_train_eval(samples, sample_config())[0])
     with pytest.raises(
-        UserError, match=rf"has 300 samples, enough for {count} sequences of 12 .* global batch needs 200"
+        UserError,
+        match=rf"has 300 samples, 38 of them dropped .*, enough for {count} sequences of 12 .* global batch needs 200",
     ):
         split_train_eval(samples, config)
     config = sample_config(training__micro_batch_size=90, training__eval_frequency=1, training__eval_steps=1)

@@ -54,11 +54,15 @@ def draw_case(seed: int, number: int) -> Case:
         for keys in (config, *layouts):
             keys.pop("distributed.pp_keep_activations", None)
     resume = {"after": dice.randint(1, STEPS - 1), "config": NO_LAYOUT | layouts[1]} if len(layouts) == 2 else None
+    data = {"kind": kind, "seed": dice.randrange(1000), **draw_data(dice, kind)}
+    if dice.random() < 0.05 and data.get("loss") != "preference":  # a number that need not fit the others
+        numbers = [key for key, value in config.items() if type(value) is int and key != "training.seed"]
+        config[dice.choice(numbers)] = dice.randint(0, 7)
     return {
         "model": model,
         "config": config,
         "resume": resume,
-        "data": {"kind": kind, "seed": dice.randrange(1000), **draw_data(dice, kind)},
+        "data": data,
         "frozen": dice.sample(FROZEN, dice.randint(1, 2)) if dice.random() < 0.2 else [],
         "freezes_early": dice.random() < 0.5,
         "between": dice.random() < 0.3,
