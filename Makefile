@@ -36,7 +36,7 @@ test-fast: $(STAMP) ## run the tests that start no processes (under 2 minutes)
 
 parity: $(STAMP) ## compare 73 layouts with one process, write docs/parity.md, run the long tests
 	$(BIN)/python -m tests.parity
-	$(BIN)/python -m pytest -q -m parity $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m parity $(ARGS)
 
 fuzz: $(STAMP) ## look for a case that differs from transformers, for 10 minutes (ARGS="--minutes 60 --seed 1")
 	$(BIN)/python -m tests.fuzz --minutes 10 $(ARGS)

@@ -115,10 +115,10 @@ def tables(text: str) -> list[Table]:
     return [[[cell.strip() for cell in line[1:-1].split("|")] for line in rows.splitlines()] for rows in found]
 
 
-@pytest.mark.processes
 SLOW = ("forecast_here", "checkpoint", "schedules")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.parity if name in SLOW else ()) for name in ROWS]
 )
