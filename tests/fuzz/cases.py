@@ -173,7 +173,7 @@ def draw_model(dice: random.Random, layouts: list[dict[str, Any]]) -> dict[str, 
         for layout in layouts
         if layout.get("distributed.cp_engine") == "ulysses"
     ]
-    heads = tp * dice.choice((1, 2, 3)) * (1 if not cps else max(cp for _, cp in cps))
+    heads = tp * dice.choice((1, 2, 3)) * math.lcm(*(cp for _, cp in cps))
     divisors = [n for n in range(1, heads + 1) if heads % n == 0]
 
     def fits(kv: int) -> bool:

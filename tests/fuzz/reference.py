@@ -62,7 +62,7 @@ def train_reference(case: Case, folder: Path) -> list[dict[str, Any]]:
                 with torch.no_grad():
                     size = run.training.eval_steps * G
                     before = len(found["evaluations"]) * size
-                    at = np.arange(before, before + size) % len(rows.evaluation)
+                    at = np.arange(before, before + size) % min(size, len(rows.evaluation))
                     found["evaluations"].append(mean_loss(model, [rows.evaluation[i] for i in at]).item())
         found["weights"] = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         results.append(found)
