@@ -6,6 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -31,7 +32,8 @@ class Result(NamedTuple):
 
 def check(pool: WorkerPool, case: Case, run: Any = run_part) -> Result:
     """Run a case. `run` is the function that each rank calls for each part."""
-    with tempfile.TemporaryDirectory(prefix="fuzz") as name:
+    cache = mock.patch.dict(os.environ, {"XDG_CACHE_HOME": ""})
+    with tempfile.TemporaryDirectory(prefix="fuzz") as name, cache:
         folder = Path(name)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         try:

@@ -38,12 +38,12 @@ CPU = torch.device("cpu")
 
 def run_part(case: Case, folder: Path, part: int) -> dict[str, Any]:
     """Run a part of a case on this rank. Returns its results, or {"refused": the sentence}."""
-    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     logging.getLogger("picotron").setLevel(logging.ERROR)
-    try:
-        return train(case, config_of(case, folder, part))
-    except UserError as error:
-        return {"refused": str(error)}
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder / "cache")}):
+        try:
+            return train(case, config_of(case, folder, part))
+        except UserError as error:
+            return {"refused": str(error)}
 
 
 def freeze(case: Case, module: nn.Module) -> None:
