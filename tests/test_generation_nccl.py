@@ -1,5 +1,6 @@
 """Generation finishes under NCCL's rules, and takes as long as its schedule says."""
 
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,13 @@ allocate = Rotation.buffers
 @pytest.fixture(autouse=True)
 def _no_grid_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pgm, "process_group_manager", None)
+
+
+@pytest.fixture(autouse=True)
+def _fill_uninitialized_memory_with_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def zeros(rotation: Rotation, action: Action) -> list[Tensor]:

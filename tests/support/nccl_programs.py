@@ -1,8 +1,8 @@
 """Programs for `nccl_order`: everything that a training step and an evaluation ask of NCCL, rank by rank.
 
 As in `explain`, one process plays each rank of a layout, alone, in process groups that transfer nothing. These groups
-record every call with its place in the order of all calls of the rank. The model is real, but tiny, and on the CPU; the
-values that it computes are meaningless.
+record every call with its place in the order of all calls of the rank, and receive zeros. The model is real, but tiny,
+and on the CPU; the values that it computes are meaningless.
 """
 
 import contextlib
@@ -66,6 +66,8 @@ class RecordingGroup(dist.ProcessGroup):
         full = max((each for each in tensors if isinstance(each, Tensor)), key=Tensor.numel)
         reduces = operation in ("all-reduce", "reduce-scatter")
         name = f"{operation} ({arguments[-1].reduceOp.op.name})" if reduces else operation
+        if operation != "all-reduce":
+            arguments[0].zero_()  # allocated without values, which would differ from run to run
         return self.record(Part(name, describe(full)))
 
     def record(self, *parts: Part) -> Handle:
