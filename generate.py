@@ -140,7 +140,13 @@ class Encoder:
             raise UserError(f"no tokenizer in {folder} ({first_line(error)}); save one there") from None
 
     def encode(self, prompt: str) -> list[int]:
-        ids = self.tokenizer(prompt)["input_ids"] or [self.tokenizer.eos_token_id]
+        """Return the tokens of a prompt, with the tokenizer's start token, and without the end token that some
+        tokenizers append to a text (T5's).
+        """
+        end = self.tokenizer.eos_token_id
+        ids = self.tokenizer(prompt)["input_ids"] or [end]
+        if ids[-1] == end and len(ids) > 1 and not prompt.endswith(self.tokenizer.eos_token):
+            ids = ids[:-1]
         if ids == [None]:
             raise UserError(
                 f"the tokenizer of {self.folder} has no end-of-sequence token, which an empty prompt needs; use a prompt "

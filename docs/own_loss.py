@@ -4,7 +4,6 @@ The focal loss (Lin et al. 2017, arXiv:1708.02002) gives tokens that the model a
 Options are those of train.py; the config is docs/small.json.
 """
 
-import os
 import sys
 from typing import Any
 
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 
 from picotron.batches import Batch, forward_batch, split_batch, train_batch
+from picotron.check_run import check_run
 from picotron.config_reader import load_config
 from picotron.console import print_line
-from picotron.launch import check_world_size, exit_on_error, init_process_group, set_up_device
-from picotron.model_config import load_model_config
+from picotron.launch import exit_on_error, init_process_group, set_up_device
 from picotron.optimizer import AdamW, clip_grad_norm
-from picotron.parallelize import build_model, check_layout
+from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.train_step import make_evaluation, make_train_step
 from picotron.weights import initial_weights
@@ -41,12 +40,10 @@ def counting_rows(sequences: int, length: int) -> Batch:
 
 
 def main() -> None:
-    config = load_config(["--config", "docs/small.json", *sys.argv[1:]])
+    config = load_config(["--config", "docs/small.json", *sys.argv[1:]], check_run)
+    model_config, plan = check_run(config)
     layout, training = config.distributed, config.training
-    check_world_size(layout, int(os.environ.get("WORLD_SIZE", 1)))
     device, dtype = set_up_device(config), getattr(torch, config.model.dtype)
-    model_config = load_model_config(config.model)
-    plan = check_layout(config, model_config)
     init_process_group(config, device)
     grid = setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
 

@@ -1,6 +1,7 @@
 """Output of programs on the terminal."""
 
 import errno
+import logging
 import os
 import sys
 
@@ -17,3 +18,10 @@ def print_line(line: str, end: str = "\n") -> None:
             print(
                 f"the standard output cannot be written: {error.strerror}; the rest of it is dropped", file=sys.stderr
             )
+
+
+class LinePrinter(logging.Handler):
+    """Print each record to the standard output, see `print_line`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_line(self.format(record))

@@ -99,8 +99,8 @@ def split_train_eval(data: Text | Samples, config: Config, held_out: int | None 
         UserError: there are fewer rows than evaluation and one global batch need.
     """
     name, length, evaluated = config.dataset.name, config.training.seq_length, config.held_out_sequences
-    training, evaluation, size, summary = _split(data, config, evaluated if held_out is None else held_out)
-    change = "a longer seq_length" if "dropped" in size else "a shorter seq_length"
+    training, evaluation, size, dropped, summary = _split(data, config, evaluated if held_out is None else held_out)
+    change = "a longer seq_length" if dropped else "a shorter seq_length"
     count, batch = len(training) + len(evaluation), config.global_batch_size
     if count < batch + evaluated:
         also, fewer = (f" and evaluation {evaluated}", ", or fewer eval_steps") if evaluated else ("", "")
@@ -112,8 +112,10 @@ def split_train_eval(data: Text | Samples, config: Config, held_out: int | None 
     return training, evaluation
 
 
-def _split(data: Text | Samples, config: Config, held_out: int) -> tuple[Rows, Rows, str, str]:
-    """Return training rows, evaluation rows, the size of the data in words, and a sentence about both."""
+def _split(data: Text | Samples, config: Config, held_out: int) -> tuple[Rows, Rows, str, int, str]:
+    """Return training rows, evaluation rows, the size of the data in words, the number of samples that are in no row,
+    and a sentence about all of it.
+    """
     name, length, evaluated = config.dataset.name, config.training.seq_length, config.held_out_sequences
     if isinstance(data, Text):
         start = max(0, len(data.tokens) - 1 - held_out * length)
@@ -121,7 +123,7 @@ def _split(data: Text | Samples, config: Config, held_out: int) -> tuple[Rows, R
         parts = data.tokens[: start + 1], data.tokens[start : start + evaluated * length + 1]
         size = f"{len(data.tokens):,} tokens"
         summary = f"{size} in {name}, {evaluated * length:,} of them for evaluation"
-        return TextRows(parts[0], length, data.end), TextRows(parts[1], length, data.end), size, summary
+        return TextRows(parts[0], length, data.end), TextRows(parts[1], length, data.end), size, 0, summary
     drops_long = config.dataset.long_samples == "drop"
     packed = pack_samples(data, length, held_out, drops_long, config.dataset.masks_documents, evaluated)
     size = f"{len(data.lengths):,} samples"
@@ -133,7 +135,7 @@ def _split(data: Text | Samples, config: Config, held_out: int) -> tuple[Rows, R
     if packed.dropped:
         too_long = ", or they are longer" if drops_long else ""
         size += f", {packed.dropped:,} of them dropped (the loss counts none of their first {length + 1:,} tokens{too_long})"
-    return packed.training, packed.evaluation, size, summary
+    return packed.training, packed.evaluation, size, packed.dropped, summary
 
 
 class MicroBatches(Dataset[dict[str, Tensor]]):

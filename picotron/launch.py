@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from picotron.config import Config, Distributed
+from picotron.console import LinePrinter
 from picotron.errors import UserError
 from picotron.files import write_atomically
 
@@ -36,7 +37,7 @@ def set_up_logging() -> None:
     if hasattr(faulthandler, "register"):  # not on Windows
         faulthandler.register(signal.SIGUSR2, file=2)
     first_of_machine = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    logger.addHandler(logging.StreamHandler(sys.stderr if "--json" in sys.argv else sys.stdout))
+    logger.addHandler(logging.StreamHandler() if "--json" in sys.argv else LinePrinter())
     if int(os.environ.get("RANK", 0)) == 0:
         logger.setLevel(logging.INFO)
     else:

@@ -45,6 +45,12 @@ def test_programs_finish_without_a_reader(tmp_path: Path, closed_pipe: int) -> N
     assert (sweep / "metrics.csv").exists()
 
 
+def test_log_continues_without_a_reader(closed_pipe: int) -> None:
+    program = "from picotron.launch import logger, set_up_logging; set_up_logging()"
+    result = run(["-c", f"{program}; logger.info('one'); logger.info('two')"], closed_pipe)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 @pytest.mark.parity
 def test_jobs_run_after_the_reader_has_gone(make_job: Callable[..., Job], tmp_path: Path, closed_pipe: int) -> None:
     jobs = [make_job(name, dataset__name=str(tmp_path / "no.txt")) for name in ("1", "2")]  # they fail soon

@@ -18,6 +18,7 @@ from picotron.pipeline_parallel.generation import generate
 from picotron.sampling import Sampling
 from picotron.text.tokens import train_bpe
 from tests.support.oracle import tiny_llama
+from tests.support.tokenizer_kinds import make_tokenizer
 from tests.test_safetensors_folder import break_folder
 
 pytestmark = pytest.mark.usefixtures("_end_process_group")
@@ -180,6 +181,16 @@ def test_dtypes_of_weights_that_cannot_be_computed_with_are_rejected(
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path)])
     with pytest.raises(UserError, match=message):
         program.main()
+
+
+def test_prompt_has_the_start_token_and_no_end_token(tmp_path: Path) -> None:
+    make_tokenizer("metaspace first").save_pretrained(tmp_path / "start")
+    make_tokenizer("ByT5").save_pretrained(tmp_path / "end")
+    start, end = program.Encoder(tmp_path / "start"), program.Encoder(tmp_path / "end")
+    assert start.encode("ab")[0] == start.tokenizer.bos_token_id
+    assert end.encode("ab") == end.tokenizer("ab", add_special_tokens=False)["input_ids"]
+    assert end.encode("") == [end.tokenizer.eos_token_id]
+    assert end.encode("ab</s>")[-1] == end.tokenizer.eos_token_id  # asked for
 
 
 def test_program_rejects_unknown_models(monkeypatch: pytest.MonkeyPatch) -> None:
