@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from picotron.model import AttentionFn, fused_attention
 from picotron.packed_attention import PackedDocuments
 
-# Not cuDNN, torch's first choice on Hopper GPUs: it would build a plan for every new number of columns, so for each token.
+# Not cuDNN's, torch's first choice on Hopper GPUs: it would build a plan for each new number of columns, so each token.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 BLOCK = 64  # columns by which a cache grows: copying it costs little if it is read 64 times in between
 

@@ -35,7 +35,7 @@ def test_the_cache_grows_in_blocks_and_drops_sequences() -> None:
 
 
 def test_a_token_never_makes_cudnn_build_a_plan() -> None:
-    """The number of keys is new for every token, and cuDNN, torch's first choice on Hopper GPUs, needs a plan for each."""
+    """Each token adds a key, and cuDNN, torch's first choice on Hopper GPUs, needs a plan for each number of keys."""
     real, shapes, allowed = functional.scaled_dot_product_attention, set(), set()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -62,9 +62,9 @@ C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, CUDAHooks);
 }  // namespace at
 
 // Attention asks the device for its fused kernel, and without an answer computes the matrix of scores. This is the
-// answer of a GPU, simplified: flash attention for half precision (on a Hopper GPU, cuDNN's, which saves the same
-// tensors), memory-efficient attention for float32, and neither if the program has switched it off.
-enum Kernel : int64_t { MATH = 0, FLASH = 1, EFFICIENT = 2 };  // the numbers of torch.nn.attention.SDPBackend
+// answer of a Hopper GPU, simplified: cuDNN's attention for half precision, memory-efficient attention for float32, and
+// neither if the program has switched it off.
+enum Kernel : int64_t { MATH = 0, EFFICIENT = 2, CUDNN = 3 };  // the numbers of torch.nn.attention.SDPBackend
 static int64_t choose_attention(
     const at::Tensor& q, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
     std::optional<double>, bool) {
@@ -72,7 +72,7 @@ static int64_t choose_attention(
     return at::globalContext().userEnabledMemEfficientSDP() ? EFFICIENT : MATH;
   }
   bool half = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
-  return half && at::globalContext().userEnabledFlashSDP() ? FLASH : MATH;
+  return half && at::globalContext().userEnabledCuDNNSDP() ? CUDNN : MATH;
 }
 namespace at::native {
 REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &choose_attention)

@@ -41,6 +41,7 @@ from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.explain.fake_group import fake_rank
 from picotron.metrics import Metrics
+from picotron.model import rope_frequencies
 from picotron.optimizer import AdamW, make_scheduler
 from picotron.rows import TextRows
 from picotron.schedules.plan import PipelinePlan
@@ -156,7 +157,8 @@ def fake_cuda_rank(
         stack.enter_context(mock.patch("picotron.data.DataLoader", FakeDataLoader))
         stack.enter_context(mock.patch("torch.cuda.get_device_name", return_value=device_name))
         stack.enter_context(mock.patch("torch.cuda.max_memory_allocated", return_value=0))
-        stack.callback(sequence_order.cache_clear)  # fake tensors cannot be used in the context of another rank
+        for function in (sequence_order, rope_frequencies):
+            stack.callback(function.cache_clear)  # fake tensors cannot be used in the context of another rank
         stack.enter_context(fake_rank(rank, config.distributed))
 
         # On the meta device, `Module.to` replaces parameters in a way that fake tensors do not support, so the model is
