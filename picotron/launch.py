@@ -73,8 +73,8 @@ def set_up_device(config: Config) -> torch.device:
             f"local rank {local_rank} has no GPU; start at most {count} processes on this machine, one for each GPU"
         )
     if not ALLOCATOR_VARIABLES & os.environ.keys():
-        # Memory grows in place, so that freed parts of different sizes leave fewer gaps. torch reads the variables when
-        # it is imported.
+        # Memory grows in place, so that freed parts of different sizes leave fewer gaps. A variable could be too late:
+        # some versions of torch read it when they are imported.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
