@@ -39,8 +39,8 @@ PEAK_BF16_FLOPS = {
 }
 
 
-# Fraction of a device's memory that a plan may need. The rest is for what the estimate leaves out: the CUDA context, the
-# buffers of NCCL and cuBLAS, and gaps between tensors.
+# Fraction of a device's memory that a plan may need. The rest is for what the estimate leaves out: the CUDA context,
+# the buffers of NCCL and cuBLAS, and gaps between tensors.
 USABLE = 0.92
 
 Positive = Annotated[float, Field(gt=0)]

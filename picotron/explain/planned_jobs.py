@@ -153,7 +153,7 @@ def candidates(base: dict[str, Any], layouts: Sequence[Combination]) -> Iterator
 
 
 def what_fits(config: Config, model_config: LlamaConfig, gib: float) -> str:
-    """Return the smallest change with which a config fits into `gib` (see `fits`): recomputation, ZeRO, or also more ranks."""
+    """Return the smallest change with which a config fits into `gib`: recomputation, ZeRO, or also more ranks."""
     full, zero3 = {"activation_checkpointing": "full"}, {"dp_engine": "zero3"}
     dp = config.distributed.dp_size
     changes: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, full), (zero3, {}), (zero3, full)]

@@ -45,7 +45,7 @@ def bounds(config: Config, model: "LlamaConfig", hardware: Hardware) -> tuple[fl
 def best_configs(
     configs: Iterable[tuple[Values, Config]], model: "LlamaConfig", hardware: Hardware, gib: float, count: int
 ) -> tuple[list[Values], Least]:
-    """Return the `count` fastest configs that fit into `gib` (see `fits`), best first, and the smallest. All pass all checks."""
+    """Return the `count` fastest configs that fit into `gib`, best first, and the smallest. All pass all checks."""
     ordered = sorted(
         (*bounds(config, model, hardware), i, values, config) for i, (values, config) in enumerate(configs)
     )
