@@ -147,7 +147,7 @@ def test_checked_reports_errors_above_the_limit_and_exceptions() -> None:
 
 
 def test_a_wrong_kernel_fails_its_checks() -> None:
-    def without_mask(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def without_mask(q: Tensor, k: Tensor, v: Tensor, causal: bool, new_shape: bool) -> tuple[Tensor, Tensor]:
         return block_forward(q, k, v, False)
 
     assert outcome(attention_checks(CPU))[1] == ""
