@@ -12,7 +12,12 @@ from torch import Tensor
 from benchmarks.context_parallel import LiveBytes
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import cross_entropy, tensor_parallel
-from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy
+from picotron.tensor_parallel.cross_entropy import (
+    CHUNK_LOGITS,
+    VocabularyShard,
+    chunk_tokens,
+    linear_cross_entropy,
+)
 from picotron.tensor_parallel.log_probs import linear_log_probs
 from tests.support.oracle import assert_close
 from tests.support.worker_pool import WorkerPool
@@ -65,6 +70,14 @@ def test_loss_and_gradients_equal_torch_cross_entropy(
         assert_close(result[0], loss.detach(), 1e-12, "loss")
         assert_close(result[1], x.grad, 1e-12, "dx")
     assert_close(torch.cat([result[2] for result in results]), weight.grad, 1e-12, "dweight")
+
+
+@pytest.mark.parametrize("vocabulary", [127, 49152, 128256, 2**20])
+def test_chunks_on_a_gpu_are_multiples_of_a_tile(vocabulary: int) -> None:
+    """For 128,256 tokens, chunks of 2,092 rows would compute a 17th tile of 128 rows for 44 of them."""
+    step = chunk_tokens("cuda", vocabulary)
+    assert step % 256 == 0
+    assert step == 512 or 0.85 * CHUNK_LOGITS < step * vocabulary <= CHUNK_LOGITS
 
 
 def scaled_gradients(scale: float) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from picotron.model import IGNORE_INDEX
 
 CHUNK_TOKENS = 512  # number of tokens whose logits are in memory at the same time, on a CPU
 CHUNK_LOGITS = 2**28  # number of logits in memory at the same time, on a GPU, which needs large products to be fast
+TILE = 256  # tokens by which a GPU divides a product: a chunk that is no multiple of it leaves a part of the GPU idle
 
 
 def chunk_tokens(device_type: str, vocabulary: int) -> int:
@@ -20,7 +21,7 @@ def chunk_tokens(device_type: str, vocabulary: int) -> int:
     Args:
         vocabulary: number of logits of a token on this rank.
     """
-    return CHUNK_TOKENS if device_type == "cpu" else max(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary)
+    return CHUNK_TOKENS if device_type == "cpu" else max(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary // TILE * TILE)
 
 
 class VocabularyShard(NamedTuple):
