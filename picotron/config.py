@@ -109,7 +109,7 @@ class Training(Section):
     activation_checkpointing: Literal["none", "full"] = "none"
     """full: keep only the input of each layer and recompute its other activations in backward; none: keep all"""
     compile: bool | None = None
-    """apply torch.compile to each decoder layer; null applies it on GPUs"""
+    """apply torch.compile to each decoder layer and to the loss's softmax; null applies it on GPUs"""
     eval_frequency: NonNegative = 0
     """steps between evaluations of the loss on held-out data; 0: no evaluation"""
     eval_steps: Positive = 10

@@ -1,5 +1,7 @@
 """Build this rank's part of a Llama: the four parallelisms, one after the other."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import LlamaConfig
@@ -14,6 +16,7 @@ from picotron.model import Llama, fused_attention, math_attention
 from picotron.owned_slices import read_owned_weights
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.schedules.plan import PipelinePlan, plan_pipeline
+from picotron.tensor_parallel.cross_entropy import chunk_loss
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from picotron.weights import ReadTensor, materialise
 
@@ -74,15 +77,23 @@ def build_model(
     """Build this rank's part of a Llama, ready for a training step. Arguments: see `build_stage`."""
     layout, whole = config.distributed, config.distributed.dp_engine != "zero3"
     stage = build_stage(config, model_config, plan, device, dtype, weights if whole else None)
-    compiled = device.type == "cuda" if config.training.compile is None else config.training.compile
-    for layer in unwrap(stage).model.layers.values() if compiled else ():
-        layer.forward = torch.compile(layer.forward)  # without the module's hooks, which gather weights with zero3
+    if device.type == "cuda" if config.training.compile is None else config.training.compile:
+        compile_model(unwrap(stage))
     if not whole:
         model = DataParallelZero3(stage, stage.used_twice())
         read_owned_weights(unwrap(stage), weights)
         return model
     wrap = {"naive": DataParallelNaive, "bucket": DataParallelBucket, "zero1": DataParallelZero1}[layout.dp_engine]
     return wrap(stage, parameters_by_stage=stage.parameters_by_stage())  # adds gradient buffers and hooks
+
+
+def compile_model(llama: Llama) -> None:
+    """Apply torch.compile to each decoder layer, and to the softmax of the loss."""
+    for layer in llama.model.layers.values():
+        layer.forward = torch.compile(layer.forward)  # without the module's hooks, which gather weights with zero3
+    head: Any = llama.lm_head
+    if head is not None:
+        head.loss_fn = torch.compile(chunk_loss)
 
 
 def unwrap(model: nn.Module) -> Llama:

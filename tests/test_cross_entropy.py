@@ -15,6 +15,7 @@ from picotron.tensor_parallel import cross_entropy, tensor_parallel
 from picotron.tensor_parallel.cross_entropy import (
     CHUNK_LOGITS,
     VocabularyShard,
+    chunk_loss,
     chunk_tokens,
     linear_cross_entropy,
 )
@@ -227,3 +228,28 @@ def weighted_cross_entropy() -> tuple[Tensor, Tensor]:
 def test_targets_without_weight_can_be_any_number(pool: WorkerPool) -> None:
     [(loss, expected)] = pool.run(weighted_cross_entropy, 1)
     assert_close(loss, expected, 1e-12)
+
+
+def loss_and_gradients(compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of an untied model's head and its gradients, of chunks of 8, 8 and 6 tokens."""
+    grid = setup_process_group_manager(dist.get_world_size(), 1, 1, 1)
+    x, weight, targets = loss_inputs(13, [3])
+    shard = tensor_parallel._even_shard(13)
+    local = torch.zeros(shard.size, weight.size(1), dtype=torch.float64)
+    local[: shard.stop - shard.start] = weight[shard.start : shard.stop]
+    vocabulary = VocabularyShard(shard.start, shard.stop - shard.start, grid.tp_group)
+    function = torch.compile(chunk_loss, fullgraph=True) if compiled else chunk_loss
+    x.requires_grad_()
+    local.requires_grad_()
+    with mock.patch.object(cross_entropy, "CHUNK_TOKENS", 8):
+        loss = linear_cross_entropy(x, local, targets, vocabulary, loss_fn=function)
+    loss.backward()
+    return loss.detach(), x.grad, local.grad
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("size", [1, 2])
+def test_compiled_loss_equals_the_eager_one(pool: WorkerPool, size: int) -> None:
+    for compiled, eager in zip(*(pool.run(loss_and_gradients, size, each) for each in (True, False)), strict=True):
+        for ours, theirs in zip(compiled, eager, strict=True):
+            assert_close(ours, theirs, 1e-12)

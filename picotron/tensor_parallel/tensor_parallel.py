@@ -33,7 +33,7 @@ from picotron.errors import UserError
 from picotron.model import Llama, RMSNorm
 from picotron.process_group_manager import new_groups
 from picotron.split_backward import compute_or_defer, gradient_edges, is_deferring
-from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy
+from picotron.tensor_parallel.cross_entropy import ChunkLoss, VocabularyShard, chunk_loss, linear_cross_entropy
 from picotron.tensor_parallel.log_probs import linear_log_probs
 from picotron.tensor_parallel.tp_communications import (
     SEQUENCE,
@@ -168,8 +168,11 @@ class VocabParallelEmbedding(nn.Module):
 class VocabParallelHead(ColumnParallelLinear):
     """A head of which each rank computes some of the logits, (B, T, V/tp). Calling the module gathers them, (B, T, V):
     inference needs that, losses do not. Its inputs x are (B, T, D), or their shards (B, T/tp, D) with sequence
-    parallelism. `vocabulary` names the tokens whose logits this rank computes.
+    parallelism. `vocabulary` names the tokens whose logits this rank computes. `loss_fn` is `chunk_loss`, or the same
+    compiled.
     """
+
+    loss_fn: ChunkLoss = staticmethod(chunk_loss)
 
     def __init__(self, linear: nn.Linear, shard: Shard, sequence_parallel: bool) -> None:
         super().__init__(linear, shard, sequence_parallel)
@@ -190,7 +193,9 @@ class VocabParallelHead(ColumnParallelLinear):
 
     def cross_entropy(self, x: Tensor, target_ids: Tensor, target_weights: Tensor | None = None) -> Tensor:
         """Compute `Head.cross_entropy`."""
-        return linear_cross_entropy(self._full(x), self.weight, target_ids, self.vocabulary, target_weights)
+        return linear_cross_entropy(
+            self._full(x), self.weight, target_ids, self.vocabulary, target_weights, self.loss_fn
+        )
 
     def _full(self, x: Tensor) -> Tensor:
         """Return the full x, whose gradient is summed over the tp ranks."""
