@@ -125,6 +125,8 @@ class Recorder(TorchDispatchMode):
             a, b = [each for each in inputs if each.dim() >= 2 and not any(each is out for out in outputs)][-2:]
             rate = hardware.rate(str(a.dtype).removeprefix("torch."))
             seconds = 2 * a.numel() * b.size(-1) / rate
+        elif name == "_scaled_mm":  # float8, of which GPUs compute twice as many per second
+            seconds = 2 * inputs[0].numel() * inputs[1].size(-1) / (2 * hardware.rate("bfloat16"))
         elif "scaled_dot_product" in name:
             q, k = inputs[1:3] if "backward" in name else inputs[:2]  # the first input of backward is a gradient
             product = 2 * q.numel() * k.size(2) / 2  # FLOPs of q k', half of which are masked
@@ -161,7 +163,7 @@ def _group(name: str) -> str:
         if caller in CALLERS:
             return CALLERS[caller]
         frame = frame.f_back
-    if name in PRODUCTS:
+    if name in (*PRODUCTS, "_scaled_mm"):
         return "matrices"
     if "scaled_dot_product" in name:
         return "attention"

@@ -63,6 +63,8 @@ class Model(Section):
     """number of key/value heads; null: the value in the model's config.json"""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """dtype of weights and activations; gradients and optimizer state are in float32 or wider"""
+    float8: bool = False
+    """compute the products of the MLP and of o_proj in float8; MFU stays relative to the bfloat16 peak"""
     use_flash_attention: bool = True
     """let PyTorch choose a fused attention kernel; false: plain matmul and softmax"""
     use_fused_adam: bool = True
