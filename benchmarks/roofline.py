@@ -9,8 +9,10 @@ estimate: it knows nothing of caches, of uneven shapes, or of time in which the 
 does not overlap computation.
 
 With torch.compile, neighbouring element-wise operations become one kernel, which reads what comes from outside and
-writes what is needed outside. The second column estimates that. The formulas of the forecast lie between both columns:
-they fuse the operations of a norm, a rotation or a SwiGLU, but not those of different modules.
+writes what is needed outside. A row of logits does not fit into one part of the GPU, so the softmax of the loss reads
+it three times: for the largest logit, for the sum and for the gradient. The second column estimates that. The formulas
+of the forecast lie between both columns: they fuse the operations of a norm, a rotation or a SwiGLU, but not those of
+different modules, nor the softmax of the loss.
 """
 
 import argparse
@@ -48,14 +50,16 @@ BATCHES = {  # a micro-batch of 8,192 tokens
     "smollm-1.7b": {"seq_length": 2048, "micro_batch_size": 4},
     "llama-3.2-1b": {"seq_length": 4096, "micro_batch_size": 2},
 }
-ELEMENTWISE = ("norms", "rotation, SwiGLU, residuals")  # what torch.compile fuses
+SOFTMAX = "softmax of the loss"
+ELEMENTWISE = ("norms", "rotation, SwiGLU, residuals", SOFTMAX)  # what torch.compile fuses
 GROUPS = (
-    "matrices", "attention", *ELEMENTWISE, "loss", "gradient accumulation", "communication", "clipping", "AdamW",
-    "start of a step",
+    "matrices", "attention", *ELEMENTWISE, "products of the loss", "gradient accumulation", "communication", "clipping",
+    "AdamW", "start of a step",
 )  # fmt: skip
 CALLERS = {  # (file, function) on the stack: group of the operations below it
-    ("cross_entropy.py", "forward"): "loss",
-    ("cross_entropy.py", "backward"): "loss",
+    ("cross_entropy.py", "chunk_loss"): SOFTMAX,
+    ("cross_entropy.py", "forward"): "products of the loss",
+    ("cross_entropy.py", "backward"): "products of the loss",
     ("data_parallel.py", "_accumulate"): "gradient accumulation",
     ("optimizer.py", "clip_grad_norm"): "clipping",
     ("optimizer.py", "step"): "AdamW",
@@ -116,16 +120,19 @@ class Recorder(TorchDispatchMode):
         self.storages += [each.untyped_storage() for each in outputs]
         reads, writes = _bytes(inputs), _bytes(outputs)
         moved = sum(reads.values()) + sum(writes.values())
-        if name in ("gather", "embedding", "index_select"):  # reads only the chosen rows
+        if name in ("gather", "embedding", "index", "index_select"):  # reads only the chosen rows
             moved = 2 * sum(writes.values())
-        elif name == "scatter_add_":
-            moved = 3 * min(each.nbytes for each in inputs)
+        elif name == "index_put_":
+            moved = 3 * min(each.nbytes for each in inputs)  # the indices
         hardware = self.hardware
         seconds = max(hardware.move(moved), hardware.launch)
         if name in PRODUCTS:
             a, b = [each for each in inputs if each.dim() >= 2 and not any(each is out for out in outputs)][-2:]
             dtype = str(a.dtype).removeprefix("torch.")
             seconds = max(hardware.product(dtype, 2 * a.numel() * b.size(-1), moved), hardware.launch)
+        elif name == "_scaled_mm":  # float8, of which GPUs compute twice as many per second
+            flops = 2 * inputs[0].numel() * inputs[1].size(-1)
+            seconds = max(hardware.product("bfloat16", flops / 2, moved), hardware.launch)
         elif "scaled_dot_product" in name:
             backward = "backward" in name
             q, k = inputs[1:3] if backward else inputs[:2]  # the first input of backward is a gradient
@@ -161,7 +168,7 @@ def _group(name: str) -> str:
         if caller in CALLERS:
             return CALLERS[caller]
         frame = frame.f_back
-    if name in PRODUCTS:
+    if name in (*PRODUCTS, "_scaled_mm"):
         return "matrices"
     if "scaled_dot_product" in name:
         return "attention"
@@ -193,7 +200,8 @@ def compiled(operations: list[Operation], hardware: Hardware) -> dict[str, float
             for j in kernel:
                 moved += sum(size for storage, size in operations[j].reads.items() if storage not in written)
                 written |= operations[j].writes
-            moved += sum(size for storage, size in written.items() if last_read.get(storage, 0) > kernel[-1])
+            needed = sum(size for storage, size in written.items() if last_read.get(storage, 0) > kernel[-1])
+            moved = 4 * needed if operations[kernel[0]].group == SOFTMAX else moved + needed
             separate = defaultdict(float)
             for j in kernel:
                 separate[operations[j].group] += operations[j].seconds

@@ -63,6 +63,8 @@ class Model(Section):
     """number of key/value heads; null: the value in the model's config.json"""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """dtype of weights and activations; gradients and optimizer state are in float32 or wider"""
+    float8: bool = False
+    """compute the products of the MLP and of o_proj in float8; MFU stays relative to the bfloat16 peak"""
     use_flash_attention: bool = True
     """let PyTorch choose a fused attention kernel; false: plain matmul and softmax"""
     use_fused_adam: bool = True
@@ -109,7 +111,7 @@ class Training(Section):
     activation_checkpointing: Literal["none", "full"] = "none"
     """full: keep only the input of each layer and recompute its other activations in backward; none: keep all"""
     compile: bool | None = None
-    """apply torch.compile to each decoder layer; null applies it on GPUs"""
+    """apply torch.compile to each decoder layer and to the loss's softmax; null applies it on GPUs"""
     eval_frequency: NonNegative = 0
     """steps between evaluations of the loss on held-out data; 0: no evaluation"""
     eval_steps: Positive = 10

@@ -125,6 +125,11 @@ def check_attention_kernel(config: Config) -> None:
         )
 
 
+def check_float8(config: Config) -> None:
+    if config.model.float8 and config.model.dtype == "float64":
+        raise UserError("model.float8=true rounds the products of model.dtype='float64'; use dtype='bfloat16'")
+
+
 def check_trace_steps(config: Config) -> None:
     steps = config.logging.trace_steps
     if steps and config.distributed.pp_size == 1:
@@ -154,6 +159,7 @@ CHECKS: list[Callable[[Config], None]] = [
     check_seq_length,
     check_fused_attention,
     check_attention_kernel,
+    check_float8,
     check_trace_steps,
     check_last_trace_step,
 ]

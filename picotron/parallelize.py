@@ -1,5 +1,7 @@
 """Build this rank's part of a Llama: the four parallelisms, one after the other."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import LlamaConfig
@@ -9,11 +11,13 @@ from picotron.context_parallel.context_parallel import apply_context_parallel, c
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.data_parallel.zero3 import DataParallelZero3
-from picotron.errors import Problems
+from picotron.errors import Problems, UserError
+from picotron.float8 import use_float8
 from picotron.model import Llama, fused_attention, math_attention
 from picotron.owned_slices import read_owned_weights
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.schedules.plan import PipelinePlan, plan_pipeline
+from picotron.tensor_parallel.cross_entropy import chunk_loss
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from picotron.weights import ReadTensor, materialise
 
@@ -31,8 +35,28 @@ def check_layout(config: Config, model_config: LlamaConfig) -> PipelinePlan:
         plan = plan_pipeline(config, model_config)
     with problems:
         check_context_parallel(model_config, config.distributed)
+    with problems:
+        if config.model.float8:
+            check_float8(config, model_config)
     problems.report()
+    if config.model.float8 and plan.splits_backward:
+        raise UserError(
+            f"model.float8=true cannot split a backward, as distributed.pp_engine={config.distributed.pp_engine!r} "
+            f"requires; use another pp_engine, such as '1f1b', or float8=false"
+        )
     return plan
+
+
+def check_float8(config: Config, model: LlamaConfig) -> None:
+    """Raise UserError if the kernels of float8 do not support the sizes of the matrices."""
+    tp = config.distributed.tp_size
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "intermediate_size / tp_size": model.intermediate_size / tp,
+        "num_attention_heads * head_dim / tp_size": model.num_attention_heads * model.head_dim / tp,
+    }
+    if wrong := ", ".join(f"{name}={size:g}" for name, size in sizes.items() if size % 16):
+        raise UserError(f"model.float8=true needs multiples of 16, not {wrong}; use other sizes, or float8=false")
 
 
 def build_stage(
@@ -74,15 +98,31 @@ def build_model(
     """Build this rank's part of a Llama, ready for a training step. Arguments: see `build_stage`."""
     layout, whole = config.distributed, config.distributed.dp_engine != "zero3"
     stage = build_stage(config, model_config, plan, device, dtype, weights if whole else None)
-    compiled = device.type == "cuda" if config.training.compile is None else config.training.compile
-    for layer in unwrap(stage).model.layers.values() if compiled else ():
-        layer.forward = torch.compile(layer.forward)  # without the module's hooks, which gather weights with zero3
+    if config.model.float8:
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            raise UserError(
+                f"model.float8=true needs a GPU with float8, such as an H100, not {torch.cuda.get_device_name(device)}; "
+                f"set it to false"
+            )
+        for layer in unwrap(stage).model.layers.values():
+            use_float8(layer)
+    if device.type == "cuda" if config.training.compile is None else config.training.compile:
+        compile_model(unwrap(stage))
     if not whole:
         model = DataParallelZero3(stage, stage.used_twice())
         read_owned_weights(unwrap(stage), weights)
         return model
     wrap = {"naive": DataParallelNaive, "bucket": DataParallelBucket, "zero1": DataParallelZero1}[layout.dp_engine]
     return wrap(stage, parameters_by_stage=stage.parameters_by_stage())  # adds gradient buffers and hooks
+
+
+def compile_model(llama: Llama) -> None:
+    """Apply torch.compile to each decoder layer, and to the softmax of the loss."""
+    for layer in llama.model.layers.values():
+        layer.forward = torch.compile(layer.forward)  # without the module's hooks, which gather weights with zero3
+    head: Any = llama.lm_head
+    if head is not None:
+        head.loss_fn = torch.compile(chunk_loss)
 
 
 def unwrap(model: nn.Module) -> Llama:

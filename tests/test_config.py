@@ -117,6 +117,10 @@ BAD = [
         r"cp_engine='ring' has no kernel for model\.dtype='float64' on GPUs; use model\.dtype='float32', cp_engine=",
     ),
     (
+        changed(model__float8=True, model__dtype="float64"),
+        r"model\.float8=true rounds the products of model\.dtype='float64'; use dtype='bfloat16'",
+    ),
+    (
         changed(dataset__prompt_column="q"),
         r"dataset: set text_column, or prompt_column and completion_column, or messages_column, not prompt_column='q'$",
     ),

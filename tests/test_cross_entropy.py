@@ -12,7 +12,13 @@ from torch import Tensor
 from benchmarks.context_parallel import LiveBytes
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import cross_entropy, tensor_parallel
-from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy
+from picotron.tensor_parallel.cross_entropy import (
+    CHUNK_LOGITS,
+    VocabularyShard,
+    chunk_loss,
+    chunk_tokens,
+    linear_cross_entropy,
+)
 from picotron.tensor_parallel.log_probs import linear_log_probs
 from tests.support.oracle import assert_close
 from tests.support.worker_pool import WorkerPool
@@ -65,6 +71,14 @@ def test_loss_and_gradients_equal_torch_cross_entropy(
         assert_close(result[0], loss.detach(), 1e-12, "loss")
         assert_close(result[1], x.grad, 1e-12, "dx")
     assert_close(torch.cat([result[2] for result in results]), weight.grad, 1e-12, "dweight")
+
+
+@pytest.mark.parametrize("vocabulary", [127, 49152, 128256, 2**20])
+def test_chunks_on_a_gpu_are_multiples_of_a_tile(vocabulary: int) -> None:
+    """For 128,256 tokens, chunks of 2,092 rows would compute a 17th tile of 128 rows for 44 of them."""
+    step = chunk_tokens("cuda", vocabulary)
+    assert step % 256 == 0
+    assert step == 512 or 0.85 * CHUNK_LOGITS < step * vocabulary <= CHUNK_LOGITS
 
 
 def scaled_gradients(scale: float) -> tuple[Tensor, Tensor]:
@@ -214,3 +228,28 @@ def weighted_cross_entropy() -> tuple[Tensor, Tensor]:
 def test_targets_without_weight_can_be_any_number(pool: WorkerPool) -> None:
     [(loss, expected)] = pool.run(weighted_cross_entropy, 1)
     assert_close(loss, expected, 1e-12)
+
+
+def loss_and_gradients(compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of an untied model's head and its gradients, of chunks of 8, 8 and 6 tokens."""
+    grid = setup_process_group_manager(dist.get_world_size(), 1, 1, 1)
+    x, weight, targets = loss_inputs(13, [3])
+    shard = tensor_parallel._even_shard(13)
+    local = torch.zeros(shard.size, weight.size(1), dtype=torch.float64)
+    local[: shard.stop - shard.start] = weight[shard.start : shard.stop]
+    vocabulary = VocabularyShard(shard.start, shard.stop - shard.start, grid.tp_group)
+    function = torch.compile(chunk_loss, fullgraph=True) if compiled else chunk_loss
+    x.requires_grad_()
+    local.requires_grad_()
+    with mock.patch.object(cross_entropy, "CHUNK_TOKENS", 8):
+        loss = linear_cross_entropy(x, local, targets, vocabulary, loss_fn=function)
+    loss.backward()
+    return loss.detach(), x.grad, local.grad
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("size", [1, 2])
+def test_compiled_loss_equals_the_eager_one(pool: WorkerPool, size: int) -> None:
+    for compiled, eager in zip(*(pool.run(loss_and_gradients, size, each) for each in (True, False)), strict=True):
+        for ours, theirs in zip(compiled, eager, strict=True):
+            assert_close(ours, theirs, 1e-12)

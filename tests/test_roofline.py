@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.roofline import BATCHES, GROUPS, Operation, compiled, eager
+from benchmarks.roofline import BATCHES, GROUPS, SOFTMAX, Operation, compiled, eager
 from picotron.hardware import HARDWARE
 from tests.support.fake_cuda import obstacle
 
@@ -31,6 +31,18 @@ def test_fused_operations_move_only_what_comes_from_outside_or_is_needed_outside
     assert times == pytest.approx({"matrices": 4, "norms": 2, ROTATION: 4})
     times = {name: seconds * H200.memory / size for name, seconds in compiled(operations, H200).items() if seconds}
     assert times == pytest.approx({"matrices": 4, "norms": 1, ROTATION: 1 + 1})
+
+
+def test_compiled_softmax_moves_four_times_the_logits() -> None:
+    size = 2**30
+    operations = [
+        operation("products of the loss", {}, {1: size}),
+        operation(SOFTMAX, {1: size}, {2: 2 * size}),  # exponentials, in float32
+        operation(SOFTMAX, {2: 2 * size}, {1: size}),  # the gradient
+        operation("products of the loss", {1: size}, {}),
+    ]
+    assert eager(operations)[SOFTMAX] * H200.memory / size == pytest.approx(6)
+    assert compiled(operations, H200)[SOFTMAX] * H200.memory / size == pytest.approx(4)
 
 
 def rows_of(*words: str) -> dict[str, list[str]]:

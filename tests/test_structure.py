@@ -21,7 +21,7 @@ LAYERS = """
     config
     config_checks
     config_reader process_group_manager collectives model_config packed_attention sampling
-    launch split_backward run_folder model
+    launch split_backward run_folder model float8
     sweep weights kv_cache
     owned_slices
     data_parallel tensor_parallel pipeline_parallel context_parallel

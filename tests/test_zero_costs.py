@@ -159,11 +159,11 @@ def graphs_of_compiled_layers(config: Config) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_all_layers_share_one_compiled_graph_without_breaks(pool: WorkerPool, checkpointing: str) -> None:
+def test_all_layers_share_one_compiled_graph_and_the_loss_has_another(pool: WorkerPool, checkpointing: str) -> None:
     """The hooks that gather weights are not compiled."""
     keys = {"training__compile": True, "training__activation_checkpointing": checkpointing}
     config = config_of("zero3", dp_size=2, model__dtype="float64", **keys)
-    assert pool.run(graphs_of_compiled_layers, 2, config) == [{"graphs": 1, "breaks": 0}] * 2
+    assert pool.run(graphs_of_compiled_layers, 2, config) == [{"graphs": 2, "breaks": 0}] * 2
 
 
 def test_full_weights_of_a_stage_exist_until_the_end_of_a_step(pool: WorkerPool) -> None:

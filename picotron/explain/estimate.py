@@ -161,7 +161,7 @@ def head_bytes(config: Config, s: Sizes) -> int:
 
 def loss_chunk(config: Config, s: Sizes) -> int:
     """Number of tokens whose logits are computed together: `cross_entropy.chunk_tokens`, without torch."""
-    return 512 if config.distributed.use_cpu else max(512, 2**28 // s.vocabulary)
+    return 512 if config.distributed.use_cpu else max(512, 2**28 // s.vocabulary // 256 * 256)
 
 
 def zero3_bytes(config: Config, model: "LlamaConfig", s: Sizes, stage: Stage) -> tuple[int, int]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 KEYS = {
     "distributed": ("tp_size", "sequence_parallel", "cp_size", "cp_sharding", "cp_engine", "use_cpu"),
-    "model": ("dtype", "use_flash_attention"),
+    "model": ("dtype", "float8", "use_flash_attention"),
     "training": ("seq_length", "micro_batch_size", "activation_checkpointing"),
 }
 

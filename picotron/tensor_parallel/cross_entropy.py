@@ -1,5 +1,6 @@
 """Cross entropy of a vocabulary-parallel head: each rank computes the logits of its shard of the vocabulary only."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from picotron.model import IGNORE_INDEX
 
 CHUNK_TOKENS = 512  # number of tokens whose logits are in memory at the same time, on a CPU
 CHUNK_LOGITS = 2**28  # number of logits in memory at the same time, on a GPU, which needs large products to be fast
+TILE = 256  # tokens by which a GPU divides a product: a chunk that is no multiple of it leaves a part of the GPU idle
 
 
 def chunk_tokens(device_type: str, vocabulary: int) -> int:
@@ -20,7 +22,7 @@ def chunk_tokens(device_type: str, vocabulary: int) -> int:
     Args:
         vocabulary: number of logits of a token on this rank.
     """
-    return CHUNK_TOKENS if device_type == "cpu" else max(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary)
+    return CHUNK_TOKENS if device_type == "cpu" else max(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary // TILE * TILE)
 
 
 class VocabularyShard(NamedTuple):
@@ -48,7 +50,8 @@ class Softmax(NamedTuple):
     def of(cls, logits: Tensor, targets: Tensor, shard: VocabularyShard) -> "Softmax":
         """Compute the softmax of logits (C, V/tp), which are overwritten if they are in float32 or wider."""
         wide = accumulation_dtype(logits)
-        logits[:, shard.rows :] = -torch.inf  # padding rows get probability 0
+        if shard.rows < logits.size(1):
+            logits[:, shard.rows :].fill_(-torch.inf)  # padding rows get probability 0
         column = targets - shard.start
         is_local = (column >= 0) & (column < shard.rows)
         column = column.where(is_local, 0)
@@ -64,10 +67,28 @@ class Softmax(NamedTuple):
 
     def gradient(self, scale: Tensor, out: Tensor) -> Tensor:
         """Compute the logits' gradient of -sum(scale * log_probs), (softmax - onehot) * scale, into `out` (C, V/tp).
-        The exponentials are overwritten.
+        The exponentials are overwritten if `out` is their memory.
         """
-        self.exponentials.scatter_add_(1, self.column[:, None], -(self.sums * self.is_local)[:, None])
-        return torch.mul(self.exponentials, (scale / self.sums)[:, None], out=out)
+        factor, rows = scale / self.sums, torch.arange(len(out), device=out.device)
+        # The targets' elements are written last, so that torch.compile need not store the exponentials.
+        targets = (self.exponentials[rows, self.column] - self.sums * self.is_local) * factor
+        torch.mul(self.exponentials, factor[:, None], out=out)
+        out[rows, self.column] = targets.to(out.dtype)
+        return out
+
+
+def chunk_loss(
+    logits: Tensor, targets: Tensor, target_weights: Tensor, shard: VocabularyShard, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the weighted sum of the cross entropies of logits (C, V/tp), which are overwritten, and its gradient."""
+    softmax = Softmax.of(logits, targets, shard)
+    loss = -(softmax.log_probs * target_weights).sum()
+    # Compiled code has no exponentials in memory, but would write the gradient elsewhere and copy it into the logits.
+    out = torch.empty_like(logits) if torch.compiler.is_compiling() else logits
+    return loss, softmax.gradient(target_weights, out) if with_gradient else None
+
+
+ChunkLoss = Callable[[Tensor, Tensor, Tensor, VocabularyShard, bool], tuple[Tensor, Tensor | None]]
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -89,25 +110,24 @@ class LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         target_weights: Tensor,
         shard: VocabularyShard,
+        loss_fn: ChunkLoss,
         with_gradients: bool,
     ) -> Tensor:
         wide = accumulation_dtype(x)
         loss = torch.zeros((), dtype=wide, device=x.device)
-        dx = torch.empty_like(x) if with_gradients else None
+        dx = torch.empty_like(x)
         dweight = torch.zeros_like(weight, dtype=wide) if with_gradients and weight.requires_grad else None
         step = chunk_tokens(x.device.type, len(weight))
         for start in range(0, len(x), step):
             chunk = slice(start, start + step)
             logits = x[chunk] @ weight.t()  # (C, V/tp), with C tokens in the chunk
-            softmax = Softmax.of(logits, targets[chunk], shard)
-            loss -= (softmax.log_probs * target_weights[chunk]).sum()
-            if dx is not None:
-                gradient = softmax.gradient(target_weights[chunk], out=logits)
+            part, gradient = loss_fn(logits, targets[chunk], target_weights[chunk], shard, with_gradients)
+            loss += part
+            if gradient is not None:
                 torch.mm(gradient, weight, out=dx[chunk])
                 if dweight is not None:
                     add_product(dweight, gradient.t(), x[chunk])
-                del gradient
-            del logits, softmax  # frees their memory before the next chunk's are allocated
+            del logits, gradient  # frees their memory before the next chunk's are allocated
         ctx.gradients = dx, dweight
         ctx.dtype = weight.dtype
         return loss
@@ -120,7 +140,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         # Multiply in the dtype of `gradient`, float32 or wider: a factor of 1/3 rounded to bfloat16 would shift all
         # gradients by 0.2 %.
         dweight = None if dweight is None else dweight.mul_(gradient).to(ctx.dtype)
-        return dx.mul_(gradient[None]), dweight, *[None] * 4
+        return dx.mul_(gradient[None]), dweight, *[None] * 5
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -134,7 +154,12 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard, target_weights: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: VocabularyShard,
+    target_weights: Tensor | None = None,
+    loss_fn: ChunkLoss = chunk_loss,
 ) -> Tensor:
     """Compute the sum of the tokens' cross entropies times `target_weights`, or without weights their mean. Targets
     that are IGNORE_INDEX count in neither. A scalar in float32 or wider.
@@ -143,9 +168,10 @@ def linear_cross_entropy(
         x: (B, T, D), full; its gradient is partial.
         weight: (V/tp, D), this rank's shard of the vocabulary.
         targets, target_weights: (B, T). A target whose weight is 0 can be any number.
+        loss_fn: `chunk_loss`, or the same compiled.
     """
     wide = accumulation_dtype(x)
     counted = (targets != IGNORE_INDEX).to(wide)
     target_weights = counted / counted.sum() if target_weights is None else counted * target_weights
     flat = x.flatten(0, 1), weight, targets.flatten(), target_weights.to(wide).flatten()
-    return LinearCrossEntropy.apply(*flat, shard, torch.is_grad_enabled())
+    return LinearCrossEntropy.apply(*flat, shard, loss_fn, torch.is_grad_enabled())

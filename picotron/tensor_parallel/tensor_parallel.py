@@ -19,7 +19,7 @@ all-gather: together, they send as many bytes as one all-reduce. For an MLP, wit
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from picotron.errors import UserError
 from picotron.model import Llama, RMSNorm
 from picotron.process_group_manager import new_groups
 from picotron.split_backward import compute_or_defer, gradient_edges, is_deferring
-from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy
+from picotron.tensor_parallel.cross_entropy import ChunkLoss, VocabularyShard, chunk_loss, linear_cross_entropy
 from picotron.tensor_parallel.log_probs import linear_log_probs
 from picotron.tensor_parallel.tp_communications import (
     SEQUENCE,
@@ -48,6 +48,23 @@ from picotron.tensor_parallel.tp_communications import (
 from picotron.weights import Shard
 
 
+class Products:
+    """The matrix products of linear layers that share x. The dy and, in `dweight`, x are matrices."""
+
+    y = staticmethod(F.linear)
+
+    @staticmethod
+    def dx(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        dx = dys[0] @ weights[0]
+        for dy, weight in zip(dys[1:], weights[1:], strict=True):
+            dx.addmm_(dy, weight)
+        return dx
+
+    @staticmethod
+    def dweight(dy: Tensor, x: Tensor) -> Tensor:
+        return dy.t() @ x
+
+
 class ColumnParallel(torch.autograd.Function):
     """forward: y = x W' for several W (outputs/tp, D) that share x, so that x is gathered only once.
     backward: dx = dy W, summed over these W and over the ranks, and meanwhile dW = dy' x.
@@ -55,13 +72,13 @@ class ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, *weights: Tensor
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, products: Any, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.group, ctx.sequence_parallel, ctx.products = group, sequence_parallel, products
         ctx.save_for_backward(x, *weights)  # x may be a shard, (B, T/tp, D): backward gathers it again
         ctx.edges = gradient_edges(weights)
         full_x = start_all_gather(x, SEQUENCE, group)() if sequence_parallel else x  # (B, T, D)
-        return tuple(F.linear(full_x, weight) for weight in weights)  # (B, T, outputs/tp) each
+        return tuple(products.y(full_x, weight) for weight in weights)  # (B, T, outputs/tp) each
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -73,10 +90,7 @@ class ColumnParallel(torch.autograd.Function):
         now = any(ctx.edges) and not is_deferring()  # deferred weight gradients gather x later
         finish_gather = start_gather() if now else None
         dys = [gradient.flatten(0, 1) for gradient in gradients]  # (B * T, outputs/tp)
-        dx = dys[0] @ weights[0]
-        for dy, weight in zip(dys[1:], weights[1:], strict=True):
-            dx.addmm_(dy, weight)
-        dx = dx.view(*gradients[0].shape[:2], -1)  # (B, T, D), partial
+        dx = ctx.products.dx(dys, weights).view(*gradients[0].shape[:2], -1)  # (B, T, D), partial
         if ctx.sequence_parallel:
             finish_dx = start_reduce_scatter(dx, SEQUENCE, ctx.group)
         else:
@@ -84,17 +98,18 @@ class ColumnParallel(torch.autograd.Function):
 
         def dweights() -> list[Tensor]:
             inputs = (finish_gather or start_gather())().flatten(0, 1)  # (B * T, D)
-            return [dy.t() @ inputs for dy in dys]
+            return [ctx.products.dweight(dy, inputs) for dy in dys]
 
         weight_gradients = compute_or_defer(ctx.edges, dweights)  # while the sum of dx is on its way
-        return finish_dx(), None, None, *weight_gradients
+        return finish_dx(), None, None, None, *weight_gradients
 
 
 @torch.compiler.disable  # torch.compile cannot overlap these collectives, and matrix products gain nothing from it
 def column_parallel(x: Tensor, *linears: "ColumnParallelLinear") -> list[Tensor]:
     """Apply column-parallel layers to the same x: (B, T, D), or its shard (B, T/tp, D) -> (B, T, outputs/tp) each."""
     first = linears[0]
-    ys = ColumnParallel.apply(x, first.group, first.sequence_parallel, *(linear.weight for linear in linears))
+    weights = (linear.weight for linear in linears)
+    ys = ColumnParallel.apply(x, first.group, first.sequence_parallel, first.products, *weights)
     return [y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears, strict=True)]
 
 
@@ -114,6 +129,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
+        self.products: Any = Products
         self.partial_gradients = {} if replica_group is None else {"weight": replica_group, "bias": replica_group}
         self.shards = {"weight": shard, "bias": shard}
         self.weight = nn.Parameter(linear.weight.new_empty(shard.size, linear.in_features))
@@ -168,8 +184,11 @@ class VocabParallelEmbedding(nn.Module):
 class VocabParallelHead(ColumnParallelLinear):
     """A head of which each rank computes some of the logits, (B, T, V/tp). Calling the module gathers them, (B, T, V):
     inference needs that, losses do not. Its inputs x are (B, T, D), or their shards (B, T/tp, D) with sequence
-    parallelism. `vocabulary` names the tokens whose logits this rank computes.
+    parallelism. `vocabulary` names the tokens whose logits this rank computes. `loss_fn` is `chunk_loss`, or the same
+    compiled.
     """
+
+    loss_fn: ChunkLoss = staticmethod(chunk_loss)
 
     def __init__(self, linear: nn.Linear, shard: Shard, sequence_parallel: bool) -> None:
         super().__init__(linear, shard, sequence_parallel)
@@ -190,7 +209,9 @@ class VocabParallelHead(ColumnParallelLinear):
 
     def cross_entropy(self, x: Tensor, target_ids: Tensor, target_weights: Tensor | None = None) -> Tensor:
         """Compute `Head.cross_entropy`."""
-        return linear_cross_entropy(self._full(x), self.weight, target_ids, self.vocabulary, target_weights)
+        return linear_cross_entropy(
+            self._full(x), self.weight, target_ids, self.vocabulary, target_weights, self.loss_fn
+        )
 
     def _full(self, x: Tensor) -> Tensor:
         """Return the full x, whose gradient is summed over the tp ranks."""

@@ -158,9 +158,10 @@ def fake_cuda_rank(
     plan, dtype = parallelize.check_layout(config, model_config), getattr(torch, config.model.dtype)
     kernels = define_kernels()
     with contextlib.ExitStack() as stack:
-        # The three functions that would call the driver.
+        # The functions that would call the driver.
         stack.enter_context(mock.patch("picotron.data.DataLoader", FakeDataLoader))
         stack.enter_context(mock.patch("torch.cuda.get_device_name", return_value=device_name))
+        stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
         stack.enter_context(mock.patch("torch.cuda.max_memory_allocated", return_value=0))
         for function in (sequence_order, rope_frequencies):
             stack.callback(function.cache_clear)  # fake tensors cannot be used in the context of another rank
