@@ -4,8 +4,9 @@ python -m benchmarks.packing
 """
 
 import functools
+import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,11 @@ from benchmarks.workload import (
     device_of,
     model_config,
     picotron_step,
+    run_config,
     torch_adamw,
 )
 from docs.python_pairs import all_pairs
+from picotron.data import micro_batch_samples
 from picotron.packing import pack_samples
 from picotron.rows import SampleRows, Samples
 
@@ -58,19 +61,37 @@ def rows_of(packed: bool) -> SampleRows:
     return pack_samples(samples, SEQ_LENGTH).training if packed else one_sample_per_row(samples)
 
 
+def padded_micro_batches(samples: int) -> Iterator[np.ndarray]:
+    """Yield the numbers of the samples in each of transformers' micro-batches, endlessly."""
+    order = np.random.default_rng(0).permutation(samples)
+    for first in itertools.count(0, SAMPLES):
+        yield order.take(range(first, first + SAMPLES), mode="wrap")
+
+
+def transformers_tokens(samples: Samples) -> Iterator[int]:
+    """Yield the number of tokens of samples in each micro-batch of transformers."""
+    for numbers in padded_micro_batches(len(samples.lengths)):
+        yield np.minimum(samples.lengths[numbers], SEQ_LENGTH).sum()
+
+
+def picotron_tokens(rows: SampleRows) -> Iterator[int]:
+    """Yield the number of tokens of samples in each micro-batch of picotron's data loader."""
+    tokens = np.add.reduceat(rows.sizes, rows.first[:-1])
+    first_step = np.arange(MICRO_BATCHES * MICRO_BATCH).reshape(MICRO_BATCHES, 1, MICRO_BATCH)
+    for numbers, _ in micro_batch_samples(rows, first_step, 0, 1, run_config({}).training.seed):
+        yield tokens[numbers].sum()
+
+
 def transformers_step(rank: int) -> Callable[[], Any]:
     """Return a step of transformers' model, with micro-batches padded to their longest sample."""
     device, samples = device_of(rank), python_samples()
     model = LlamaForCausalLM(model_config()).to(device)
     optimizer = torch_adamw(list(model.parameters()))
     starts = np.cumsum(samples.lengths) - samples.lengths
-    order = np.random.default_rng(0).permutation(len(starts))
-    position = 0
+    micro_batches = padded_micro_batches(len(starts))
 
     def micro_batch() -> dict[str, torch.Tensor]:
-        nonlocal position
-        numbers = order.take(range(position, position + SAMPLES), mode="wrap")
-        position += SAMPLES
+        numbers = next(micro_batches)
         lengths = np.minimum(samples.lengths[numbers], SEQ_LENGTH)
         ids, labels = np.zeros((SAMPLES, lengths.max()), np.int64), np.full((SAMPLES, lengths.max()), -100)
         for row, (start, length) in enumerate(zip(starts[numbers], lengths, strict=True)):
@@ -96,15 +117,12 @@ def transformers_step(rank: int) -> Callable[[], Any]:
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     samples, packed, padded = python_samples(), rows_of(True), rows_of(False)
-    rows = MICRO_BATCH * MICRO_BATCHES
-    content = {  # mean number of tokens of samples in a step
-        "transformers, padded to the longest of the micro-batch": np.minimum(samples.lengths, SEQ_LENGTH).mean()
-        * SAMPLES
-        * MICRO_BATCHES,
-        "picotron, a sample per row": padded.sizes.sum() / len(padded) * rows,
-        "picotron, packed": packed.sizes.sum() / len(packed) * rows,
+    tokens = {  # of samples in each micro-batch: they differ by a factor of two, and the time with them
+        "transformers, padded to the longest of the micro-batch": transformers_tokens(samples),
+        "picotron, a sample per row": picotron_tokens(padded),
+        "picotron, packed": picotron_tokens(packed),
     }
-    names = list(content)
+    names = list(tokens)
     variants = [
         Variant(names[0], transformers_step),
         Variant(names[1], functools.partial(picotron_step, rows=padded), ({},)),
@@ -112,11 +130,15 @@ def main() -> None:
     ]
     results = measure(variants, options.turns, options.steps)
     table = [["", "tokens of samples per step", "tokens of samples/s", "relative speed", "peak memory, MiB"]]
-    rates = {name: [content[name] / each for each in results[name].seconds] for name in names}
+    contents, rates = {}, {}
+    for name in names:
+        turns = [sum(itertools.islice(tokens[name], options.steps * MICRO_BATCHES)) for _ in range(options.turns + 1)]
+        contents[name] = [turn / options.steps for turn in turns[1:]]  # the first turn is a warm-up
+        rates[name] = [each / seconds for each, seconds in zip(contents[name], results[name].seconds, strict=True)]
     for name in names:
         speed = statistics.median(a / b for a, b in zip(rates[name], rates[names[0]], strict=True))
-        rate, memory = statistics.median(rates[name]), results[name].memory
-        table.append([name, f"{content[name]:,.0f}", f"{rate:,.0f}", f"{speed:.2f}", f"{memory:,.0f}"])
+        content, rate, memory = statistics.mean(contents[name]), statistics.median(rates[name]), results[name].memory
+        table.append([name, f"{content:,.0f}", f"{rate:,.0f}", f"{speed:.2f}", f"{memory:,.0f}"])
     filled = packed.sizes.sum() / (len(packed) * SEQ_LENGTH)
     print(f"{len(samples.lengths):,} samples of {samples.lengths.mean():.0f} tokens on average", end="; ")
     print(f"packed, {1 - filled:.1%} of a row of {SEQ_LENGTH} is empty")

@@ -37,6 +37,7 @@ def train_step(model: DataParallel, data_loader: MicroBatchDataLoader, device: t
         loss = model(**next(data_loader)) / data_loader.grad_acc_steps
         loss.backward()
         total_loss = total_loss + loss.detach()
+        del loss  # frees its graph, whose small objects would split the memory that the next forward needs
     model.finish_grad_sync()
     return total_loss
 

@@ -1,6 +1,7 @@
 """Pipeline parallelism equals transformers on one process. test_pipeline_order.py checks the order of the actions."""
 
 import functools
+import weakref
 from typing import Any
 
 import pytest
@@ -104,6 +105,34 @@ def gradients(
         loss = STEPS[engine](model, Loader(batches(3)), (2, 16, 32), CPU, dtype).double()
         all_reduce(loss, pgm.process_group_manager.pp_group)
     return {"loss": loss, "gradients": all_stages(stage.module, "main_grad")}
+
+
+class CountsGraphs:
+    """A model that counts the graphs of earlier forwards that are still in memory when a forward begins."""
+
+    def __init__(self) -> None:
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.counts: list[int] = []
+
+    def __call__(self, **batch: Any) -> torch.Tensor:
+        self.counts.append(len(self.graphs))
+        loss = torch.ones((), requires_grad=True) * 1.0
+
+        def hook(_: torch.Tensor) -> None:
+            pass
+
+        loss.register_hook(hook)  # the graph has the only reference
+        self.graphs.add(hook)
+        return loss
+
+    def finish_grad_sync(self) -> None:
+        pass
+
+
+def test_step_frees_the_graph_of_a_micro_batch_before_the_next_forward() -> None:
+    model: Any = CountsGraphs()
+    train_step(model, Loader(batches(3)), CPU)  # type: ignore[arg-type]
+    assert model.counts == [0, 0, 0]
 
 
 @functools.cache
