@@ -276,7 +276,7 @@ def train_without_messages_of_torch(config: Config, model_config: LlamaConfig) -
 def test_ranks_that_share_a_device_train_with_messages_through_the_host(pool: WorkerPool, name: str) -> None:
     config, model_config = layout_run(name, CPU, {})
     with mock.patch("tests.gpu.training.train_on", train_without_messages_of_torch):
-        errors = layout_errors(pool, CPU.device, config, model_config)
+        errors = layout_errors(pool, CPU, config, model_config)
     assert max(errors[:2]) < (1e-9 if config.model.dtype == "float64" else 1e-4)
 
 

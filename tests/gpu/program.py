@@ -31,7 +31,6 @@ from tests.support.worker_pool import CONTEXT, WorkerError, WorkerPool
 
 PAGE = Path("docs/gpu.md")
 SECONDS = 570.0  # for all sections together
-SLOWER = 4  # a CPU may take longer than all limits by this factor
 START = 60.0  # seconds in which a worker has to be there
 RESULTS = "Results"  # heading above the summary
 
@@ -121,8 +120,7 @@ def run_section(
             continue
         name = ", ".join(item.cells)
         try:
-            limit = item.limit if options.on_gpu else item.limit * SLOWER
-            outcome = run(pool, section, options, index, limit, end)
+            outcome = run(pool, section, options, index, item.limit * options.patience, end)
         except WorkerError as error:
             outcome = Outcome([row([*item.cells, f"**failed**: {reason(str(error))}"])], str(error))
         result.lines += outcome.lines
@@ -185,11 +183,12 @@ def main(arguments: list[str]) -> int:
         if out:
             out.write_text(merged(before, results))
 
-    factor = 1 if options.on_gpu else SLOWER
-    deadline, names = time.monotonic() + SECONDS * factor, parsed.only or list(SECTIONS)
+    deadline, names = time.monotonic() + SECONDS * options.patience, parsed.only or list(SECTIONS)
     for name in names:
         result = results[name] = Result(device_name(options))
-        end = deadline if name == names[-1] else min(deadline, time.monotonic() + SECTIONS[name].limit * factor)
+        end = (
+            deadline if name == names[-1] else min(deadline, time.monotonic() + SECTIONS[name].limit * options.patience)
+        )
         run_section(pool, SECTIONS[name], options, end, result, write)
         print(f"\n## {SECTIONS[name].title} ({result.seconds:.0f} s)\n\n{result.text()}", flush=True)
     pool.close()

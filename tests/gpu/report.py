@@ -39,6 +39,11 @@ class Options:
         return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
 
     @property
+    def patience(self) -> int:
+        """Factor of all limits: a CPU may take longer, and nobody waits for it."""
+        return 1 if self.on_gpu else 4
+
+    @property
     def hardware(self) -> Hardware | None:
         """Rates that picotron assumes for this GPU, if it knows the GPU. On a CPU, an H200 stands for it."""
         name = torch.cuda.get_device_name(self.device) if self.on_gpu else HARDWARE["H200"].name

@@ -157,11 +157,15 @@ def expected(device: torch.device, layers: int, kv_heads: int, tied: bool) -> di
     return oracle_training(config, model_config, random_tokens(), device=device)
 
 
-def layout_errors(pool: WorkerPool, device: torch.device, config: Config, model_config: LlamaConfig) -> list[float]:
+def layout_errors(pool: WorkerPool, options: Options, config: Config, model_config: LlamaConfig) -> list[float]:
     reference = expected(
-        device, model_config.num_hidden_layers, model_config.num_key_value_heads, model_config.tie_word_embeddings
+        options.device,
+        model_config.num_hidden_layers,
+        model_config.num_key_value_heads,
+        model_config.tie_word_embeddings,
     )
-    results = pool.run(train_on, config.distributed.world_size, config, model_config, timeout=ROW - 10)
+    timeout = (ROW - 10) * options.patience
+    results = pool.run(train_on, config.distributed.world_size, config, model_config, timeout=timeout)
     return list(largest_errors(results, reference).values())
 
 
@@ -201,7 +205,7 @@ def layout_check(
     config, model_config = layout_run(name, options, changes)
     limit = LIMITS[getattr(torch, config.model.dtype)]
     cells = [", ".join(filter(None, (name, text))), config.model.dtype, backend]
-    return Check(cells, lambda: layout_errors(pools[backend], options.device, config, model_config), limit, judged=2)
+    return Check(cells, lambda: layout_errors(pools[backend], options, config, model_config), limit, judged=2)
 
 
 def layouts_section(options: Options) -> Content:
