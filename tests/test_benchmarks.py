@@ -115,12 +115,12 @@ def tables(text: str) -> list[Table]:
     return [[[cell.strip() for cell in line[1:-1].split("|")] for line in rows.splitlines()] for rows in found]
 
 
-SLOW = ("forecast_here", "checkpoint", "schedules")
+FAST = ("data_parallel", "packing")
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.parity if name in SLOW else ()) for name in ROWS]
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.parity) for name in ROWS]
 )
 def test_benchmark_prints_all_rows_of_its_tables(run: Callable[..., str], name: str) -> None:
     """A program that compares two trainers fails if their losses differ."""
@@ -137,7 +137,7 @@ def test_benchmark_prints_all_rows_of_its_tables(run: Callable[..., str], name: 
             assert (float(zigzag), contiguous, float(cp)) == (1, formula, pytest.approx(1 / (2 - float(formula)), 0.01))
 
 
-@pytest.mark.processes
+@pytest.mark.parity
 def test_tokens_prints_a_row_per_file_and_number_of_processes(run: Callable[..., str]) -> None:
     output = run("tokens", "--tiny")
     ((alone, *rows),) = tables(output)

@@ -32,11 +32,9 @@ def test_programs_finish_without_a_reader(tmp_path: Path, closed_pipe: int) -> N
     for words in (
         ["create_config.py", "--exp_name", sweep.name, "--out_dir", tmp_path, "--tp", 1, 2, 3, "--use_cpu"],
         ["submit_slurm_jobs.py", "--inp_dir", sweep, "--local", "--dry_run"],
-        ["submit_slurm_jobs.py", "--inp_dir", sweep, "--check_status", "--only", "init"],
         ["submit_slurm_jobs.py", "--inp_dir", sweep, "--dry_run"],
         ["extract_metrics.py", "--inp_dir", sweep],
         ["-m", "picotron.schedules.draw", "--all", "--out", tmp_path / "all.html"],
-        ["-m", "picotron.schedules.draw", "--schedule", "1f1b"],
     ):
         result = run(words, closed_pipe)
         assert (result.returncode, result.stderr) == (0, "")

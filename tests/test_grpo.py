@@ -139,7 +139,7 @@ def test_keys_without_an_effect_are_rejected(words: str, message: str, monkeypat
         main()
 
 
-@pytest.mark.processes
+@pytest.mark.parity
 def test_program_writes_each_record_and_rejects_a_folder_that_cannot_be_written_at_the_start(tmp_path: Path) -> None:
     words = words_of(2, distributed__dp_size=1, distributed__pp_size=1, training__micro_batch_size=64)
     command = [sys.executable, "-m", "examples.grpo", *words, "--checkpoint.save_dir"]

@@ -39,7 +39,7 @@ def test_local_sweep_runs_each_new_job_once(make_job: Callable[..., Job], home: 
     assert not list(tmp_path.rglob("executed"))
 
 
-@pytest.mark.processes
+@pytest.mark.parity
 def test_jobs_start_from_the_load_path_of_their_config_and_continue_from_their_own_checkpoint(
     make_job: Callable[..., Job], home: Path
 ) -> None:
