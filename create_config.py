@@ -43,7 +43,7 @@ from picotron.explain.measure import find_hardware
 from picotron.explain.planned_jobs import PlannedJob, candidates, make_config, plan_job, table, what_fits
 from picotron.explain.planner import best_configs
 from picotron.files import write_atomically
-from picotron.hardware import Hardware
+from picotron.hardware import Hardware, usable
 from picotron.json_files import read_object
 from picotron.model_config import load_model_config
 from picotron.run_folder import new_archive_folder
@@ -202,10 +202,13 @@ def find_best(
     if not best:
         text = ", ".join(f"{short_name(key)} {value}" for key, value in least.items())
         raise UserError(
-            f"no layout of {options.world_size[0]} ranks fits into {gib:g} GiB; the closest one needs about {needed:.1f} GiB: "
+            f"no layout of {options.world_size[0]} ranks fits into {usable(gib)}; the closest one needs about {needed:.1f} GiB: "
             f"{text}; {what_fits(closest, model_config, gib)}"
         )
-    print_line(f"{len(tried):,} combinations of {options.world_size[0]} ranks can run; these are the fastest that fit.")
+    print_line(
+        f"{len(tried):,} combinations of {options.world_size[0]} ranks can run; these are the fastest that fit into "
+        f"{usable(gib)}."
+    )
     return best
 
 

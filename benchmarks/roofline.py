@@ -3,13 +3,14 @@
     python -m benchmarks.roofline --model llama-3.2-1b --hardware H200
     python -m benchmarks.roofline --model smollm-1.7b --distributed.tp_size 2 --training.activation_checkpointing full
 
-The real step of rank 0 runs on a fake GPU (see tests/support/fake_cuda.py). An operation takes as long as its FLOPs at
-the rate that large products or attention reach, or as its bytes at the memory's bandwidth, whichever is longer, and at
-least as long as the launch of a kernel. This is an estimate: it knows nothing of caches, of small or uneven shapes, or
-of time in which the GPU waits for the CPU, and communication does not overlap computation.
+The real step of rank 0 runs on a fake GPU (see tests/support/fake_cuda.py). The prices of its operations are those of
+`Hardware`, from which `train.py --explain` forecasts the same step by formulas; the last line compares both. This is an
+estimate: it knows nothing of caches, of uneven shapes, or of time in which the GPU waits for the CPU, and communication
+does not overlap computation.
 
 With torch.compile, neighbouring element-wise operations become one kernel, which reads what comes from outside and
-writes what is needed outside. The second column estimates that.
+writes what is needed outside. The second column estimates that. The formulas of the forecast lie between both columns:
+they fuse the operations of a norm, a rotation or a SwiGLU, but not those of different modules.
 """
 
 import argparse
@@ -32,11 +33,13 @@ from picotron.config import Config
 from picotron.config_reader import apply_overrides, parse_config
 from picotron.errors import UserError
 from picotron.explain.fake_group import FakeGroup
+from picotron.explain.forecast import forecast
 from picotron.hardware import HARDWARE, Hardware
 from picotron.metrics import peak_flops
 from picotron.model_config import load_model_config
 from picotron.optimizer import clip_grad_norm
 from picotron.schedules.costs import model_cost
+from picotron.schedules.plan import plan_pipeline
 from picotron.text_table import text_table
 from tests.support.fake_cuda import fake_cuda_rank, obstacle, restart_with_fake_cuda
 from tests.support.shapes import SHAPES
@@ -48,6 +51,7 @@ BATCHES = {  # a micro-batch of 8,192 tokens
 ELEMENTWISE = ("norms", "rotation, SwiGLU, residuals")  # what torch.compile fuses
 GROUPS = (
     "matrices", "attention", *ELEMENTWISE, "loss", "gradient accumulation", "communication", "clipping", "AdamW",
+    "start of a step",
 )  # fmt: skip
 CALLERS = {  # (file, function) on the stack: group of the operations below it
     ("cross_entropy.py", "forward"): "loss",
@@ -116,19 +120,18 @@ class Recorder(TorchDispatchMode):
             moved = 2 * sum(writes.values())
         elif name == "scatter_add_":
             moved = 3 * min(each.nbytes for each in inputs)
-        hardware, seconds = self.hardware, 0.0
+        hardware = self.hardware
+        seconds = max(hardware.move(moved), hardware.launch)
         if name in PRODUCTS:
             a, b = [each for each in inputs if each.dim() >= 2 and not any(each is out for out in outputs)][-2:]
-            rate = hardware.rate(str(a.dtype).removeprefix("torch."))
-            seconds = 2 * a.numel() * b.size(-1) / rate
+            dtype = str(a.dtype).removeprefix("torch.")
+            seconds = max(hardware.product(dtype, 2 * a.numel() * b.size(-1), moved), hardware.launch)
         elif "scaled_dot_product" in name:
-            q, k = inputs[1:3] if "backward" in name else inputs[:2]  # the first input of backward is a gradient
+            backward = "backward" in name
+            q, k = inputs[1:3] if backward else inputs[:2]  # the first input of backward is a gradient
             product = 2 * q.numel() * k.size(2) / 2  # FLOPs of q k', half of which are masked
-            rate = hardware.rate(str(q.dtype).removeprefix("torch."))
-            seconds = 2 * product / rate / hardware.attention
-            if "backward" in name:
-                seconds = 5 * product / rate / hardware.attention_backward
-        seconds = max(seconds, moved / hardware.memory, hardware.launch)
+            dtype = str(q.dtype).removeprefix("torch.")
+            seconds = max(hardware.attend(dtype, (5 if backward else 2) * product, backward), hardware.launch)
         self.operations.append(Operation(_group(name), seconds, reads, writes))
 
     @contextlib.contextmanager
@@ -137,7 +140,8 @@ class Recorder(TorchDispatchMode):
         FakeGroup.messages.clear()
         yield
         for message, count in FakeGroup.messages.items():
-            seconds = count * max(message.sent / self.hardware.link, 10 * self.hardware.launch)
+            n = message.ranks
+            seconds = self.hardware.collective(n, n, count * (n - 1), count * message.sent)
             self.operations.append(Operation("communication", seconds, {}, {}))
 
 
@@ -193,7 +197,7 @@ def compiled(operations: list[Operation], hardware: Hardware) -> dict[str, float
             separate = defaultdict(float)
             for j in kernel:
                 separate[operations[j].group] += operations[j].seconds
-            fused = min(max(moved / hardware.memory, hardware.launch), sum(separate.values()))
+            fused = min(max(hardware.move(moved), hardware.launch), sum(separate.values()))
             for group, part in separate.items():
                 seconds[group] += fused * part / sum(separate.values())
             kernel = []
@@ -220,6 +224,7 @@ def record(config: Config, model_config: LlamaConfig, hardware: Hardware) -> lis
 def report(config: Config, model_config: LlamaConfig, hardware: Hardware) -> str:
     """Format the table of a step, with a bar for each group, and the MFU."""
     operations = record(config, model_config, hardware)
+    operations.append(Operation("start of a step", hardware.step(config.distributed.world_size), {}, {}))
     columns = [eager(operations), compiled(operations, hardware)]
     totals = [sum(column.values()) for column in columns]
     rows = [["", "eager, ms", "share", "compiled, ms", "share", ""]]
@@ -238,6 +243,11 @@ def report(config: Config, model_config: LlamaConfig, hardware: Hardware) -> str
     )
     assert peak is not None
     rows.append(["MFU", *(cell for total in totals for cell in (f"{flops / total / peak:.1%}", "")), ""])
+    found = forecast(config, model_config, plan_pipeline(config, model_config), hardware)
+    rows.append(
+        ["forecast by formulas, ms", f"{found.step_time * 1e3:,.1f}", "", f"{found.step_time * 1e3:,.1f}", "", ""]
+    )
+    rows.append(["difference", *(cell for total in totals for cell in (f"{found.step_time / total - 1:+.1%}", "")), ""])
     return text_table(rows, first_number=1)
 
 

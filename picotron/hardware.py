@@ -39,9 +39,23 @@ PEAK_BF16_FLOPS = {
 }
 
 
+# Fraction of a device's memory that a plan may need. The rest is for what the estimate leaves out: the CUDA context,
+# the buffers of NCCL and cuBLAS, and gaps between tensors.
+USABLE = 0.92
+
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(gt=0)]
+
+
+def fits(needed: float, gib: float) -> bool:
+    """Return whether `needed` GiB fit into a device with `gib` GiB."""
+    return needed <= USABLE * gib
+
+
+def usable(gib: float) -> str:
+    """Return the name of the memory that `fits` compares with, such as `92 % of 80 GiB`."""
+    return f"{USABLE:.0%} of {gib:g} GiB".replace("%", " %")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +76,7 @@ class Hardware:
         launch: shortest time of a kernel, in seconds.
         layer_launch: seconds in which Python starts the operations of a layer's forward.
         step_launch: seconds of a step that depend on nothing: data, loop over the parameters, wait for the loss.
+        step_wait: seconds in which several ranks wait for the slowest one in a step, apart from their messages.
         cores: number of ranks that compute at the same time; null if every rank has a separate device. Then the device
             also computes while Python starts further operations, and while messages are on their way.
     """
@@ -82,7 +97,8 @@ class Hardware:
     node: Count = 8
     launch: NonNegative = 2e-6
     layer_launch: NonNegative = 0.4e-3
-    step_launch: NonNegative = 0.06
+    step_launch: NonNegative = 0.008
+    step_wait: NonNegative = 0.052
     cores: Count | None = None
 
     def rate(self, dtype: str) -> float:
@@ -93,6 +109,27 @@ class Hardware:
                 f"model.dtype, or a JSON file of hardware that has it"
             )
         return self.products[dtype]
+
+    def product(self, dtype: str, flops: float, moved: float) -> float:
+        """Return the seconds of a matrix product: a roofline (Williams et al. 2009) with a smooth corner, on which
+        small products are slow without a table of shapes.
+
+        Args:
+            moved: bytes of both factors and of the result.
+        """
+        return flops / self.rate(dtype) + self.move(moved)
+
+    def attend(self, dtype: str, flops: float, backward: bool = False) -> float:
+        """Return the seconds of fused causal attention."""
+        return flops / self.rate(dtype) / (self.attention_backward if backward else self.attention)
+
+    def move(self, moved: float) -> float:
+        """Return the seconds to read and write `moved` bytes in total."""
+        return moved / self.memory
+
+    def step(self, ranks: int) -> float:
+        """Return the seconds of a step that depend on nothing but the number of ranks."""
+        return self.step_launch + (self.step_wait if ranks > 1 else 0.0)
 
     def collective(self, ranks: int, in_node: int, steps: float, sent: float) -> float:
         """Return the seconds of collectives or messages.
@@ -121,9 +158,10 @@ def gpu(
 ) -> Hardware:
     """Return the rates of a GPU: its data sheet, times the fractions that programs reach.
 
-    The fractions of products and of the network and `step_launch` are calibrated: they are those with which
-    `benchmarks.forecast` agrees best with the published runs that it lists as used for calibration. The other fractions
-    are from these sources:
+    The fractions of products and of the network, and the sum of `step_launch` and `step_wait`, 0.06 s, are calibrated:
+    they are those with which `benchmarks.forecast` agrees best with the published runs that it lists as used for
+    calibration. All these runs, even those of two GPUs, have several ranks. What one rank needs of this sum,
+    `step_launch`, is an assumption, until a run of one GPU measures it. The other fractions are from these sources:
 
         memory      0.85: what a triad reaches on an A100 (BabelStream's results, Deakin et al. 2018)
         link        0.78: bus bandwidth that NVIDIA's nccl-tests print for large all-reduces on an H100, 350 of 450 GB/s

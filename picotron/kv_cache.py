@@ -15,10 +15,13 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from picotron.model import AttentionFn, fused_attention
 from picotron.packed_attention import PackedDocuments
 
+# Not cuDNN's, torch's first choice on Hopper GPUs: it would build a plan for each new number of columns, so each token.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 BLOCK = 64  # columns by which a cache grows: copying it costs little if it is read 64 times in between
 
 
@@ -89,7 +92,8 @@ class KVCache:
         # The query heads that share a key head are like several queries: (b, H, 1, d) -> (b, K, H/K, d). So no kernel
         # has to repeat keys.
         queries = q.view(len(q), k.size(1), -1, q.size(-1))
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask).reshape(q.shape)
+        with sdpa_kernel(KERNELS):
+            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask).reshape(q.shape)
 
     def _fill(self, layer: int, k: Tensor, v: Tensor, documents: PackedDocuments) -> None:
         """Store the keys and values of the prompts."""

@@ -26,6 +26,7 @@ logger = logging.getLogger("picotron")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PARENT = os.getppid()
+ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # settings of users; torch reads both
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man mallopt
 
 
@@ -72,6 +73,10 @@ def set_up_device(config: Config) -> torch.device:
         raise UserError(
             f"local rank {local_rank} has no GPU; start at most {count} processes on this machine, one for each GPU"
         )
+    if not ALLOCATOR_VARIABLES & os.environ.keys():
+        # Memory grows in place, so that freed parts of different sizes leave fewer gaps. A variable could be too late:
+        # some versions of torch read it when they are imported.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
@@ -89,15 +94,18 @@ def keep_freed_memory() -> None:
 def init_process_group(config: Config, device: torch.device) -> None:
     """Connect to the other processes that torchrun started; without torchrun, form a group of one."""
     backend = config.distributed.backend or ("nccl" if device.type == "cuda" else "gloo")
+    # With a device, NCCL creates the communicators of all groups here and in `new_group`, where an error names its
+    # cause, not within the first step. torch takes gloo for a backend that does the same, and fails.
+    device_id = device if backend == "nccl" else None
     if "RANK" in os.environ:
         one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
         if one_machine and sys.platform == "linux":
             # The processes need not be reachable from other machines.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, device_id=device_id)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
 
 
 def ignore_stop_signals(_: int) -> None:

@@ -8,6 +8,7 @@ d the head size, F the intermediate size, V the vocabulary size. On a rank, T, H
 W' is the transpose of W.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -53,9 +54,19 @@ def rope(config: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
 
     position_ids (B, T) -> cos and sin, (B, T, 1, d/2) each
     """
-    parameters = config.rope_parameters
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=position_ids.device)
-    frequencies = 1.0 / parameters["rope_theta"] ** (half / config.head_dim)
+    frequencies = rope_frequencies(config.head_dim, tuple(config.rope_parameters.items()), position_ids.device)
+    angles = position_ids[:, :, None, None].float() * frequencies
+    return angles.cos(), angles.sin()
+
+
+@functools.cache  # copying them to a GPU makes the CPU wait
+def rope_frequencies(head_dim: int, rope_parameters: tuple[tuple[str, Any], ...], device: torch.device) -> Tensor:
+    """Compute the rotary angles of position 1, (d/2). The CPU does so, as in transformers: a GPU's `pow` could differ
+    in the last bit of a frequency, and so at position 8,192 by 0.0005 in an angle.
+    """
+    parameters = dict(rope_parameters)
+    half = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
+    frequencies = 1.0 / parameters["rope_theta"] ** (half / head_dim)
     if parameters["rope_type"] == "linear":  # position interpolation (Chen et al. 2023, arXiv:2306.15595)
         frequencies = frequencies / parameters["factor"]
     elif parameters["rope_type"] == "llama3":
@@ -66,8 +77,7 @@ def rope(config: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         keep = (parameters["original_max_position_embeddings"] / wavelength - low) / (high - low)
         keep = keep.clamp(0, 1)
         frequencies = (1 - keep) * frequencies / parameters["factor"] + keep * frequencies
-    angles = position_ids[:, :, None, None].float() * frequencies
-    return angles.cos(), angles.sin()
+    return frequencies.to(device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def test_forecast_of_a_job_has_what_metrics_have(tmp_path: Path, capsys: pytest.
         ((*EIGHT[:-1], "H7", "--best", 3), "--hardware H7 is none of H100, "),
         (
             (*EIGHT, "--best", 3, "--gib", 0.001),
-            "no layout of 8 ranks fits into 0.001 GiB; the closest one needs about 0.0 GiB",
+            "no layout of 8 ranks fits into 92 % of 0.001 GiB; the closest one needs about 0.0 GiB",
         ),
     ],
     ids=str,

@@ -134,13 +134,15 @@ def pairs_computed(engine: str, sharding: str) -> tuple[int, int]:
 
     forward, backward = context_parallel.block_forward, context_parallel.block_backward
 
-    def count_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+    def count_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, new_shape: bool) -> Any:
         counts[0] += pairs(q, k, causal)
-        return forward(q, k, v, causal)
+        return forward(q, k, v, causal, new_shape)
 
-    def count_backward(dy: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+    def count_backward(
+        dy: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool, new_shape: bool
+    ) -> Any:
         counts[1] += pairs(q, k, causal)
-        return backward(dy, q, out, lse, k, v, causal)
+        return backward(dy, q, out, lse, k, v, causal, new_shape)
 
     context_parallel.block_forward, context_parallel.block_backward = count_forward, count_backward
     try:

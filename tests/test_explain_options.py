@@ -15,6 +15,7 @@ from picotron.config_reader import parse_command_line
 from picotron.errors import UserError
 from picotron.explain.explain import run_rank, run_stages
 from picotron.explain.measure import find_hardware
+from picotron.hardware import fits, usable
 from picotron.schedules.plan import plan_pipeline
 from tests.support.oracle import tiny_llama
 from tests.test_explain import config_of
@@ -93,13 +94,20 @@ def test_json_has_the_numbers_of_the_tables(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.usefixtures("_no_logging")
 def test_explain_says_whether_a_layout_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    for gib, verdict in (("80", "it fits into 80 GiB"), ("0.001", "it does not fit into 0.001 GiB")):
+    for gib, verdict in (("80", "it fits into 92 % of 80 GiB"), ("0.001", "it does not fit into 92 % of 0.001 GiB")):
         words = ["train.py", "--explain", "--config", "template/base_config.json", "--gib", gib, "--hardware", "A100"]
         with mock.patch.object(sys, "argv", words):
             train.main()
         output = capsys.readouterr().out
         assert verdict in output
         assert "tokens/s on NVIDIA A100" in output  # in float32, there is no MFU
+
+
+def test_a_plan_leaves_memory_for_what_the_estimate_leaves_out() -> None:
+    """The CUDA context, the buffers of NCCL and fragmentation."""
+    assert fits(0.91 * 80, 80)
+    assert not fits(0.93 * 80, 80)
+    assert usable(79.1) == "92 % of 79.1 GiB"
 
 
 @pytest.mark.parametrize("option", [["--gib", "80"], ["--hardware", "H100"], ["--json"]])

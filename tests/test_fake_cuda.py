@@ -50,14 +50,23 @@ def names(layouts: dict[str, Layout]) -> Iterable[Any]:
 def test_a_step_waits_for_the_gpu_only_once_for_its_metrics(reports_of: ReportsOf, name: str) -> None:
     config, _ = LAYOUTS[name].configs()
     layout = config.distributed
-    expected = {"metrics": {"copy from cuda to cpu in metrics.py end_step": 1}}
-    if layout.cp_size > 1 and layout.cp_engine == "ulysses":  # in the first step of a run, which here is an evaluation
-        expected["evaluation"] = {"copy from cpu to cuda in context_parallel.py sequence_order": 1}
+    first = {"copy from cpu to cuda in model.py rope_frequencies": 1}  # of a run, which here is an evaluation
+    if layout.cp_size > 1 and layout.cp_engine == "ulysses":
+        first["copy from cpu to cuda in context_parallel.py sequence_order"] = 1
+    expected = {"evaluation": first, "metrics": {"copy from cuda to cpu in metrics.py end_step": 1}}
     micro_batches = 2 * config.training.gradient_accumulation_steps  # those of the evaluation and of the training step
     for report in reports_of(name):
         assert report["error"] is None, f"rank {report['rank']}: {report['error']}"
         assert report["found"] == expected
         assert report["copies"] == {"cpu to cuda in data.py __next__": 2 * micro_batches}  # inputs and targets
+
+
+@pytest.mark.parametrize(("name", "kernel"), [("cp2 ring zigzag", "cudnn"), ("cp2 ring packed", "flash")])
+def test_cudnn_computes_only_blocks_that_recur(reports_of: ReportsOf, name: str, kernel: str) -> None:
+    """Documents cut other blocks in each micro-batch, and cuDNN would build a plan for every new shape."""
+    for report in reports_of(name):
+        kernel_name = f"aten._scaled_dot_product_{kernel}_attention"
+        assert set(report["attention"]) == {f"{kernel_name}.default", f"{kernel_name}_backward.default"}
 
 
 FOUND = {  # once in each of the two micro-batches

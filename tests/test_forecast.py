@@ -22,6 +22,7 @@ MODEL = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "n
 ONLY_LINKS = Hardware(  # computations and latencies take no time, so that nothing hides a message: seconds are bytes
     name="links", peak=0.0, gib=1.0, products={"bfloat16": 1e30, "float64": 1e30}, attention=1.0, attention_backward=1.0,
     memory=1e30, link=1.0, network=1.0, latency=0.0, network_latency=0.0, layer_launch=0.0, step_launch=0.0,
+    step_wait=0.0,
 )  # fmt: skip
 ONLY_PRODUCTS = dataclasses.replace(ONLY_LINKS, products={"float64": 1.0}, link=1e30, network=1e30)
 
@@ -137,6 +138,12 @@ def test_messages_hide_behind_computation() -> None:
     assert times(both, wide, distributed__dp_size=4, distributed__dp_engine="naive").seconds.dp == pytest.approx(alone)
     fast = dataclasses.replace(both, link=1.0)  # hidden, except for the last bucket
     assert times(fast, wide, distributed__dp_size=4).seconds.dp < 0.5 * alone * 0.03
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    fixed = dataclasses.replace(ONLY_LINKS, step_launch=1.0, step_wait=10.0, link=1e30, network=1e30)
+    assert times(fixed).seconds.optimizer == pytest.approx(1.0)
+    assert times(fixed, distributed__dp_size=2).seconds.optimizer == pytest.approx(11.0)
 
 
 def test_groups_across_nodes_use_the_network() -> None:

@@ -199,7 +199,7 @@ def test_checks_report_errors_above_the_limit() -> None:
 
 
 def test_a_wrong_kernel_fails_its_checks() -> None:
-    def without_mask(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def without_mask(q: Tensor, k: Tensor, v: Tensor, causal: bool, new_shape: bool) -> tuple[Tensor, Tensor]:
         return block_forward(q, k, v, False)
 
     assert not any(check.run().problem for check in attention_checks(CPU))

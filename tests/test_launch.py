@@ -7,6 +7,8 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ import torch.distributed as dist
 
 from docs.broken_run import MISTAKES
 from docs.mistake import replaced
-from picotron.launch import missing_ranks
+from picotron.launch import init_process_group, missing_ranks, set_up_device
+from tests.support.oracle import make_config
 from tests.support.program import TORCHRUN
 from tests.support.worker_pool import WorkerPool
 
@@ -144,6 +147,57 @@ def test_mistakes_replace_functions_that_exist(name: str) -> None:
     """docs/debugging.md shows what they lead to."""
     with replaced(MISTAKES[name].replacements):
         assert MISTAKES[name].replacements
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, None),
+    ],
+    ids=str,
+)
+def test_gpu_memory_grows_in_place_unless_the_user_has_settings(
+    environment: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(index))
+    real = torch._C._accelerator_setAllocatorSettings
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: calls.append(text) or real(text))
+    assert set_up_device(make_config(distributed__use_cpu=False)) == torch.device("cuda", 0)
+    assert calls == ([] if expected is None else [expected]) + [0]  # before the device gets its first memory
+
+
+@pytest.mark.parametrize("with_torchrun", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "device", "expected"),
+    [
+        (None, torch.device("cuda", 0), torch.device("cuda", 0)),
+        ("nccl", torch.device("cuda", 0), torch.device("cuda", 0)),
+        ("gloo", torch.device("cuda", 0), None),
+        (None, torch.device("cpu"), None),
+    ],
+)
+def test_only_nccl_is_bound_to_its_device(
+    backend: str | None,
+    device: torch.device,
+    expected: torch.device | None,
+    with_torchrun: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if with_torchrun:
+        monkeypatch.setenv("RANK", "0")
+    with mock.patch.object(dist, "init_process_group") as init:
+        init_process_group(make_config(distributed__backend=backend, distributed__use_cpu=False), device)
+    assert init.call_args.args == (backend or ("nccl" if device.type == "cuda" else "gloo"),)
+    assert init.call_args.kwargs["device_id"] == expected
 
 
 @pytest.mark.parity

@@ -3,17 +3,19 @@
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from picotron import weights
 from picotron.config import Model
 from picotron.errors import UserError
-from picotron.model import Llama, math_attention
+from picotron.model import Llama, math_attention, rope, rope_frequencies
 from picotron.model_config import check_supported, load_model_config
 from picotron.weights import ALL, initial_weights
 from tests.support.oracle import assert_close, oracle_model, our_model, tiny_llama, with_exact_norms
@@ -261,6 +263,30 @@ def test_rope_of_a_config_file_equals_transformers(spelling: str, tmp_path: Path
     ours.load_state_dict(theirs.state_dict())
     ids = torch.randint(61, (2, 48), generator=torch.Generator().manual_seed(1))
     assert_close(ours(ids), theirs(input_ids=ids, use_cache=False).logits, what="logits")
+
+
+@pytest.mark.parametrize("variant", ["default", "linear rope", "llama3 rope"])
+def test_rotary_angles_of_distant_positions_equal_transformers(variant: str) -> None:
+    config = tiny_llama(**VARIANTS.get(variant, {}))
+    position_ids = torch.arange(2**17)[None]
+    expected = LlamaRotaryEmbedding(config)(torch.zeros(1), position_ids)
+    for ours, theirs in zip(rope(config, position_ids), expected, strict=True):
+        assert torch.equal(ours[:, :, 0], theirs[..., : config.head_dim // 2])
+
+
+def test_rotary_frequencies_are_computed_on_the_cpu() -> None:
+    class Elsewhere(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if result.device.type != "cpu":
+                self.names.append(str(function))
+            return result
+
+    with Elsewhere() as elsewhere:
+        rope_frequencies.__wrapped__(16, tuple(LLAMA3.items()), torch.device("meta"))
+    assert elsewhere.names == ["aten._to_copy.default"]  # they are computed first, then copied
 
 
 def test_template_is_a_small_llama() -> None:

@@ -64,7 +64,7 @@ def test_best_configs_are_those_of_an_evaluation_of_all(gib: float, given: dict[
             plan = plan_pipeline(config, SMALL)
         except UserError:
             continue
-        if max(memory.total for memory in rank_memory(config, SMALL, plan)) <= gib * GIB:
+        if max(memory.total for memory in rank_memory(config, SMALL, plan)) <= 0.92 * gib * GIB:
             seconds.append((forecast(config, SMALL, plan, HARDWARE["H100"]).step_time, i))
     assert len(seconds) >= 4
     assert best == [tried[i][0] for _, i in sorted(seconds)[:4]]
@@ -74,7 +74,7 @@ def test_if_nothing_fits_the_smallest_change_is_named() -> None:
     [(_, config)] = [each for each in of_ranks(1, 1, num_hidden_layers=8, num_attention_heads=32)
                      if each[1].training.activation_checkpointing == "none" and each[1].training.micro_batch_size == 1]  # fmt: skip
     needs = [memory.total / GIB for memory in rank_memory(config, SMALL, plan_pipeline(config, SMALL))]
-    assert what_fits(config, SMALL, needs[0] - 0.1) == "it fits with activation_checkpointing full"
+    assert what_fits(config, SMALL, needs[0] / 0.92 - 0.1) == "it fits with activation_checkpointing full"
     assert "ranks" in what_fits(config, SMALL, needs[0] / 4)
     assert what_fits(config, SMALL, 0.1).startswith("neither recomputation nor ZeRO-3")
 

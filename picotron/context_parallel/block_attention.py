@@ -20,13 +20,15 @@ def prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
-def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, new_shape: bool = False) -> tuple[Tensor, Tensor]:
     """Compute attention of the queries q to one block of keys k and values v.
 
     Args:
         q: (B, H, T, d).
         k, v: (B, K, S, d) for S keys, where H is a multiple of K.
         causal: whether query i attends to keys 0 to i only, which requires S = T, instead of to all keys.
+        new_shape: whether other micro-batches have other T and S. cuDNN would then spend most of the time on building
+            plans, one for each shape, which it never forgets.
 
     Returns:
         The output (B, H, T, d) in q's dtype, and the natural log-sum-exp of the scaled scores (B, H, T) in float32,
@@ -34,7 +36,7 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor
     """
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    if prefers_cudnn(q, k, v, causal):
+    if not new_shape and prefers_cudnn(q, k, v, causal):
         out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
         return out, lse.squeeze(-1)
     if q.dtype in (torch.float16, torch.bfloat16):
@@ -46,20 +48,20 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor
 
 
 def block_backward(
-    dy: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
+    dy: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool, new_shape: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one block's contribution to the gradients of q, k and v.
 
     Args:
         dy: gradient of the output of the attention to all keys, (B, H, T, d).
-        q, k, v, causal: those of the block, as in `block_forward`.
+        q, k, v, causal, new_shape: those of the block, as in `block_forward`.
         out, lse: output and log-sum-exp of the attention to all keys.
     """
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, out, lse, 0.0, causal)
     lse = lse.contiguous()  # the kernels ignore its strides
     random_state = torch.zeros((), dtype=torch.int64, device=q.device)  # unused: there is no dropout
-    if prefers_cudnn(q, k, v, causal):
+    if not new_shape and prefers_cudnn(q, k, v, causal):
         return aten._scaled_dot_product_cudnn_attention_backward(
             dy,
             q,

@@ -39,7 +39,7 @@ from picotron.collectives import accumulation_dtype, all_gather_single, reduce_s
 from picotron.config import Distributed
 from picotron.context_parallel.block_attention import block_backward, block_forward
 from picotron.context_parallel.cp_communications import ring, start_ring_step
-from picotron.context_parallel.packed_blocks import BlocksOf, PackedBlock, packed_blocks
+from picotron.context_parallel.packed_blocks import WHOLE_BATCH, BlocksOf, PackedBlock, packed_blocks
 from picotron.context_parallel.positions import local_positions
 from picotron.errors import UserError
 from picotron.model import Attention, AttentionFn
@@ -60,7 +60,7 @@ def accumulate_attention(q: Tensor, kv: Tensor, blocks: list[PackedBlock], out: 
     """
     for rows, queries, keys, causal in blocks:
         k, v = kv[:, rows, :, keys]
-        block_out, block_lse = block_forward(q[rows, :, queries], k, v, causal)
+        block_out, block_lse = block_forward(q[rows, :, queries], k, v, causal, new_shape=rows != WHOLE_BATCH)
         old_lse = lse[rows, :, queries]
         new_lse = torch.logaddexp(old_lse, block_lse)
         merged = out[rows, :, queries]
@@ -79,7 +79,9 @@ def accumulate_gradients(
     for rows, queries, keys, causal in blocks:
         block_dy, block_q, block_out, block_lse = (each[rows, :, queries] for each in (dy, q, out, lse))
         k, v = kv[:, rows, :, keys]
-        block_dq, dk, dv = block_backward(block_dy, block_q, block_out, block_lse, k, v, causal)
+        block_dq, dk, dv = block_backward(
+            block_dy, block_q, block_out, block_lse, k, v, causal, new_shape=rows != WHOLE_BATCH
+        )
         dq[rows, :, queries] += block_dq
         dkv[:, rows, :, keys] += torch.stack((dk, dv))
 

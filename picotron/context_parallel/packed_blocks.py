@@ -8,6 +8,7 @@ from picotron import process_group_manager as pgm
 from picotron.context_parallel.positions import local_chunks, visible_blocks
 from picotron.packed_attention import PackedDocuments
 
+WHOLE_BATCH = slice(None)  # rows of a block that has the same shape in every micro-batch
 PackedBlock = tuple[slice, slice, slice, bool]
 BlocksOf = Callable[[int, int], list[PackedBlock]]  # `packed_blocks` of a cp rank and a number of tokens
 
@@ -16,7 +17,7 @@ def packed_blocks(source: int, tokens: int, sharding: str, documents: PackedDocu
     """Cut `visible_blocks` so that queries attend to keys of their own document only: (rows, queries, keys, causal)."""
     blocks = visible_blocks(source, tokens, sharding)
     if documents is None:
-        return [(slice(None), *block) for block in blocks]
+        return [(WHOLE_BATCH, *block) for block in blocks]
     grid, cut = pgm.process_group_manager, list[PackedBlock]()
     own, others = (
         local_documents(documents.boundaries, tokens * grid.cp_world_size, grid.cp_world_size, rank, sharding)

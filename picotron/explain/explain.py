@@ -31,7 +31,7 @@ from picotron.explain.estimate import GIB, Memory, bubble, rank_memory
 from picotron.explain.fake_group import FakeGroup, Message, fake_rank
 from picotron.explain.forecast import Forecast, forecast
 from picotron.explain.measure import find_hardware, on_hardware
-from picotron.hardware import Hardware
+from picotron.hardware import Hardware, fits, usable
 from picotron.metrics import global_mean, max_over_ranks
 from picotron.model_config import load_model_config
 from picotron.optimizer import AdamW, clip_grad_norm
@@ -239,9 +239,8 @@ def _fits(memories: list[Memory], gib: float | None) -> str:
         return ""
     peaks = [memory.total / GIB for memory in memories]
     rank, peak = peaks.index(max(peaks)), max(peaks)
-    if peak <= gib:
-        return f"\npp rank {rank} needs most, {peak:.2f} GiB: it fits into {gib:g} GiB"
-    return f"\npp rank {rank} needs most, {peak:.2f} GiB: it does not fit into {gib:g} GiB"
+    verdict = "fits" if fits(peak, gib) else "does not fit"
+    return f"\npp rank {rank} needs most, {peak:.2f} GiB: it {verdict} into {usable(gib)}"
 
 
 def _times(times: Forecast, hardware: Hardware) -> str:

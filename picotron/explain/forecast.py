@@ -1,9 +1,9 @@
 """Forecast the time of a training step by formulas, without running anything. No torch here.
 
-Computation. A product of (tokens x n) and (n x k) takes 2 tokens n k FLOPs at the rate that large products reach, plus
-the time to move tokens (n + k) + n k numbers: a roofline (Williams et al. 2009) with a smooth corner, on which small
-products are slow without a table of shapes. All other operations take the time to read and write their numbers. These
-are, per token of a layer in forward, with the symbols of `estimate`:
+Computation. `Hardware` has the prices, of which benchmarks/roofline.py computes those of the operations that really
+run. A product of (tokens x n) and (n x k) has 2 tokens n k FLOPs and moves tokens (n + k) + n k numbers. All other
+operations take the time to read and write their numbers. These are, per token of a layer in forward, with the symbols
+of `estimate`:
 
     two norms and two residual additions    2 x 2 D + 2 x 3 D, with sequence parallelism D / tp
     rotation of q and k                     2 (H d + K d) / tp
@@ -85,15 +85,16 @@ class Clock:
 
     def __init__(self, config: Config, model: "LlamaConfig", hardware: Hardware, kept: float = 0.0) -> None:
         self.config, self.model, self.hardware, self.layout = config, model, hardware, config.distributed
-        self.s, self.rate, self.kept = sizes(config, model), hardware.rate(config.model.dtype), kept
+        self.s, self.dtype, self.kept = sizes(config, model), config.model.dtype, kept
 
     def product(self, n: int, k: int) -> float:
         """Seconds of (tokens x n) times (n x k)."""
-        return 2 * self.s.tokens * n * k / self.rate + self.move(n + k + n * k / self.s.tokens)
+        moved = (self.s.tokens * (n + k) + n * k) * self.s.number
+        return self.hardware.product(self.dtype, 2 * self.s.tokens * n * k, moved)
 
     def move(self, numbers: float, size: int | None = None) -> float:
         """Seconds to read or write `numbers` numbers per token, by default in the model's dtype."""
-        return self.s.tokens * numbers * (size or self.s.number) / self.hardware.memory
+        return self.hardware.move(self.s.tokens * numbers * (size or self.s.number))
 
     @cached_property
     def attention(self) -> tuple[float, float]:
@@ -101,14 +102,14 @@ class Clock:
         s, T, layout = self.s, self.config.training.seq_length, self.layout
         flops = 2.0 * s.tokens * T * s.queries
         if not self.config.model.use_flash_attention:
-            forward = 2 * flops / self.rate + self.move(6 * s.heads * T, s.wide)
+            forward = self.hardware.product(self.dtype, 2 * flops, s.tokens * 6 * s.heads * T * s.wide)
             return forward, 2 * forward
         blocks = layout.cp_size if layout.cp_engine != "ulysses" else 1
         if blocks > 1 and layout.cp_sharding == "contiguous":
             flops *= 2 - 1 / blocks  # the last rank attends to nearly all blocks
         merge = self.move(6 * blocks * s.queries, s.wide) if blocks > 1 else 0.0
-        once, hardware = flops / self.rate, self.hardware
-        return once / hardware.attention + merge, 2.5 * once / hardware.attention_backward + merge
+        forward, backward = (self.hardware.attend(self.dtype, n * flops, n > 1) for n in (1, 2.5))
+        return forward + merge, backward + merge
 
     def collective(self, axis: str, sent: float, count: float = 1, all_reduce: bool = False) -> float:
         """Seconds of `count` collectives or messages in which a rank sends `sent` bytes in total."""
@@ -177,16 +178,16 @@ class Clock:
         """The work of an action in a stage."""
         s, work, split = self.s, Work().plus(self.layer[kind], len(stage.layers)), self.layout.sequence_parallel
         if stage.has_head and kind == "F":
-            sums = 2 * -(-s.tokens // loss_chunk(self.config, s)) * s.vocabulary * s.D * s.wide / self.hardware.memory
+            sums = self.hardware.move(2 * -(-s.tokens // loss_chunk(self.config, s)) * s.vocabulary * s.D * s.wide)
             logits = self.move(8 * s.vocabulary, s.wide)
             work = work.plus(Work(3 * self.product(s.D, s.vocabulary) + logits + sums, split * self.units(1)))
         elif stage.has_head and kind != "W":
-            scaled = s.vocabulary * s.D * (2 * s.wide + s.number) / self.hardware.memory
+            scaled = self.hardware.move(s.vocabulary * s.D * (2 * s.wide + s.number))
             work = work.plus(Work(scaled, self.units(2 - split)))
         if stage.has_embedding and kind != "W" and (kind == "F" or split):
             work = work.plus(Work(0.0, self.units(2 - split)))
         added = rank_parameters(self.config, self.model, [stage]) * (s.number + 2 * s.wide) * (kind in ("B", "W"))
-        return work.plus(Work(added / self.hardware.memory))
+        return work.plus(Work(self.hardware.move(added)))
 
     def optimizer(self, parameters: int) -> float:
         """Seconds of clipping, AdamW and zeroing on a rank with this number of parameters."""
@@ -194,7 +195,8 @@ class Clock:
         owned = parameters / (ranks if engine in ("zero1", "zero3") else 1)
         zeroed = parameters / (ranks if engine == "zero3" else 1)
         copied = s.wide + s.number if s.number < s.wide else 0
-        return (owned * (10 * s.wide + copied) + zeroed * s.wide) / self.hardware.memory + self.hardware.step_launch
+        moved = owned * (10 * s.wide + copied) + zeroed * s.wide
+        return self.hardware.move(moved) + self.hardware.step(self.layout.world_size)
 
     def exposed_dp(self, plan: PipelinePlan, timeline: Timeline, work: dict[tuple[str, int], Work]) -> float:
         """Seconds of messages over dp that computations do not hide, on the rank where they end last."""

@@ -170,6 +170,7 @@ def measure(device: torch.device, threads: int) -> Hardware:
         node=2**20,
         layer_launch=launch,
         step_launch=HARDWARE["H100"].step_launch if on_gpu else 0.0,
+        step_wait=HARDWARE["H100"].step_wait if on_gpu else 0.0,
         cores=None if on_gpu else ranks,
     )
 

@@ -19,7 +19,7 @@ from picotron.explain.forecast import Forecast, forecast
 from picotron.explain.measure import on_hardware
 from picotron.explain.planner import IDLE
 from picotron.files import write_atomically
-from picotron.hardware import Hardware
+from picotron.hardware import Hardware, fits
 from picotron.model_config import load_model_config
 from picotron.parallelize import check_layout
 from picotron.schedules.plan import PipelinePlan
@@ -164,7 +164,7 @@ def what_fits(config: Config, model_config: LlamaConfig, gib: float) -> str:
             update={name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
         )
         memory = rank_memory(changed, model_config, check_layout(changed, model_config))
-        if max(each.total for each in memory) <= gib * GIB:
+        if fits(max(each.total for each in memory) / GIB, gib):
             ranks = f", on {changed.distributed.world_size:,} ranks" if "dp_size" in layout else ""
             return "it fits with " + " and ".join(f"{k} {v}" for k, v in (layout | training).items()) + ranks
     return "neither recomputation nor ZeRO-3 on more ranks helps; use more tp or pp ranks"

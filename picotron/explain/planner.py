@@ -7,7 +7,7 @@ from picotron.config import Config
 from picotron.errors import UserError
 from picotron.explain.estimate import GIB, layer_saves, rank_memory, rank_parameters, state_bytes
 from picotron.explain.forecast import Clock, forecast
-from picotron.hardware import Hardware
+from picotron.hardware import Hardware, fits
 from picotron.schedules.plan import PipelinePlan, plan_pipeline
 from picotron.schedules.schedules import build
 from picotron.schedules.simulate import Costs, simulate
@@ -54,7 +54,7 @@ def best_configs(
     for bound, memory, i, values, config in ordered:
         if len(best) == count and bound >= best[-1][0]:
             break  # no other config can be faster
-        if memory <= gib:
+        if fits(memory, gib):
             training = config.training
             pipeline = [value for name, value in config.distributed if name.startswith("pp_")]
             key = *pipeline, training.gradient_accumulation_steps, training.activation_checkpointing
@@ -63,7 +63,7 @@ def best_configs(
             except UserError:  # for example, too many forwards for a schedule
                 continue
             memory = max(each.total for each in rank_memory(config, model, plan)) / GIB
-        if memory <= gib:
+        if fits(memory, gib):
             best = sorted([*best, (forecast(config, model, plan, hardware).step_time, i, values)])[:count]
         least = min(least, (memory, i, values, config))
     return [values for _, _, values in best], least

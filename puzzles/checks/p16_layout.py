@@ -9,7 +9,7 @@ from picotron.config_reader import load_config
 from picotron.errors import UserError
 from picotron.explain.estimate import GIB, Memory, rank_memory
 from picotron.explain.forecast import Forecast, forecast
-from picotron.hardware import HARDWARE
+from picotron.hardware import HARDWARE, fits, usable
 from picotron.model_config import load_model_config
 from picotron.parallelize import check_layout
 from puzzles.group import Group
@@ -72,7 +72,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         group.require(ours == expected, f"the settings are for {ours} {name}, expected {expected}")
     report.picture = draw(memories, forecast)
     most = max(memory.total for memory in memories) / GIB
-    group.require(most <= GPU.gib, f"a rank needs {most:.1f} GiB, expected at most {GPU.gib} GiB")
+    group.require(fits(most, GPU.gib), f"a rank needs {most:.1f} GiB, expected at most {usable(GPU.gib)}")
     par, best = estimate(given)[1], estimate(config_of(BEST))[1]
     report.score = Score("step", forecast.step_time, 0.9 * par.step_time, best.step_time, "{:.3f} s")
 

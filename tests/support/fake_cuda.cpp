@@ -1,8 +1,9 @@
-// A CUDA device that does nothing, for a torch without CUDA; preloaded into Python by fake_cuda.py.
+// A CUDA device that does nothing, for a machine without one; preloaded into Python by fake_cuda.py.
 //
 // FakeTensorMode gives tensors a shape and a device but no memory, and needs no kernels. But torch still asks the device
-// for its number, streams and events, and which kernels it has. A torch without CUDA answers these questions with
-// errors. Here are answers.
+// for its number, streams and events, and which kernels it has. Without a GPU, it answers these questions with errors.
+// Here are answers. They replace those of torch's build for CUDA: either they have a higher priority, or
+// `install_fake_cuda`, called after torch was imported, gives them last.
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
@@ -41,7 +42,6 @@ struct Guard : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   bool queryEvent(void*) const override { return true; }
   void synchronizeStream(const Stream&) const override {}
 };
-static c10::impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, new Guard());
 
 // FakeTensorMode initialises CUDA before it creates the first tensor there, and torch asks for the current device when
 // a device is given without a number.
@@ -58,13 +58,13 @@ struct CUDAHooks : CUDAHooksInterface {
   DeviceIndex current_device() const override { return 0; }
   int getNumGPUs() const override { return 1; }
 };
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, CUDAHooks);
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks);
 }  // namespace at
 
 // Attention asks the device for its fused kernel, and without an answer computes the matrix of scores. This is the
-// answer of a GPU, simplified: flash attention for half precision (on a Hopper GPU, cuDNN's, which saves the same
-// tensors), memory-efficient attention for float32, and neither if the program has switched it off.
-enum Kernel : int64_t { MATH = 0, FLASH = 1, EFFICIENT = 2 };  // the numbers of torch.nn.attention.SDPBackend
+// answer of a Hopper GPU, simplified: cuDNN's attention for half precision, memory-efficient attention for float32, and
+// neither if the program has switched it off.
+enum Kernel : int64_t { MATH = 0, EFFICIENT = 2, CUDNN = 3 };  // the numbers of torch.nn.attention.SDPBackend
 static int64_t choose_attention(
     const at::Tensor& q, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
     std::optional<double>, bool) {
@@ -72,8 +72,10 @@ static int64_t choose_attention(
     return at::globalContext().userEnabledMemEfficientSDP() ? EFFICIENT : MATH;
   }
   bool half = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
-  return half && at::globalContext().userEnabledFlashSDP() ? FLASH : MATH;
+  return half && at::globalContext().userEnabledCuDNNSDP() ? CUDNN : MATH;
 }
-namespace at::native {
-REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &choose_attention)
-}  // namespace at::native
+
+extern "C" void install_fake_cuda() {
+  static c10::impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, new Guard());
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
+}

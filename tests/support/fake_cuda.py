@@ -15,8 +15,8 @@ expects them has to answer them itself.
 """
 
 import contextlib
+import ctypes
 import dataclasses
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -30,6 +30,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
@@ -41,6 +42,7 @@ from picotron.data import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.explain.fake_group import fake_rank
 from picotron.metrics import Metrics
+from picotron.model import rope_frequencies
 from picotron.optimizer import AdamW, make_scheduler
 from picotron.rows import TextRows
 from picotron.schedules.plan import PipelinePlan
@@ -56,9 +58,11 @@ def obstacle() -> str | None:
     """Return why a fake GPU is impossible here, or None."""
     if shutil.which("g++") is None:
         return "a fake GPU needs the C++ compiler g++"
-    version = importlib.metadata.version("torch")
-    if torch.version.cuda or torch.version.hip:
-        return f"a fake GPU needs torch's build for CPUs, not {version}, which has its own CUDA device"
+    if torch.version.hip:
+        return "a fake GPU needs torch's build for CPUs or for CUDA, not for ROCm"
+    addmm = torch.ops.aten.addmm
+    if addmm.dtype in decomposition_table and decomposition_table[addmm.dtype] is decomposition_table[addmm.default]:
+        return f"a fake GPU needs a newer torch than {torch.__version__}, whose fake addmm has no out_dtype"
     return None
 
 
@@ -75,7 +79,9 @@ def fake_cuda_environment(folder: Path) -> dict[str, str]:
 
 def restart_with_fake_cuda() -> None:
     """Run this program again with the fake device, and exit with its status; return if it already has the device."""
-    if Path(os.environ.pop("LD_PRELOAD", "")).name == LIBRARY:  # removed for the programs that this one starts
+    preloaded = os.environ.pop("LD_PRELOAD", "")  # removed for the programs that this one starts
+    if Path(preloaded).name == LIBRARY:
+        ctypes.CDLL(preloaded).install_fake_cuda()
         return
     with tempfile.TemporaryDirectory() as folder:
         sys.exit(subprocess.run(sys.orig_argv, env=fake_cuda_environment(Path(folder)), check=False).returncode)
@@ -111,8 +117,8 @@ class FakeRun:
 
 
 def define_kernels() -> torch.library.Library:
-    """Declare kernels for two operations, which are decomposed into several on a device without them. Autograd would
-    then save other tensors than on a GPU. FakeTensorMode never calls them.
+    """Declare kernels for two operations, which torch's build for CPUs decomposes into several. Autograd would then
+    save other tensors than on a GPU. FakeTensorMode never calls them.
 
     Returns:
         The declarations, which last as long as this object.
@@ -122,9 +128,8 @@ def define_kernels() -> torch.library.Library:
         raise AssertionError("a CUDA tensor is not fake")
 
     library = torch.library.Library("aten", "IMPL", "CUDA")
-    for name in ("_fused_rms_norm", "silu_backward"):
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):  # torch's build for GPUs has it
-            library.impl(name, kernel)
+    for name in ("_fused_rms_norm", "silu_backward") if torch.version.cuda is None else ():
+        library.impl(name, kernel)
     return library
 
 
@@ -157,7 +162,8 @@ def fake_cuda_rank(
         stack.enter_context(mock.patch("picotron.data.DataLoader", FakeDataLoader))
         stack.enter_context(mock.patch("torch.cuda.get_device_name", return_value=device_name))
         stack.enter_context(mock.patch("torch.cuda.max_memory_allocated", return_value=0))
-        stack.callback(sequence_order.cache_clear)  # fake tensors cannot be used in the context of another rank
+        for function in (sequence_order, rope_frequencies):
+            stack.callback(function.cache_clear)  # fake tensors cannot be used in the context of another rank
         stack.enter_context(fake_rank(rank, config.distributed))
 
         # On the meta device, `Module.to` replaces parameters in a way that fake tensors do not support, so the model is

@@ -68,6 +68,7 @@ class Waits(TorchDispatchMode):
         phase: the part of the step that runs.
         found: operations and their places in the code, by phase.
         copies: copies without a wait.
+        attention: the kernels of attention.
     """
 
     def __init__(self) -> None:
@@ -75,9 +76,12 @@ class Waits(TorchDispatchMode):
         self.phase = ""
         self.found: dict[str, Counter[str]] = defaultdict(Counter)
         self.copies: Counter[str] = Counter()
+        self.attention: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func)
+        if "_attention" in name:
+            self.attention[name] += 1
         if name.startswith("prim."):  # a question about a tensor, such as its device
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -166,7 +170,7 @@ def report(config: Config, model_config: LlamaConfig, rank: int) -> dict[str, An
             run.metrics.end_step(Progress().after_step(config), loss, norm, 1e-3)
     except Exception:
         error = f"{waits.phase}: {traceback.format_exc()}"
-    return {"rank": rank, "error": error, "found": waits.found, "copies": waits.copies}
+    return {"rank": rank, "error": error, "found": waits.found, "copies": waits.copies, "attention": waits.attention}
 
 
 def play(name: str) -> list[dict[str, Any]]:
