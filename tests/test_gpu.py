@@ -1,5 +1,6 @@
 """make gpu: every section runs on the CPU with tiny models, and failures of sections are reported."""
 
+import json
 import math
 import os
 import re
@@ -29,7 +30,7 @@ from tests.gpu.__main__ import NEEDED
 from tests.gpu.kernels import attention_checks
 from tests.gpu.program import PAGE, SECTIONS, Result, Section, merged, run_section
 from tests.gpu.report import Check, Content, Options, Outcome, Part
-from tests.gpu.speed import workloads
+from tests.gpu.speed import PRICES, micro_batches, priced_rows, workloads
 from tests.gpu.training import TWO_RANKS, layout_checks, layout_errors, layout_run, train_on
 from tests.parity import LAYOUTS, settings
 from tests.support.fake_cuda import fake_cuda_environment, obstacle
@@ -280,27 +281,35 @@ def test_ranks_that_share_a_device_train_with_messages_through_the_host(pool: Wo
     assert max(errors[:2]) < (1e-9 if config.model.dtype == "float64" else 1e-4)
 
 
-PRICED = """
-from unittest import mock
-import torch
+def test_speed_shows_the_prices_of_every_step() -> None:
+    with mock.patch("torch.cuda.get_device_name", return_value="NVIDIA H200"):
+        rows = [line.split(" | ") for each in micro_batches(Options()) for line in priced_rows(each, Options()).lines]
+        assert len(rows) == 2 * 2 * 3
+        for eager, compiled in zip(rows[::2], rows[1::2], strict=True):
+            assert (eager[2], compiled[2]) == ("priced, eager", "priced, compiled")
+            assert 0.4 < float(eager[5].rstrip("%")) / 100 < float(compiled[5].rstrip("%")) / 100 < 0.7  # MFU
+    with mock.patch("torch.cuda.get_device_name", return_value="another GPU"):
+        assert "is not in prices.json" in priced_rows(micro_batches(Options())[0], Options()).lines[0]
+
+
+PRICE = """
+from picotron.hardware import HARDWARE
+from tests.gpu.prices import price
 from tests.gpu.report import Options
-from tests.gpu.speed import TINY, Workload, priced_rows
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-with mock.patch("torch.cuda.get_device_name", return_value="NVIDIA H200"):
-    shape = TINY | {"num_key_value_heads": 4, "head_dim": 16}
-    print(*priced_rows(Workload("tiny", shape, 32, torch.device("cuda", 0)), Options()).lines, sep="\\n")
+from tests.gpu.speed import micro_batches
+print(*price(micro_batches(Options())[-2], HARDWARE["H200"]).values())
 """
 
 
 @pytest.mark.processes
 @pytest.mark.parity
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
-def test_rows_of_priced_steps(tmp_path: Path) -> None:
-    command, environment = [sys.executable, "-c", PRICED], fake_cuda_environment(tmp_path)
+def test_prices_are_those_of_the_rates_in_hardware_py(tmp_path: Path) -> None:
+    command, environment = [sys.executable, "-c", PRICE], fake_cuda_environment(tmp_path)
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    eager, compiled = (line.split(" | ") for line in result.stdout.splitlines())
-    assert (eager[2], compiled[2]) == ("priced, eager", "priced, compiled")
-    assert 0 < float(compiled[3]) <= float(eager[3])
+    prices = json.loads(PRICES.read_text())["NVIDIA H200"]["SmolLM-1.7B"]["16"]
+    remedy = "run: python -m tests.gpu.prices"
+    assert [float(word) for word in result.stdout.split()] == pytest.approx(list(prices.values()), rel=1e-4), remedy
 
 
 def test_workloads_are_the_published_models() -> None:

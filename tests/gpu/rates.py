@@ -32,29 +32,28 @@ CUDNN, FLASH, EFFICIENT = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 ATTENTION = [(4, 32, 32, 2048, 64), (2, 32, 8, 4096, 64), (2, 16, 16, 4096, 128)]
 COLUMNS = range(1025, 1049)  # of a cache, while 24 tokens are generated
 
-Rate = tuple[float, float]  # seconds; FLOPs or bytes
 
+class Rate(NamedTuple):
+    """What an operation takes and does.
 
-def products_rate(hardware: Hardware) -> float:
-    return hardware.rate("bfloat16")
+    Args:
+        seconds: its measured time.
+        work, unit: its FLOPs or its bytes, and the name of the rate.
+        assumed: the time that a step with these rates is estimated to spend on it.
+    """
 
-
-def memory_rate(hardware: Hardware) -> float:
-    return hardware.memory
-
-
-def attention_rate(hardware: Hardware, backward: bool) -> float:
-    return hardware.rate("bfloat16") * (hardware.attention_backward if backward else hardware.attention)
-
-
-class Kind(NamedTuple):
-    """What a rate counts, and the function that finds its value in hardware.py."""
-
+    seconds: float
+    work: float
     unit: str
     assumed: Callable[[Hardware], float]
 
 
-PRODUCTS, MEMORY = Kind("TFLOP/s", products_rate), Kind("TB/s", memory_rate)
+def flops(seconds: float, work: float, assumed: Callable[[Hardware], float]) -> Rate:
+    return Rate(seconds, work, "TFLOP/s", assumed)
+
+
+def moved(seconds: float, work: float) -> Rate:
+    return Rate(seconds, work, "TB/s", lambda hardware: hardware.move(work))
 
 
 def random(options: Options, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -65,7 +64,9 @@ def product(options: Options, tokens: int, inputs: int, outputs: int, which: str
     """Measure a product of a linear layer, on memory ordered as in the layer."""
     x, weight, dy = (random(options, *shape) for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
     run = {"forward": lambda: F.linear(x, weight), "dx": lambda: dy @ weight, "dW": lambda: dy.t() @ x}[which]
-    return seconds_per_call(run, options.device), 2 * tokens * inputs * outputs
+    work, numbers = 2 * tokens * inputs * outputs, x.numel() + weight.numel() + dy.numel()
+    seconds = seconds_per_call(run, options.device)
+    return flops(seconds, work, lambda hardware: hardware.product("bfloat16", work, 2 * numbers))
 
 
 def attention(options: Options, backend: SDPBackend, sizes: tuple[int, ...], backward: bool) -> Rate:
@@ -83,11 +84,12 @@ def attention(options: Options, backend: SDPBackend, sizes: tuple[int, ...], bac
         y = forward()
         run: Callable[[], Any] = functools.partial(torch.autograd.grad, y, (q, k, v), dy, retain_graph=True)
         seconds = seconds_per_call(run if backward else forward, options.device)
-    return seconds, (5 if backward else 2) * rows * heads * tokens**2 * size
+    work = (5 if backward else 2) * rows * heads * tokens**2 * size
+    return flops(seconds, work, lambda hardware: hardware.attend("bfloat16", work, backward))
 
 
 def loss(options: Options, tokens: int, hidden: int, vocabulary: int, kind: str) -> Rate:
-    """Measure head and loss, forward and backward. Only the FLOPs of the three products count."""
+    """Measure head and loss, forward and backward. The work and the assumed time are those of the three products."""
     x, weight = (random(options, *shape).requires_grad_() for shape in ((1, tokens, hidden), (vocabulary, hidden)))
     targets = torch.randint(vocabulary, (1, tokens), device=options.device)
     shard = VocabularyShard(0, vocabulary, setup_process_group_manager(1, 1, 1, 1).tp_group)
@@ -100,12 +102,13 @@ def loss(options: Options, tokens: int, hidden: int, vocabulary: int, kind: str)
     if kind.endswith("compiled"):
         function = torch.compile(function)
     seconds = seconds_per_call(lambda: torch.autograd.grad(function(), (x, weight)), options.device)
-    return seconds, 6 * tokens * hidden * vocabulary
+    work, numbers = 6 * tokens * hidden * vocabulary, x.numel() + weight.numel() + tokens * vocabulary
+    return flops(seconds, work, lambda hardware: hardware.product("bfloat16", work, 6 * numbers))
 
 
 def accumulation(options: Options, numbers: int) -> Rate:
     total, gradient = random(options, numbers, dtype=torch.float32), random(options, numbers)
-    return seconds_per_call(lambda: total.add_(gradient), options.device), 10 * numbers
+    return moved(seconds_per_call(lambda: total.add_(gradient), options.device), 10 * numbers)
 
 
 def optimizer(options: Options, numbers: int) -> Rate:
@@ -114,7 +117,7 @@ def optimizer(options: Options, numbers: int) -> Rate:
     for parameter in parameters:
         set_main_grad(parameter, random(options, numbers // 16, dtype=torch.float32))
     adamw = AdamW(parameters, Training(), fused=True)
-    return seconds_per_call(adamw.step, options.device), (28 + 6) * numbers
+    return moved(seconds_per_call(adamw.step, options.device), (28 + 6) * numbers)
 
 
 def decoding(options: Options, backends: list[SDPBackend], heads: int) -> Rate:
@@ -133,7 +136,7 @@ def decoding(options: Options, backends: list[SDPBackend], heads: int) -> Rate:
             attend(columns)
         synchronize(options.device)
         seconds = (time.perf_counter() - start) / len(COLUMNS)
-    return seconds, 2 * kv.numel()
+    return moved(seconds, 2 * kv.numel())
 
 
 def generation(workload: Workload, prompts: int, tokens: int) -> Rate:
@@ -148,19 +151,19 @@ def generation(workload: Workload, prompts: int, tokens: int) -> Rate:
     start = time.perf_counter()
     generate(stage, ids, Sampling(tokens, 0.0))
     seconds = time.perf_counter() - start
-    return seconds / tokens, sum(each.nbytes for each in stage.parameters())
+    return moved(seconds / tokens, sum(each.nbytes for each in stage.parameters()))
 
 
 def rates(options: Options) -> Iterator[Part]:
     """Yield the rows."""
 
-    def rate(name: str, size: str, kind: Kind, run: Callable[[], Rate], rounds: int = 0, limit: float = LIMIT) -> Part:
+    def rate(name: str, size: str, run: Callable[[], Rate], rounds: int = 0, limit: float = LIMIT) -> Part:
         def cells() -> list[str]:
-            seconds, work = run()
-            assumed = kind.assumed(options.hardware) / 1e12 if options.hardware else math.nan
-            measured = work / seconds / 1e12
-            what = f"{1e3 * seconds:.3f}" + (f" ({rounds / seconds:,.0f} tokens/s)" if rounds else "")
-            return [what, f"{measured:.3g} {kind.unit}", f"{assumed:.3g} {kind.unit}", f"{measured / assumed:.2g}"]
+            seconds, work, unit, assumed_by = run()
+            assumed = assumed_by(options.hardware) if options.hardware else math.nan
+            time = f"{1e3 * seconds:.3f}" + (f" ({rounds / seconds:,.0f} tokens/s)" if rounds else "")
+            rates = [f"{work / each / 1e12:.3g} {unit}" for each in (seconds, assumed)]
+            return [time, *rates, f"{assumed / seconds:.2g}"]
 
         return table_row([name, size], cells, limit)
 
@@ -170,30 +173,29 @@ def rates(options: Options) -> Iterator[Part]:
     shapes = [(hidden, each) for each in outputs] + [(outputs[2] if on_gpu else 64, hidden)]
     for (inputs, out), which in ((shape, which) for shape in shapes for which in ("forward", "dx", "dW")):
         run = functools.partial(product, options, tokens, inputs, out, which)
-        yield rate(f"product, {which}", f"{tokens} x {inputs} -> {out}", PRODUCTS, run)
+        yield rate(f"product, {which}", f"{tokens} x {inputs} -> {out}", run)
     for sizes in ATTENTION if on_gpu else [(1, 4, 2, 16, 8)]:
         # The memory-efficient kernel has no groups of heads.
         kernels = [CUDNN, FLASH] + [EFFICIENT] * (sizes[1] == sizes[2]) if on_gpu else [SDPBackend.MATH]
         for backward, backend in ((backward, backend) for backward in (False, True) for backend in kernels):
             direction = "backward" if backward else "forward"
-            kind = Kind("TFLOP/s", functools.partial(attention_rate, backward=backward))
             size = "{} rows, {} / {} heads, {} tokens, head size {}".format(*sizes)
             run = functools.partial(attention, options, backend, sizes, backward)
-            yield rate(f"attention, {direction}, {backend.name.removesuffix('_ATTENTION')}", size, kind, run)
+            yield rate(f"attention, {direction}, {backend.name.removesuffix('_ATTENTION')}", size, run)
     for vocabulary in (49152, 128256) if on_gpu else (61,):
         for which in ["picotron", "torch"] + ["torch, compiled"] * options.compiled:
             run = functools.partial(loss, options, tokens, hidden, vocabulary, which)
             size, limit = f"{tokens} x {hidden} -> {vocabulary}", COMPILATION if "compiled" in which else LIMIT
-            yield rate(f"head and loss, {which}", size, PRODUCTS, run, limit=limit)
-    yield rate("`add_`, float32 += bfloat16", f"{numbers:,}", MEMORY, functools.partial(accumulation, options, numbers))
-    yield rate("`AdamW`, fused", f"{numbers:,}", MEMORY, functools.partial(optimizer, options, numbers))
+            yield rate(f"head and loss, {which}", size, run, limit=limit)
+    yield rate("`add_`, float32 += bfloat16", f"{numbers:,}", functools.partial(accumulation, options, numbers))
+    yield rate("`AdamW`, fused", f"{numbers:,}", functools.partial(optimizer, options, numbers))
     heads, others = 32 if on_gpu else 1, [FLASH, EFFICIENT, SDPBackend.MATH]
     for name, backends in {"without cuDNN": others, "cuDNN": [CUDNN]}.items() if on_gpu else {"CPU": others}.items():
         run = functools.partial(decoding, options, backends, heads)
-        yield rate(f"attention to a growing cache, {name}", f"8 rows, {heads} heads, {COLUMNS[0]} columns", MEMORY, run)
+        yield rate(f"attention to a growing cache, {name}", f"8 rows, {heads} heads, {COLUMNS[0]} columns", run)
     workload, (prompts, new) = workloads(options)[0], ((8, 64) if on_gpu else (2, 4))
     run = functools.partial(generation, workload, prompts, new)
-    yield rate(f"generation, {workload.name}", f"{prompts} prompts of 128 tokens, {new} more", MEMORY, run, prompts)
+    yield rate(f"generation, {workload.name}", f"{prompts} prompts of 128 tokens, {new} more", run, prompts)
 
 
 def rates_section(options: Options) -> Content:

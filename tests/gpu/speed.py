@@ -3,18 +3,18 @@
 import dataclasses
 import functools
 import gc
+import json
 import statistics
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import roofline
 from benchmarks.workload import torch_adamw
 from picotron.config import Config
 from picotron.config_reader import parse_config
@@ -37,6 +37,7 @@ from tests.support.shapes import SHAPES
 ROWS = 16  # sequences of a step
 MICRO_BATCH_SIZES = (4, 8, 16)
 LIMIT, WHOLE_MODEL = 60.0, 150.0  # seconds of a row, with its compilation: of the layers, or of the whole model
+PRICES = Path(__file__).with_name("prices.json")
 TINY = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 Step = Callable[[], Any]
 
@@ -101,8 +102,10 @@ def workloads(options: Options) -> list[Workload]:
     ]
 
 
-def micro_batch_sizes(options: Options) -> tuple[int, ...]:
-    return MICRO_BATCH_SIZES if options.on_gpu else MICRO_BATCH_SIZES[:1]
+def micro_batches(options: Options) -> list[Workload]:
+    """Return both models with each size of the micro-batch; on a CPU, with the smallest one only."""
+    sizes = MICRO_BATCH_SIZES if options.on_gpu else MICRO_BATCH_SIZES[:1]
+    return [dataclasses.replace(each, rows=rows) for rows in sizes for each in workloads(options)]
 
 
 def random_weights(device: torch.device) -> ReadTensor:
@@ -235,19 +238,13 @@ def forecast_row(workload: Workload, options: Options) -> Outcome:
 
 
 def priced_rows(workload: Workload, options: Options) -> Outcome:
-    """Return the rows that benchmarks.roofline prices, eager and compiled. Nothing is computed."""
-    hardware = options.hardware
-    if hardware is None:
-        return Outcome([row([workload.name, workload.rows, "priced: this GPU is not in hardware.py", *["-"] * 6])])
-    dist.destroy_process_group()  # of this worker; the priced rank has a group of its own
-    operations = roofline.record(workload.config(), workload.model, hardware)
-    times = {"eager": roofline.eager(operations), "compiled": roofline.compiled(operations, hardware)}
-    return Outcome(
-        [
-            row([*speed_cells(workload, f"priced, {name}", sum(each.values()), options), *["-"] * 3])
-            for name, each in times.items()
-        ]
-    )
+    """Return the rows of the prices that tests/gpu/prices.py has computed."""
+    prices = json.loads(PRICES.read_text()).get(options.hardware and options.hardware.name)
+    if prices is None:
+        return Outcome([row([workload.name, workload.rows, "priced: this GPU is not in prices.json", *["-"] * 6])])
+    times = prices[workload.name][str(workload.rows)].items()
+    lines = [row([*speed_cells(workload, f"priced, {name}", seconds, options), *["-"] * 3]) for name, seconds in times]
+    return Outcome(lines)
 
 
 def trainings(options: Options) -> Iterator[Part]:
@@ -265,9 +262,8 @@ def trainings(options: Options) -> Iterator[Part]:
         )
 
     kinds = {"picotron": {}} | ({"picotron, compiled": {"compile": True}} if options.compiled else {})
-    for rows in micro_batch_sizes(options):
-        for workload in (dataclasses.replace(each, rows=rows) for each in workloads(options)):
-            yield from (ours(workload, name, **training) for name, training in kinds.items())
+    for workload in micro_batches(options):
+        yield from (ours(workload, name, **training) for name, training in kinds.items())
     for workload in workloads(options):
         if options.compiled:
             whole = functools.partial(transformers, workload, autocast=False)
@@ -279,7 +275,6 @@ def trainings(options: Options) -> Iterator[Part]:
 
 def speed_section(options: Options) -> Content:
     """Return the section of the report."""
-    every = [dataclasses.replace(each, rows=rows) for each in workloads(options) for rows in micro_batch_sizes(options)]
     columns = ("ms per step", "tokens/s", "MFU", "allocated, GB", "reserved, GB", "estimate, GB")
     return [
         f"Training on one GPU from random weights on random tokens. A step has {ROWS} sequences (SmolLM-1.7B: of 2,048 tokens,",
@@ -291,20 +286,15 @@ def speed_section(options: Options) -> Content:
         "- transformers, bfloat16, compiled as a whole: nothing is kept in float32, so that rounding cancels most updates of the",
         "  weights, and `torch.compile` sees the model and its loss as one graph",
         "- forecast: the time that `train.py --explain --hardware` computes by formulas",
-        "- priced: the time that benchmarks/roofline.py adds up from the prices of all operations",
+        "- priced: the time that benchmarks/roofline.py adds up from the prices of all operations, see tests/gpu/prices.py",
         "",
         "MFU is relative to the data sheet. Allocated and reserved are the peaks of torch's allocator. The estimate is that of",
         "estimate.py, which leaves out temporary tensors and what torch.compile changes.",
         *header("model", "rows", "trainer", *columns),
         *(
-            Part([each.name, str(each.rows), "forecast"], functools.partial(forecast_row, each, options), 20)
-            for each in every
+            Part([each.name, str(each.rows), name], functools.partial(function, each, options), 20)
+            for each in micro_batches(options)
+            for name, function in {"forecast": forecast_row, "priced": priced_rows}.items()
         ),
         *trainings(options),
-        # Fake tensors need a CUDA device. Without one, `python -m benchmarks.roofline` prices the same steps.
-        *(
-            Part([each.name, str(each.rows), "priced"], functools.partial(priced_rows, each, options), LIMIT)
-            for each in every
-            if options.on_gpu
-        ),
     ]

@@ -116,12 +116,14 @@ TWO_RANKS = [
 ]
 SHARED = 4  # ranks, on fewer GPUs: they communicate through gloo, with staged messages
 ROW = 60.0  # seconds of a layout, with the start of its processes
+COMPILED = {"training": {"compile": True}, "model": {"dtype": "float32"}}  # torch 2.11 cannot in float64, on a CPU
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "activation checkpointing": {"training": {"activation_checkpointing": "full"}},
     "plain attention": {"model": {"use_flash_attention": False}},
     "AdamW not fused": {"model": {"use_fused_adam": False}},
-    "compiled": {"training": {"compile": True}},
-    "compiled, activation checkpointing": {"training": {"compile": True, "activation_checkpointing": "full"}},
+    "compiled": COMPILED,
+    "compiled, activation checkpointing": COMPILED
+    | {"training": {"compile": True, "activation_checkpointing": "full"}},
 }
 
 
