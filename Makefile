@@ -1,4 +1,5 @@
-# Each target works on a fresh machine with Python 3.11 or newer and git: the first one creates .venv.
+# Each target works on a fresh machine with Python 3.11 or newer and git: the first one creates .venv. (Only gpu does
+# not: if there is no .venv, it takes the Python, and so the torch, that a machine with GPUs comes with.)
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -8,7 +9,7 @@ CHROMIUM ?= chromium
 export CHROMIUM
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-fast parity fuzz lint schema docs bench gpu clean playground playground-test playground-pictures
+.PHONY: help setup train test test-fast parity oldest fuzz lint schema docs bench gpu clean playground playground-test playground-pictures
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -38,6 +39,16 @@ parity: $(STAMP) ## compare 73 layouts with one process, write docs/parity.md, r
 	$(BIN)/python -m tests.parity
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m parity $(ARGS)
 
+OLDEST := .venv-oldest
+$(OLDEST)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -m tests.support.oldest)
+	@touch $@
+
+oldest: $(OLDEST)/.installed ## run make gpu on the CPU and make test-fast with the oldest versions that pyproject.toml allows
+	$(OLDEST)/bin/python -m tests.gpu --cpu
+	$(OLDEST)/bin/python -m pytest -q -m "not parity and not processes" --ignore tests/test_docs.py $(ARGS)
+
 fuzz: $(STAMP) ## look for a case that differs from transformers, for 10 minutes (ARGS="--minutes 60 --seed 1")
 	$(BIN)/python -m tests.fuzz --minutes 10 $(ARGS)
 
@@ -65,8 +76,8 @@ bench: $(STAMP) ## compare speed and memory with transformers and with torch's o
 	$(BIN)/python -m benchmarks.packing
 	$(BIN)/python -m benchmarks.generation
 
-gpu: $(STAMP) ## check and measure on this machine's GPUs, write docs/gpu.md
-	$(BIN)/python -m tests.gpu $(ARGS)
+gpu: ## check and measure on this machine's GPUs, write the results into docs/gpu.md
+	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m tests.gpu $(ARGS)
 
 playground: $(STAMP) ## build the playground, a page for browsers, in site/ (ARGS=--pyodide DIR: for use without a network)
 	$(BIN)/python -m playground.build $(ARGS)
@@ -84,4 +95,4 @@ playground-browser: $(STAMP)
 	$(BIN)/python -m playground.build --pyodide playground/node_modules/pyodide
 
 clean: ## remove .venv and the tools' caches, not the outputs of runs
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv $(OLDEST) .pytest_cache .ruff_cache .mypy_cache

@@ -226,13 +226,13 @@ def record(config: Config, model_config: LlamaConfig, hardware: Hardware) -> lis
                 run.optimizer.zero_grad()
             if step == 0:
                 recorder.operations.clear()
-    return recorder.operations
+    start = Operation("start of a step", hardware.step(config.distributed.world_size), {}, {})
+    return [*recorder.operations, start]
 
 
 def report(config: Config, model_config: LlamaConfig, hardware: Hardware) -> str:
     """Format the table of a step, with a bar for each group, and the MFU."""
     operations = record(config, model_config, hardware)
-    operations.append(Operation("start of a step", hardware.step(config.distributed.world_size), {}, {}))
     columns = [eager(operations), compiled(operations, hardware)]
     totals = [sum(column.values()) for column in columns]
     rows = [["", "eager, ms", "share", "compiled, ms", "share", ""]]

@@ -17,7 +17,8 @@ from torch.nn.attention.varlen import varlen_attn
 SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # torch.compile would compile again for every other length of a tuple
+# Neither frozen (as of torch 2.11) nor with eq: torch.compile would compile again for every other length of a tuple.
+@dataclasses.dataclass(eq=False)
 class PackedDocuments:
     """Where the documents of a micro-batch begin and end, on the CPU, which launches kernels, and on the device.
 

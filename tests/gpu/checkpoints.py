@@ -20,7 +20,7 @@ from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.schedules.plan import plan_pipeline
 from picotron.text.tokens import train_bpe
-from tests.gpu.report import Check, Lines, Options, checked, header
+from tests.gpu.report import Check, Content, Options, checked, header
 from tests.support.oracle import make_config, random_rows, random_tokens, relative_error, tiny_llama
 from tests.support.training import device_of, train_steps, wrapped
 
@@ -124,11 +124,13 @@ def checks(options: Options) -> Iterator[Check]:
             yield Check([name, what], lambda measured=measured, what=what: [measured()[what]], limit)
 
 
-def checkpoint_section(options: Options) -> Lines:
-    """Yield the section of the report."""
-    yield f"A run of {STEPS} steps saves a checkpoint after step {SAVED}, from which a second run resumes. The table has the number of"
-    yield "files of tensors that differ if the checkpoint is loaded and saved again, the difference between the losses of both"
-    yield "runs, and the error of the logits that transformers computes from the checkpoint. With fused attention, a GPU adds up"
-    yield "gradients in a different order in each run, so only the first loss has to be the same bit for bit."
-    yield from header("run", "difference", "value", "limit", "result")
-    yield from checked(checks(options), columns=1)
+def checkpoint_section(options: Options) -> Content:
+    """Return the section of the report."""
+    return [
+        f"A run of {STEPS} steps saves a checkpoint after step {SAVED}, from which a second run resumes. The table has the number of",
+        "files of tensors that differ if the checkpoint is loaded and saved again, the difference between the losses of both",
+        "runs, and the error of the logits that transformers computes from the checkpoint. With fused attention, a GPU adds up",
+        "gradients in a different order in each run, so only the first loss has to be the same bit for bit.",
+        *header("run", "difference", "value", "limit", "result"),
+        *checked(checks(options), limit=40),
+    ]

@@ -19,7 +19,7 @@ from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross
 from picotron.weights import set_main_grad
 from tests.gpu.attention import attention_checks
 from tests.gpu.errors import LIMITS, draw, errors, largest_error, name_of
-from tests.gpu.report import Check, Lines, Options, checked, header
+from tests.gpu.report import Check, Content, Options, checked, header
 from tests.support.oracle import our_model, tiny_llama
 from tests.support.shapes import LLAMA3_ROPE
 
@@ -141,12 +141,13 @@ def other_checks(options: Options) -> Iterator[Check]:
             yield Check([kernel, name_of(dtype), size], run, LIMITS[precision])
 
 
-def kernels_section(options: Options) -> Lines:
-    """Yield the section of the report."""
-    torch.manual_seed(0)
-    yield "Each kernel runs forward and backward on random numbers. The reference is its definition, in float64 on the same device."
-    yield "An error is the largest |a - b| of a tensor divided by its largest |b|; the table has the largest one of the result and"
-    yield "all gradients. The column torch has the error of torch's own function (of transformers', for the norm), in the same"
-    yield "dtype. Attention to blocks is that of all ranks of context parallelism, computed one after the other."
-    yield from header("kernel", "dtype", "size", "picotron", "torch", "limit", "result")
-    yield from checked(itertools.chain(attention_checks(options), other_checks(options)), columns=2)
+def kernels_section(options: Options) -> Content:
+    """Return the section of the report."""
+    return [
+        "Each kernel runs forward and backward on random numbers. The reference is its definition, in float64 on the same device.",
+        "An error is the largest |a - b| of a tensor divided by its largest |b|; the table has the largest one of the result and",
+        "all gradients. The column torch has the error of torch's own function (of transformers', for the norm), in the same",
+        "dtype. Attention to blocks is that of all ranks of context parallelism, computed one after the other.",
+        *header("kernel", "dtype", "size", "picotron", "torch", "limit", "result"),
+        *checked(itertools.chain(attention_checks(options), other_checks(options)), limit=20),
+    ]

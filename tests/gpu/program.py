@@ -1,19 +1,19 @@
-"""Check and measure picotron on this machine's GPUs, and write docs/gpu.md:
+"""Check and measure picotron on this machine's GPUs, and write the results into docs/gpu.md:
 
     make gpu        or: python -m tests.gpu [--only SECTION ...] [--out FILE] [--trace FOLDER] [--no-compile] [--cpu]
 
-Each section is a function that yields the lines of its part of the page. The sections run one after the other in a
-separate process, which is replaced if a section fails, so that no failure loses the other sections. The page is
-written again after each section.
+The sections run one after the other, those that matter most first. Each consists of parts, such as the rows of a table,
+which run in a separate process. A part that fails, or takes longer than its limit, ends this process; the next part
+starts in a new one. So no failure loses more than its own row. The page is written again after each part, and keeps all
+text that belongs to no section that has run.
 """
 
 import argparse
 import dataclasses
 import multiprocessing
 import os
-import tempfile
+import re
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,8 +21,9 @@ import torch
 
 from tests.gpu.checkpoints import checkpoint_section
 from tests.gpu.kernels import kernels_section
-from tests.gpu.machine import machine_section
-from tests.gpu.report import Lines, Options, header, row
+from tests.gpu.machine import device_name, machine_section
+from tests.gpu.rates import rates_section
+from tests.gpu.report import Content, Options, Outcome, content, header, reason, row, run_part
 from tests.gpu.speed import speed_section
 from tests.gpu.trace import trace_section
 from tests.gpu.training import layouts_section, transformers_section
@@ -30,14 +31,8 @@ from tests.support.worker_pool import CONTEXT, WorkerError, WorkerPool
 
 PAGE = Path("docs/gpu.md")
 SECONDS = 570.0  # for all sections together
-INTRODUCTION = """\
-# GPUs
-
-Terms and symbols: [terms.md](terms.md).
-
-`make gpu` wrote this page. It compares picotron with torch and transformers on the GPUs of one machine, and measures its
-speed and memory there. `make gpu` fails if a check does.
-"""
+START = 60.0  # seconds in which a worker has to be there
+RESULTS = "Results"  # heading above the summary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,75 +41,124 @@ class Section:
 
     Args:
         title: its heading.
-        lines: the function that runs it.
-        limit: seconds after which it is ended; the lines until then are kept.
+        content: the function that returns its lines and parts.
+        limit: seconds after which its parts end, so that time remains for the sections after it.
     """
 
     title: str
-    lines: Callable[[Options], Lines]
+    content: Callable[[Options], Content]
     limit: float
 
 
 SECTIONS = {
-    "machine": Section("The machine", machine_section, 150),  # includes the start of the process
-    "kernels": Section("Kernels and hand-written backwards", kernels_section, 120),
-    "transformers": Section("One process", transformers_section, 90),
-    "layouts": Section("Layouts", layouts_section, 240),
-    "checkpoint": Section("Checkpoints", checkpoint_section, 90),
+    "transformers": Section("One process", transformers_section, 60),  # does training work at all?
+    "machine": Section("The machine", machine_section, 30),
+    "speed": Section("Speed and memory", speed_section, 300),
+    "kernels": Section("Kernels and hand-written backwards", kernels_section, 60),
+    "rates": Section("Rates", rates_section, 90),
+    "checkpoint": Section("Checkpoints", checkpoint_section, 60),
+    "layouts": Section("Layouts", layouts_section, 150),
     "trace": Section("Where the time of a step goes", trace_section, 90),
-    "speed": Section("Speed and memory", speed_section, 400),  # the longest one, which may use all remaining time
 }
 
 
 @dataclasses.dataclass
 class Result:
-    """Lines of a section, its seconds, and why it failed."""
+    """What is known of a section: its lines, the errors by part, its seconds and the machine."""
 
-    lines: str
-    seconds: float
-    error: str | None
+    machine: str
+    lines: list[str] = dataclasses.field(default_factory=list)
+    errors: dict[str, str] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+
+    def summary(self, title: str) -> str:
+        verdict = f"**failed**: {len(self.errors)}" if self.errors else "ok"
+        return row([title, verdict, f"{self.seconds:.0f}", self.machine])
+
+    def text(self) -> str:
+        lines = list(self.lines)
+        for name, error in self.errors.items():
+            if len(error.splitlines()) == 1:  # its row shows it
+                continue
+            lines += ["", f"**Failed: {name}**", "", "```text", error.replace("```", "'''").strip()[-3000:], "```"]
+        return "\n".join(lines).strip("\n")
 
 
-def write_lines(lines: Callable[[Options], Lines], options: Options, path: Path) -> None:
-    """Run a section and append its lines to a file, each of them as soon as it is there."""
-    if options.on_gpu:
-        torch.cuda.set_device(options.device)
-    with warnings.catch_warnings(), path.open("w") as file:
-        warnings.simplefilter("default")  # shown, while the workers of tests raise them
-        for line in lines(options):
-            print(line, file=file, flush=True)
+# ------------------------------------------------------------------------------------------------------------- running
 
 
-def run(pool: WorkerPool, section: Section, options: Options, limit: float) -> Result:
-    start, error = time.monotonic(), None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "section.md")
-        path.touch()
+def start_worker(on_gpu: bool) -> None:
+    """Prepare a new worker: it has imported everything, and the GPU has a context."""
+    if on_gpu:
+        torch.cuda.set_device(0)
+        torch.zeros(1, device="cuda").item()
+
+
+def run(pool: WorkerPool, section: Section, options: Options, index: int, limit: float, end: float) -> Outcome:
+    """Run a part of a section within its limit and before `end`, in a new worker if there is none.
+
+    Raises:
+        WorkerError: the part raised an error, its process died, or it took too long.
+    """
+    if time.monotonic() > end:
+        raise WorkerError("not run: the time of its section or of the whole program was over")
+    if not pool.processes:
+        pool.run(start_worker, 1, options.on_gpu, timeout=START)
+    left = round(min(limit, max(1.0, end - time.monotonic())), 1)
+    outcome: Outcome = pool.run(run_part, 1, section.content, options, index, timeout=left)[0]
+    return outcome
+
+
+def run_section(
+    pool: WorkerPool, section: Section, options: Options, end: float, result: Result, write: Callable[[], None]
+) -> None:
+    """Run the parts of a section until `end`, and add each to `result` and to the page as soon as it is known."""
+    start = time.monotonic()
+    for index, item in enumerate(content(section.content, options)):
+        if isinstance(item, str):
+            result.lines.append(item)
+            continue
+        name = ", ".join(item.cells)
         try:
-            pool.run(write_lines, 1, section.lines, options, path, timeout=limit)
-        except WorkerError as failure:
-            error = str(failure)
-        return Result(path.read_text(), time.monotonic() - start, error)
+            outcome = run(pool, section, options, index, item.limit * options.patience, end)
+        except WorkerError as error:
+            outcome = Outcome([row([*item.cells, f"**failed**: {reason(str(error))}"])], str(error))
+        result.lines += outcome.lines
+        if outcome.problem:
+            result.errors[name] = outcome.problem
+        result.seconds = time.monotonic() - start
+        write()
 
 
-def page(results: dict[str, Result]) -> str:
-    """Return the page: a summary, and the sections."""
-    lines = [INTRODUCTION, "## Summary", *header("section", "result", "seconds")]
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def merged(page: str, results: dict[str, Result]) -> str:
+    """Return the page with new results. A section that has not run keeps its results, and all other text stays.
+
+    Args:
+        page: the page so far. Its headings `## ...` begin its blocks.
+        results: results by name of section.
+    """
+    top, *rest = re.split(r"^(?=## )", page, flags=re.MULTILINE)
+    blocks = {each.partition("\n")[0].removeprefix("## "): each.partition("\n")[2].strip("\n") for each in rest}
+    lines = blocks.pop(RESULTS, "").splitlines()
+    found = {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
+    sections = {section.title: blocks.pop(section.title, "") for section in SECTIONS.values()}
     for name, result in results.items():
-        lines.append(row([SECTIONS[name].title, "**failed**" if result.error else "ok", f"{result.seconds:.0f}"]))
-    for name, result in results.items():
-        lines += ["", f"## {SECTIONS[name].title}", "", result.lines.strip("\n")]
-        if result.error:
-            text = result.error.replace("```", "'''").strip()
-            lines += ["", "**This section failed:**", "", "```text", text[-6000:], "```"]
-    return "\n".join(lines) + "\n"
+        title = SECTIONS[name].title
+        found[title], sections[title] = result.summary(title), result.text()
+    known = [title for title in sections if title in found]
+    summary = header("section", "result", "seconds", "machine") + [found[title] for title in known]
+    blocks |= {RESULTS: "\n".join(summary).strip("\n")} | {title: sections[title] for title in known}
+    return top + "\n\n".join(f"## {title}\n\n{text}" for title, text in blocks.items()) + "\n"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="run these sections, and print them")
-    parser.add_argument("--out", type=Path, help=f"file to write; default: {PAGE} if all sections run on a GPU")
-    parser.add_argument("--trace", type=Path, help="folder in which to keep the trace of a step")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="run these sections; the page keeps the others")
+    parser.add_argument("--out", type=Path, help=f"page to write the results into; default: {PAGE}, on a GPU")
+    parser.add_argument("--trace", type=Path, help="folder in which to keep the traces of steps")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
     parser.add_argument("--cpu", action="store_true", help="try the program with tiny models on the CPU")
     return parser.parse_args(arguments)
@@ -130,19 +174,24 @@ def main(arguments: list[str]) -> int:
     for name, value in {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}.items():
         os.environ.setdefault(name, value)
     options = Options(not parsed.cpu, not parsed.no_compile, parsed.trace and parsed.trace.absolute())
-    out = parsed.out or (None if parsed.cpu or parsed.only else PAGE)
+    out = parsed.out or (None if parsed.cpu else PAGE)
+    before = out.read_text() if out and out.exists() else PAGE.read_text()
     pool = WorkerPool(context=multiprocessing.get_context("spawn") if options.on_gpu else CONTEXT)
     results: dict[str, Result] = {}
-    deadline = time.monotonic() + SECONDS
-    for name in parsed.only or SECTIONS:
-        left = max(1.0, deadline - time.monotonic())
-        result = results[name] = run(pool, SECTIONS[name], options, min(SECTIONS[name].limit, left))
-        print(f"\n## {SECTIONS[name].title} ({result.seconds:.0f} s)\n\n{result.lines}", flush=True)
-        if result.error:
-            print(f"failed:\n{result.error}", flush=True)
+
+    def write() -> None:
         if out:
-            out.write_text(page(results))
+            out.write_text(merged(before, results))
+
+    deadline, names = time.monotonic() + SECONDS * options.patience, parsed.only or list(SECTIONS)
+    for name in names:
+        result = results[name] = Result(device_name(options))
+        end = (
+            deadline if name == names[-1] else min(deadline, time.monotonic() + SECTIONS[name].limit * options.patience)
+        )
+        run_section(pool, SECTIONS[name], options, end, result, write)
+        print(f"\n## {SECTIONS[name].title} ({result.seconds:.0f} s)\n\n{result.text()}", flush=True)
     pool.close()
-    failed = [name for name, result in results.items() if result.error]
-    print(f"{len(results)} sections, {len(failed)} failed", *failed)
+    failed = [name for name, result in results.items() if result.errors]
+    print(f"\n{len(results)} sections, {len(failed)} failed", *failed)
     return 1 if failed else 0

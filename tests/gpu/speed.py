@@ -1,12 +1,12 @@
-"""Speed and memory of two models on one GPU, compared with transformers and with the estimate of memory."""
+"""Speed and memory of two models on one GPU, beside transformers, the forecast, the priced step and the estimate."""
 
-import contextlib
 import dataclasses
 import functools
 import gc
+import json
 import statistics
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.data import MicroBatchDataLoader, Progress
 from picotron.explain.estimate import rank_memory
-from picotron.metrics import Metrics, memory_gb, peak_flops
+from picotron.explain.forecast import forecast
+from picotron.metrics import Metrics, peak_flops
 from picotron.model_config import check_supported
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model
@@ -30,11 +31,13 @@ from picotron.schedules.costs import model_cost
 from picotron.schedules.plan import plan_pipeline
 from picotron.train_step import make_train_step
 from picotron.weights import Index, ReadTensor
-from tests.gpu.report import Lines, Options, header, row, seconds_of
+from tests.gpu.report import Content, Options, Outcome, Part, header, row, seconds_of
 from tests.support.shapes import SHAPES
 
-MICRO_BATCHES = 4
-BASELINE = "transformers, autocast"
+ROWS = 16  # sequences of a step
+MICRO_BATCH_SIZES = (4, 8, 16)
+LIMIT, WHOLE_MODEL = 60.0, 150.0  # seconds of a row, with its compilation: of the layers, or of the whole model
+PRICES = Path(__file__).with_name("prices.json")
 TINY = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 Step = Callable[[], Any]
 
@@ -46,15 +49,16 @@ class Workload:
     Args:
         name: name of the model.
         shape: keys of its config.
-        rows, length: sequences per micro-batch, and tokens per sequence.
+        length: tokens per sequence.
         device: device; on a CPU, a tiny model stands for the model.
+        rows: sequences per micro-batch.
     """
 
     name: str
     shape: dict[str, Any]
-    rows: int
     length: int
     device: torch.device
+    rows: int = MICRO_BATCH_SIZES[0]
 
     @property
     def model(self) -> LlamaConfig:
@@ -68,12 +72,12 @@ class Workload:
 
     @property
     def tokens_per_step(self) -> int:
-        return MICRO_BATCHES * self.rows * self.config().training.seq_length
+        return ROWS * self.config().training.seq_length
 
     def config(self, **training: Any) -> Config:
         """Return the config of a run, with changes of its section `training`."""
         length = 32 if self.device.type == "cpu" else self.length
-        sizes = {"seq_length": length, "micro_batch_size": self.rows, "gradient_accumulation_steps": MICRO_BATCHES}
+        sizes = {"seq_length": length, "micro_batch_size": self.rows, "gradient_accumulation_steps": ROWS // self.rows}
         return parse_config(
             {
                 "distributed": {"use_cpu": self.device.type == "cpu"},
@@ -91,11 +95,17 @@ class Workload:
 
 
 def workloads(options: Options) -> list[Workload]:
-    """Return the models, with micro-batches of 8,192 tokens."""
+    """Return the models."""
     return [
-        Workload("SmolLM-1.7B", SHAPES["smollm-1.7b"], 4, 2048, options.device),
-        Workload("Llama-3.2-1B", SHAPES["llama-3.2-1b"], 2, 4096, options.device),
+        Workload("SmolLM-1.7B", SHAPES["smollm-1.7b"], 2048, options.device),
+        Workload("Llama-3.2-1B", SHAPES["llama-3.2-1b"], 4096, options.device),
     ]
+
+
+def micro_batches(options: Options) -> list[Workload]:
+    """Return both models with each size of the micro-batch; on a CPU, with the smallest one only."""
+    sizes = MICRO_BATCH_SIZES if options.on_gpu else MICRO_BATCH_SIZES[:1]
+    return [dataclasses.replace(each, rows=rows) for rows in sizes for each in workloads(options)]
 
 
 def random_weights(device: torch.device) -> ReadTensor:
@@ -134,32 +144,35 @@ def picotron(workload: Workload, **training: Any) -> Step:
     return step
 
 
-def transformers(workload: Workload, autocast: bool, compiled: bool = False) -> Step:
+def transformers(workload: Workload, autocast: bool) -> Step:
     """Return a step of transformers' model with torch's fused AdamW.
 
     Args:
-        autocast: True keeps weights, gradients and optimizer state in float32, and computes in bfloat16; False keeps
-            everything in bfloat16.
+        autocast: True keeps weights, gradients and optimizer state in float32, and computes in bfloat16. False keeps
+            everything in bfloat16, and compiles the whole model and its loss as one graph.
     """
-    setup_process_group_manager(1, 1, 1, 1)
-    device = workload.device
+    setup_process_group_manager(1, 1, 1, 1)  # for the data loader
+    device, micro_batches = workload.device, ROWS // workload.rows
     with device:
         model = LlamaForCausalLM(workload.model).to(torch.float32 if autocast else torch.bfloat16)
     assert model.config._attn_implementation == "sdpa"
-    for layer in model.model.layers if compiled else ():
-        layer.compile()
     optimizer, loader = torch_adamw(model.parameters()), workload.loader()
+
+    def loss_of(input_ids: Tensor, target_ids: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            logits = model(input_ids=input_ids, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), target_ids.flatten()) / micro_batches
+
+    compute_loss = loss_of if autocast else torch.compile(loss_of)
 
     def step() -> None:
         total = torch.zeros((), device=device)
-        for _ in range(MICRO_BATCHES):
+        for _ in range(micro_batches):
             batch = next(loader)
-            with torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
-                logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), batch["target_ids"].flatten()) / MICRO_BATCHES
+            loss = compute_loss(batch["input_ids"], batch["target_ids"])
             loss.backward()
             total += loss.detach()
-            del logits, loss
+            del loss
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -168,108 +181,120 @@ def transformers(workload: Workload, autocast: bool, compiled: bool = False) -> 
     return step
 
 
-# -------------------------------------------------------------------------------------------------------- measurements
+# --------------------------------------------------------------------------------------------------------------- rows
 
 
-@dataclasses.dataclass(frozen=True)
-class Trainer:
-    """A row of the table. `config` is that of a picotron run, for the estimate of its memory."""
-
-    name: str
-    prepare: Callable[[], Step]
-    config: Config | None = None
-    compiled: bool = False
-
-    @property
-    def baseline(self) -> str:
-        """Name of the row to compare with."""
-        return BASELINE + ", compiled" * self.compiled
-
-
-def trainers(workload: Workload) -> list[Trainer]:
-    ours, theirs = functools.partial(picotron, workload), functools.partial(transformers, workload)
-    full, compiled = {"activation_checkpointing": "full"}, {"compile": True}
-    return [
-        Trainer(BASELINE, functools.partial(theirs, autocast=True)),
-        Trainer("transformers, all in bfloat16", functools.partial(theirs, autocast=False)),
-        Trainer("picotron", ours, workload.config()),
-        Trainer("picotron, activation checkpointing", functools.partial(ours, **full), workload.config(**full)),
-        Trainer(f"{BASELINE}, compiled", functools.partial(theirs, autocast=True, compiled=True), compiled=True),
-        Trainer("picotron, compiled", functools.partial(ours, **compiled), workload.config(**compiled), True),
-    ]
-
-
-def free_memory(device: torch.device) -> float:
-    """Free what earlier trainings have left, and reset the peak. Returns the GB that are still allocated."""
+def free_memory(device: torch.device) -> None:
+    """Free what earlier trainings have left, and reset the peak."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     gc.collect()
-    if device.type == "cpu":
-        return 0.0
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device) / 1e9
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
-def measure(prepare: Callable[[], Step], device: torch.device) -> tuple[float, float]:
-    """Return the median seconds of a step, after warm-up, and the peak memory in GB."""
-    before = free_memory(device)
-    seconds = seconds_of(prepare(), device, warm_up=3, repeats=5 if device.type == "cuda" else 1)
-    return statistics.median(seconds), memory_gb(device) - before
-
-
-def measured_row(workload: Workload, trainer: Trainer, found: dict[tuple[str, str], float]) -> str:
-    """Measure a trainer, and add its seconds per step to `found`, where the rows above are."""
-    seconds, memory = measure(trainer.prepare, workload.device)
-    found[workload.name, trainer.name] = seconds
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    name = f"{trainer.name} (graphs: {graphs})" if trainer.compiled else trainer.name
-
-    tokens, device = workload.tokens_per_step, workload.device
-    flops = model_cost(workload.model, workload.config().training.seq_length).flops * tokens
-    peak = peak_flops(torch.cuda.get_device_name(device), torch.bfloat16) if device.type == "cuda" else None
-    baseline = found.get((workload.name, trainer.baseline))
+def speed_cells(workload: Workload, name: str, seconds: float, options: Options) -> list[str]:
+    """Return the first cells of a row, about a step that takes some seconds."""
+    tokens, length = workload.tokens_per_step, workload.config().training.seq_length
+    flops = model_cost(workload.model, length).flops * tokens
+    peak = peak_flops(torch.cuda.get_device_name(workload.device), torch.bfloat16) if options.on_gpu else None
     cells = [f"{1e3 * seconds:,.1f}", f"{tokens / seconds:,.0f}", f"{flops / seconds / peak:.1%}" if peak else "-"]
-    cells += [f"{baseline / seconds:.2f}" if baseline else "-", f"{memory:.2f}"]
-    if trainer.config is None:
-        return row([workload.name, name, *cells, "-", "-"])
-    plan = plan_pipeline(trainer.config, workload.model)
-    estimate = rank_memory(trainer.config, workload.model, plan)[0].total / 1e9
-    return row([workload.name, name, *cells, f"{estimate:.2f}", f"{memory / estimate:.2f}"])
+    return [workload.name, str(workload.rows), name, *cells]
 
 
-def speed_section(options: Options) -> Lines:
-    """Yield the section of the report."""
-    yield f"Training on one GPU from random weights on random tokens. A step has {MICRO_BATCHES} micro-batches of 8,192 tokens (SmolLM-1.7B: 4"
-    yield "sequences of 2,048, Llama-3.2-1B: 2 of 4,096), clipping and AdamW. Times are medians of five steps, after three others."
-    yield ""
-    yield "- picotron: bfloat16 weights, and gradients, master weights and optimizer state in float32"
-    yield "- transformers, autocast: `LlamaForCausalLM` with sdpa attention, torch's fused `AdamW`, everything kept in float32"
-    yield "- transformers, all in bfloat16: the same without float32, so that rounding cancels most updates of the weights"
-    yield ""
-    yield "Relative speed compares with transformers under autocast, compiled if the row is. MFU is relative to the data sheet. The"
-    yield "estimate is that of estimate.py, which leaves out temporary tensors and what torch.compile changes."
-    columns = (
-        "ms per step",
-        "tokens/s",
-        "MFU",
-        "relative speed",
-        "peak memory, GB",
-        "estimate, GB",
-        "measured / estimate",
-    )
-    yield from header("model", "trainer", *columns)
-    found: dict[tuple[str, str], float] = {}
-    failures = []
-    for compiled in (False, True) if options.compiled else (False,):  # the rows that may take long come last
-        for workload in workloads(options):
-            for trainer in trainers(workload):
-                if trainer.compiled == compiled:
-                    try:
-                        yield measured_row(workload, trainer, found)
-                    except Exception as error:
-                        yield row([workload.name, trainer.name, f"**{type(error).__name__}**", *["-"] * 6])
-                        failures.append(f"{workload.name}, {trainer.name}: {traceback.format_exc(limit=-4)}")
-    yield ""
-    if failures:
-        raise AssertionError("\n".join(failures))
+def estimated_gb(workload: Workload, **training: Any) -> float:
+    config = workload.config(**training)
+    return rank_memory(config, workload.model, plan_pipeline(config, workload.model))[0].total / 1e9
+
+
+def measured(
+    workload: Workload, name: str, prepare: Callable[[], Step], estimate: float | None, options: Options
+) -> Outcome:
+    """Train, and return the row with the median time of the last three of five steps; on a CPU, of the second one."""
+    device = workload.device
+    free_memory(device)
+    before = torch.cuda.memory_allocated(device) if options.on_gpu else 0
+    warm_up, repeats = (2, 3) if options.on_gpu else (1, 1)
+    seconds = statistics.median(seconds_of(prepare(), device, warm_up, repeats))
+    cells = speed_cells(workload, name, seconds, options)
+    if options.on_gpu:
+        allocated, reserved = torch.cuda.max_memory_allocated(device) - before, torch.cuda.max_memory_reserved(device)
+        cells += [f"{allocated / 1e9:.2f}", f"{reserved / 1e9:.2f}"]
+    else:
+        cells += ["-", "-"]
+    free_memory(device)
+    return Outcome([row([*cells, f"{estimate:.2f}" if estimate else "-"])])
+
+
+def forecast_row(workload: Workload, options: Options) -> Outcome:
+    """Return the row that `train.py --explain --hardware` forecasts."""
+    config, hardware = workload.config(), options.hardware
+    if hardware is None:
+        return Outcome([row([workload.name, workload.rows, "forecast: this GPU is not in hardware.py", *["-"] * 6])])
+    seconds = forecast(config, workload.model, plan_pipeline(config, workload.model), hardware).step_time
+    cells = speed_cells(workload, f"forecast for {hardware.name}", seconds, options)
+    return Outcome([row([*cells, "-", "-", f"{estimated_gb(workload):.2f}"])])
+
+
+def priced_rows(workload: Workload, options: Options) -> Outcome:
+    """Return the rows of the prices that tests/gpu/prices.py has computed."""
+    prices = json.loads(PRICES.read_text()).get(options.hardware and options.hardware.name)
+    if prices is None:
+        return Outcome([row([workload.name, workload.rows, "priced: this GPU is not in prices.json", *["-"] * 6])])
+    times = prices[workload.name][str(workload.rows)].items()
+    lines = [row([*speed_cells(workload, f"priced, {name}", seconds, options), *["-"] * 3]) for name, seconds in times]
+    return Outcome(lines)
+
+
+def trainings(options: Options) -> Iterator[Part]:
+    """Yield the rows that train, those that matter most first."""
+
+    def part(
+        workload: Workload, name: str, prepare: Callable[[], Step], estimate: float | None, limit: float = LIMIT
+    ) -> Part:
+        run = functools.partial(measured, workload, name, prepare, estimate, options)
+        return Part([workload.name, str(workload.rows), name], run, limit)
+
+    def ours(workload: Workload, name: str, **training: Any) -> Part:
+        return part(
+            workload, name, functools.partial(picotron, workload, **training), estimated_gb(workload, **training)
+        )
+
+    kinds = {"picotron": {}} | ({"picotron, compiled": {"compile": True}} if options.compiled else {})
+    for workload in micro_batches(options):
+        yield from (ours(workload, name, **training) for name, training in kinds.items())
+    for workload in workloads(options):
+        if options.compiled:
+            whole = functools.partial(transformers, workload, autocast=False)
+            yield part(workload, "transformers, bfloat16, compiled as a whole", whole, None, WHOLE_MODEL)
+    for workload in workloads(options):
+        yield part(workload, "transformers, autocast", functools.partial(transformers, workload, autocast=True), None)
+        yield ours(workload, "picotron, activation checkpointing", activation_checkpointing="full")
+
+
+def speed_section(options: Options) -> Content:
+    """Return the section of the report."""
+    columns = ("ms per step", "tokens/s", "MFU", "allocated, GB", "reserved, GB", "estimate, GB")
+    return [
+        f"Training on one GPU from random weights on random tokens. A step has {ROWS} sequences (SmolLM-1.7B: of 2,048 tokens,",
+        "Llama-3.2-1B: of 4,096), clipping and AdamW. The second column has the number of sequences of a micro-batch. Times are",
+        "medians of three steps, after two others.",
+        "",
+        "- picotron: bfloat16 weights, and gradients, master weights and optimizer state in float32",
+        "- transformers, autocast: `LlamaForCausalLM` with sdpa attention, torch's fused `AdamW`, everything kept in float32",
+        "- transformers, bfloat16, compiled as a whole: nothing is kept in float32, so that rounding cancels most updates of the",
+        "  weights, and `torch.compile` sees the model and its loss as one graph",
+        "- forecast: the time that `train.py --explain --hardware` computes by formulas",
+        "- priced: the time that benchmarks/roofline.py adds up from the prices of all operations, see tests/gpu/prices.py",
+        "",
+        "MFU is relative to the data sheet. Allocated and reserved are the peaks of torch's allocator. The estimate is that of",
+        "estimate.py, which leaves out temporary tensors and what torch.compile changes.",
+        *header("model", "rows", "trainer", *columns),
+        *(
+            Part([each.name, str(each.rows), name], functools.partial(function, each, options), 20)
+            for each in micro_batches(options)
+            for name, function in {"forecast": forecast_row, "priced": priced_rows}.items()
+        ),
+        *trainings(options),
+    ]

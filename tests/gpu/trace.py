@@ -1,5 +1,6 @@
-"""A training step under torch's profiler: the kernels that take the GPU's time, its idle time, and synchronisations."""
+"""Training steps under torch's profiler: the kernels that take the GPU's time, its idle time, and synchronisations."""
 
+import functools
 import gzip
 import json
 import re
@@ -13,16 +14,18 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.gpu.report import Lines, Options, header, row, seconds_of, synchronize
+from tests.gpu.report import Content, Options, Outcome, Part, header, row, seconds_of, synchronize
 from tests.gpu.speed import Step, free_memory, picotron, workloads
 
 # The first group of which a word occurs in a kernel's name counts.
 GROUPS = {
+    "fused (torch.compile)": "^triton_",  # whatever the names of its operations
     "communication": "nccl",
-    "attention": "flash|fmha|attention|sdpa|cudnn.*mha",
+    "attention": "flash|fmha|attention|sdpa|cudnn",
     "matrix products": "gemm|nvjet|cutlass|cublas|xmma|splitk|::mm|addmm|matmul",
     "optimizer and clipping": "multi_tensor|adam|foreach",
-    "norms": "norm",
+    "gradient accumulation": "CUDAFunctor_add<float>.*LoadWithCast",  # float32 += bfloat16
+    "norms": "norm|GammaBeta",
     "embedding": "embedding|index",
     "softmax of the loss": "exp|log|softmax|scatter|gather|max",
     "copies and conversions": "copy|memcpy|memset|fill|cat|zero",
@@ -66,7 +69,7 @@ def busy_and_span(events: list[dict[str, Any]]) -> tuple[float, float]:
     return busy + end - start, end - first
 
 
-def record(step: Step, device: torch.device, folder: Path) -> Path:
+def record(step: Step, device: torch.device, folder: Path, name: str) -> Path:
     """Profile a step and return the path of its trace, for chrome://tracing or ui.perfetto.dev."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     synchronize(device)
@@ -74,7 +77,7 @@ def record(step: Step, device: torch.device, folder: Path) -> Path:
         step()
         synchronize(device)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "step.json.gz"
+    path = folder / f"{name}.json.gz"
     profiler.export_chrome_trace(str(path))
     return path
 
@@ -95,45 +98,60 @@ def synchronisations(step: Step, device: torch.device) -> Counter[str]:
     return Counter(f"{each.filename.removeprefix(root)}:{each.lineno}" for each in waits)
 
 
-def trace_section(options: Options) -> Lines:
-    """Yield the section of the report."""
+def traced(name: str, options: Options, **training: Any) -> Outcome:
+    """Profile a step, and return its tables."""
     device, workload = options.device, workloads(options)[0]
     free_memory(device)
-    step = picotron(workload)
+    step = picotron(workload, **training)
     seconds = statistics.median(seconds_of(step, device, warm_up=3, repeats=3))
     waits = synchronisations(step, device)
     with tempfile.TemporaryDirectory() as folder:
-        path = record(step, device, options.trace or Path(folder))
+        path = record(step, device, options.trace or Path(folder), name)
         with gzip.open(path, "rt") as file:
             events = device_events(json.load(file), device)
+    del step
+    free_memory(device)
     busy, span = busy_and_span(events)
 
-    yield f"One step of {workload.name} with picotron, as in the section on speed, not compiled. Without the profiler, a step takes"
-    yield f"{1e3 * seconds:,.1f} ms. With it, {span / 1e3:,.1f} ms pass from the first kernel to the last, and in {busy / 1e3:,.1f} ms of these, a kernel runs."
-    yield f"So the GPU is idle for {max(0.0, 1 - busy / 1e6 / seconds):.1%} of a step, or {1 - busy / span:.1%} with the profiler, which slows down the CPU."
+    lines = [
+        "",
+        f"### {name.capitalize()}",
+        "",
+        f"Without the profiler, a step of {workload.name} takes {1e3 * seconds:,.1f} ms. With it, {span / 1e3:,.1f} ms pass from the first kernel to",
+        f"the last, and in {busy / 1e3:,.1f} ms of these, a kernel runs. So the GPU is idle for {max(0.0, 1 - busy / 1e6 / seconds):.1%} of a step, or {1 - busy / span:.1%} with",
+        "the profiler, which slows down the CPU.",
+    ]
     total = sum(float(event["dur"]) for event in events)
     times: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for event in events:
-        for name in (event["name"], f"group {group_of(event['name'])}"):
-            times[name] += float(event["dur"])
-            counts[name] += 1
+        for key in (event["name"], f"group {group_of(event['name'])}"):
+            times[key] += float(event["dur"])
+            counts[key] += 1
 
-    def cells(name: str) -> list[str]:
-        return [f"{times[name] / 1e3:,.1f}", f"{times[name] / total:.1%}", f"{counts[name]:,}"]
+    def cells(key: str) -> list[str]:
+        return [f"{times[key] / 1e3:,.1f}", f"{times[key] / total:.1%}", f"{counts[key]:,}"]
 
-    ranked = [name for name, _ in times.most_common()]
-    yield from header("kernels", "ms", "share of the GPU's time", "launches")
-    for name in (each for each in ranked if each.startswith("group ")):
-        yield row([name.removeprefix("group "), *cells(name)])
-    yield ""
-    yield f"The {TOP} kernels that take the most time:"
-    yield from header("kernel", "kind", "ms", "share of the GPU's time", "launches")
-    for name in [each for each in ranked if not each.startswith("group ")][:TOP]:
-        yield row([f"`{short(name)}`", group_of(name), *cells(name)])
-    yield ""
-    yield f"The CPU waited for the GPU {sum(waits.values())} times in another step, as far as torch's debug mode for synchronisations notices:"
-    yield from header("line", "times")
-    for line, count in waits.most_common() or [("none", 0)]:
-        yield row([line, count])
-    yield ""
+    ranked = [key for key, _ in times.most_common()]
+    groups, kernels = ([key for key in ranked if key.startswith("group ") == grouped] for grouped in (True, False))
+    lines += header("kernels", "ms", "share of the GPU's time", "launches")
+    lines += [row([key.removeprefix("group "), *cells(key)]) for key in groups]
+    lines += ["", f"The {TOP} kernels that take the most time:"]
+    lines += header("kernel", "kind", "ms", "share of the GPU's time", "launches")
+    lines += [row([f"`{short(key)}`", group_of(key), *cells(key)]) for key in kernels[:TOP]]
+    lines += [
+        "",
+        f"The CPU waited for the GPU {sum(waits.values())} times in another step, as far as torch's debug mode notices:",
+    ]
+    lines += header("line", "times")
+    lines += [row([line, count]) for line, count in waits.most_common() or [("none", 0)]]
+    return Outcome(lines)
+
+
+def trace_section(options: Options) -> Content:
+    """Return the section of the report."""
+    steps = {"eager": {}} | ({"compiled": {"compile": True}} if options.compiled else {})
+    return [
+        "One step with picotron, as in the section on speed, with micro-batches of 4 sequences.",
+        *(Part([name], functools.partial(traced, name, options, **training), 60) for name, training in steps.items()),
+    ]
