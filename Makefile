@@ -47,7 +47,7 @@ $(OLDEST)/.installed: pyproject.toml
 
 oldest: $(OLDEST)/.installed ## run make gpu on the CPU and make test-fast with the oldest versions that pyproject.toml allows
 	$(OLDEST)/bin/python -m tests.gpu --cpu
-	$(OLDEST)/bin/python -m pytest -q -m "not parity and not processes" --ignore tests/test_docs.py $(ARGS)
+	$(OLDEST)/bin/python -m pytest -q -m "not parity and not processes" --ignore tests/docs/test_docs.py $(ARGS)
 
 fuzz: $(STAMP) ## look for a case that differs from transformers, for 10 minutes (ARGS="--minutes 60 --seed 1")
 	$(BIN)/python -m tests.fuzz --minutes 10 $(ARGS)
@@ -61,7 +61,7 @@ schema: $(STAMP) ## write the JSON schema of the config, for editors
 	$(BIN)/python train.py --schema > template/config.schema.json
 
 docs: $(STAMP) ## run the pages' commands, update their outputs (ARGS=--fast: fast ones only)
-	$(BIN)/python -m docs.make $(ARGS)
+	$(BIN)/python -m docs.programs.make $(ARGS)
 
 bench: $(STAMP) ## compare speed and memory with transformers and with torch's own parallelism
 	$(BIN)/python -m benchmarks.single

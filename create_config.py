@@ -35,18 +35,13 @@ from typing import Any
 
 import torch
 
-from picotron.arguments import number
-from picotron.config_reader import drop_ignored_keys, leaf_keys, read_value, type_of, unknown_key
-from picotron.console import print_line
-from picotron.errors import UserError
+from picotron.command_line import drop_ignored_keys, leaf_keys, read_value, type_of, unknown_key
+from picotron.console import UserError, number, print_line
+from picotron.explain.hardware import Hardware, usable
 from picotron.explain.measure import find_hardware
-from picotron.explain.planned_jobs import PlannedJob, candidates, make_config, plan_job, table, what_fits
-from picotron.explain.planner import best_configs
-from picotron.files import write_atomically
-from picotron.hardware import Hardware, usable
-from picotron.json_files import read_object
-from picotron.model_config import load_model_config
-from picotron.run_folder import new_archive_folder
+from picotron.files import read_object, write_atomically
+from picotron.model.model_config import load_model_config
+from picotron.run.run_folder import new_archive_folder
 from picotron.sweep.combinations import (
     FLAGS,
     GLOBAL_BATCH,
@@ -58,6 +53,8 @@ from picotron.sweep.combinations import (
     short_name,
 )
 from picotron.sweep.jobs import ACTIVE, Job
+from picotron.sweep.planned_jobs import PlannedJob, candidates, make_config, plan_job, table, what_fits
+from picotron.sweep.planner import best_configs
 
 TEMPLATE = "template/base_config.json"
 

@@ -20,16 +20,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from picotron.arguments import number
+from picotron.command_line import parse_config
 from picotron.config import Config
-from picotron.config_reader import parse_config
-from picotron.console import print_line
-from picotron.errors import UserError
-from picotron.files import write_atomically
-from picotron.json_files import read_object
-from picotron.run_folder import read_records
+from picotron.console import UserError, number, print_line, text_table
+from picotron.files import read_object, write_atomically
+from picotron.run.run_folder import read_records
 from picotron.sweep.jobs import Job, find_jobs
-from picotron.text_table import text_table
 
 logger = logging.getLogger("picotron")
 

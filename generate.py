@@ -19,23 +19,20 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaConfig
 
-from picotron.arguments import Parser, number
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.safetensors_folder import find_folder
+from picotron.command_line import parse_config
 from picotron.config import Model
-from picotron.config_reader import parse_config
-from picotron.console import print_line
-from picotron.errors import UserError, first_line
-from picotron.files import create
-from picotron.json_files import parse_json
-from picotron.launch import exit_on_error, init_process_group, set_up_device
-from picotron.model_config import end_tokens, load_model_config
+from picotron.console import Parser, UserError, first_line, number, print_line
+from picotron.files import create, parse_json
+from picotron.generation.rotation import Completion, check_prompt, generate
+from picotron.generation.sampling import Sampling
+from picotron.model.model_config import end_tokens, load_model_config
 from picotron.parallelize import build_stage, check_layout
-from picotron.pipeline_parallel.generation import Completion, check_prompt, generate
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run_folder import checkpoint_folders
-from picotron.sampling import Sampling
+from picotron.run.launch import exit_on_error, init_process_group, set_up_device
+from picotron.run.run_folder import checkpoint_folders
 
 logger = logging.getLogger("picotron")
 

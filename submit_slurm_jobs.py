@@ -14,11 +14,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from picotron.arguments import number
+from picotron.command_line import load_config
 from picotron.config import Config
-from picotron.config_reader import load_config
-from picotron.console import print_line
-from picotron.errors import UserError
+from picotron.console import UserError, number, print_line
 from picotron.files import write_atomically
 from picotron.sweep.jobs import ACTIVE, STATUSES, Job, find_jobs
 from picotron.sweep.local_jobs import run_local_jobs

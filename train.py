@@ -9,13 +9,18 @@ import sys
 import torch
 import torch.distributed as dist
 
-from picotron.check_run import check_model, check_run
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
-from picotron.config_reader import parse_command_line, parse_config
-from picotron.data import MicroBatchDataLoader, Progress, data_fingerprint, rows_to_hold_out, split_train_eval
+from picotron.command_line import parse_command_line, parse_config
+from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
+from picotron.data.tokens import load_data
 from picotron.explain.explain import explain
-from picotron.launch import (
+from picotron.model.weights import initial_weights
+from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from picotron.parallelize import build_model, check_model, check_run, unwrap
+from picotron.pipeline_parallel.recorder import record_steps
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.launch import (
     StopSignals,
     exit_after_signal,
     exit_on_error,
@@ -23,15 +28,10 @@ from picotron.launch import (
     set_up_device,
     set_up_logging,
 )
-from picotron.metrics import Metrics, global_mean
-from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
-from picotron.parallelize import build_model, unwrap
-from picotron.pipeline_parallel.recorder import record_steps
-from picotron.process_group_manager import setup_process_group_manager
-from picotron.run_folder import begin_run, claim_save_dir
-from picotron.text.tokens import load_data
+from picotron.run.metrics import Metrics, global_mean
+from picotron.run.progress import Progress
+from picotron.run.run_folder import begin_run, claim_save_dir
 from picotron.train_step import make_evaluation, make_train_step
-from picotron.weights import initial_weights
 
 
 def main() -> None:

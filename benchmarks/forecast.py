@@ -4,7 +4,7 @@
     python -m benchmarks.forecast --held_out
 
 prints a row for each run, worst first, and a summary of each source. Runs used for calibration are those that were
-known when the three fractions in `picotron.hardware` were chosen; all others are held out. None of the published runs
+known when the three fractions in `picotron.explain.hardware` were chosen; all others are held out. None of the published runs
 is picotron's: their programs differ from it in what they overlap and fuse.
 """
 
@@ -18,13 +18,13 @@ from typing import Any
 
 from transformers import LlamaConfig
 
+from picotron.command_line import parse_config
 from picotron.config import Config
-from picotron.config_reader import parse_config
+from picotron.console import text_table
 from picotron.explain.forecast import Forecast, forecast
-from picotron.hardware import HARDWARE, PEAK_BF16_FLOPS
-from picotron.schedules.costs import model_cost
-from picotron.schedules.plan import plan_pipeline
-from picotron.text_table import text_table
+from picotron.explain.hardware import HARDWARE
+from picotron.model.flops import PEAK_BF16_FLOPS, model_cost
+from picotron.pipeline_parallel.plan import plan_pipeline
 
 RUNS = Path(__file__).with_name("published.json")
 ENGINES = {0: "bucket", 1: "zero1", 3: "zero3"}

@@ -28,10 +28,9 @@ from benchmarks.workload import (
     run_config,
     torch_adamw,
 )
-from docs.python_pairs import all_pairs
-from picotron.data import micro_batch_samples
-from picotron.packing import pack_samples
-from picotron.rows import SampleRows, Samples
+from docs.programs.python_pairs import all_pairs
+from picotron.data.loader import micro_batch_samples
+from picotron.data.rows import SampleRows, Samples, pack_samples
 
 BYTES_PER_TOKEN = 2
 SAMPLES = 2 * MICRO_BATCH  # in a micro-batch of transformers
@@ -39,7 +38,7 @@ SAMPLES = 2 * MICRO_BATCH  # in a micro-batch of transformers
 
 @functools.cache
 def python_samples() -> Samples:
-    """Return samples of random tokens with the lengths of the pairs of docs/python_pairs.py."""
+    """Return samples of random tokens with the lengths of the pairs of docs/programs/python_pairs.py."""
     generator = np.random.default_rng(0)
     if TINY:
         lengths = generator.integers(2, 12, size=(100, 2))

@@ -31,18 +31,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
+from picotron.command_line import apply_overrides, parse_config
 from picotron.config import Config
-from picotron.config_reader import apply_overrides, parse_config
-from picotron.errors import UserError
+from picotron.console import UserError, text_table
 from picotron.explain.fake_group import FakeGroup
 from picotron.explain.forecast import forecast
-from picotron.hardware import HARDWARE, Hardware
-from picotron.metrics import peak_flops
-from picotron.model_config import load_model_config
+from picotron.explain.hardware import HARDWARE, Hardware
+from picotron.model.flops import model_cost
+from picotron.model.model_config import load_model_config
 from picotron.optimizer import clip_grad_norm
-from picotron.schedules.costs import model_cost
-from picotron.schedules.plan import plan_pipeline
-from picotron.text_table import text_table
+from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.run.metrics import peak_flops
 from tests.support.fake_cuda import fake_cuda_rank, obstacle, restart_with_fake_cuda
 from tests.support.shapes import SHAPES
 

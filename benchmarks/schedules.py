@@ -22,11 +22,11 @@ from torch.distributed.pipelining import PipelineStage
 from benchmarks.side_by_side import Variant, check_same_losses, gather, measure, print_markdown
 from benchmarks.torch_pipeline import PP, TORCH_CLASSES, config_of, torch_step
 from benchmarks.workload import ON_GPU, TINY, arguments, device_of, picotron_step, require_gpus, training_of
-from picotron.arguments import number
+from picotron.console import number
 from picotron.optimizer import AdamW
 from picotron.pipeline_parallel import executor, recorder
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.schedules.plan import training_schedule
+from picotron.pipeline_parallel.plan import training_schedule
 from picotron.schedules.simulate import Span, Timeline, measured_costs, simulate
 
 TIMED: dict[str, list[tuple[Any, str, str]]] = {

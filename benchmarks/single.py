@@ -18,8 +18,8 @@ from benchmarks.workload import (
     picotron_step,
     transformers_step,
 )
-from picotron.metrics import peak_flops
-from picotron.schedules.costs import model_cost
+from picotron.model.flops import model_cost
+from picotron.run.metrics import peak_flops
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from benchmarks.workload import MICRO_BATCH, ON_GPU, SEQ_LENGTH, device_of, load
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.schedules.plan import training_schedule
+from picotron.pipeline_parallel.plan import training_schedule
 from picotron.tensor_parallel.cross_entropy import LinearCrossEntropy
 
 PP = 2

@@ -17,21 +17,21 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from picotron.arguments import number
+from picotron.command_line import parse_config
 from picotron.config import Config
-from picotron.config_reader import parse_config
-from picotron.data import MicroBatchDataLoader
+from picotron.console import number
+from picotron.data.loader import MicroBatchDataLoader
+from picotron.data.rows import Rows, TextRows
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
-from picotron.launch import keep_freed_memory
-from picotron.metrics import global_mean
+from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.rows import Rows, TextRows
-from picotron.schedules.plan import plan_pipeline
+from picotron.run.launch import keep_freed_memory
+from picotron.run.metrics import global_mean
 from picotron.train_step import Step, make_train_step
-from picotron.weights import initial_weights
 
 ON_GPU = torch.cuda.is_available()
 TINY = "--tiny" in sys.argv  # also in the processes that a benchmark starts: they have its arguments

@@ -26,20 +26,19 @@ from transformers import LlamaConfig
 
 from picotron.batches import split_batch, train_batch
 from picotron.check_batches import Batch
+from picotron.command_line import load_config
 from picotron.config import Config
-from picotron.config_reader import load_config
-from picotron.console import print_line
-from picotron.errors import UserError
+from picotron.console import UserError, print_line
 from picotron.files import create
-from picotron.launch import check_world_size, exit_on_error, init_process_group, set_up_device
+from picotron.generation.rotation import Completion, generate
+from picotron.generation.sampling import Sampling
+from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model, check_layout
-from picotron.pipeline_parallel.generation import Completion, generate
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run_folder import claim_save_dir, user_error_on_failure
-from picotron.sampling import Sampling
+from picotron.run.launch import check_world_size, exit_on_error, init_process_group, set_up_device
+from picotron.run.run_folder import claim_save_dir, user_error_on_failure
 from picotron.train_step import make_train_step
-from picotron.weights import initial_weights
 
 CONFIG = "examples/grpo.json"
 USED = """

@@ -18,12 +18,12 @@ from torch import Tensor
 from picotron import process_group_manager as pgm
 from picotron.check_batches import Batch, check_batches, check_split
 from picotron.collectives import all_reduce
+from picotron.console import UserError
 from picotron.context_parallel.cp_communications import SumOverRanks
 from picotron.context_parallel.positions import local_positions
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.errors import UserError
-from picotron.model import IGNORE_INDEX
-from picotron.weights import scale_gradients
+from picotron.model.llama import IGNORE_INDEX
+from picotron.model.weights import scale_gradients
 
 Loss = Tensor | tuple[Tensor, Tensor | float, dict[str, Tensor]]
 MODEL_INPUTS = ("input_ids", "position_ids", "cu_seqlens")

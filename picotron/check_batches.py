@@ -9,10 +9,10 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import run_on_all_ranks
+from picotron.console import UserError
 from picotron.context_parallel.positions import chunk_count
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.errors import UserError
-from picotron.model import IGNORE_INDEX, Llama
+from picotron.model.llama import IGNORE_INDEX, Llama
 from picotron.parallelize import unwrap
 from picotron.pipeline_parallel.executor import Executor
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron.errors import UserError
+from picotron.console import UserError
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from picotron.config import Config
-from picotron.errors import UserError
+from picotron.console import UserError
 
 
 def check_backend(config: Config) -> None:

@@ -1,9 +1,98 @@
 """Output of programs on the terminal."""
 
+import argparse
 import errno
+import json
 import logging
+import math
 import os
 import sys
+from collections.abc import Callable, Sequence
+from typing import IO, Any, NoReturn
+
+
+class UserError(ValueError):
+    """Mistakes that the user can fix. The message is all that the user needs, so programs print no traceback.
+
+    Args:
+        problems: one sentence for each mistake, with the value and the remedy.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        return "\n".join([f"{len(self.problems)} problems:", *(f"  - {problem}" for problem in self.problems)])
+
+
+class InvalidValue(Exception):
+    """The end of a check that has read an invalid value of the config, whose error is reported already."""
+
+
+class Problems:
+    """Collector of the problems of several checks, which are all reported together:
+
+    problems = Problems()
+    with problems:
+        check_one(config)
+    with problems:
+        check_another(config)
+    problems.report()
+    """
+
+    def __init__(self, *found: str) -> None:
+        self.found = list(found)
+        self.invalid_value: InvalidValue | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if isinstance(error, UserError):
+            self.found += error.problems
+        elif isinstance(error, InvalidValue):
+            self.invalid_value = error
+        return isinstance(error, UserError | InvalidValue)
+
+    def report(self) -> None:
+        """Raise a UserError with all problems. If there are none, but a check could not end, raise InvalidValue."""
+        if self.found:
+            raise UserError(*dict.fromkeys(self.found))
+        if self.invalid_value:
+            raise self.invalid_value
+
+
+def invalid_value(error: Any) -> str:
+    """Format an error of pydantic (an item of `ValidationError.errors()`) with the key and the value."""
+    key, value = ".".join(map(str, error["loc"])), json.dumps(error["input"], default=str)[:200]
+    return f"{key}={value}: {error['msg'].replace('Input should', 'it should')}"
+
+
+def first_line(error: Exception) -> str:
+    """First line of another library's error message, to be quoted in a message of ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def text_table(rows: Sequence[Sequence[str]], first_number: int | None = None) -> str:
+    """Format rows of cells as aligned columns.
+
+    Args:
+        first_number: index of the first column of numbers. It and the columns after it are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = len(widths) if first_number is None else first_number
+    lines = (
+        "  ".join(
+            cell.ljust(width) if i < texts else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
 
 READER_IS_GONE = (errno.EPIPE, errno.EIO)  # of a pipe, such as `| head`, or a closed terminal
 
@@ -25,3 +114,32 @@ class LinePrinter(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         print_line(self.format(record))
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser for programs that torchrun starts. Rank 0 prints the help, and mistakes are UserErrors, which are printed
+    only once, too.
+    """
+
+    def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
+        if int(os.environ.get("RANK", 0)) == 0:
+            super().print_help(file)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; {self.prog} --help lists all arguments")
+
+
+def number(kind: type[int] | type[float], least: float, most: float = sys.float_info.max) -> Callable[[str], float]:
+    """Return a type for argparse: finite numbers from `least` to `most`. Other words end the program."""
+
+    def parse(word: str) -> float:
+        try:
+            value = kind(word)
+        except ValueError:
+            value = math.nan
+        if least <= value <= most:
+            return value
+        limits = f"of at least {least}" if most == sys.float_info.max else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"{word!r} should be {'an integer' if kind is int else 'a number'} {limits}")
+
+    return parse

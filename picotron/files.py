@@ -3,9 +3,14 @@ overwrite another file.
 """
 
 import glob
+import json
 import os
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
+
+from picotron.console import UserError, first_line
 
 STALE_SECONDS = 3600  # age of an unfinished file that no process writes any more: writing one takes seconds
 
@@ -59,3 +64,53 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def parse_json(text: str | bytes, source: str) -> Any:
+    """Parse JSON.
+
+    Args:
+        source: name of the file or line, for error messages.
+
+    Raises:
+        UserError: the text is not JSON, is nested too deeply, or has an object with a duplicate key.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno:,}, column {error.colno:,}" if "\n" in error.doc else f"column {error.colno:,}"
+        raise UserError(f"{source} is not valid JSON: {error.msg} at {place}") from None
+    except RecursionError:
+        raise UserError(f"{source} is nested too deeply; simplify it") from None
+    except ValueError as error:  # not UTF-8, a key that occurs twice, a number with too many digits
+        raise UserError(f"{source} is not valid JSON: {first_line(error)}") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} occurs twice in an object; keep one of them")
+    return data
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        UserError: it cannot be read, see also `parse_json`.
+    """
+    try:
+        text = path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        raise UserError(f"cannot read {path}: {reason}; check the path") from None
+    return parse_json(text, str(path))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises a UserError as `read_json`, and for any other value."""
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise UserError(f"{path} holds a JSON {type(data).__name__}; it should hold an object {{...}}")
+    return data

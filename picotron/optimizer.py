@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Training
-from picotron.owned_slices import AfterUpdate, owned_slice, owned_weight
-from picotron.weights import is_tied_replica, main_grad, parameters_and_shards, scale_gradients
+from picotron.data_parallel.owned_slices import AfterUpdate, owned_slice, owned_weight
+from picotron.model.weights import is_tied_replica, main_grad, parameters_and_shards, scale_gradients
 
 ReadState = Callable[[nn.Parameter, str, Tensor], None]
 

@@ -1,5 +1,6 @@
 """Build this rank's part of a Llama: the four parallelisms, one after the other."""
 
+import os
 from typing import Any
 
 import torch
@@ -7,19 +8,21 @@ from torch import nn
 from transformers import LlamaConfig
 
 from picotron.config import Config
+from picotron.console import Problems, UserError
 from picotron.context_parallel.context_parallel import apply_context_parallel, check_context_parallel
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
+from picotron.data_parallel.owned_slices import read_owned_weights
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.data_parallel.zero3 import DataParallelZero3
-from picotron.errors import Problems, UserError
-from picotron.float8 import use_float8
-from picotron.model import Llama, fused_attention, math_attention
-from picotron.owned_slices import read_owned_weights
+from picotron.model.float8 import use_float8
+from picotron.model.llama import Llama, fused_attention, math_attention
+from picotron.model.model_config import load_model_config
+from picotron.model.weights import ReadTensor, materialise
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.schedules.plan import PipelinePlan, plan_pipeline
+from picotron.pipeline_parallel.plan import PipelinePlan, plan_pipeline
+from picotron.run.launch import check_world_size
 from picotron.tensor_parallel.cross_entropy import chunk_loss
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
-from picotron.weights import ReadTensor, materialise
 
 
 def check_layout(config: Config, model_config: LlamaConfig) -> PipelinePlan:
@@ -128,3 +131,27 @@ def compile_model(llama: Llama) -> None:
 def unwrap(model: nn.Module) -> Llama:
     """The `Llama` inside the wrappers of `build_stage` and `build_model`."""
     return next(module for module in model.modules() if isinstance(module, Llama))
+
+
+def check_model(config: Config) -> tuple[LlamaConfig, PipelinePlan]:
+    """Load the model's config, and check that the model can run in the config's layout.
+
+    Returns:
+        The model's config and the plan of the pipeline.
+
+    Raises:
+        UserError: `load_model_config` or `check_layout` fails.
+    """
+    model_config = load_model_config(config.model)
+    return model_config, check_layout(config, model_config)
+
+
+def check_run(config: Config) -> tuple[LlamaConfig, PipelinePlan]:
+    """Check the number of processes that torchrun has started, and the model as `check_model` does."""
+    problems = Problems()
+    with problems:
+        check_world_size(config.distributed, int(os.environ.get("WORLD_SIZE", 1)))
+    with problems:
+        found = check_model(config)
+    problems.report()
+    return found

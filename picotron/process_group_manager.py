@@ -15,7 +15,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from picotron.errors import UserError
+from picotron.console import UserError
 
 # axis: dimensions of the grid, (dp, pp, cp, tp) = (0, 1, 2, 3), that vary within its groups
 AXES = {"dp": (0,), "pp": (1,), "cp": (2,), "tp": (3,), "cp_dp": (0, 2)}

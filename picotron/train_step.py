@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from picotron.config import Config
-from picotron.data import MicroBatchDataLoader
+from picotron.data.loader import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.pipeline_parallel.executor import Executor
 from picotron.pipeline_parallel.pipeline_parallel import (
@@ -18,7 +18,7 @@ from picotron.pipeline_parallel.pipeline_parallel import (
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
-from picotron.schedules.plan import PipelinePlan
+from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.schedules.schedules import forward_only
 
 Step = Callable[[DataParallel, MicroBatchDataLoader], Tensor]

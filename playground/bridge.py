@@ -9,15 +9,14 @@ import inspect
 import json
 from typing import Any
 
-from picotron.errors import UserError
-from picotron.schedules.draw_svg import COLOURS, MEANING
+from picotron.console import UserError
+from picotron.drawing.draw_svg import COLOURS, MEANING
 from picotron.schedules.order import Deadlock
-from picotron.schedules.recorded import timeline_costs
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import SCHEDULES
 from picotron.schedules.search import ROUNDING
 from picotron.schedules.simulate import Costs, simulate_events
-from picotron.schedules.trace import parse_trace
+from picotron.schedules.trace import parse_trace, timeline_costs
 from playground.drawing import Drawing, Structure, sketch, times, waits
 from playground.requests import Request, stage_costs, structure
 from playground.training import training_command

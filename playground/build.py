@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from picotron.errors import UserError
+from picotron.console import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = "314.0.7"  # the Python in it is 3.14

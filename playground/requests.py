@@ -8,7 +8,8 @@ import linecache
 import math
 import traceback
 
-from picotron.errors import UserError
+from picotron.console import UserError
+from picotron.pipeline_parallel.stages import count_layers, count_stages, parse_stages
 from picotron.schedules import actions, schedules
 from picotron.schedules.actions import Action, AnyAction, Overlapped, rank_of
 from picotron.schedules.checker import check
@@ -16,7 +17,6 @@ from picotron.schedules.schedule_csv import arrange, parse_csv
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.search import Found, Shape, fastest_schedule, shapes
 from picotron.schedules.simulate import Costs
-from picotron.schedules.stages import count_layers, count_stages, parse_stages
 from playground.drawing import Structure
 
 EDITOR = "<editor>"

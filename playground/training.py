@@ -2,9 +2,9 @@
 
 import shlex
 
+from picotron.pipeline_parallel.stages import count_layers
 from picotron.schedules.actions import Schedule
 from picotron.schedules.schedules import SCHEDULES
-from picotron.schedules.stages import count_layers
 from playground.requests import Request
 
 CONFIG = "template/base_config.json"

@@ -18,10 +18,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from picotron.errors import UserError
-from picotron.files import write_atomically
-from picotron.json_files import read_object
-from picotron.text_table import text_table
+from picotron.console import UserError, text_table
+from picotron.files import read_object, write_atomically
 from puzzles.catalogue import PUZZLES, Puzzle, find
 
 OUTPUT = Path("runs/puzzles")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from docs.svg import CHARACTER, LINE, RANKS, WIDTH, Svg
+from docs.programs.svg import CHARACTER, LINE, RANKS, WIDTH, Svg
 from puzzles.report import RED
 
 PALE = "#cfe3f5"

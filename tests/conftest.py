@@ -11,8 +11,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLI
 
 import torch.distributed as dist
 
+from picotron.data.tokens import train_bpe
 from picotron.sweep.jobs import Job
-from picotron.text.tokens import train_bpe
 from tests.support import checkpoints
 from tests.support.oracle import tiny_llama
 from tests.support.samples import write_tokenizer

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.batches import cross_entropy, forward_batch, normalise_weights, split_batch, train_batch
-from picotron.errors import UserError
-from picotron.schedules.plan import plan_pipeline
+from picotron.console import UserError
+from picotron.model.weights import main_grad
+from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
 from picotron.train_step import make_evaluation
-from picotron.weights import main_grad
 from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
 from tests.support.training import all_stages, layout_name, step_of, wrapped
 from tests.support.worker_pool import WorkerPool

@@ -1,10 +1,10 @@
-"""docs/collectives.py: results, and bytes sent."""
+"""docs/programs/collectives.py: results, and bytes sent."""
 
 import sys
 
 import pytest
 
-from docs.collectives import COLLECTIVES, before_and_after, full_tensors_sent
+from docs.programs.collectives import COLLECTIVES, before_and_after, full_tensors_sent
 from tests.support.worker_pool import WorkerPool
 
 EVERYTHING = [[10 * rank + block for block in range(4)] for rank in range(4)]

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from picotron.check_run import check_run
+from picotron.command_line import parse_config
 from picotron.config import Distributed
-from picotron.config_reader import parse_config
-from picotron.errors import UserError
-from picotron.launch import check_world_size
+from picotron.console import UserError
+from picotron.parallelize import check_run
+from picotron.run.launch import check_world_size
 
 MINIMAL: dict[str, Any] = {"model": {"name": "template/tiny-llama"}, "dataset": {"name": "python-stdlib"}}
 

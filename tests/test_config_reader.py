@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from picotron.config_reader import json_schema, leaf_keys, load_config, parse_config
-from picotron.errors import UserError
+from picotron.command_line import json_schema, leaf_keys, load_config, parse_config
+from picotron.console import UserError
 from tests.test_config import MINIMAL, changed
 
 # A config for Hugging Face's picotron, with every key of its format.

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 
 from picotron.batches import check_batches
+from picotron.data.spans import Spans, SpanTokenizer
 from picotron.data_parallel import zero3
-from picotron.owned_slices import divide
-from picotron.text.spans import Spans, SpanTokenizer
+from picotron.data_parallel.owned_slices import divide
 from tests.fuzz.cases import Case, draw_case, smaller
 from tests.fuzz.check import check, shrink
 from tests.fuzz.work import run_part
@@ -157,7 +157,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "space in front of a text": (
         "prompt and completion are tokenised separately",
-        lambda: mock.patch("picotron.text.samples.SpanTokenizer", PartByPart),
+        lambda: mock.patch("picotron.data.samples.SpanTokenizer", PartByPart),
     ),
     "ignored targets": (
         "the mean is that of each micro-batch and rank",

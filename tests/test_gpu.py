@@ -22,9 +22,9 @@ from transformers import LlamaConfig
 
 from picotron.config import Config
 from picotron.context_parallel.block_attention import block_forward
+from picotron.model.flops import model_cost
 from picotron.parallelize import check_layout
-from picotron.schedules.costs import model_cost
-from tests import test_docs
+from tests.docs import test_docs
 from tests.gpu import program, trace
 from tests.gpu.__main__ import NEEDED
 from tests.gpu.kernels import attention_checks

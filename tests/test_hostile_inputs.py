@@ -12,8 +12,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import pytest
 
 from picotron.checkpoint.safetensors_folder import SafetensorsFolder
-from picotron.config_reader import leaf_keys, load_config, type_of
-from picotron.model_config import load_model_config
+from picotron.command_line import leaf_keys, load_config, type_of
+from picotron.model.model_config import load_model_config
 from picotron.parallelize import check_layout
 from tests.support.hostile import CONFIG_FILES, assert_rejected
 from tests.support.oracle import tiny_llama

@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from picotron.config import Training
+from picotron.model.weights import main_grad, set_main_grad
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.weights import main_grad, set_main_grad
 from tests.support.oracle import assert_close, make_config
 from tests.support.worker_pool import WorkerPool
 

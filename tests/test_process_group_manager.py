@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from picotron.errors import UserError
+from picotron.console import UserError
 from picotron.process_group_manager import AXES, setup_process_group_manager
 from tests.support.worker_pool import WorkerPool
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from picotron.checkpoint.checkpoint import read_state
 from picotron.checkpoint.safetensors_folder import SafetensorsFolder
-from picotron.config_reader import leaf_keys, load_config, parse_config
-from picotron.errors import UserError
-from picotron.json_files import parse_json, read_object
-from picotron.run_folder import read_records
+from picotron.command_line import leaf_keys, load_config, parse_config
+from picotron.console import UserError
+from picotron.files import parse_json, read_object
+from picotron.pipeline_parallel.stages import parse_stages
+from picotron.run.run_folder import read_records
 from picotron.schedules.schedule_csv import read_csv
-from picotron.schedules.stages import parse_stages
 from picotron.schedules.trace import read_settings, read_trace
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)

@@ -92,7 +92,7 @@ def test_light_programs_do_not_import_torch() -> None:
         "picotron.explain.forecast",
         "picotron.sweep.combinations",
         "extract_metrics",
-        "picotron.schedules.draw",
+        "picotron.drawing.draw",
     ]
     while waiting:
         module = waiting.pop()
@@ -107,7 +107,7 @@ def test_light_programs_do_not_import_torch() -> None:
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not heavy & {name.split(".")[0] for name in names} | (heavy & set(names)), module
             waiting += names
-    assert {"picotron.config", "picotron.schedules.simulate", "picotron.run_folder"} <= seen
+    assert {"picotron.config", "picotron.schedules.simulate", "picotron.run.run_folder"} <= seen
 
 
 def test_only_torchrun_and_secrets_come_from_the_environment() -> None:

@@ -1,4 +1,4 @@
-"""Solutions to the exercises of docs/checkpoints.md, which tests/test_exercises.py checks. To print the sizes of a
+"""Solutions to the exercises of docs/checkpoints.md, which tests/docs/test_exercises.py checks. To print the sizes of a
 checkpoint:
 
     python -m docs.solutions.checkpoints runs/trial/step_00000003

@@ -1,4 +1,4 @@
-"""Solutions to the exercises of docs/sweeps.md, which tests/test_exercises.py checks."""
+"""Solutions to the exercises of docs/sweeps.md, which tests/docs/test_exercises.py checks."""
 
 import csv
 import math

@@ -1,4 +1,4 @@
-"""Solution to the exercise of docs/training_step.md, which tests/test_exercises.py checks."""
+"""Solution to the exercise of docs/training_step.md, which tests/docs/test_exercises.py checks."""
 
 from collections.abc import Callable
 

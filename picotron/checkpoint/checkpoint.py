@@ -25,15 +25,15 @@ from transformers import LlamaConfig
 from picotron.checkpoint.safetensors_folder import ByteRange, SafetensorsFolder, check_range, find_folder
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Model
-from picotron.data import Progress
-from picotron.errors import UserError
-from picotron.json_files import read_object
-from picotron.model import Llama
-from picotron.model_config import load_model_config
+from picotron.console import UserError
+from picotron.data_parallel.owned_slices import copy_owned
+from picotron.files import read_object
+from picotron.model.llama import Llama
+from picotron.model.model_config import load_model_config
+from picotron.model.weights import Index, ReadTensor, parameters_and_shards
 from picotron.optimizer import AdamW
-from picotron.owned_slices import copy_owned
-from picotron.run_folder import UNFINISHED, checkpoint_folders, parse_load_path
-from picotron.weights import Index, ReadTensor, parameters_and_shards
+from picotron.run.progress import Progress
+from picotron.run.run_folder import UNFINISHED, checkpoint_folders, parse_load_path
 
 logger = logging.getLogger("picotron")
 

@@ -5,7 +5,7 @@ import logging
 import torch
 from torch import Tensor
 
-from picotron.errors import first_line
+from picotron.console import first_line
 
 logger = logging.getLogger("picotron")
 

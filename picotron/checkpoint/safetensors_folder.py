@@ -18,11 +18,10 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from picotron.errors import UserError, first_line
-from picotron.files import create
-from picotron.hub import connect
-from picotron.json_files import read_object
-from picotron.weights import Index
+from picotron.console import UserError, first_line
+from picotron.files import create, read_object
+from picotron.model.hub import connect
+from picotron.model.weights import Index
 
 DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
 CHUNK = 2**20  # bytes per read

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.checkpoint.safetensors_folder import ByteRange, FileWriter, plan_file
-from picotron.model import Llama
+from picotron.data_parallel.owned_slices import OwnedSlice, owned_slice, owned_weight
+from picotron.model.llama import Llama
+from picotron.model.weights import Shard, is_tied_replica, parameters_and_shards
 from picotron.optimizer import AdamW
-from picotron.owned_slices import OwnedSlice, owned_slice, owned_weight
 from picotron.process_group_manager import new_groups
-from picotron.weights import Shard, is_tied_replica, parameters_and_shards
 
 
 def full_shape(local: torch.Size, shard: Shard | None) -> torch.Size:

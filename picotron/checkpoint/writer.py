@@ -29,13 +29,13 @@ from picotron.checkpoint.safetensors_folder import ByteRange, write_file
 from picotron.checkpoint.stage_files import StageFiles, TensorSlice, WrittenFile
 from picotron.collectives import all_reduce, run_on_all_ranks
 from picotron.config import Config
-from picotron.data import Progress
-from picotron.errors import UserError
+from picotron.console import UserError
 from picotron.files import sync_folder
-from picotron.model import Llama
-from picotron.model_config import end_tokens
+from picotron.model.llama import Llama
+from picotron.model.model_config import end_tokens
 from picotron.optimizer import AdamW
-from picotron.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint
+from picotron.run.progress import Progress
+from picotron.run.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint
 
 logger = logging.getLogger("picotron")
 

@@ -37,13 +37,12 @@ from transformers import LlamaConfig
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_gather_single, reduce_scatter_single
 from picotron.config import Distributed
+from picotron.console import UserError
 from picotron.context_parallel.block_attention import block_backward, block_forward
 from picotron.context_parallel.cp_communications import ring, start_ring_step
-from picotron.context_parallel.packed_blocks import WHOLE_BATCH, BlocksOf, PackedBlock, packed_blocks
-from picotron.context_parallel.positions import local_positions
-from picotron.errors import UserError
-from picotron.model import Attention, AttentionFn
-from picotron.packed_attention import PackedDocuments
+from picotron.context_parallel.positions import WHOLE_BATCH, BlocksOf, PackedBlock, local_positions, packed_blocks
+from picotron.model.attention import PackedDocuments
+from picotron.model.llama import Attention, AttentionFn
 
 
 def accumulate_attention(q: Tensor, kv: Tensor, blocks: list[PackedBlock], out: Tensor, lse: Tensor) -> None:

@@ -27,10 +27,9 @@ from torch import nn
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import own_slice, start_all_gather, start_reduce_scatter
-from picotron.data_parallel.bucket import Bucket, make_buckets
-from picotron.data_parallel.data_parallel import DataParallelBucket
-from picotron.owned_slices import divide
-from picotron.weights import tied_parameters
+from picotron.data_parallel.data_parallel import Bucket, DataParallelBucket, make_buckets
+from picotron.data_parallel.owned_slices import divide
+from picotron.model.weights import tied_parameters
 
 
 class SlicedBucket(Bucket):

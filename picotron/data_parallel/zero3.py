@@ -38,9 +38,9 @@ from torch import Tensor, nn
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, own_slice, start_all_gather, start_reduce_scatter
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.model import Llama
-from picotron.owned_slices import divide
-from picotron.weights import sum_partial_gradients
+from picotron.data_parallel.owned_slices import divide
+from picotron.model.llama import Llama
+from picotron.model.weights import sum_partial_gradients
 
 
 class Unit:

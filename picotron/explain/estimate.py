@@ -71,18 +71,54 @@ gradient waits for that of the embedding. Not counted are other temporary tensor
 allocator rounds up and cannot use. torch.compile saves less than these formulas predict.
 """
 
-import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from picotron.config import Config
-from picotron.explain.sizes import Sizes, sizes
-from picotron.schedules.costs import part_parameters
-from picotron.schedules.plan import PipelinePlan
-from picotron.schedules.simulate import Costs, peak_activations, simulate
-from picotron.schedules.stages import Stage, stage_weights
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
+import dataclasses
+from typing import TYPE_CHECKING
+
+from picotron.model.flops import part_parameters
+from picotron.pipeline_parallel.plan import PipelinePlan
+from picotron.pipeline_parallel.stages import Stage, stage_weights
+from picotron.schedules.simulate import Costs, peak_activations, simulate
+
+
+class Sizes(NamedTuple):
+    """Values of the symbols in the formulas of `estimate`, for one tp rank."""
+
+    number: int  # bytes of a weight or an activation
+    wide: int  # bytes of a number in float32 or wider
+    tokens: int  # per micro-batch
+    D: int
+    shard: int  # D, or D / tp with sequence parallelism
+    heads: int  # H / tp
+    queries: int  # H d / tp
+    kv: int  # K d / tp
+    F: int  # F / tp
+    vocabulary: int  # V / tp, padded
+
+
+def sizes(config: Config, model: "LlamaConfig") -> Sizes:
+    """Compute the symbols for a config and a model."""
+    layout, training = config.distributed, config.training
+    number = {"bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
+    heads = model.num_attention_heads // layout.tp_size
+    return Sizes(
+        number=number,
+        wide=max(4, number),
+        tokens=training.micro_batch_size * training.seq_length // layout.cp_size,
+        D=model.hidden_size,
+        shard=model.hidden_size // (layout.tp_size if layout.sequence_parallel else 1),
+        heads=heads,
+        queries=heads * model.head_dim,
+        kv=max(1, model.num_key_value_heads // layout.tp_size) * model.head_dim,
+        F=model.intermediate_size // layout.tp_size,
+        vocabulary=-(-model.vocab_size // layout.tp_size),
+    )
+
 
 GIB = 2**30
 

@@ -25,23 +25,23 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from picotron.config import Config
-from picotron.data import MicroBatchDataLoader
+from picotron.console import text_table
+from picotron.data.loader import MicroBatchDataLoader
+from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.explain.estimate import GIB, Memory, bubble, rank_memory
 from picotron.explain.fake_group import FakeGroup, Message, fake_rank
 from picotron.explain.forecast import Forecast, forecast
+from picotron.explain.hardware import Hardware, fits, usable
 from picotron.explain.measure import find_hardware, on_hardware
-from picotron.hardware import Hardware, fits, usable
-from picotron.metrics import global_mean, max_over_ranks
-from picotron.model_config import load_model_config
+from picotron.model.model_config import load_model_config
+from picotron.model.weights import Index
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model, check_layout, unwrap
-from picotron.rows import TextRows
-from picotron.schedules.plan import PipelinePlan
+from picotron.pipeline_parallel.plan import PipelinePlan
+from picotron.run.metrics import global_mean, max_over_ranks
 from picotron.schedules.schedules import SCHEDULES, build
-from picotron.text_table import text_table
 from picotron.train_step import make_train_step
-from picotron.weights import Index
 
 META = torch.device("meta")
 

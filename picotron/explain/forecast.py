@@ -37,13 +37,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from picotron.config import Config
-from picotron.explain.estimate import loss_chunk, rank_parameters
-from picotron.explain.sizes import sizes
-from picotron.hardware import Hardware
-from picotron.schedules.costs import model_cost
-from picotron.schedules.plan import PipelinePlan
+from picotron.explain.estimate import loss_chunk, rank_parameters, sizes
+from picotron.explain.hardware import Hardware
+from picotron.model.flops import model_cost
+from picotron.pipeline_parallel.plan import PipelinePlan
+from picotron.pipeline_parallel.stages import Stage
 from picotron.schedules.simulate import CostKey, Costs, Timeline, simulate
-from picotron.schedules.stages import Stage
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig

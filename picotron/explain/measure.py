@@ -25,13 +25,13 @@ from transformers import LlamaConfig
 
 from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.errors import UserError
+from picotron.console import UserError
+from picotron.data.cache import cached
+from picotron.explain.hardware import HARDWARE, Hardware, read_hardware
 from picotron.files import write_atomically
-from picotron.hardware import HARDWARE, Hardware, read_hardware
-from picotron.launch import keep_freed_memory
-from picotron.metrics import peak_flops
-from picotron.model import DecoderLayer, fused_attention
-from picotron.text.cache import cached
+from picotron.model.llama import DecoderLayer, fused_attention
+from picotron.run.launch import keep_freed_memory
+from picotron.run.metrics import peak_flops
 
 SECONDS = 0.6  # for each rate
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
-from picotron.errors import UserError
+from picotron.console import UserError
+from picotron.model.split_backward import DeferredGrads, defer_weight_grads, run_deferred
 from picotron.pipeline_parallel.pipeline_parallel import finish_step, sum_losses
 from picotron.pipeline_parallel.pp_communications import check_message, start_message
 from picotron.pipeline_parallel.recorder import record_action
 from picotron.schedules.actions import Action, AnyAction, Schedule
 from picotron.schedules.checker import add_communication
-from picotron.split_backward import DeferredGrads, defer_weight_grads, run_deferred
 
 MAX_SENDS_IN_FLIGHT = 2  # per receiving rank; each holds the memory of one output
 

@@ -30,14 +30,14 @@ from transformers import LlamaConfig
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.model import Llama
+from picotron.model.llama import Llama
+from picotron.model.split_backward import split_backward
+from picotron.model.weights import main_grad, mark_tied
+from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
 from picotron.pipeline_parallel.recorder import record_action
+from picotron.pipeline_parallel.stages import Stage
 from picotron.process_group_manager import new_groups
-from picotron.schedules.plan import PipelinePlan
-from picotron.schedules.stages import Stage
-from picotron.split_backward import split_backward
-from picotron.weights import main_grad, mark_tied
 
 
 def hidden_states_shape(config: Config, model_config: LlamaConfig) -> tuple[int, int, int]:

@@ -15,11 +15,10 @@ from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.errors import UserError
+from picotron.console import UserError
 from picotron.files import write_atomically
+from picotron.pipeline_parallel.plan import PipelinePlan, settings_of
 from picotron.schedules.actions import parse_action
-from picotron.schedules.plan import PipelinePlan
-from picotron.schedules.recorded import settings_of
 from picotron.schedules.simulate import Span
 from picotron.schedules.trace import settings_line, trace_line, trace_path
 

@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-from picotron.errors import UserError
+from picotron.console import UserError
 from picotron.schedules.actions import Action, AnyAction, Schedule
 from picotron.schedules.simulate import Timeline, simulate
 

@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from picotron.errors import UserError
+from picotron.console import UserError
 from picotron.schedules.actions import Action, Placement, Schedule
 from picotron.schedules.schedules import MAX_FORWARDS
 

@@ -6,7 +6,7 @@ An action waits for the action before it on its rank, and for its inputs from ot
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from picotron.errors import UserError
+from picotron.console import UserError
 from picotron.schedules.actions import Action, AnyAction, Schedule
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from picotron.errors import UserError, first_line
+from picotron.console import UserError, first_line
 from picotron.schedules.actions import AnyAction, Overlapped, Placement, Schedule, parse_action
 from picotron.schedules.checker import ADDED_AUTOMATICALLY, check
 

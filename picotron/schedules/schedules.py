@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from picotron.errors import UserError
+from picotron.console import UserError
 from picotron.schedules.actions import Action, Placement, Program, Schedule, rank_of
 
 # One line for each phase of a schedule.

@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from picotron.errors import UserError
+from picotron.console import UserError
 from picotron.schedules.actions import Action, Placement, Schedule
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.simulate import Costs, Timeline, activations, simulate

@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from picotron.config_reader import leaf_keys
-from picotron.errors import UserError
+from picotron.command_line import leaf_keys
+from picotron.console import UserError
 
 AXES = {axis: f"distributed.{axis}_size" for axis in ("dp", "pp", "cp", "tp")}
 GLOBAL_BATCH = "global_batch_size"  # not a key of the config: it determines gradient_accumulation_steps

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from picotron.config import Config
-from picotron.errors import UserError
+from picotron.console import UserError
 from picotron.files import create, write_atomically
-from picotron.run_folder import parse_load_path
+from picotron.run.run_folder import parse_load_path
 
 logger = logging.getLogger("picotron")
 

@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 
 from picotron.config import Config
-from picotron.errors import UserError
+from picotron.console import UserError
 from picotron.files import write_atomically
 from picotron.sweep.jobs import ACTIVE, ENDED, OUT_OF_MEMORY, Job, Status, read_word, stop_options
 

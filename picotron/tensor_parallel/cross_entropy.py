@@ -9,10 +9,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from picotron.collectives import accumulation_dtype, all_reduce
-from picotron.model import IGNORE_INDEX
+from picotron.model.llama import IGNORE_INDEX
 
 CHUNK_TOKENS = 512  # number of tokens whose logits are in memory at the same time, on a CPU
+
+
 CHUNK_LOGITS = 2**28  # number of logits in memory at the same time, on a GPU, which needs large products to be fast
+
+
 TILE = 256  # tokens by which a GPU divides a product: a chunk that is no multiple of it leaves a part of the GPU idle
 
 
@@ -175,3 +179,40 @@ def linear_cross_entropy(
     target_weights = counted / counted.sum() if target_weights is None else counted * target_weights
     flat = x.flatten(0, 1), weight, targets.flatten(), target_weights.to(wide).flatten()
     return LinearCrossEntropy.apply(*flat, shard, loss_fn, torch.is_grad_enabled())
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """forward: the log-probabilities (B T,) of the targets under softmax(x W'), x (B T, D) and W (V/tp, D).
+    backward: the gradients of x and W. Both compute the logits, in chunks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
+        ctx.save_for_backward(x, weight, targets)
+        ctx.shard = shard
+        step = chunk_tokens(x.device.type, len(weight))
+        chunks = zip(x.split(step), targets.split(step), strict=True)
+        return torch.cat([Softmax.of(chunk @ weight.t(), ids, shard).log_probs for chunk, ids in chunks])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, targets = ctx.saved_tensors
+        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=accumulation_dtype(weight))
+        step = chunk_tokens(x.device.type, len(weight))
+        for start in range(0, len(x), step):
+            chunk = slice(start, start + step)
+            logits = x[chunk] @ weight.t()
+            gradient = Softmax.of(logits, targets[chunk], ctx.shard).gradient(-dy[chunk], out=logits)
+            torch.mm(gradient, weight, out=dx[chunk])
+            add_product(dweight, gradient.t(), x[chunk])
+            del logits, gradient
+        return dx, dweight.to(weight.dtype), None, None
+
+
+def linear_log_probs(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
+    """Compute the log-probabilities of the targets, (B, T) in float32 or wider; 0 for targets that are IGNORE_INDEX.
+    Arguments: see `linear_cross_entropy`.
+    """
+    log_probs = LinearLogProbs.apply(x.flatten(0, 1), weight, targets.flatten(), shard).view(targets.shape)
+    return log_probs.masked_fill(targets == IGNORE_INDEX, 0)

@@ -29,12 +29,18 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
-from picotron.errors import UserError
-from picotron.model import Llama, RMSNorm
+from picotron.console import UserError
+from picotron.model.llama import Llama, RMSNorm
+from picotron.model.split_backward import compute_or_defer, gradient_edges, is_deferring
+from picotron.model.weights import Shard
 from picotron.process_group_manager import new_groups
-from picotron.split_backward import compute_or_defer, gradient_edges, is_deferring
-from picotron.tensor_parallel.cross_entropy import ChunkLoss, VocabularyShard, chunk_loss, linear_cross_entropy
-from picotron.tensor_parallel.log_probs import linear_log_probs
+from picotron.tensor_parallel.cross_entropy import (
+    ChunkLoss,
+    VocabularyShard,
+    chunk_loss,
+    linear_cross_entropy,
+    linear_log_probs,
+)
 from picotron.tensor_parallel.tp_communications import (
     SEQUENCE,
     AllGather,
@@ -45,7 +51,6 @@ from picotron.tensor_parallel.tp_communications import (
     start_reduce_scatter,
     sum_over_ranks,
 )
-from picotron.weights import Shard
 
 
 class Products:

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from picotron.config_reader import load_config
-from picotron.data import MicroBatchDataLoader
+from picotron.command_line import load_config
+from picotron.data.loader import MicroBatchDataLoader
+from picotron.data.rows import TextRows
 from picotron.explain.fake_group import fake_rank
-from picotron.rows import TextRows
 from puzzles.group import Group
 from puzzles.pictures import Cell, colour_of, rows
 from puzzles.report import RED, Report

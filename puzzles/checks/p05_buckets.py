@@ -5,7 +5,7 @@ import math
 from types import ModuleType
 from typing import NamedTuple
 
-from docs.svg import LINE, RANKS, WIDTH, Svg
+from docs.programs.svg import LINE, RANKS, WIDTH, Svg
 from puzzles.group import Group
 from puzzles.report import Report, Score, kind
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from docs.quickstart import quickstart, stage_of
-from docs.svg import LINE, WIDTH, Svg
+from docs.programs.quickstart import quickstart, stage_of
+from docs.programs.svg import LINE, WIDTH, Svg
 from picotron.explain.fake_group import fake_rank
-from picotron.weights import parameters_and_shards
+from picotron.model.weights import parameters_and_shards
 from puzzles.group import Group
 from puzzles.pictures import colour_of
 from puzzles.report import RED, Report

@@ -4,7 +4,7 @@ from types import ModuleType
 
 import torch
 
-from docs.svg import LINE, Svg
+from docs.programs.svg import LINE, Svg
 from puzzles.group import Group
 from puzzles.pictures import colour_of
 from puzzles.report import Report, Score

@@ -2,10 +2,10 @@
 
 from types import ModuleType
 
-from picotron.errors import UserError
+from picotron.console import UserError
+from picotron.drawing.draw_svg import as_svg
 from picotron.schedules.actions import Action, Schedule, parse_action
 from picotron.schedules.checker import check as check_schedule
-from picotron.schedules.draw_svg import as_svg
 from picotron.schedules.simulate import Timeline, peak_activations
 from puzzles.group import Group
 from puzzles.report import Report, kind

@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from picotron.schedules.draw_svg import as_svg
+from picotron.drawing.draw_svg import as_svg
 from picotron.schedules.schedules import build
 from picotron.schedules.simulate import peak_activations, simulate
 from puzzles.checks.p12_1f1b import simulated

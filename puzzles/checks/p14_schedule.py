@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from docs.svg import LINE, WIDTH, Svg
+from docs.programs.svg import LINE, WIDTH, Svg
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.simulate import Costs, peak_activations, simulate
 from puzzles.group import Group

@@ -3,14 +3,14 @@
 from types import ModuleType
 from typing import Any
 
-from docs.svg import LINE, WIDTH, Svg
+from docs.programs.svg import LINE, WIDTH, Svg
+from picotron.command_line import load_config
 from picotron.config import Config, Distributed, Training
-from picotron.config_reader import load_config
-from picotron.errors import UserError
+from picotron.console import UserError
 from picotron.explain.estimate import GIB, Memory, rank_memory
 from picotron.explain.forecast import Forecast, forecast
-from picotron.hardware import HARDWARE, fits, usable
-from picotron.model_config import load_model_config
+from picotron.explain.hardware import HARDWARE, fits, usable
+from picotron.model.model_config import load_model_config
 from picotron.parallelize import check_layout
 from puzzles.group import Group
 from puzzles.report import Report, Score, kind

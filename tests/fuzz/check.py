@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from picotron.errors import UserError
+from picotron.console import UserError
 from tests.fuzz.cases import Case, smaller
 from tests.fuzz.files import config_of, model_config, write_files
 from tests.fuzz.reference import train_reference

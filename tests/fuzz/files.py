@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
+from picotron.command_line import override, parse_config
 from picotron.config import Config
-from picotron.config_reader import override, parse_config
-from picotron.model import IGNORE_INDEX
+from picotron.model.llama import IGNORE_INDEX
 from tests.fuzz.cases import STEPS, Case
 from tests.support.chat_templates import TEMPLATES
 from tests.support.tokenizer_kinds import WORDS, make_tokenizer

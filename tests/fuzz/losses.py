@@ -9,7 +9,7 @@ from torch import Tensor
 
 from picotron import batches
 from picotron import process_group_manager as pgm
-from picotron.model import IGNORE_INDEX
+from picotron.model.llama import IGNORE_INDEX
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
 
 Batch = dict[str, Any]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from picotron.config import Config, Training
-from picotron.data import epoch_order
+from picotron.data.loader import epoch_order
 from tests.fuzz.cases import STEPS, Case
 from tests.fuzz.files import config_of, model_config, own_batch
 from tests.fuzz.losses import LOSSES, weighted_mean

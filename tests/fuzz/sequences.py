@@ -8,10 +8,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from picotron.config import Config
-from picotron.data import split_train_eval
-from picotron.model_config import load_model_config
-from picotron.rows import Rows, Samples
-from picotron.text.tokens import read_arrays, write_tokens
+from picotron.data.loader import split_train_eval
+from picotron.data.rows import Rows, Samples
+from picotron.data.tokens import read_arrays, write_tokens
+from picotron.model.model_config import load_model_config
 from tests.fuzz.cases import Case
 from tests.fuzz.files import records_of, tokenizer_of
 

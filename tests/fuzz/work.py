@@ -17,17 +17,18 @@ from picotron.batches import cross_entropy, forward_batch, split_batch, train_ba
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
-from picotron.data import MicroBatchDataLoader, Progress, data_fingerprint, rows_to_hold_out, split_train_eval
-from picotron.errors import UserError
-from picotron.launch import check_world_size
-from picotron.metrics import global_mean
-from picotron.model_config import load_model_config
+from picotron.console import UserError
+from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
+from picotron.data.tokens import load_data
+from picotron.model.model_config import load_model_config
+from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model, check_layout, unwrap
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.text.tokens import load_data
+from picotron.run.launch import check_world_size
+from picotron.run.metrics import global_mean
+from picotron.run.progress import Progress
 from picotron.train_step import make_evaluation, make_train_step
-from picotron.weights import initial_weights
 from tests.fuzz.cases import Case
 from tests.fuzz.files import config_of, own_batch
 from tests.fuzz.losses import LOSSES

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.context_parallel.context_parallel import accumulate_gradients, blockwise_attention
-from picotron.context_parallel.packed_blocks import packed_blocks
-from picotron.context_parallel.positions import local_positions
-from picotron.model import fused_attention, math_attention
-from picotron.packed_attention import PackedDocuments, attend_per_document
+from picotron.context_parallel.positions import local_positions, packed_blocks
+from picotron.model.attention import PackedDocuments, attend_per_document
+from picotron.model.llama import fused_attention, math_attention
 from tests.gpu.errors import LIMITS, draw, errors, name_of
 from tests.gpu.report import Check, Options
 

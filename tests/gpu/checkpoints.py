@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from picotron.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
-from picotron.data import data_fingerprint
+from picotron.data.loader import data_fingerprint
+from picotron.data.tokens import train_bpe
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.optimizer import AdamW
 from picotron.parallelize import build_model, unwrap
+from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.schedules.plan import plan_pipeline
-from picotron.text.tokens import train_bpe
 from tests.gpu.report import Check, Content, Options, checked, header
 from tests.support.oracle import make_config, random_rows, random_tokens, relative_error, tiny_llama
 from tests.support.training import device_of, train_steps, wrapped

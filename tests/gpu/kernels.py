@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from picotron.config import Training
-from picotron.model import RMSNorm, rope
+from picotron.model.llama import RMSNorm, rope
+from picotron.model.split_backward import defer_weight_grads, run_deferred, split_backward
+from picotron.model.weights import set_main_grad
 from picotron.optimizer import AdamW
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.split_backward import defer_weight_grads, run_deferred, split_backward
 from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy
-from picotron.weights import set_main_grad
 from tests.gpu.attention import attention_checks
 from tests.gpu.errors import LIMITS, draw, errors, largest_error, name_of
 from tests.gpu.report import Check, Content, Options, checked, header

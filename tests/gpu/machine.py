@@ -7,7 +7,7 @@ import transformers
 from torch.nn.attention import SDPBackend
 
 from benchmarks.side_by_side import machine
-from picotron.metrics import peak_flops
+from picotron.run.metrics import peak_flops
 from tests.gpu.report import Content, Options, Outcome, Part, header, row, seconds_per_call, table_row
 
 LIMIT = 20.0  # seconds of a part

@@ -10,7 +10,7 @@ import json
 import sys
 
 from benchmarks import roofline
-from picotron.hardware import HARDWARE, Hardware
+from picotron.explain.hardware import HARDWARE, Hardware
 from tests.gpu.report import Options
 from tests.gpu.speed import PRICES, Workload, micro_batches, workloads
 from tests.support.fake_cuda import obstacle, restart_with_fake_cuda

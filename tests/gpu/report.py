@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from picotron.hardware import HARDWARE, Hardware
+from picotron.explain.hardware import HARDWARE, Hardware
 from tests.support.worker_pool import WorkerError
 
 

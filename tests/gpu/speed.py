@@ -16,21 +16,22 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.workload import torch_adamw
+from picotron.command_line import parse_config
 from picotron.config import Config
-from picotron.config_reader import parse_config
-from picotron.data import MicroBatchDataLoader, Progress
+from picotron.data.loader import MicroBatchDataLoader
+from picotron.data.rows import TextRows
 from picotron.explain.estimate import rank_memory
 from picotron.explain.forecast import forecast
-from picotron.metrics import Metrics, peak_flops
-from picotron.model_config import check_supported
+from picotron.model.flops import model_cost
+from picotron.model.model_config import check_supported
+from picotron.model.weights import Index, ReadTensor
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model
+from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.rows import TextRows
-from picotron.schedules.costs import model_cost
-from picotron.schedules.plan import plan_pipeline
+from picotron.run.metrics import Metrics, peak_flops
+from picotron.run.progress import Progress
 from picotron.train_step import make_train_step
-from picotron.weights import Index, ReadTensor
 from tests.gpu.report import Content, Options, Outcome, Part, header, row, seconds_of
 from tests.support.shapes import SHAPES
 

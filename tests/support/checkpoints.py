@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.config import Config
-from picotron.errors import UserError
+from picotron.console import UserError
+from picotron.model.weights import initial_weights
 from picotron.parallelize import build_model, unwrap
+from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.schedules.plan import plan_pipeline
-from picotron.weights import initial_weights
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.training import CPU, all_stages, train_steps
 from tests.support.worker_pool import WorkerPool

@@ -38,16 +38,16 @@ from transformers import LlamaConfig
 from picotron import parallelize
 from picotron.config import Config
 from picotron.context_parallel.context_parallel import sequence_order
-from picotron.data import MicroBatchDataLoader
+from picotron.data.loader import MicroBatchDataLoader
+from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.explain.fake_group import fake_rank
-from picotron.metrics import Metrics
-from picotron.model import rope_frequencies
+from picotron.model.llama import rope_frequencies
+from picotron.model.weights import Index
 from picotron.optimizer import AdamW, make_scheduler
-from picotron.rows import TextRows
-from picotron.schedules.plan import PipelinePlan
+from picotron.pipeline_parallel.plan import PipelinePlan
+from picotron.run.metrics import Metrics
 from picotron.train_step import Step, make_evaluation, make_train_step
-from picotron.weights import Index
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 LIBRARY = "libpicotron_fake_cuda.so"
@@ -159,7 +159,7 @@ def fake_cuda_rank(
     kernels = define_kernels()
     with contextlib.ExitStack() as stack:
         # The functions that would call the driver.
-        stack.enter_context(mock.patch("picotron.data.DataLoader", FakeDataLoader))
+        stack.enter_context(mock.patch("picotron.data.loader.DataLoader", FakeDataLoader))
         stack.enter_context(mock.patch("torch.cuda.get_device_name", return_value=device_name))
         stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
         stack.enter_context(mock.patch("torch.cuda.max_memory_allocated", return_value=0))

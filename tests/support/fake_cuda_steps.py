@@ -23,10 +23,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from picotron.config import Config
-from picotron.data import MicroBatchDataLoader, Progress
-from picotron.metrics import global_mean
+from picotron.data.loader import MicroBatchDataLoader
+from picotron.model.attention import PackedDocuments
 from picotron.optimizer import clip_grad_norm
-from picotron.packed_attention import PackedDocuments
+from picotron.run.metrics import global_mean
+from picotron.run.progress import Progress
 from tests.support.fake_cuda import fake_cuda_rank, restart_with_fake_cuda
 from tests.support.fake_cuda_layouts import LAYOUTS, MEMORY, ranks_of
 from tests.support.fake_cuda_memory import measure

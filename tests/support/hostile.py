@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from picotron.errors import UserError
+from picotron.console import UserError
 
 CONFIG_FILES = [
     b"", b" ", b"{", b"[]", b"null", b'"text"', b"1", b"\xff\xfe", b"\x00", b"{}", b'{"a": 1}', b"[" * 100_000,

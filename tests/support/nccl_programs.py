@@ -22,17 +22,17 @@ from transformers import LlamaConfig
 
 from picotron import parallelize
 from picotron.config import Config
-from picotron.data import MicroBatchDataLoader
+from picotron.data.loader import MicroBatchDataLoader
+from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.explain.explain import run_step
 from picotron.explain.fake_group import OPERATIONS, call_site
-from picotron.metrics import global_mean
+from picotron.model.weights import Index
 from picotron.pipeline_parallel import recorder
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.rows import TextRows
+from picotron.run.metrics import global_mean
 from picotron.train_step import make_evaluation
-from picotron.weights import Index
 from tests.support.nccl_calls import Compute, Operation, Part, Program, Wait
 from tests.support.training import CPU
 

@@ -11,11 +11,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from picotron.collectives import accumulation_dtype
+from picotron.command_line import parse_config
 from picotron.config import Config
-from picotron.config_reader import parse_config
-from picotron.model import Llama
-from picotron.rows import TextRows
-from picotron.weights import initial_weights, materialise
+from picotron.data.rows import TextRows
+from picotron.model.llama import Llama
+from picotron.model.weights import initial_weights, materialise
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from picotron.config import Config
-from picotron.rows import Samples
-from picotron.text.tokens import read_arrays, train_bpe, write_tokens
+from picotron.data.rows import Samples
+from picotron.data.tokens import read_arrays, train_bpe, write_tokens
 from tests.support.oracle import make_config, tiny_llama
 
 PROMPTS = {"dataset__prompt_column": "q", "dataset__completion_column": "a"}

@@ -14,16 +14,17 @@ from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.data import MicroBatchDataLoader, Progress, data_fingerprint
+from picotron.data.loader import MicroBatchDataLoader, data_fingerprint
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.data_parallel.owned_slices import owned_slice
+from picotron.model.weights import initial_weights, main_grad, parameters_and_shards
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
-from picotron.owned_slices import owned_slice
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.schedules.plan import plan_pipeline
+from picotron.run.progress import Progress
 from picotron.train_step import make_train_step
-from picotron.weights import initial_weights, main_grad, parameters_and_shards
 from tests.support.oracle import make_config, random_rows
 
 CPU = torch.device("cpu")

@@ -1,0 +1,136 @@
+"""train.py with a mistake, to see how a run hangs or goes wrong, see docs/debugging.md:
+
+    torchrun --nproc_per_node 2 -m docs.programs.broken_run rank_raises --config docs/small.json --distributed.dp_size 2
+
+The first argument is a mistake of MISTAKES below or in docs/programs/mistakes.py, all others are those of train.py. To make
+waiting short, collectives time out after 20 seconds instead of gloo's 30 minutes.
+"""
+
+import datetime
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import train
+from docs.programs.mistake import replaced
+from picotron.data_parallel.data_parallel import Bucket, make_buckets
+from picotron.pipeline_parallel.pp_communications import pipeline_communicate
+from picotron.run.launch import exit_on_error
+from picotron.train_step import train_step
+
+TIMEOUT = datetime.timedelta(seconds=20)
+
+
+def in_step_3(action: Callable[[Any], None], rank: int = 1) -> Callable[..., Tensor]:
+    """Return a `train_step` in which one rank calls `action(model)` at the beginning of step 3."""
+    steps = itertools.count(1)
+
+    def step(model: Any, *arguments: Any, **options: Any) -> Tensor:
+        if next(steps) == 3 and dist.get_rank() == rank:
+            action(model)
+        return train_step(model, *arguments, **options)
+
+    return step
+
+
+def fail(model: Any) -> None:
+    raise RuntimeError("cannot read the next batch")
+
+
+def kill(model: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep(model: Any) -> None:
+    time.sleep(3600)
+
+
+def count_tokens(model: Any) -> None:
+    dist.all_reduce(torch.zeros(1))
+
+
+def damage(model: Any) -> None:
+    next(model.parameters()).data[0, 0] = torch.nan
+
+
+def reversed_buckets(parameters: Any, group: dist.ProcessGroup, megabytes: float) -> list[Bucket]:
+    buckets = make_buckets(parameters, group, 1.0)
+    return buckets[::-1] if dist.get_rank() == 1 else buckets
+
+
+def own_groups(rows: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+    groups = [dist.new_group(ids, backend=backend) for ids in rows if dist.get_rank() in ids]
+    return groups[0]
+
+
+def lossy_communicate() -> Callable[..., Tensor | None]:
+    """Return a `pipeline_communicate` that does not send the third message forward of rank 0."""
+    sends = itertools.count(1)
+
+    def communicate(operation: str, *arguments: Any, **options: Any) -> Tensor | None:
+        if operation == "send_forward" and dist.get_rank() == 0 and next(sends) == 3:
+            return None
+        return pipeline_communicate(operation, *arguments, **options)
+
+    return communicate
+
+
+STEP = "picotron.train_step.train_step"
+
+
+class Broken(NamedTuple):
+    description: str
+    replacements: dict[str, Any]  # of functions, by their dotted names
+
+
+MISTAKES = {
+    "rank_raises": Broken("In step 3, rank 1 raises an exception.", {STEP: in_step_3(fail)}),
+    "rank_killed": Broken("In step 3, rank 1 gets a SIGKILL.", {STEP: in_step_3(kill)}),
+    "rank_stuck": Broken("In step 3, rank 1 sleeps for an hour.", {STEP: in_step_3(sleep)}),
+    "collective_on_one_rank": Broken(
+        "In step 3, rank 0 alone calls all_reduce.", {STEP: in_step_3(count_tokens, rank=0)}
+    ),
+    "another_order": Broken(
+        "Rank 1 reduces its buckets in the reverse order.",
+        {"picotron.data_parallel.data_parallel.make_buckets": reversed_buckets},
+    ),
+    "own_groups": Broken(
+        "Each rank creates only the groups that it belongs to.",
+        {"picotron.process_group_manager.new_groups": own_groups},
+    ),
+    "message_not_sent": Broken(
+        "Rank 0 does not send the hidden states of micro-batch 2 to the next stage.",
+        {"picotron.pipeline_parallel.pipeline_parallel.pipeline_communicate": lossy_communicate()},
+    ),
+    "nan_on_one_rank": Broken("In step 3, a weight of rank 1 becomes NaN.", {STEP: in_step_3(damage)}),
+}
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--help"]:
+        print(__doc__, *(f"{name}: {mistake.description}" for name, mistake in MISTAKES.items()), sep="\n")
+        return train.main()
+    name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+    if name in MISTAKES:
+        replacements = MISTAKES[name].replacements
+    else:
+        from docs.programs import mistakes
+
+        if name not in mistakes.MISTAKES:
+            sys.exit(f"error: there is no mistake {name!r}; choose one of {', '.join([*MISTAKES, *mistakes.MISTAKES])}")
+        replacements = mistakes.MISTAKES[name].replacements
+    with replaced(replacements), mock.patch("torch.distributed.distributed_c10d.default_pg_timeout", TIMEOUT):
+        exit_on_error(train.main)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Update of README.md and docs/*.md: run the commands of a page and write their output into it.
+
+    make docs                                   all pages
+    python -m docs.programs.make docs/checkpoints.md     some pages
+
+tests/docs/test_docs.py checks that the outputs have not changed. A page can have three kinds of blocks:
+
+    ```console                  a command, and its output, including stderr
+    $ make help
+    ...
+    ```
+    ```bash                     a script whose output is not shown
+    <!-- picture: python -m docs.programs.run_pictures batch --out docs/pictures/batch.svg -->
+    ![A global batch](pictures/batch.svg)                                     a picture, and the command that draws it
+
+Comments before a block are its options:
+
+    <!-- run: slow -->          run in `make docs` and `make parity`, but not in `make test`; a bash block is never fast
+    <!-- run: no, REASON -->    never run it; the tests only check that its options and files exist
+    <!-- compare: shape -->     let the tests compare `all` of the output, its `shape` (without numbers) or `nothing`;
+                                by default, all of it for fast blocks and its shape for slow ones
+    <!-- keep: 3 -5 -->         show the first three lines and the last five
+    <!-- exit: 1 -->            expect this exit status instead of 0
+
+The commands of a page run in order, in a copy of the repository in a new home folder. In the output shown, this home
+folder is ~ and the copy ~/picotron.
+"""
+
+import argparse
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(
+    r"(?P<options>(?:^<!-- \w+: .* -->\n)*)"
+    r"(?:^```console\n\$ (?P<console>(?:.*\\\n)*.*)\n(?P<shown>(?:(?!```).*\n)*)```$"
+    r"|^```bash\n(?P<bash>(?:(?!```).*\n)*)```$"
+    r"|^<!-- picture: (?P<drawing>.*) -->\n!\[[^\]]*\]\((?P<picture>[^)]*)\)$)",
+    re.MULTILINE,
+)
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A command on a page, with the output shown there or its picture. A bash block has neither."""
+
+    line: int
+    command: str
+    shown: str | None
+    picture: str | None
+    options: dict[str, str]
+
+    @classmethod
+    def of(cls, match: re.Match[str]) -> "Block":
+        line = match.string.count("\n", 0, match.start()) + 1
+        options = dict(re.findall(r"^<!-- (\w+): (.*) -->$", match["options"], re.MULTILINE))
+        command = match["console"] or match["bash"] or match["drawing"]
+        return cls(line, command, match["shown"], match["picture"], options)
+
+    @property
+    def speed(self) -> str:
+        """`fast`, `slow` or `no`; any other value is an error on the page, which the tests report."""
+        is_bash = self.shown is None and self.picture is None
+        return self.options.get("run", "none given" if is_bash else "fast").split(",")[0]
+
+    @property
+    def compare(self) -> str:
+        return self.options.get("compare", "all" if self.speed == "fast" or self.picture else "shape")
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block.of(match) for match in BLOCK.finditer(page.read_text())]
+
+
+class CommandFailed(Exception):
+    pass
+
+
+class Workspace:
+    """A copy of the repository in a new home folder. As a context manager, it deletes the copy at the end."""
+
+    def __init__(self) -> None:
+        self.home = Path(tempfile.mkdtemp(prefix="picotron-docs-")).resolve()
+        self.root = self.home / "picotron"
+        list_files = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(list_files, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+        for name in filter(None, names):
+            if (ROOT / name).exists():
+                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, self.root / name)
+        environment = self.root / ".venv"  # a folder of links, so that make considers it installed
+        environment.mkdir()
+        for path in Path(sys.prefix).iterdir():
+            (environment / path.name).symlink_to(path)
+        (environment / ".installed").touch()
+
+    def __enter__(self) -> "Workspace":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.home, ignore_errors=True)  # a killed process may still write there
+
+    def file(self, page: Path, link: str) -> Path:
+        """Return the copy of a file that a page links to."""
+        return self.root / (page.parent / link).resolve().relative_to(ROOT)
+
+    def run(self, block: Block) -> str:
+        """Run a command and return the lines of its output that the page shows.
+
+        Raises:
+            CommandFailed: the exit status differs from the expected one.
+        """
+        variables = {
+            "PATH": f"{self.root}/.venv/bin:{os.environ['PATH']}", "HOME": str(self.home), "COLUMNS": "120",
+            "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+        }  # fmt: skip
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.command], cwd=self.root, env=variables, check=False,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        # A terminal shows only the last state of a progress bar.
+        text = re.sub(r"[^\n]*\r(?!\n)", "", done.stdout.decode())
+        lines = [line.rstrip() for line in text.strip("\n").replace(str(self.home), "~").splitlines()]
+        if done.returncode != int(block.options.get("exit", 0)):
+            printed = "\n".join(lines)
+            raise CommandFailed(f"line {block.line}: {block.command}\nexit status {done.returncode}\n{printed}")
+        return "".join(line + "\n" for line in keep(lines, block.options.get("keep", "")))
+
+
+def keep(lines: list[str], counts: str) -> list[str]:
+    """Return the first and the last lines of an output, for counts like `3 -5`; an empty text keeps all lines."""
+    numbers = [int(count) for count in counts.split()]
+    first, last = sum(n for n in numbers if n > 0), -sum(n for n in numbers if n < 0)
+    if not numbers or len(lines) <= first + last:
+        return lines
+    return [*lines[:first], "...", *lines[len(lines) - last :]]
+
+
+def shape(output: str) -> str:
+    """Replace every number in an output by 0."""
+    return re.sub(r"\s+", " ", re.sub(r"\d[\d.,]*(e[+-]\d+)?", "0", output))
+
+
+def make(page: Path, wanted: Callable[[Block], bool]) -> None:
+    """Run the wanted blocks of a page, and write their output into it.
+
+    Raises:
+        CommandFailed: a command ends with an unexpected exit status.
+        OSError: a command did not write its picture.
+    """
+
+    def run(match: re.Match[str]) -> str:
+        block = Block.of(match)
+        if block.speed not in ("fast", "slow") or not wanted(block):
+            return match[0]
+        print(f"{page.name}:{block.line}: {block.command}", flush=True)
+        output = workspace.run(block)
+        if block.picture is not None:
+            (page.parent / block.picture).parent.mkdir(exist_ok=True)
+            shutil.copyfile(workspace.file(page, block.picture), page.parent / block.picture)
+        return match[0] if block.shown is None else match[0].removesuffix(block.shown + "```") + output + "```"
+
+    with Workspace() as workspace:
+        page.write_text(BLOCK.sub(run, page.read_text()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Run the commands on README.md and docs/*.md, and write their output into these pages."
+    )
+    parser.add_argument("pages", nargs="*", type=Path, help="pages to update; default: all")
+    parser.add_argument("--fast", action="store_true", help="skip slow commands and keep their output")
+    options = parser.parse_args()
+    failed = False
+    for page in [path.resolve() for path in options.pages] or pages():
+        try:
+            make(page, lambda block: block.speed == "fast" or not options.fast)
+        except (CommandFailed, OSError) as error:
+            failed = True
+            print(f"{page.name} was not updated: {error}", file=sys.stderr)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Pictures of single ideas for the pages, drawn from what the code does:
+
+python -m docs.programs.pictures shards --out docs/pictures/shards.svg
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from docs.programs.collectives import COLLECTIVES, before_and_after
+from docs.programs.count import zero_step
+from docs.programs.quickstart import quickstart, stage_of
+from docs.programs.svg import LINE, RANKS, WIDTH, Svg
+from picotron.context_parallel.positions import local_positions, visible_blocks
+from picotron.drawing.draw_svg import lighter
+from picotron.explain.fake_group import fake_rank
+from picotron.model.weights import Shard, parameters_and_shards
+from tests.support.worker_pool import WorkerPool
+
+
+def collectives(n: int = 4) -> str:
+    """Draw what each of n ranks has before and after a collective, as computed by n processes."""
+    size, row, left, arrow, panel = 44, 34, 64, 44, 496
+    height = n * row + 2 * LINE + 10
+    picture = Svg(WIDTH, 4 * height + 2 * LINE)
+    for rank in range(n):
+        picture.box(140 * rank, 0, 18, 18, RANKS[rank])
+        picture.text(140 * rank + 25, 15, f"from rank {rank}")
+    picture.text(140 * n, 15, "four colours: a sum over the ranks")
+    picture.text(0, LINE + 17, "Left: before the call. Right: after it. The number of block b of rank r is 10 r + b.")
+    pool = WorkerPool()
+    for number, name in enumerate(name for name in COLLECTIVES if name != "all_reduce_in_parts"):
+        x, y = number % 2 * panel, 2 * LINE + 10 + number // 2 * height
+        picture.text(x, y + 16, name.replace("_", "-").replace("send-recv", "send and receive"), "title")
+        for rank, numbers in enumerate(pool.run(before_and_after, n, name)):
+            top = y + LINE + 4 + rank * row
+            picture.text(x, top + 21, f"rank {rank}")
+            for column, values in zip((x + left, x + left + n * size + arrow), numbers, strict=True):
+                picture.frame(column, top, n * size - 3, row - 4)
+                for i, value in enumerate(values):
+                    is_sum = value >= 10 * n
+                    if len(values) == 1:  # a shard is drawn where it belongs in the full tensor
+                        i = rank if is_sum else value % 10
+                    left_edge, width = column + i * size, size - 3
+                    picture.box(left_edge, top, width, row - 4, "#ffffff" if is_sum else RANKS[value // 10])
+                    for source in range(n) if is_sum else ():
+                        picture.box(left_edge + source * width / n, top + row - 12, width / n, 8, RANKS[source])
+                    picture.text(left_edge + width / 2, top + (17 if is_sum else 21), str(value), "label")
+        middle = y + LINE + 2 + n * row / 2
+        picture.arrow(x + left + n * size + 4, middle, x + left + n * size + arrow - 8, middle)
+    pool.close()
+    return str(picture)
+
+
+def matrices(tp: int = 4) -> str:
+    """Draw the matrices of a layer to scale, with the shard of each rank."""
+    config, shards_of = quickstart(tp_size=tp), dict[str, dict[int, Shard]]()
+    shapes = {}
+    for rank in range(tp):
+        with fake_rank(rank, config.distributed):
+            layer = stage_of(config).module.model.layers["0"]
+            for name, parameter, shard in parameters_and_shards(layer):
+                if shard is not None:
+                    shards_of.setdefault(name.split(".")[1], {})[rank] = shard
+                    shapes[name.split(".")[1]] = shard.full_shape(parameter.shape)
+    gap, top = 48, 3 * LINE
+    scale = (WIDTH - gap * (len(shapes) - 1)) / sum(columns for _, columns in shapes.values())
+    height = top + scale * max(rows for rows, _ in shapes.values())
+    picture, x = Svg(WIDTH, height + 2 * LINE), 0.0
+    for name, (rows, columns) in shapes.items():
+        axis = "rows" if shards_of[name][0].dim == 0 else "columns"
+        for i, line in enumerate((name, f"{rows} x {columns}", f"by {axis}")):
+            picture.text(x, 14 + 20 * i, line, "" if i else "title")
+        for rank, shard in shards_of[name].items():
+            start, size = shard.start * scale, (shard.stop - shard.start) * scale
+            title = f"{name}, rank {rank}: {axis} {shard.start} to {shard.stop - 1}"
+            if shard.dim == 0:
+                picture.box(x, top + start, columns * scale, size, RANKS[rank], title=title)
+            else:
+                picture.box(x + start, top, size, rows * scale, RANKS[rank], title=title)
+        x += columns * scale + gap
+    for rank in range(tp):
+        picture.box(90 * rank, height + LINE - 4, 80, LINE, RANKS[rank], f"rank {rank}")
+    return str(picture)
+
+
+def block() -> str:
+    """Draw the activations of an attention block on two tp ranks, without and with sequence parallelism."""
+    width, height, step, column, names = 84, 44, 82, 496, 214
+    replicated = lighter("#888888", 0.5)
+    picture = Svg(WIDTH, 6 * step + 2 * LINE)
+    for x, colour, name in (
+        (0, RANKS[0], "rank 0"),
+        (120, RANKS[1], "rank 1"),
+        (240, replicated, "replicated: equal on both"),
+    ):
+        picture.box(x, 0, 18, 18, colour)
+        picture.text(x + 25, 15, name)
+    picture.text(
+        0, LINE + 17, "Rectangle: tokens (down) x features (across). Stripes: partial, a term of the true value."
+    )
+    # (tensor, its shape, how it is divided), and the operation that computes the next one
+    middle = [
+        ("q, k, v", "(B, T, heads/tp, d)", "heads", "attention"),
+        ("a", "(B, T, H/tp, d)", "heads", "o_proj: columns"),
+    ]
+    for x, title, flow in (
+        (0, "tensor parallelism", [
+            ("x in", "(B, T, D)", "", "copy (backward: all-reduce)"),
+            ("x", "(B, T, D)", "", "q, k, v_proj: rows"), *middle,
+            ("y", "(B, T, D)", "partial", "all-reduce"),
+            ("y out", "(B, T, D)", "", ""),
+        ]),
+        (column, "with sequence parallelism", [
+            ("x in", "(B, T/tp, D)", "tokens", "all-gather"),
+            ("x", "(B, T, D)", "", "q, k, v_proj: rows"), *middle,
+            ("y", "(B, T, D)", "partial", "reduce-scatter"),
+            ("y out", "(B, T/tp, D)", "tokens", ""),
+        ]),
+    ):  # fmt: skip
+        picture.text(x, 2 * LINE + 24, title, "title")
+        for number, (name, shape, divided, operation) in enumerate(flow):
+            y = 3 * LINE + 14 + number * step
+            for rank in range(2):
+                left, colour = x + rank * (width + 12), RANKS[rank]
+                picture.frame(left, y, width, height)
+                if divided == "heads":
+                    picture.box(left + rank * width / 2, y, width / 2, height, colour)
+                elif divided == "tokens":
+                    picture.box(left, y + rank * height / 2, width, height / 2, colour)
+                elif divided == "partial":
+                    for stripe in range(0, width, 12):
+                        picture.box(left + stripe, y, 6, height, colour)
+                else:
+                    picture.box(left, y, width, height, replicated)
+                if operation:
+                    picture.arrow(left + width / 2, y + height + 4, left + width / 2, y + step - 4)
+            kind = {"": "replicated", "partial": "partial"}.get(divided, f"sharded by {divided}")
+            picture.text(x + names, y + 18, f"{name}: {kind}")
+            picture.text(x + names, y + 38, shape)
+            if operation:
+                picture.text(x + names, y + step - 14, operation, "title")
+    return str(picture)
+
+
+def shards(cp: int = 4) -> str:
+    """Draw causal attention in 2 cp chunks: the rank of each chunk of queries, and the number of blocks per rank."""
+    size, left, top = 46, 76, 3 * LINE
+    half = WIDTH - (2 * cp * size + left)  # where the second drawing begins
+    picture = Svg(WIDTH, top + 2 * cp * size + LINE + 4)
+    for x, sharding in ((0, "contiguous"), (half, "zigzag")):
+        picture.text(x, 16, sharding, "title")
+        picture.text(x + left, 16 + LINE, "chunks of keys")
+        picture.arrow(x + left + 136, 11 + LINE, x + left + 2 * cp * size, 11 + LINE)
+        picture.text(x, 16 + LINE, "queries")
+        owner: dict[int, int] = {}
+        for rank in range(cp):
+            owner |= {int(chunk): rank for chunk in local_positions(2 * cp, cp, rank, sharding)}
+        blocks = [0.0] * cp
+        for query in range(2 * cp):
+            y, rank = top + query * size, owner[query]
+            picture.text(x, y + size / 2 + 6, f"rank {rank}")
+            picture.text(x + left + (query + 0.5) * size, top - 6, str(query), "centred")
+            for key in range(query):
+                picture.box(x + left + key * size, y, size, size, RANKS[rank])
+                blocks[rank] += 1
+            picture.triangle(x + left + query * size, y, size, RANKS[rank])
+            blocks[rank] += 0.5
+        numbers = ", ".join(f"{count:g}" for count in blocks)
+        picture.text(x + left, top + 2 * cp * size + LINE, f"blocks computed by rank 0 to {cp - 1}: {numbers}")
+    return str(picture)
+
+
+def ring_steps(cp: int = 4) -> str:
+    """Draw the keys that a rank has in each step of the ring, and the queries that attend to them (zigzag)."""
+    size, left, config = 76, 70, quickstart(cp_size=cp)
+    column, row = (WIDTH - left - 140) / (cp - 1), size + 34
+    picture = Svg(WIDTH, cp * row + 4 * LINE)
+    for rank in range(cp):
+        y = LINE + 26 + rank * row
+        picture.text(0, y + size / 2 + 6, f"rank {rank}")
+        for step in range(cp):
+            x, source = left + step * column, (rank - step) % cp
+            if rank == 0:
+                picture.text(x, 16, f"ring step {step}", "title")
+            picture.text(x, y - 6, f"keys of rank {source}")
+            picture.frame(x, y, size, size)
+            with fake_rank(rank, config.distributed):
+                blocks = visible_blocks(source, 2, "zigzag")
+            for queries, keys, causal in blocks:
+                for query in range(2)[queries]:
+                    for key in range(2)[keys]:
+                        corner = (x + key * size / 2, y + query * size / 2)
+                        if causal and query == key:
+                            picture.triangle(*corner, size / 2, RANKS[source])
+                        elif not causal or key < query:
+                            picture.box(*corner, size / 2, size / 2, RANKS[source])
+            if step < cp - 1 and rank < cp - 1:
+                picture.arrow(x + size + 6, y + size / 2, x + column - 6, y + row + size / 2 - 8)
+    y = LINE + 14 + cp * row
+    picture.text(
+        0, y + 8, "Square: the rank's two chunks of queries (rows) and the two chunks of keys (columns) that it has."
+    )
+    picture.text(0, y + 30, f"Arrow: keys and values move on to the next rank; those of rank {cp - 1} move to rank 0.")
+    return str(picture)
+
+
+def zero(ranks: tuple[int, ...] = (2, 8)) -> str:
+    """Draw the memory of a rank between steps, in bytes per parameter, for each engine and number of ranks."""
+    parts = ("weight", "gradient", "master weight", "first moment", "second moment")
+    left, row, scale = 190, 40, (WIDTH - 290) / 18
+    picture, x = Svg(WIDTH, 2 * LINE + 10 + row * (1 + 2 * len(ranks)) + 4), float(left)
+    for colour, part in zip(RANKS, parts, strict=True):
+        picture.box(x, 0, 18, 18, colour)
+        picture.text(x + 24, 14, part)
+        x += 34 + 9 * len(part)
+    y = LINE + 10
+    for engine, count in (("bucket", 2), *((engine, n) for n in ranks for engine in ("zero1", "zero3"))):
+        step, x = zero_step(engine, count), float(left)
+        parameters = zero_step("bucket", 2).parameters
+        picture.text(0, y + 24, "bucket, any number" if engine == "bucket" else f"{engine}, {count} ranks")
+        thirds = [step.optimizer / 3] * 3
+        for colour, part, size in zip(RANKS, parts, (step.weights, step.gradients, *thirds), strict=True):
+            width = size / parameters * scale
+            picture.box(
+                x, y, width, row - 8, colour, f"{size / parameters:.3g}", f"{part}: {size / parameters:.3g} bytes"
+            )
+            x += width
+        picture.text(x + 8, y + 22, f"{(step.weights + step.gradients + step.optimizer) / parameters:.3g} bytes")
+        y += row
+    picture.text(left, y + 16, "bytes per parameter that a rank holds between steps, in bfloat16")
+    return str(picture)
+
+
+def main(description: str | None, *pictures: Callable[[], str]) -> None:
+    """Run a program that draws one of these pictures, chosen by its name."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", choices=(by_name := {picture.__name__: picture for picture in pictures}))
+    parser.add_argument("--out", type=Path, required=True, help="the .svg file to write")
+    options = parser.parse_args()
+    options.out.write_text(by_name[options.picture](), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(__doc__, collectives, matrices, block, shards, ring_steps, zero)

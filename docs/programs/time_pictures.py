@@ -1,0 +1,152 @@
+"""Pictures with a time axis, simulated:
+
+python -m docs.programs.time_pictures buckets --out docs/pictures/buckets.svg
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+from torch import nn
+
+from docs.programs.pictures import main
+from docs.programs.quickstart import quickstart, stage_of
+from docs.programs.svg import LINE, RANKS, WIDTH, Svg
+from picotron import process_group_manager as pgm
+from picotron.data_parallel.data_parallel import Bucket, make_buckets
+from picotron.explain.fake_group import fake_rank
+from picotron.schedules.schedules import SCHEDULES, build
+from picotron.schedules.simulate import Costs, memory_curves, simulate, summary
+
+# Assumed for the clock of `buckets`: of a rank in FLOP/s, of its link in bytes/s, and of a collective in seconds.
+SPEED, BANDWIDTH, LATENCY = 100e9, 250e6, 0.3e-3
+
+
+class Work(NamedTuple):
+    """A box of the picture: a part of backward (row 0) or an all-reduce (row 1), in seconds."""
+
+    row: int
+    start: float
+    end: float
+    colour: str
+    label: str
+
+
+class Part(NamedTuple):
+    """A part of backward, after which the gradient of a parameter is complete."""
+
+    parameter: nn.Parameter | None
+    seconds: float
+    colour: str
+    label: str
+
+
+def backward_and_reductions(parts: list[Part], buckets: list[Bucket], dp: int, waits: bool) -> list[Work]:
+    """Simulate backward and the all-reduces of the buckets, one after the other, each as soon as its bucket is full.
+
+    Args:
+        waits: whether backward waits for each all-reduce, as in DataParallelNaive.
+    """
+    number = {parameter: i for i, bucket in enumerate(buckets) for parameter in bucket.parameters}
+    pending, now, free, works = Counter(number.values()), 0.0, 0.0, list[Work]()
+    for part in parts:
+        works.append(Work(0, now, now + part.seconds, part.colour, part.label))
+        now += part.seconds
+        if part.parameter is None:
+            continue
+        bucket = number[part.parameter]
+        pending[bucket] -= 1
+        if not pending[bucket]:
+            start = max(now, free)
+            free = start + LATENCY + 2 * (dp - 1) / dp * buckets[bucket].buffer.nbytes / BANDWIDTH
+            works.append(Work(1, start, free, part.colour, str(bucket)))
+            now = free if waits else now
+    return works
+
+
+def buckets(dp: int = 2, bucket_mb: float = 0.7) -> str:
+    """Draw backward of the quickstart's last micro-batch, and the all-reduces of its gradients."""
+    config = quickstart(dp_size=dp)
+    tokens, length = config.training.micro_batch_size * config.training.seq_length, config.training.seq_length
+    with fake_rank(0, config.distributed):
+        stage, group = stage_of(config), pgm.process_group_manager.cp_dp_group
+        named = list(stage.module.named_parameters())[::-1]
+        parts = []
+        for name, parameter in named:
+            words = name.split(".")
+            layer = int(words[2]) if "layers" in words else None
+            colour = RANKS[-1] if layer is None else RANKS[layer]
+            # A matrix costs two products of 2 FLOPs per element and token. The loss has computed the head's.
+            flops = 4 * parameter.numel() * tokens if "_proj" in name else 0
+            parts.append(Part(parameter, flops / SPEED, colour, words[-2].removesuffix("_proj")))
+            if words[-2] == "o_proj":  # then backward of attention: twice 4 T H d FLOPs per token
+                parts.append(Part(None, 8 * length * parameter.size(1) * tokens / SPEED, colour, "attn"))
+        parameters = [parameter for _, parameter in named]
+        variants = {
+            "one all-reduce for each gradient, and backward waits (naive)": (0.0, True),
+            "one bucket of 25 MiB, which is full when backward ends": (25.0, False),
+            f"buckets of {bucket_mb} MiB, averaged while backward fills the next one": (bucket_mb, False),
+        }
+        works = {
+            title: backward_and_reductions(parts, make_buckets(parameters, group, megabytes), dp, waits)
+            for title, (megabytes, waits) in variants.items()
+        }
+    left, row, panel = 100, 30, 2 * LINE + 76
+    scale = (WIDTH - left - 20) / max(work.end for each in works.values() for work in each)
+    picture, x = Svg(WIDTH, LINE + 12 + panel * len(works) + 54), float(left)
+    for layer in (3, 2, 1, 0):
+        picture.box(x, 0, 18, 18, RANKS[layer])
+        picture.text(x + 25, 15, f"layer {layer}")
+        x += 110
+    picture.box(x, 0, 18, 18, RANKS[-1])
+    picture.text(x + 25, 15, "embedding and last norm")
+    picture.frame(x + 270, 0, 18, 18)
+    picture.text(x + 295, 15, "idle")
+    for number, (title, each) in enumerate(works.items()):
+        y, end = LINE + 12 + number * panel, max(work.end for work in each)
+        picture.text(0, y + 16, f"{title}: {end * 1000:.1f} ms", "title")
+        for i, name in enumerate(("backward", "all-reduce")):
+            picture.text(0, y + LINE + 25 + i * (row + 4), name)
+            picture.frame(left, y + LINE + 5 + i * (row + 4), end * scale, row)
+        for work in each:
+            top, width = y + LINE + 5 + work.row * (row + 4), (work.end - work.start) * scale
+            picture.box(left + work.start * scale, top, width, row, work.colour, work.label)
+    axis = LINE + 12 + panel * len(works) - 10
+    duration = (WIDTH - left - 20) / scale * 1000
+    unit = f"ms, simulated: {SPEED / 1e9:g} GFLOP/s, {BANDWIDTH / 1e6:g} MB/s, {LATENCY * 1e3:g} ms per collective"
+    picture.time_axis(left, axis, scale / 1000, duration, 5, unit)
+    return str(picture)
+
+
+def schedules(pp: int = 4, microbatches: int = 8) -> str:
+    """Draw the seven schedules on one time axis, simulated with a backward that takes as long as two forwards."""
+    built = {name: build(name, pp, microbatches) for name in SCHEDULES}
+    timelines = {name: simulate(s, Costs(weights=[1 / s.chunks] * s.num_stages)) for name, s in built.items()}
+    left, row, gap, curve = 50, 22, 3, 30
+    height, duration = pp * (row + gap) + curve + 46, max(timeline.step_time for timeline in timelines.values())
+    scale = (WIDTH - left - 6) / duration
+    picture = Svg(WIDTH, height * len(timelines) + 6 * LINE)
+    picture.legend(left, 0, *timelines.values())
+    picture.text(
+        left, LINE + 17, "Lighter: a later stage of the same rank. Half boxes: a forward and a backward that overlap."
+    )
+    picture.text(
+        left, 2 * LINE + 17, f"Curve: activations of pp rank 0; its full height is {microbatches} micro-batches."
+    )
+    for number, (name, timeline) in enumerate(timelines.items()):
+        y = 3 * LINE + 12 + number * height
+        facts = ", ".join(f"{what} {value}" for what, value in summary(timeline).items())
+        picture.text(left, y + 14, f"{name}: {facts}")
+        for rank in range(pp):
+            picture.text(0, y + LINE + rank * (row + gap) + 17, f"pp {rank}")
+        picture.timeline(timeline, left, y + LINE, scale, row, gap)
+        bottom = y + LINE + pp * (row + gap) + curve
+        picture.curve(
+            [*memory_curves(timeline)[0], (timeline.step_time, 0.0)], left, bottom, scale, curve / microbatches
+        )
+    unit = "unit: the forward of one micro-batch through all stages of a pp rank"
+    picture.time_axis(left, 3 * LINE + 6 + len(timelines) * height, scale, duration, 5, unit)
+    return str(picture)
+
+
+if __name__ == "__main__":
+    main(__doc__, buckets, schedules)

@@ -1,0 +1,279 @@
+"""The Llama model (Touvron et al. 2023, arXiv:2302.13971), without parallelism.
+
+Parameters have the names and shapes of transformers' `LlamaForCausalLM`, so state dicts need no translation. Local
+sizes are read from the weights' shapes, so a rank that holds half of the heads runs the same code.
+
+In shapes, B is the number of sequences, T of tokens, H of query heads, K of key/value heads, and D is the hidden size,
+d the head size, F the intermediate size, V the vocabulary size. On a rank, T, H, K, F and V can be those of a shard.
+W' is the transpose of W.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+
+from picotron.collectives import accumulation_dtype
+from picotron.model.attention import PackedDocuments, attend_per_document, packed_attention
+
+AttentionFn = Callable[[Tensor, Tensor, Tensor, PackedDocuments | None], Tensor]
+LossFn = Callable[[Any, Tensor], Tensor]  # function of the head and its input
+IGNORE_INDEX = -100  # target that does not count, as in torch.nn.functional.cross_entropy
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+    """Compute causal attention, softmax(q k' / sqrt(d)) v, with PyTorch's best fused kernel, within each document if
+    rows hold several `documents`.
+
+    q (B, H, T, d); k, v (B, K, T, d), where H is a multiple of K -> (B, H, T, d)
+    """
+    if documents is not None:
+        return packed_attention(q, k, v, documents, fused_attention)
+    if q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
+        # Only the flash kernels read shared k/v heads in place, and on GPUs they support half-precision dtypes only.
+        k, v = (heads.repeat_interleave(q.size(1) // heads.size(1), dim=1) for heads in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+
+
+def math_attention(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+    """Compute `fused_attention` with plain matmul and softmax, which keep the scores (B, H, T, T) in memory."""
+    if documents is not None:
+        return attend_per_document(q, k, v, documents, math_attention)
+    with sdpa_kernel(SDPBackend.MATH):
+        return fused_attention(q, k, v)
+
+
+def rope(config: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine of the rotary angles (Su et al. 2021, arXiv:2104.09864), in float32 like transformers.
+
+    position_ids (B, T) -> cos and sin, (B, T, 1, d/2) each
+    """
+    frequencies = rope_frequencies(config.head_dim, tuple(config.rope_parameters.items()), position_ids.device)
+    angles = position_ids[:, :, None, None].float() * frequencies
+    return angles.cos(), angles.sin()
+
+
+@functools.cache  # copying them to a GPU makes the CPU wait
+def rope_frequencies(head_dim: int, rope_parameters: tuple[tuple[str, Any], ...], device: torch.device) -> Tensor:
+    """Compute the rotary angles of position 1, (d/2). The CPU does so, as in transformers: a GPU's `pow` could differ
+    in the last bit of a frequency, and so at position 8,192 by 0.0005 in an angle.
+    """
+    parameters = dict(rope_parameters)
+    half = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
+    frequencies = 1.0 / parameters["rope_theta"] ** (half / head_dim)
+    if parameters["rope_type"] == "linear":  # position interpolation (Chen et al. 2023, arXiv:2306.15595)
+        frequencies = frequencies / parameters["factor"]
+    elif parameters["rope_type"] == "llama3":
+        # Llama 3.1 (arXiv:2407.21783) divides by `factor` the frequencies that make fewer than `low` turns in the
+        # original context, keeps those that make more than `high` turns, and interpolates in between.
+        low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+        wavelength = 2 * torch.pi / frequencies
+        keep = (parameters["original_max_position_embeddings"] / wavelength - low) / (high - low)
+        keep = keep.clamp(0, 1)
+        frequencies = (1 - keep) * frequencies / parameters["factor"] + keep * frequencies
+    return frequencies.to(device)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (x[i], x[i + d/2]) by its angle. x (B, T, heads, d); cos, sin (B, T, 1, d/2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """Apply several linear layers to the same input."""
+    return [linear(x) for linear in linears]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Linear(nn.Linear):
+    """`torch.nn.Linear` whose function, y = x W' + b, is an attribute, so that it can be replaced."""
+
+    linear_fn = staticmethod(F.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_fn(x, self.weight, self.bias)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; H query heads share K key/value heads (GQA, arXiv:2305.13245)."""
+
+    def __init__(self, config: LlamaConfig, attention_fn: AttentionFn) -> None:
+        super().__init__()
+        bias = config.attention_bias
+        self.head_dim, self.attention_fn, self.project_fn = config.head_dim, attention_fn, project
+        self.q_proj = Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias)
+        self.k_proj = Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
+        self.v_proj = Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
+        self.o_proj = Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+        B = x.size(0)
+        projected = self.project_fn(x, self.q_proj, self.k_proj, self.v_proj)
+        # H and K depend on the weights: a tp rank computes H/tp and K/tp heads.
+        q, k, v = (each.view(B, -1, each.size(-1) // self.head_dim, self.head_dim) for each in projected)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # (B, T, H, d), (B, T, K, d)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, H, T, d), (B, K, T, d)
+        y = self.attention_fn(q, k, v, documents)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.project_fn = project
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.project_fn(x, self.gate_proj, self.up_proj)  # (B, T, F) each
+        return self.down_proj(F.silu(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: LlamaConfig, attention_fn: AttentionFn) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, attention_fn)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, documents)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Head(nn.Linear):
+    """The linear layer that computes the logits of the next token: (B, T, D) -> (B, T, V)."""
+
+    def log_probs(self, x: Tensor, target_ids: Tensor) -> Tensor:
+        """Compute the log-probabilities of target_ids (B, T) given x (B, T, D): (B, T) in float32 or wider. They are 0
+        for targets that are IGNORE_INDEX.
+        """
+        logits = self(x).flatten(0, 1)
+        losses = F.cross_entropy(logits.to(accumulation_dtype(logits)), target_ids.flatten(), reduction="none")
+        return -losses.view(target_ids.shape)
+
+    def cross_entropy(self, x: Tensor, target_ids: Tensor, target_weights: Tensor | None = None) -> Tensor:
+        """Compute the mean loss of predicting target_ids (B, T) from x (B, T, D), or the sum of the losses times
+        target_weights (B, T). Targets that are IGNORE_INDEX count in neither. A scalar in float32 or wider.
+        """
+        losses = -self.log_probs(x, target_ids)
+        if target_weights is None:
+            return losses.sum() / (target_ids != IGNORE_INDEX).sum()
+        return (losses * target_weights).sum()
+
+
+class Decoder(nn.Module):
+    """The module that transformers calls `model`; it exists for the names of the parameters."""
+
+    def __init__(self, config: LlamaConfig, attention_fn: AttentionFn) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        # A dict by layer number, so that a layer keeps its name on a rank that removes other layers.
+        self.layers = nn.ModuleDict(
+            {str(i): DecoderLayer(config, attention_fn) for i in range(config.num_hidden_layers)}
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Llama(nn.Module):
+    """The language model.
+
+    Args:
+        config: see `picotron.model.model_config.load_model_config`, which rejects configs that this model does not support.
+        attention_fn: causal attention of (q, k, v), see `fused_attention`.
+        checkpoint_activations: whether to keep only each layer's input and to run its forward again in backward (Chen
+            et al. 2016, arXiv:1604.06174).
+    """
+
+    def __init__(
+        self, config: LlamaConfig, attention_fn: AttentionFn = fused_attention, checkpoint_activations: bool = False
+    ) -> None:
+        super().__init__()
+        self.config, self.checkpoint_activations = config, checkpoint_activations
+        self.model = Decoder(config, attention_fn)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Let the head, if this rank has it, use the embedding's matrix, if `tie_word_embeddings` is set."""
+        if self.config.tie_word_embeddings and self.lm_head is not None:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        target_ids: Tensor | None = None,
+        target_weights: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        loss_fn: LossFn | None = None,
+    ) -> Tensor:
+        """Compute the logits (B, T, V), or the loss, a scalar, if target_ids or loss_fn are given.
+
+        Args:
+            input_ids: (B, T).
+            position_ids: position of each token in its sequence, (B, T); by default 0, 1, 2, ...
+            hidden_states: input of the layers, (B, T, D); by default the embedded input_ids.
+            target_ids: tokens to predict, (B, T).
+            target_weights: weight of each target in the loss, (B, T), which is then a sum; by default a mean.
+            cu_seqlens: boundaries of documents that do not attend to each other, see `PackedDocuments`.
+            loss_fn: function to return instead of the loss, called as `loss_fn(head, x)` with the head's input x.
+        """
+        x = self.embed(input_ids) if hidden_states is None else hidden_states
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.size(1), device=x.device)[None]
+        x = self.run_layers(x, position_ids, range(self.config.num_hidden_layers), cu_seqlens)
+        return self.logits_or_loss(x, target_ids, target_weights, loss_fn)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embed input_ids: (B, T) -> (B, T, D)."""
+        return self.model.embed_tokens(input_ids)
+
+    def run_layers(
+        self, x: Tensor, position_ids: Tensor, layers: Iterable[int], cu_seqlens: Tensor | None, keep: bool = False
+    ) -> Tensor:
+        """Apply decoder layers, without recomputation if `keep`: x (B, T, D), position_ids (B, T) -> (B, T, D)."""
+        documents = None if cu_seqlens is None else PackedDocuments.of(cu_seqlens, x.device)
+        cos, sin = (table.to(x.dtype) for table in rope(self.config, position_ids))
+        for i in layers:
+            layer = self.model.layers[str(i)]
+            if self.checkpoint_activations and not keep and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, documents, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, cos, sin, documents)
+        return x
+
+    def logits_or_loss(
+        self,
+        x: Tensor,
+        target_ids: Tensor | None = None,
+        target_weights: Tensor | None = None,
+        loss_fn: LossFn | None = None,
+    ) -> Tensor:
+        """Apply the final norm and the head: x (B, T, D) -> logits (B, T, V), or the loss, see `forward`."""
+        x = self.model.norm(x)
+        if loss_fn is not None:
+            return loss_fn(self.lm_head, x)
+        return self.lm_head(x) if target_ids is None else self.lm_head.cross_entropy(x, target_ids, target_weights)

@@ -1,0 +1,145 @@
+"""Config of the model: transformers' LlamaConfig, checked to be one that `Llama` computes as transformers does."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers import LlamaConfig, PretrainedConfig
+
+from picotron.config import Model as ModelSection
+from picotron.console import UserError, first_line, invalid_value
+from picotron.files import read_object
+from picotron.model.hub import connect
+
+Size = Annotated[int, Field(ge=1, le=2**24)]
+ROPE_FACTORS = {  # keys of rope_parameters that a rope_type needs, besides rope_theta
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+class Limits(BaseModel):
+    """Types and limits of the keys of a config.json that `Llama` reads, if they are there."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    vocab_size: Size = 1
+    hidden_size: Size = 1
+    intermediate_size: Size = 1
+    num_hidden_layers: Annotated[int, Field(ge=1, le=10_000)] = 1
+    num_attention_heads: Size = 1
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    max_position_embeddings: Annotated[int, Field(ge=1)] = 1
+    initializer_range: Annotated[float, Field(ge=0)] = 0
+    rms_norm_eps: Annotated[float, Field(ge=0)] = 0
+    pad_token_id: Annotated[int, Field(ge=-1)] | None = None
+    eos_token_id: int | list[int] | None = None
+    num_labels: Annotated[int, Field(ge=0, le=2**16)] = 2  # transformers makes a table of this size
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope_theta: Annotated[float, Field(gt=0)] = 1
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+
+
+def load_model_config(section: ModelSection) -> LlamaConfig:
+    """Load the LlamaConfig of `model.name` (a folder or a hub id) and apply the section's overrides.
+
+    Raises:
+        UserError: the config cannot be read, is invalid, or needs features that `Llama` does not support.
+    """
+    name = section.name
+    try:
+        if Path(name).is_dir():
+            data = read_object(Path(name, "config.json"))
+        else:
+            connect(name)
+            data, _ = PretrainedConfig.get_config_dict(name)
+        if not data:
+            raise FileNotFoundError("file not found")
+        if (ends := read_generation_config(name).get("eos_token_id")) is not None:
+            data["eos_token_id"] = ends
+    except Exception as error:  # no such folder, no network, no permission, not JSON, ...
+        raise UserError(
+            f"{name!r} has no readable config.json ({first_line(error)}); give a hub id or a local folder"
+        ) from None
+    if data.get("model_type") != "llama":
+        raise UserError(
+            f"model_type={data.get('model_type')!r} of {name} is not supported; picotron trains 'llama' models"
+        )
+    for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        if getattr(section, key) is not None:
+            data[key] = getattr(section, key)
+    try:
+        Limits.model_validate(data)
+        config = LlamaConfig.from_dict(data)
+        # As the model of transformers does: a length at the top level of the file counts only then.
+        config.standardize_rope_params()
+    except ValidationError as error:
+        raise UserError(*(f"the config.json of {name}: {invalid_value(each)}" for each in error.errors())) from None
+    except Exception as error:
+        raise UserError(
+            f"the config.json of {name} is not a valid LlamaConfig: {' '.join(str(error).split())}"
+        ) from None
+    check_supported(config)
+    return config
+
+
+def read_generation_config(name: str) -> dict[str, Any]:
+    """Read the generation_config.json of a folder or a hub id; {} if there is none. As in transformers, its end tokens
+    replace those of config.json.
+    """
+    path = Path(name, "generation_config.json")
+    if not Path(name).is_dir():
+        try:
+            path = Path(hf_hub_download(name, path.name))
+        except EntryNotFoundError:
+            return {}
+    return read_object(path) if path.exists() else {}
+
+
+def end_tokens(config: LlamaConfig) -> list[int]:
+    """List the tokens with which a model ends a text."""
+    ends = config.eos_token_id
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]
+
+
+def check_supported(config: LlamaConfig) -> None:
+    """Raise UserError if `config` needs a feature that `Llama` would compute differently from transformers."""
+    parameters = config.rope_parameters
+    if config.num_attention_heads % config.num_key_value_heads:
+        divisors = [n for n in range(1, config.num_attention_heads + 1) if config.num_attention_heads % n == 0]
+        raise UserError(
+            f"num_key_value_heads={config.num_key_value_heads} does not divide num_attention_heads="
+            f"{config.num_attention_heads}; use one of {divisors}"
+        )
+    if config.head_dim % 2:
+        raise UserError(f"head_dim={config.head_dim} is odd; rotary embeddings need an even head_dim")
+    if config.pad_token_id is not None and config.pad_token_id >= config.vocab_size:
+        raise UserError(
+            f"pad_token_id={config.pad_token_id} is not below vocab_size={config.vocab_size}; change one of them in the "
+            f"model's config.json"
+        )
+    features = {
+        "hidden_act": (config.hidden_act, ("silu",)),
+        "attention_dropout": (config.attention_dropout, (0, None)),
+        "rope_type": (parameters.get("rope_type"), ("default", "linear", "llama3")),
+        "partial_rotary_factor": (parameters.get("partial_rotary_factor"), (1, None)),
+        "sliding_window": (getattr(config, "sliding_window", None), (None,)),
+        "quantization_config": (getattr(config, "quantization_config", None), (None,)),
+    }
+    for name, (value, supported) in features.items():
+        if value not in supported:
+            allowed = " or ".join(repr(v) for v in supported)
+            raise UserError(
+                f"{name}={value!r} in the model's config.json is not supported; picotron supports {allowed}"
+            )
+    for name in ("rope_theta", *ROPE_FACTORS.get(parameters["rope_type"], ())):
+        value = parameters.get(name)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise UserError(f"{name}={value!r} in the model's rope_parameters should be a positive number")

@@ -1,0 +1,220 @@
+"""Metrics of a run: one record per step, for metrics.jsonl, wandb and the console."""
+
+import json
+import logging
+import math
+import re
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaConfig
+
+from picotron import process_group_manager as pgm
+from picotron.collectives import all_reduce, run_on_all_ranks
+from picotron.config import Config
+from picotron.console import UserError, first_line, print_line
+from picotron.files import create
+from picotron.model.flops import PEAK_BF16_FLOPS, model_cost
+from picotron.run.progress import Progress
+from picotron.run.run_folder import user_error_on_failure
+
+logger = logging.getLogger("picotron")
+
+WANDB_SECONDS = 20.0
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of a device in bfloat16; None, and so no MFU, for CPUs, other dtypes and devices not in the table."""
+    if dtype != torch.bfloat16 or re.search(r"MIG|Laptop|Max-Q| D$", device_name):  # a share, or a slower version
+        return None
+    return next((flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
+
+
+def memory_gb(device: torch.device) -> float:
+    """Peak memory of this process in GB (10^9 bytes): allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def max_over_ranks(device: torch.device, *numbers: float) -> Tensor:
+    """Maximum of each number over all ranks, a vector on the device."""
+    # torch.tensor would copy the numbers from the CPU, and wait for the GPU.
+    maxima = torch.stack([torch.full((), number, dtype=torch.float64, device=device) for number in numbers])
+    all_reduce(maxima, None, dist.ReduceOp.MAX)
+    return maxima
+
+
+def global_mean(loss: Tensor) -> Tensor:
+    """Mean loss over the ranks of the last stage, a scalar on every rank. Ranks of other stages pass 0."""
+    grid, mean = pgm.process_group_manager, loss.to(torch.float64, copy=True)
+    all_reduce(mean, grid.cp_dp_group, dist.ReduceOp.AVG)
+    all_reduce(mean, grid.pp_group)
+    return mean
+
+
+def _start_wandb(config: Config, run_id: str | None) -> Any:
+    """Start a wandb run, or resume the one with the id `run_id`. It is offline without a login or network."""
+    import wandb
+
+    arguments: dict[str, Any] = {
+        "project": config.logging.project_name,
+        "name": config.logging.run_name,
+        "dir": config.checkpoint.save_dir,
+        # Without git, there is no diff.patch of uncommitted changes, which may hold secrets.
+        "settings": {"init_timeout": WANDB_SECONDS, "disable_git": True},
+    }
+    if run_id is not None:
+        arguments |= {"id": run_id, "resume": "allow"}
+    try:
+        if wandb.login(prompt=False, verify=False):
+            logger.info("connecting to Weights & Biases")
+            return wandb.init(**arguments, config=config.model_dump(), mode="online")
+        reason = "there is no login"
+    except wandb.errors.Error as error:
+        reason = first_line(error)
+    folder = f"{config.checkpoint.save_dir}/wandb"
+    logger.warning("wandb cannot go online (%s) and records in %s; `wandb sync` uploads the run", reason, folder)
+    return wandb.init(**arguments, config=config.model_dump(), mode="offline")
+
+
+class Metrics:
+    """Collects the metrics of each step over all ranks and checks them. Rank 0 writes them.
+
+    Args:
+        config, model_config: config of the run and of its model.
+        device, dtype: device and dtype in which the model computes, for memory and MFU.
+        records: metrics of earlier steps if the run resumes, see `begin_run`.
+        wandb_run_id: id of the wandb run to resume.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_config: LlamaConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        records: Sequence[dict[str, Any]] = (),
+        wandb_run_id: str | None = None,
+    ) -> None:
+        self.config, self.device = config, device
+        self.path = Path(config.checkpoint.save_dir, "metrics.jsonl")
+        self.tokens_per_step = config.global_batch_size * config.training.seq_length
+        cost = model_cost(model_config, config.training.seq_length)
+        self.flops_per_step = cost.flops * self.tokens_per_step
+        self.peak_flops = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", dtype)
+        self.vocab_size = model_config.vocab_size
+        self.first_loss, self.last_loss = (records[i]["loss"] if records else math.nan for i in (0, -1))
+        self.writes = pgm.process_group_manager.global_rank == 0
+        self.wandb, self.wandb_run_id = None, wandb_run_id
+        if self.writes and config.logging.use_wandb:
+            self.wandb = _start_wandb(config, wandb_run_id)
+            self.wandb_run_id = self.wandb.id
+        logger.info(
+            "%s | %s parameters, %s on %s",
+            pgm.process_group_manager,
+            f"{cost.parameters:,}",
+            config.model.dtype,
+            device,
+        )
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Start the step's clock. The time between steps, in which checkpoints are saved, is not measured."""
+        self.start = time.perf_counter()
+
+    def end_step(
+        self, progress: Progress, loss: Tensor, grad_norm: Tensor, learning_rate: float, stop: int = 0
+    ) -> tuple[dict[str, Any], int]:
+        """Stop the step's clock, and return the step's record. Every rank must call this.
+
+        Args:
+            progress: progress after the step.
+            loss: mean loss of this rank's tokens in the step, 0 if its stage has no loss; a scalar on the device.
+            grad_norm: global gradient norm before clipping; a scalar on the device.
+            learning_rate: learning rate of the step.
+            stop: number of the stop signal that this rank has received, or 0.
+
+        Returns:
+            The record, for `log`, and the number of a stop signal that any rank has received, or 0.
+
+        Raises:
+            UserError: on every rank, if the loss or the gradient norm is NaN or infinite.
+        """
+        grid = pgm.process_group_manager
+        maxima = max_over_ranks(self.device, memory_gb(self.device), stop)
+        numbers = torch.stack((*maxima, global_mean(loss), grad_norm.double()))
+        # The only time in a step that the CPU waits for the GPU.
+        memory, any_stop, mean_loss, norm = (number.item() for number in numbers.cpu())
+        record: dict[str, Any] = {
+            "step": progress.step,
+            "loss": mean_loss,
+            "grad_norm": norm,
+            "learning_rate": learning_rate,
+        }
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(record[name]):
+                # All ranks are here, because the numbers are global. A rank without the last stage has the loss 0.
+                losses = {rank: own for rank, own in enumerate(run_on_all_ranks(loss.item)) if own != 0}
+                bad = [rank for rank, own in losses.items() if not math.isfinite(own)]
+                advice = f"try a lower learning_rate than {learning_rate:g} or more warmup_steps"
+                if 0 < len(bad) < len(losses):
+                    advice = f"only rank {', '.join(map(str, bad))} computed such a loss; look at the data and the device there"
+                raise UserError(f"step {progress.step}: {name} is {record[name]}; {advice}")
+
+        step_time = time.perf_counter() - self.start
+        rate = self.tokens_per_step / step_time
+        record |= {
+            "tokens": progress.tokens,
+            "step_time": step_time,
+            "tokens_per_second": rate,
+            "tokens_per_second_per_gpu": rate / grid.world_size,
+            "mfu": self.peak_flops and self.flops_per_step / step_time / (self.peak_flops * grid.world_size),
+            "memory_gb": memory,
+        }
+        if any_stop:
+            logger.info("%s: the run ends after this step", signal.Signals(int(any_stop)).name)
+        return record, int(any_stop)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Write a record to metrics.jsonl, wandb and the console."""
+        if math.isnan(self.first_loss):
+            self.first_loss = record["loss"]
+        self.last_loss = record["loss"]
+        if not self.writes:
+            return
+        # The file is closed after every step, so that a killed run keeps all its lines.
+        with user_error_on_failure(self.path), open(self.path, "a", opener=create) as file:
+            file.write(json.dumps(record) + "\n")
+        if self.wandb:
+            self.wandb.log(record, step=record["step"])
+        evaluated = "eval_loss" in record
+        if evaluated or record["step"] % self.config.logging.log_frequency == 0 or record["step"] == 1:
+            mfu = "" if record["mfu"] is None else f" | mfu {record['mfu']:.1%}"
+            print_line(
+                f"step {record['step']:>4} | loss {record['loss']:.4f} | grad norm {record['grad_norm']:.3f} | "
+                f"lr {record['learning_rate']:.1e} | {record['tokens']:,} tokens | "
+                f"{record['tokens_per_second']:,.0f} tokens/s{mfu} | {record['memory_gb']:.2f} GB"
+            )
+        if evaluated:
+            print_line(f"step {record['step']:>4} | eval loss {record['eval_loss']:.4f}")
+
+    def close(self) -> None:
+        """Finish the wandb run, and log the first and last loss and the folder of the outputs."""
+        if self.wandb:
+            self.wandb.finish()
+        uniform = math.log(self.vocab_size)  # loss of a model that gives all tokens the same probability
+        if math.isnan(self.last_loss):
+            logger.info("no steps were run: the checkpoint is already at total_train_steps or max_tokens")
+        else:
+            logger.info("loss %.4f -> %.4f (a uniform guess has %.4f)", self.first_loss, self.last_loss, uniform)
+        logger.info("config.json and metrics.jsonl are in %s", Path(self.config.checkpoint.save_dir).resolve())

@@ -1,0 +1,22 @@
+"""Position of a run in its steps and its data."""
+
+import dataclasses
+
+from picotron.config import Config, Training
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Progress of a run: completed steps, tokens trained on, and the position in the data, in samples."""
+
+    step: int = 0
+    tokens: int = 0
+    samples: int = 0
+
+    def after_step(self, config: Config) -> "Progress":
+        batch = config.global_batch_size
+        return Progress(self.step + 1, self.tokens + batch * config.training.seq_length, self.samples + batch)
+
+    def is_end(self, training: Training) -> bool:
+        enough = training.max_tokens is not None and self.tokens >= training.max_tokens
+        return enough or self.step >= training.total_train_steps

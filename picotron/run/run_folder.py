@@ -1,0 +1,201 @@
+"""Folder of a run, `checkpoint.save_dir`: its files, and how a new run archives those of an earlier one.
+
+    config.json  schedule.csv  metrics.jsonl  step_00000080/  step_00000160/  ...    trace_step_00000005.jsonl  ...
+    earlier.1/  earlier.2/  ...
+
+A checkpoint folder with its final name is complete: it is written under another name, and renamed at the end.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import json
+import logging
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from picotron.config import Config
+from picotron.console import UserError
+from picotron.files import create, parse_json, write_atomically
+from picotron.schedules.actions import Schedule
+from picotron.schedules.schedule_csv import as_csv
+from picotron.schedules.trace import traces
+
+logger = logging.getLogger("picotron")
+
+CLAIMS: list[IO[str]] = []  # open files, so that their locks last; a forked worker may live longer than the run
+os.register_at_fork(after_in_child=lambda: [claim.close() for claim in CLAIMS])
+LARGEST = 1e30  # number in a record, so that it can be averaged and plotted
+UNFINISHED = ".unfinished"  # suffix of a checkpoint folder that is being written or deleted
+
+
+def claim_save_dir(config: Config) -> None:
+    """Create the folder for the outputs, and claim it for this run until its first process ends, however it ends.
+
+    Raises:
+        UserError: the folder cannot be written, holds a model, or is claimed by another run.
+    """
+    name = config.checkpoint.save_dir
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=name).close()
+        existing = Path(name, "config.json")
+        if existing.exists() and b'"model_type"' in existing.read_bytes():
+            raise UserError(
+                f"checkpoint.save_dir={name!r} is a model folder, and its config.json must be kept; choose another"
+            )
+        if int(os.environ.get("RANK", 0)) == 0:
+            _claim(Path(name, ".run_lock"))
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.save_dir={name!r} cannot be written: {error.strerror}; choose another folder"
+        ) from None
+
+
+def _claim(path: Path) -> None:
+    """Lock a file that names the process, host and start time of its owner. The lock ends with the process, because the
+    file is never closed.
+
+    Raises:
+        UserError: another process holds the lock.
+    """
+    lock = open(path, "a+", errors="replace", opener=create)  # noqa: SIM115 -- never closed
+    CLAIMS.append(lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise UserError(
+            f"checkpoint.save_dir={str(path.parent)!r} is being written by another run ({lock.read().strip()}); wait "
+            f"until it ends, or choose another folder"
+        ) from None
+    except OSError as error:  # some network file systems have no locks
+        logger.warning("%s cannot be locked (%s); make sure that no other run writes there", path, error.strerror)
+        return
+    lock.truncate(0)
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    lock.write(f"process {os.getpid()} on {platform.node()}, started at {started}\n")
+    lock.flush()
+
+
+def checkpoint_folder(save_dir: Path, step: int) -> Path:
+    """Folder of the checkpoint of a step."""
+    return save_dir / f"step_{step:08d}"
+
+
+def checkpoint_folders(save_dir: Path) -> dict[int, Path]:
+    """Map the step of each complete checkpoint in `save_dir` to its folder, in ascending order."""
+    steps = sorted(int(path.name[5:]) for path in save_dir.glob("step_" + 8 * "[0-9]"))
+    return {step: checkpoint_folder(save_dir, step) for step in steps}
+
+
+def parse_load_path(load_path: str) -> tuple[bool, str]:
+    """Return whether a run resumes from the newest checkpoint in its save_dir, and the folder from which it starts
+    without one ("": initial weights).
+    """
+    if load_path == "latest" or load_path.startswith("latest or "):
+        return True, load_path.removeprefix("latest").removeprefix(" or ")
+    return False, load_path
+
+
+def delete_checkpoint(folder: Path) -> None:
+    """Rename a checkpoint, then delete it: deletion is not atomic, and a half-deleted folder must not look complete.
+
+    Failures are only logged.
+    """
+    try:
+        unfinished = folder.with_name(folder.name.removesuffix(UNFINISHED) + UNFINISHED)
+        shutil.rmtree(folder.rename(unfinished))
+    except OSError as error:
+        logger.warning("%s cannot be deleted: %s", folder, error.strerror)
+
+
+@contextlib.contextmanager
+def user_error_on_failure(path: Path) -> Iterator[None]:
+    """Context in which a failure to write to `path` raises a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {error.strerror}; free some space, or choose another checkpoint.save_dir"
+        ) from None
+
+
+def read_records(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Read the records of a metrics.jsonl.
+
+    Returns:
+        The records, and the first problem of the file, or "". Damaged lines are skipped; a last line that a killed run
+        left unfinished is not a problem.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    except OSError as error:
+        return [], f"{path.name} cannot be read: {error.strerror}"
+    records, problem = [], ""
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = parse_json(line, f"line {number} of {path.name}")
+            if not isinstance(record, dict) or type(record.get("step")) is not int or record.get("loss") is None:
+                raise UserError(f"line {number} of {path.name} is not the record of a step")
+            values = (value for value in record.values() if value is not None)
+            if not all(type(value) in (int, float) and not abs(value) > LARGEST for value in values):
+                raise UserError(f"line {number} of {path.name} has a value that is not a number, or beyond {LARGEST:g}")
+            records.append(record)
+        except UserError as error:
+            problem = problem or str(error)
+    return records, problem
+
+
+def new_archive_folder(folder: Path) -> Path:
+    """Create a folder `earlier.N` in `folder`, for the files of earlier runs."""
+    archive = next(path for n in itertools.count(1) if not (path := folder / f"earlier.{n}").exists())
+    archive.mkdir()
+    return archive
+
+
+def begin_run(config: Config, resumed_step: int | None, schedule: Schedule | None = None) -> list[dict[str, Any]]:
+    """Write config.json and schedule.csv, and archive the files of an earlier run in a folder `earlier.N`.
+
+    Args:
+        resumed_step: step of the checkpoint in save_dir from which this run resumes; files up to that step stay in
+            place. None if this run does not resume an earlier one.
+        schedule: the pipeline schedule, if it was searched. It can be drawn, and used again with pp_engine "csv:FILE".
+
+    Returns:
+        The records of metrics.jsonl up to `resumed_step`. The file keeps only these; the archived copy has all records.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    save_dir = Path(config.checkpoint.save_dir)
+    metrics, config_file, schedule_file = (save_dir / n for n in ("metrics.jsonl", "config.json", "schedule.csv"))
+    by_step = [*checkpoint_folders(save_dir).items(), *traces(save_dir).items()]
+    old = [path for step, path in by_step if resumed_step is None or step > resumed_step]
+    if resumed_step is None:
+        old += [path for path in (metrics, config_file, schedule_file) if path.exists()]
+    with user_error_on_failure(save_dir):
+        all_records, problem = ([], "") if resumed_step is None else read_records(metrics)
+        records = [record for record in all_records if record["step"] <= (resumed_step or 0)]
+        if old or problem or len(records) < len(all_records):
+            archive = new_archive_folder(save_dir)
+            for path in old:
+                path.rename(archive / path.name)
+            if resumed_step is not None and metrics.exists():
+                shutil.copy(metrics, archive)
+            names = sorted(path.name for path in archive.iterdir())
+            logger.info("files of an earlier run in %s are now in %s: %s", save_dir, archive, ", ".join(names))
+        if problem:
+            logger.warning("%s: %s; damaged lines are left out, and kept in %s", save_dir, problem, archive)
+        if resumed_step is not None and metrics.exists():
+            write_atomically(metrics, "".join(json.dumps(record) + "\n" for record in records))
+        write_atomically(config_file, config.model_dump_json(indent=2) + "\n")
+        if schedule is not None:
+            write_atomically(schedule_file, as_csv(schedule.programs))
+    return records

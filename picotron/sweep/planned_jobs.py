@@ -1,0 +1,220 @@
+"""The jobs of a sweep before they run: their configs, checked, with estimates of memory, idle time and speed."""
+
+import copy
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import LlamaConfig
+
+from picotron.command_line import override, parse_config
+from picotron.config import Config, Logging
+from picotron.config import Model as ModelSection
+from picotron.console import UserError, text_table
+from picotron.explain.estimate import GIB, Memory, bubble, rank_memory
+from picotron.explain.forecast import Forecast, forecast
+from picotron.explain.hardware import Hardware, fits
+from picotron.explain.measure import on_hardware
+from picotron.files import write_atomically
+from picotron.model.model_config import load_model_config
+from picotron.parallelize import check_layout
+from picotron.pipeline_parallel.plan import PipelinePlan
+from picotron.sweep.combinations import FLAGS, GLOBAL_BATCH, Combination, canonical_json
+from picotron.sweep.jobs import Job
+from picotron.sweep.planner import IDLE
+
+OPTIONS: dict[str, list[Any]] = {  # values that `--best` tries of keys that are not given
+    "training.micro_batch_size": [1, 2, 4, 8],
+    "training.activation_checkpointing": ["none", "full"],
+    "distributed.dp_engine": ["bucket", "zero1", "zero3"],
+    "distributed.pp_engine": list(IDLE),
+}
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job that can run.
+
+    Args:
+        data: the config as JSON, as it is written to the file.
+        config: the config.
+        memory: the estimated memory of each pp rank.
+        bubble: the estimated idle fraction, 0 to 1.
+        forecast: the estimated time of a step, if the hardware is known.
+    """
+
+    job: Job
+    data: dict[str, Any]
+    config: Config
+    memory: list[Memory]
+    bubble: float
+    forecast: Forecast | None
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank that needs most."""
+        return max(memory.total for memory in self.memory)
+
+    def write_forecast(self) -> None:
+        """Write the forecast next to the config; `extract_metrics.py` compares it with the run."""
+        if self.forecast is not None:
+            data = {
+                "step_time": self.forecast.step_time,
+                "tokens_per_second_per_gpu": self.forecast.tokens_per_second / self.config.distributed.world_size,
+                "mfu": self.forecast.mfu,
+                "memory_gb": self.peak / 1e9,
+                "seconds": self.forecast.seconds._asdict(),
+            }
+            write_atomically(self.job.forecast_file, json.dumps(data, indent=2) + "\n")
+
+
+def make_config(
+    base: dict[str, Any], combination: Combination, *later_checks: Callable[[Config], object]
+) -> tuple[dict[str, Any], Config]:
+    """Return the config of a combination as JSON and as an object.
+
+    Args:
+        later_checks: see `parse_config`.
+
+    Raises:
+        UserError: a key or a value is not valid.
+    """
+    data = copy.deepcopy(base)
+    for key, value in combination.items():
+        if key != GLOBAL_BATCH:
+            override(data, key, value)
+    if GLOBAL_BATCH in combination:
+        override(data, FLAGS["grad_acc_steps"], accumulation_steps(combination[GLOBAL_BATCH], parse_config(data)))
+    return data, parse_config(data, *later_checks)
+
+
+def plan_job(job: Job, base: dict[str, Any], combination: Combination, hardware: Hardware | None) -> PlannedJob:
+    """Make the config of a combination, check it as train.py does, and estimate its memory, bubble and speed.
+
+    Raises:
+        UserError: train.py would reject the config.
+    """
+    data, config = make_config(base, combination | {"checkpoint.save_dir": str(job.run_folder)}, check_cached)
+    model_config, plan = check_cached(config)
+    config = config if hardware is None else on_hardware(config, hardware)
+    times = None if hardware is None else forecast(config, model_config, plan, hardware)
+    idle = bubble(config, model_config, plan) if times is None else times.bubble
+    return PlannedJob(job, data, config, rank_memory(config, model_config, plan), idle, times)
+
+
+@functools.cache
+def load_cached(section: ModelSection) -> LlamaConfig | UserError:
+    """Load a model's config. An error is returned, and thus cached: an unreachable hub takes long to fail."""
+    try:
+        return load_model_config(section)
+    except UserError as error:
+        return error
+
+
+def check_cached(config: Config) -> tuple[LlamaConfig, PipelinePlan]:
+    """Do the same as `check_model`, but load each model's config only once."""
+    model_config = load_cached(config.model)
+    if isinstance(model_config, UserError):
+        raise model_config
+    return model_config, check_layout(config, model_config)
+
+
+def accumulation_steps(global_batch_size: Any, config: Config) -> int:
+    dp, mbs = config.distributed.dp_size, config.training.micro_batch_size
+    if type(global_batch_size) is not int or global_batch_size < 1 or global_batch_size % (dp * mbs):
+        raise UserError(
+            f"global_batch_size={canonical_json(global_batch_size)} should be a positive multiple of {dp * mbs}, the "
+            f"product of dp_size={dp} and micro_batch_size={mbs}"
+        )
+    return global_batch_size // (dp * mbs)
+
+
+def candidates(base: dict[str, Any], layouts: Sequence[Combination]) -> Iterator[tuple[Combination, Config]]:
+    """Extend layouts by the values in OPTIONS that make a difference, and drop those that train.py would reject."""
+    for layout in layouts:
+        dp, pp, cp, tp = (layout[FLAGS[axis]] for axis in ("dp", "pp", "cp", "tp"))
+        options = {key: values for key, values in OPTIONS.items() if key not in layout}
+        for key, ranks in (("distributed.dp_engine", dp * cp), ("distributed.pp_engine", pp)):
+            if ranks == 1 and key in options:
+                options[key] = options[key][:1]
+        for values in itertools.product(*options.values()):
+            combination = layout | dict(zip(options, values, strict=True))
+            combination.setdefault("distributed.sequence_parallel", tp > 1)
+            try:
+                _, config = make_config(base, combination)
+            except UserError:  # for example, the batch does not divide by dp
+                continue
+            if _can_run(config):
+                yield combination, config
+
+
+def what_fits(config: Config, model_config: LlamaConfig, gib: float) -> str:
+    """Return the smallest change with which a config fits into `gib`: recomputation, ZeRO, or also more ranks."""
+    full, zero3 = {"activation_checkpointing": "full"}, {"dp_engine": "zero3"}
+    dp = config.distributed.dp_size
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, full), (zero3, {}), (zero3, full)]
+    changes += [(zero3 | {"dp_size": dp * 2**i}, full) for i in range(1, 13)]
+    for layout, training in changes:
+        sections = {"distributed": layout, "training": training}
+        changed = config.model_copy(
+            update={name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+        )
+        memory = rank_memory(changed, model_config, check_layout(changed, model_config))
+        if fits(max(each.total for each in memory) / GIB, gib):
+            ranks = f", on {changed.distributed.world_size:,} ranks" if "dp_size" in layout else ""
+            return "it fits with " + " and ".join(f"{k} {v}" for k, v in (layout | training).items()) + ranks
+    return "neither recomputation nor ZeRO-3 on more ranks helps; use more tp or pp ranks"
+
+
+def _can_run(config: Config) -> bool:
+    """Return whether a layout fits its model. Only what that depends on is kept, because most candidates share it."""
+    from_file = config.distributed.pp_engine.startswith("csv:")  # a file is for one number of micro-batches
+    changes = {
+        "distributed": {"dp_size": 1, "dp_engine": "bucket"},
+        "training": {"micro_batch_size": 1} | ({} if from_file else {"gradient_accumulation_steps": 1}),
+    }
+    kept = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
+    return _fits(config.model_copy(update=kept | {"logging": Logging()}))
+
+
+@functools.cache
+def _fits(config: Config) -> bool:
+    model_config = load_cached(config.model)
+    if isinstance(model_config, UserError):
+        raise model_config
+    layout = config.distributed
+    if layout.pp_layout is None and layout.pp_size * (layout.pp_chunks or 1) > model_config.num_hidden_layers:
+        return False  # without building a very long pipeline first
+    try:
+        check_layout(config, model_config)
+    except UserError:
+        return False
+    return True
+
+
+def table(planned: Sequence[PlannedJob]) -> str:
+    """Format the layout, batch, bubble and memory of each job; memory is that of the rank that needs most."""
+    times = ("s/step", "tokens/s", "MFU") if planned[0].forecast is not None else ()
+    rows = [("", "dp pp cp tp", "sequences/step", "tokens/step", "parameters/rank", "bubble", "GiB/rank", *times)]
+    for p in planned:
+        layout, training = p.config.distributed, p.config.training
+        dp, mbs, steps = layout.dp_size, training.micro_batch_size, training.gradient_accumulation_steps
+        heaviest = max(p.memory, key=lambda memory: memory.total)
+        rows.append((
+            p.job.name,
+            f"{dp:2} {layout.pp_size:2} {layout.cp_size:2} {layout.tp_size:2}",
+            f"{p.config.global_batch_size} = {dp} x {mbs} x {steps}",
+            f"{p.config.global_batch_size * training.seq_length:,}",
+            f"{max(memory.parameters for memory in p.memory):,}",
+            f"{p.bubble:.1%}",
+            f"{heaviest.state / GIB:.3f} + {(heaviest.total - heaviest.state) / GIB:.3f} = {heaviest.total / GIB:.3f}",
+            *(() if p.forecast is None else (
+                f"{p.forecast.step_time:.3f}",
+                f"{p.forecast.tokens_per_second:,.0f}",
+                "-" if p.forecast.mfu is None else f"{p.forecast.mfu:.1%}",
+            )),
+        ))  # fmt: skip
+    return text_table(rows)

@@ -1,0 +1,225 @@
+"""Checkpoints: any layout resumes from a checkpoint of any other, and transformers loads checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+
+from picotron.checkpoint import safetensors_folder
+from picotron.checkpoint.checkpoint import TrainerState
+from picotron.model.llama import Llama
+from picotron.model.weights import materialise
+from picotron.run.run_folder import checkpoint_folders
+from tests.support.checkpoints import BATCH, LAYOUTS, first_half, model_of, run, run_config, tensors_of
+from tests.support.oracle import assert_close, oracle_training, random_tokens, tiny_llama, with_exact_norms
+from tests.support.training import layout_name
+from tests.support.worker_pool import WorkerPool
+
+CPU = torch.device("cpu")
+# In `make test`, each layout writes a checkpoint or resumes from one; `make parity` has all other pairs.
+PAIRS = [(i, (i + 3) % 8) for i in range(0, 8, 2)] + [(0, 0)]
+PARITY = [(i, j) for i in range(8) for j in range(8) if (i, j) not in PAIRS]
+
+
+def assert_equals_second_half(result: dict[str, Any], model_config: LlamaConfig) -> None:
+    """Check the result of a run resumed at step 5 against steps 6 to 10 of one process."""
+    expected = oracle_training(run_config(Path("unused"), {}), model_config, random_tokens())
+    assert_close(result["losses"], expected["losses"][5:], what="losses")
+    assert_close(result["grad_norms"], expected["grad_norms"][5:], what="grad norms")
+    assert result["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        assert_close(result["weights"][name], weight, what=name)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [*PAIRS, *[pytest.param(*pair, marks=pytest.mark.parity) for pair in PARITY]],
+    ids=lambda number: layout_name(LAYOUTS[number]) or "one",
+)
+def test_any_layout_resumes_from_a_checkpoint_of_any_other(
+    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path, first: int, second: int
+) -> None:
+    tied = (first + second) % 2 == 0
+    config = run_config(tmp_path, LAYOUTS[second], checkpoint__load_path=str(checkpoint_at_step_5(first, tied)))
+    result = run(pool, config, model_of(tied), tokenizer)
+    assert_equals_second_half(result, model_of(tied))
+    if first == second:
+        whole = run(pool, run_config(tmp_path / "whole", LAYOUTS[second]), model_of(tied), tokenizer)
+        assert result["losses"] == whole["losses"][5:]
+        assert result["grad_norms"] == whole["grad_norms"][5:]
+        for kind in ("model", "exp_avg", "exp_avg_sq"):
+            ours, theirs = (tensors_of(folder / "step_00000010", kind) for folder in (tmp_path, tmp_path / "whole"))
+            assert ours.keys() == theirs.keys() == result["weights"].keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+IN_A_V = {"pp_size": 2, "pp_engine": "zbv"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "tied"),
+    [
+        (IN_A_V, {"pp_size": 2}, True),
+        (IN_A_V, {}, False),
+        ({"pp_size": 2, "pp_engine": "looped_bfs"}, IN_A_V | {"dp_size": 2}, True),
+    ],
+    ids=lambda value: layout_name(value) if isinstance(value, dict) else str(value),
+)
+def test_any_schedule_resumes_from_a_checkpoint_of_any_other(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path, first: dict[str, Any], second: dict[str, Any], tied: bool
+) -> None:
+    """The schedules differ in the layers of each rank: in a V, the first rank has both ends of the model."""
+    model_config = tiny_llama(num_hidden_layers=5, tie_word_embeddings=tied)
+    run(pool, first_half(tmp_path / "first", first), model_config, tokenizer)
+    half = str(tmp_path / "first/step_00000005")
+    config = run_config(tmp_path / "second", second, checkpoint__load_path=half)
+    assert_equals_second_half(run(pool, config, model_config, tokenizer), model_config)
+
+
+@pytest.mark.parametrize("number", range(8), ids=lambda number: layout_name(LAYOUTS[number]) or "one")
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_transformers_loads_a_checkpoint_and_computes_equal_logits(
+    checkpoint_at_step_5: Any, tokenizer: Path, number: int, tied: bool
+) -> None:
+    folder, config = checkpoint_at_step_5(number, tied), model_of(tied)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert theirs.dtype == torch.float64
+    assert theirs.config.to_dict()["vocab_size"] == 61
+    with torch.device("meta"):
+        ours = Llama(config).to(torch.float64)
+    materialise(ours, CPU, safetensors_folder.SafetensorsFolder(folder).read)
+    ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(0))
+    assert_close(ours(ids), with_exact_norms(theirs)(input_ids=ids, use_cache=False).logits, 1e-12, "logits")
+    # All layouts write the same tensors.
+    reference = checkpoint_at_step_5(0, tied)
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        tensors, expected = tensors_of(folder, kind), tensors_of(reference, kind)
+        assert tensors.keys() == expected.keys() == dict(ours.named_parameters()).keys()
+        for name, tensor in tensors.items():
+            assert_close(tensor, expected[name], what=f"{kind} of {name}")
+    text = "def f(x)"
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert loaded(text)["input_ids"] == AutoTokenizer.from_pretrained(tokenizer)(text)["input_ids"]
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == loaded.eos_token_id == 0
+    files = {path.name for path in folder.iterdir()}
+    stages = LAYOUTS[number].get("pp_size", 1)
+    assert len([name for name in files if name.endswith(".safetensors")]) == 3 * stages
+
+
+def test_trainer_state_records_progress_layout_and_files(checkpoint_at_step_5: Any) -> None:
+    data = json.loads((checkpoint_at_step_5(7, True) / "trainer_state.json").read_text())
+    known = {key: data[key] for key in ("step", "tokens", "samples", "seed", "layout", "wandb_run_id")}
+    assert known == {
+        "step": 5, "tokens": 5 * BATCH * 16, "samples": 5 * BATCH, "seed": 42, "layout": "dp 2 x pp 2 x cp 1 x tp 2", "wandb_run_id": None,
+    }  # fmt: skip
+    assert data["config"]["distributed"]["pp_size"] == 2
+    assert data["versions"]["torch"] == torch.__version__
+    assert set(data["files"]) | {"trainer_state.json"} == {
+        path.name for path in checkpoint_at_step_5(7, True).iterdir()
+    }
+
+
+def test_bfloat16_checkpoint_preserves_master_weights(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    """The same layout resumes bit for bit; a different layout starts from bitwise equal master weights."""
+    model, layout, dtype = model_of(True), LAYOUTS[7], {"model__dtype": "bfloat16"}
+    whole = run(pool, run_config(tmp_path / "whole", layout, **dtype), model, tokenizer)
+    run(pool, first_half(tmp_path / "run", layout, **dtype), model, tokenizer)
+    half = tmp_path / "run" / "step_00000005"
+    masters, weights = tensors_of(half, "master"), tensors_of(half, "model")
+    assert all(masters[name].to(torch.bfloat16).equal(weight) for name, weight in weights.items())
+    assert not any(master.equal(master.bfloat16().float()) for name, master in masters.items() if "proj" in name)
+    assert AutoModelForCausalLM.from_pretrained(half).dtype == torch.bfloat16
+
+    result = run(pool, run_config(tmp_path / "run", layout, checkpoint__load_path="latest", **dtype), model, tokenizer)
+    assert result["losses"] == whole["losses"][5:]
+    for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
+        ours, theirs = (tensors_of(tmp_path / name / "step_00000010", kind) for name in ("run", "whole"))
+        assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+    # A negligible learning rate in a different layout: the weights are written as they were read.
+    still = {"training__learning_rate": 1e-30, "training__weight_decay": 0.0, "checkpoint__load_path": str(half)}
+    other = first_half(tmp_path / "other", {"pp_size": 3}, **still | dtype | {"training__total_train_steps": 6})
+    other = other.model_copy(update={"training": other.training.model_copy(update={"max_tokens": None})})
+    run(pool, other, model, tokenizer)
+    again = tensors_of(tmp_path / "other" / "step_00000006", "master")
+    assert all(again[name].equal(master) for name, master in masters.items())
+    # A float32 model loads the master weights as its weights.
+    wide = other.model_copy(update={"model": other.model.model_copy(update={"dtype": "float32"})})
+    run(
+        pool,
+        wide.model_copy(update={"checkpoint": wide.checkpoint.model_copy(update={"save_dir": str(tmp_path / "wide")})}),
+        model,
+        tokenizer,
+    )
+    again = tensors_of(tmp_path / "wide" / "step_00000006", "model")
+    assert all(again[name].equal(master) for name, master in masters.items())
+    assert tensors_of(tmp_path / "wide" / "step_00000006", "master") == {}
+
+
+def test_model_folder_without_trainer_state_starts_at_step_0(
+    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path
+) -> None:
+    """The first loss is that of the weights in the folder."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_at_step_5(0, False))
+    model.save_pretrained(tmp_path / "model")
+    config = run_config(tmp_path / "run", {"pp_size": 2}, checkpoint__load_path=str(tmp_path / "model"))
+    result = run(pool, config, model_of(False), tokenizer)
+    assert len(result["losses"]) == 10
+    rows = torch.from_numpy(random_tokens()[: BATCH * 16 + 1].astype("int64"))
+    logits = with_exact_norms(model)(input_ids=rows[:-1].view(BATCH, 16), use_cache=False).logits
+    assert_close(result["losses"][0], torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[1:]).item())
+
+
+def test_latest_resumes_and_keep_last_deletes_older_checkpoints(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path
+) -> None:
+    layout, model = {"dp_size": 2}, model_of(False)
+    keys = {"checkpoint__save_frequency": 2, "checkpoint__keep_last": 2, "checkpoint__load_path": "latest"}
+    (tmp_path / "step_00000004.unfinished").mkdir()  # left behind by a killed run
+    first = run(pool, first_half(tmp_path, layout, **keys), model, tokenizer)
+    assert len(first["losses"]) == 5  # there was no checkpoint to resume from
+    assert list(checkpoint_folders(tmp_path)) == [4, 5]
+    second = run(pool, run_config(tmp_path, layout, **keys), model, tokenizer)
+    assert list(checkpoint_folders(tmp_path)) == [8, 10]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000008", "step_00000010"]
+    whole = run(pool, run_config(tmp_path / "whole", layout), model, tokenizer)
+    assert first["losses"] + second["losses"] == whole["losses"]
+    third = run(pool, run_config(tmp_path, layout, **keys), model, tokenizer)
+    assert third["losses"] == []  # training was complete
+
+
+@pytest.mark.parametrize("changes", [{"training__seq_length": 8}, {"training__seed": 1, "dataset__shuffle": True}])
+def test_changed_data_restarts_at_sample_0_and_keeps_the_step(
+    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    config = run_config(tmp_path, {}, checkpoint__load_path=str(checkpoint_at_step_5(0, False)), **changes)
+    assert len(run(pool, config, model_of(False), tokenizer)["losses"]) == 5
+    state = json.loads((tmp_path / "step_00000010/trainer_state.json").read_text())
+    assert (state["step"], state["samples"]) == (10, 5 * BATCH)
+    assert state["tokens"] == 5 * BATCH * (16 + config.training.seq_length)
+
+
+def test_changed_global_batch_size_resumes_at_the_same_sample(
+    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path
+) -> None:
+    config = run_config(
+        tmp_path, {}, checkpoint__load_path=str(checkpoint_at_step_5(0, False)), training__gradient_accumulation_steps=1
+    )
+    run(pool, config, model_of(False), tokenizer)
+    state = json.loads((tmp_path / "step_00000010/trainer_state.json").read_text())
+    assert (state["step"], state["samples"], state["tokens"]) == (10, 5 * BATCH + 5 * 4, 5 * 16 * (BATCH + 4))
+
+
+def test_trainer_state_round_trips_through_json() -> None:
+    state = TrainerState(
+        step=3, tokens=4, samples=5, data_fingerprint="a", seed=1, layout="dp 1", config={"a": {"b": 0.1}},
+        versions={}, wandb_run_id="x", files={"f": [safetensors_folder.ByteRange(0, 2, "3")]},
+    )  # fmt: skip
+    data = json.loads(state.to_json())
+    assert len(data.pop("xxh3")) == 16
+    assert TrainerState.model_validate_json(json.dumps(data)) == state
+    data["order_of_samples"] = data.pop("data_fingerprint")  # the name in older checkpoints
+    assert TrainerState.model_validate_json(json.dumps(data)) == state

@@ -1,0 +1,193 @@
+"""Damaged checkpoints, checkpoints of other models and wrong folders are rejected with an error that names them."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from transformers import LlamaConfig
+
+from picotron.config import Config
+from picotron.run.run_folder import checkpoint_folders
+from tests.support.checkpoints import mistake, model_of, run, run_config, warnings_of
+from tests.support.oracle import tiny_llama
+from tests.support.worker_pool import WorkerPool
+
+
+def flip(path: Path, place: int = -7) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(data)
+
+
+def damage(folder: Path, how: str) -> None:
+    single = "model.safetensors" if (folder / "model.safetensors").exists() else "model-00002-of-00002.safetensors"
+    if how == "flipped weight":
+        flip(folder / single)
+    elif how == "flipped header":
+        flip(folder / single, 60)
+    elif how == "flipped moment":
+        flip(next(iter(sorted(folder.glob("exp_avg_sq*.safetensors")))), 5000)
+    elif how == "truncated":
+        path = folder / single
+        path.write_bytes(path.read_bytes()[:-100])
+    elif how == "longer":
+        path = folder / single
+        path.write_bytes(path.read_bytes() + b"\0")
+    elif how == "missing":
+        (folder / single).unlink()
+    elif how == "config":
+        (folder / "config.json").write_text((folder / "config.json").read_text().replace("32", "64"))
+    elif how == "no state":
+        (folder / "trainer_state.json").unlink()
+    elif how == "flipped state":
+        path = folder / "trainer_state.json"
+        path.write_text(path.read_text().replace('"step": 5', '"step": 7'))
+    elif how == "empty state":
+        (folder / "trainer_state.json").write_text("")
+    elif how == "foreign state":
+        (folder / "trainer_state.json").write_text("[1, 2]")
+
+
+DAMAGES = {
+    "flipped weight": r"model.*safetensors is damaged: the checksum of bytes \d+ to \d+ is [\da-f]{16}, but should be [\da-f]{16}; use another",
+    "flipped header": r"model.*safetensors is damaged: the checksum of bytes 0 to",
+    "flipped moment": r"exp_avg_sq.*safetensors is damaged: the checksum",
+    "truncated": r"model.*safetensors has [\d,]+ bytes, but [\d,]+ were written; use another checkpoint",
+    "longer": r"model.*safetensors has [\d,]+ bytes, but [\d,]+ were written; use another checkpoint",
+    "missing": r"model.*safetensors is missing; use another checkpoint",
+    "config": r"config\.json is damaged: the checksum",
+    "no state": r"trainer_state\.json is missing, so training cannot resume from this folder; use another checkpoint",
+    "flipped state": r"trainer_state\.json is damaged \(checksum mismatch\); use another checkpoint",
+    "empty state": r"trainer_state\.json is not valid JSON: Expecting value at column 1; use another",
+    "foreign state": r"trainer_state\.json holds a JSON list; it should hold an object \{\.\.\.\}; use another",
+}
+
+
+@pytest.mark.parametrize("number", [0, 7], ids=["one", "dp2 pp2 tp2"])
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damaged_checkpoint_raises_an_error_that_names_the_file(
+    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path, how: str, number: int
+) -> None:
+    """Two ranks verify the checksums, each those of some of the bytes."""
+    folder = Path(shutil.copytree(checkpoint_at_step_5(number, True), tmp_path / "step_00000005"))
+    damage(folder, how)
+    config = run_config(tmp_path / "run", {"dp_size": 2}, checkpoint__load_path=str(folder))
+    messages = pool.run(mistake, 2, config, model_of(True), tokenizer)
+    assert messages[0] == messages[1]
+    (line,) = messages[0].splitlines()
+    assert line.startswith(str(folder))
+    assert re.search(DAMAGES[how], line), line
+
+
+def test_latest_skips_damaged_checkpoints(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    keys = {"checkpoint__save_frequency": 2, "checkpoint__load_path": "latest"}
+    run(pool, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)
+    assert list(checkpoint_folders(tmp_path)) == [2, 4, 6, 8, 10]
+    damage(tmp_path / "step_00000010", "truncated")
+    damage(tmp_path / "step_00000008", "flipped moment")
+    config = run_config(tmp_path, {"dp_size": 2}, checkpoint__load_path="latest", checkpoint__save_frequency=0)
+    for steps, lines in pool.run(warnings_of, 2, config, model_of(False), tokenizer):
+        assert steps == 4
+        assert len(lines) == 2
+        assert lines[0].startswith(f"{tmp_path}/step_00000010/model.safetensors has ")
+        assert lines[1].startswith(f"{tmp_path}/step_00000008/exp_avg_sq.safetensors is damaged")
+        assert all(line.endswith("; trying the checkpoint before it") for line in lines)
+
+
+def test_latest_skips_folders_that_are_no_checkpoints(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    keys = {"checkpoint__save_frequency": 2, "checkpoint__load_path": "latest"}
+    run(pool, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)
+    (tmp_path / "step_00000012").mkdir()
+    damage(tmp_path / "step_00000010", "no state")
+    damage(tmp_path / "step_00000008", "no state")
+    for path in (tmp_path / "step_00000008").glob("exp_avg*"):
+        path.unlink()
+    config = run_config(tmp_path, {}, checkpoint__load_path="latest", checkpoint__save_frequency=0)
+    steps, lines = pool.run(warnings_of, 1, config, model_of(False), tokenizer)[0]
+    assert steps == 4
+    assert [line.split(",")[0] for line in lines] == [
+        f"{tmp_path}/step_00000012/trainer_state.json is missing; trying the checkpoint before it",
+        f"{tmp_path}/step_00000010/trainer_state.json is missing",
+        f"{tmp_path}/step_00000008/trainer_state.json is missing; trying the checkpoint before it",
+    ]
+
+
+def test_latest_stops_if_no_checkpoint_is_intact(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    keys = {"checkpoint__save_frequency": 5, "checkpoint__load_path": "latest"}
+    run(pool, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)
+    for folder in checkpoint_folders(tmp_path).values():
+        damage(folder, "no state")
+    before = sorted(tmp_path.rglob("*"))
+    message = pool.run(mistake, 1, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)[0]
+    assert f"none of the 2 checkpoints in {tmp_path} is intact; choose another load_path" in message
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"vocab_size": 67},
+            "holds a model with vocab_size=61, but this run's model has vocab_size=67; use the config",
+        ),
+        (
+            {"num_hidden_layers": 2},
+            "holds a model with num_hidden_layers=3, but this run's model has num_hidden_layers=2",
+        ),
+        ({"hidden_size": 64}, "holds a model with hidden_size=32, but"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads=2, but"),
+        (
+            {"rope_theta": 5e5},
+            r"rope_parameters={'rope_theta': 10000.0, 'rope_type': 'default'}, but this run's model has",
+        ),
+        (
+            {"tie_word_embeddings": False},
+            "tie_word_embeddings=True, but this run's model has tie_word_embeddings=False",
+        ),
+    ],
+)
+def test_checkpoint_of_a_different_model_is_rejected(
+    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    sizes = {"tie_word_embeddings": True, "num_attention_heads": 8} | changes
+    config = run_config(tmp_path, {"dp_size": 2}, checkpoint__load_path=str(checkpoint_at_step_5(0, True)))
+    for line in pool.run(mistake, 2, config, tiny_llama(**sizes), tokenizer):
+        assert line.startswith(str(checkpoint_at_step_5(0, True)))
+        assert message in line
+        assert len(line.splitlines()) == 1
+
+
+def test_folder_without_a_checkpoint_is_rejected(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "step_00000005.unfinished").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a run" / "step_00000008").mkdir(parents=True)
+    (tmp_path / "a short run").mkdir()
+    (tmp_path / "a short run" / "metrics.jsonl").touch()
+    for name, message in {
+        "nowhere": "is not a folder; use a checkpoint, a model folder, or 'latest'",
+        "step_00000005.unfinished": "is an incomplete checkpoint; use an earlier one, or 'latest'",
+        "empty": "has no readable config.json",
+        "a run": f"is a run folder; use one of its checkpoints, of which {tmp_path}/a run/step_00000008 is the newest",
+        "a short run": "is a run folder without checkpoints; use a checkpoint or a model folder",
+    }.items():
+        config = run_config(tmp_path / "run", {}, checkpoint__load_path=str(tmp_path / name))
+        assert message in pool.run(mistake, 1, config, model_of(True), tokenizer)[0]
+
+
+def latest_of_two_machines(first: Config, second: Config, model_config: LlamaConfig, tokenizer: Path) -> str:
+    return mistake(second if dist.get_rank() else first, model_config, tokenizer)
+
+
+def test_save_dir_not_shared_by_all_machines_is_rejected(
+    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path
+) -> None:
+    configs = [
+        run_config(folder, {"dp_size": 2}, checkpoint__load_path="latest")
+        for folder in (checkpoint_at_step_5(0, False).parent, tmp_path)
+    ]
+    for message in pool.run(latest_of_two_machines, 2, *configs, model_of(False), tokenizer):
+        assert "rank 1 sees 0 checkpoints in" in message
+        assert message.endswith("but rank 0 sees 1; checkpoint.save_dir must be a folder that all machines share")

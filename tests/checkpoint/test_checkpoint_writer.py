@@ -1,0 +1,223 @@
+"""Writing checkpoints: in the background, on full disks, and next to old checkpoints that cannot be deleted."""
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig
+
+from picotron.checkpoint import safetensors_folder
+from picotron.checkpoint.host_buffers import HostBuffers
+from picotron.checkpoint.writer import CheckpointWriter, model_files
+from picotron.config import Config, Model
+from picotron.model.model_config import load_model_config
+from picotron.optimizer import AdamW
+from picotron.parallelize import unwrap
+from picotron.run.progress import Progress
+from picotron.run.run_folder import checkpoint_folders
+from tests.support.checkpoints import first_half, mistake, model_of, run, run_config, tensors_of, train, warnings_of
+from tests.support.training import layout_name, wrapped
+from tests.support.worker_pool import WorkerPool
+
+
+def train_while_writing(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[str, Any]:
+    """Train, and delay the writing of each odd step's checkpoint until the next step has changed the tensors."""
+    write, step, steps = CheckpointWriter._write, AdamW.step, []
+
+    def late(self: CheckpointWriter, progress: Progress, pieces: Any) -> None:
+        while len(steps) <= progress.step < config.training.total_train_steps and progress.step % 2:
+            time.sleep(0.001)
+        write(self, progress, pieces)
+
+    def counted(self: AdamW) -> None:
+        step(self)
+        steps.append(1)
+
+    CheckpointWriter._write, AdamW.step = late, counted  # type: ignore[method-assign]
+    try:
+        return train(config, model_config, tokenizer)
+    finally:
+        CheckpointWriter._write, AdamW.step = write, step  # type: ignore[method-assign]
+
+
+def test_asynchronous_checkpoints_equal_synchronous_ones(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    """Tensors are copied before the next step changes them, and consecutive checkpoints are not mixed up."""
+    layout, model = {"dp_size": 2, "tp_size": 2}, model_of(False)
+    for name, function in (("sync", train), ("async", train_while_writing)):
+        keys = {"checkpoint__save_frequency": 1, "checkpoint__async_save": name == "async"}
+        pool.run(function, 4, run_config(tmp_path / name, layout, **keys), model, tokenizer)
+    for step in range(1, 11):
+        first, second = (checkpoint_folders(tmp_path / name)[step] for name in ("sync", "async"))
+        for path in first.glob("*.safetensors"):
+            assert path.read_bytes() == (second / path.name).read_bytes(), path
+
+
+def save_twice_in_a_row(config: Config, model_config: LlamaConfig, tokenizer: Path) -> list[list[int]]:
+    """Save the checkpoints of steps 1 and 2, in which all numbers are 1 and 2. The first is written when the second
+    snapshot has been taken, or after 0.3 s without one. Returns the addresses of the buffers after each save.
+    """
+    model = wrapped(config, model_config, getattr(torch, config.model.dtype))
+    optimizer = AdamW(model.parameters(), config.training, fused=True)
+    optimizer.restore(optimizer.masters, 0, lambda parameter, name, tensor: None)
+    writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, tokenizer, "fingerprint")
+    write, snapshot, second_snapshot = CheckpointWriter._write, HostBuffers.snapshot, threading.Event()
+
+    def late(self: CheckpointWriter, progress: Progress, slices: Any) -> None:
+        if progress.step == 1:
+            second_snapshot.wait(0.3)
+        write(self, progress, slices)
+
+    def noticed(self: HostBuffers, tensors: Any) -> Any:
+        copies = snapshot(self, tensors)
+        if addresses:  # of the first save
+            second_snapshot.set()
+        return copies
+
+    addresses: list[list[int]] = []
+    with mock.patch.object(CheckpointWriter, "_write", late), mock.patch.object(HostBuffers, "snapshot", noticed):
+        for step in (1, 2):
+            for each in writer.files.slices():
+                each.tensor.fill_(step)
+            writer.save(Progress(step))
+            addresses.append([buffer.data_ptr() for buffer in writer.buffers.buffers])
+        writer.wait()
+    return addresses
+
+
+def test_second_of_two_saves_in_a_row_reuses_the_buffers_after_the_first_is_written(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path
+) -> None:
+    layout, keys = {"dp_size": 2, "tp_size": 2}, {"checkpoint__async_save": True, "model__dtype": "bfloat16"}
+    addresses = pool.run(save_twice_in_a_row, 4, run_config(tmp_path, layout, **keys), model_of(True), tokenizer)
+    for step in (1, 2):
+        for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
+            tensors = tensors_of(checkpoint_folders(tmp_path)[step], kind)
+            assert tensors
+            assert all((tensor == step).all() for tensor in tensors.values()), (step, kind)
+    for rank, (first, second) in enumerate(addresses):
+        assert first == second
+        assert bool(first) == (rank < 2)  # ranks with dp rank 1 save nothing
+
+
+def test_synchronous_save_allocates_no_buffers(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    """It copies one tensor at a time."""
+    assert pool.run(save_twice_in_a_row, 1, run_config(tmp_path, {}), model_of(True), tokenizer) == [[[], []]]
+    assert list(checkpoint_folders(tmp_path)) == [1, 2]
+
+
+def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: Path, after: int) -> tuple[str, int]:
+    """Train while the last rank cannot write past byte `after` of a file. Returns the error and the number of steps."""
+    write = safetensors_folder.FileWriter.write
+
+    class Full:
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+        def seek(self, start: int) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    def limited(self: Any, start: int, data: Any) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1 and start > after:
+            self.file.close()
+            self.file = Full()
+        write(self, start, data)
+
+    take_step, steps = AdamW.step, []
+
+    def counted(self: AdamW) -> None:
+        take_step(self)
+        steps.append(1)
+        time.sleep(0.3)  # gives the background thread time to fail before the next step
+
+    safetensors_folder.FileWriter.write, AdamW.step = limited, counted  # type: ignore[method-assign]
+    try:
+        return mistake(config, model_config, tokenizer), len(steps)
+    finally:
+        safetensors_folder.FileWriter.write, AdamW.step = write, take_step  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
+def test_full_disk_raises_the_same_error_on_all_ranks(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path, in_background: bool
+) -> None:
+    """The disk fills up within a file, while other ranks still gather; the earlier checkpoint remains usable."""
+    layout, model = {"pp_size": 2, "tp_size": 2}, model_of(True)
+    keys = {"checkpoint__load_path": "latest", "checkpoint__async_save": in_background}
+    run(pool, first_half(tmp_path, layout, **keys), model, tokenizer)
+    config = run_config(tmp_path, layout, **keys | {"checkpoint__save_frequency": 6})
+    results = pool.run(train_on_a_full_disk, 4, config, model, tokenizer, 10_000)
+    expected = (
+        f"the checkpoint {tmp_path}/step_00000006 cannot be written: No space left on device; free some space, or choose "
+        f"another save_dir that all processes can write. Earlier checkpoints are unchanged"
+    )
+    # In the background, the error is raised in the next step, long before the next checkpoint is due.
+    assert results == [(expected, 2 if in_background else 1)] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
+    assert len(run(pool, run_config(tmp_path, layout, **keys), model, tokenizer)["losses"]) == 5
+
+
+def train_where_nothing_can_be_deleted(config: Config, model_config: LlamaConfig, tokenizer: Path) -> Any:
+    delete = shutil.rmtree
+
+    def refuse(path: Path) -> None:
+        raise OSError(39, "Directory not empty")  # the error of network file systems for open files
+
+    shutil.rmtree = refuse  # type: ignore[assignment]
+    try:
+        return warnings_of(config, model_config, tokenizer)
+    finally:
+        shutil.rmtree = delete
+
+
+def test_undeletable_checkpoint_warns_and_training_continues(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "step_00000077.unfinished").mkdir()
+    config = run_config(tmp_path, {}, checkpoint__save_frequency=5, checkpoint__keep_last=1)
+    ((steps, lines),) = pool.run(train_where_nothing_can_be_deleted, 1, config, model_of(False), tokenizer)
+    assert steps == 10
+    assert f"{tmp_path}/step_00000005 cannot be deleted: Directory not empty" in lines
+    assert list(checkpoint_folders(tmp_path)) == [10]
+
+
+def test_tokenizer_subfolder_is_copied_to_the_checkpoint(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tokenizer, tmp_path / "tokenizer"))
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    run(pool, first_half(tmp_path / "run", {}), model_of(False), folder)
+    written = tmp_path / "run/step_00000005/additional_chat_templates/tools.jinja"
+    assert written.read_text() == "{{ messages }}"
+
+
+def thread_count() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp_size": 2}, {"pp_size": 2, "pp_engine": "zb_h1"}], ids=layout_name)
+def test_threads_of_a_training_end_with_it(pool: WorkerPool, tokenizer: Path, tmp_path: Path, layout: Any) -> None:
+    """Each process group has threads, which end only when nothing refers to the group any more."""
+    size = run_config(tmp_path, layout).distributed.world_size
+    before = pool.run(thread_count, size)
+    for number in range(3):
+        keys = {"checkpoint__async_save": True, "checkpoint__save_frequency": 2, "dataset__num_workers": 1}
+        run(pool, first_half(tmp_path / str(number), layout, **keys), model_of(True), tokenizer)
+        assert pool.run(thread_count, size) == before
+
+
+@pytest.mark.parametrize(("ends", "kept"), [([5, 0, 7], [5, 0, 7]), ([5, 7], 0), (5, 0), (None, 0)])
+def test_a_checkpoint_keeps_the_end_tokens_of_its_model(tokenizer: Path, tmp_path: Path, ends: Any, kept: Any) -> None:
+    """Unless they are those of another tokenizer, whose end token is not among them: that of this tokenizer is 0."""
+    model_of(True).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "top_p": 0.9}))
+    model_config = load_model_config(Model(name=str(tmp_path)))
+    files = model_files(model_config, "float64", tokenizer)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads(files[name])["eos_token_id"] == kept

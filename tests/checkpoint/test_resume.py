@@ -1,0 +1,304 @@
+"""Runs that were killed, stopped or out of disk space resume exactly, in worker processes and as programs."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.launch import StopSignals
+from picotron.run.metrics import Metrics
+from picotron.run.progress import Progress
+from picotron.run.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint
+from tests.support.checkpoints import first_half, mistake, run_config, tensors_of, train
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.program import TORCHRUN, arguments, metrics, same_records
+from tests.support.program import run as run_program
+from tests.support.worker_pool import WorkerError, WorkerPool
+
+KILLS = 20
+FEW = 7  # in `make test`
+
+
+PIPELINE = {"pp_size": 2}
+LONG = [(PIPELINE, KILLS), ({"dp_size": 2, "dp_engine": "zero3"}, FEW)]
+
+
+def kill_in_a_while(pool: WorkerPool, save_dir: Path, steps: int, delay: float, writing: bool) -> None:
+    """Send SIGKILL to all processes of the pool `delay` seconds after `steps` more checkpoints exist than now.
+
+    Args:
+        writing: whether to wait until a checkpoint is being written.
+    """
+    goal = max(checkpoint_folders(save_dir), default=0) + steps
+    while max(checkpoint_folders(save_dir), default=0) < goal:
+        time.sleep(0.0005)
+    time.sleep(delay)
+    while True:
+        send(pool, signal.SIGSTOP)
+        coming = checkpoint_folder(save_dir, max(checkpoint_folders(save_dir)) + 1)
+        if not writing or coming.with_name(coming.name + UNFINISHED).exists():
+            break
+        send(pool, signal.SIGCONT)
+        time.sleep(0.0005)
+    send(pool, signal.SIGKILL)
+
+
+def send(pool: WorkerPool, number: int) -> None:
+    for process in pool.processes:
+        os.kill(process.pid, number)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("layout", "kills"), [(PIPELINE, FEW), *(pytest.param(*case, marks=pytest.mark.parity) for case in LONG)]
+)
+def test_killed_and_resumed_run_equals_an_uninterrupted_run(
+    tokenizer: Path, tmp_path: Path, layout: dict[str, Any], kills: int
+) -> None:
+    """Kill two ranks that save every step at random moments, also while they write; restart the run each time."""
+    pool, generator, unfinished = WorkerPool(), random.Random(0), 0
+    model = tiny_llama()
+    steps = 10 + 4 * kills
+    keys = {"training__total_train_steps": steps, "checkpoint__save_frequency": 1, "checkpoint__load_path": "latest"}
+    config = run_config(tmp_path / "killed", layout, checkpoint__keep_last=3, **keys)
+    try:
+        for kill in range(kills):
+            moment = generator.randrange(1, 4), generator.random() * 0.04, kill % 2 == 0
+            killer = threading.Thread(target=kill_in_a_while, args=(pool, tmp_path / "killed", *moment), daemon=True)
+            killer.start()
+            with pytest.raises(WorkerError, match="the worker died"):
+                pool.run(train, 2, config, model, tokenizer)
+            killer.join()
+            unfinished += len(list((tmp_path / "killed").glob("*.unfinished")))
+        went_on_from = max(checkpoint_folders(tmp_path / "killed"))
+        (result, _) = pool.run(train, 2, config, model, tokenizer)
+        (whole, _) = pool.run(train, 2, run_config(tmp_path / "whole", layout, **keys), model, tokenizer)
+    finally:
+        pool.close()
+    assert kills <= went_on_from < steps
+    assert unfinished >= kills / 2  # these runs were killed while they wrote
+    assert result["losses"] == whole["losses"][went_on_from:]
+    assert list(checkpoint_folders(tmp_path / "killed")) == [steps - 2, steps - 1, steps]
+    assert len(list((tmp_path / "killed").iterdir())) == 3
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        ours, theirs = (tensors_of(checkpoint_folder(tmp_path / name, steps), kind) for name in ("killed", "whole"))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Any:
+    """File system of 2 MiB, with room for two checkpoints of the model below but not for a third."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=False)
+    if mounted.returncode:
+        pytest.skip("only root can mount a small tmpfs; test_checkpoint_writer has full disks without one")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_run_on_a_full_disk_resumes_after_space_is_freed(pool: WorkerPool, tokenizer: Path, small_disk: Path) -> None:
+    layout, model = {"dp_size": 2}, tiny_llama()
+    config = run_config(small_disk, layout, checkpoint__save_frequency=1)
+    for message in pool.run(mistake, 2, config, model, tokenizer):
+        assert message.startswith(
+            f"the checkpoint {small_disk}/step_00000003 cannot be written: No space left on device"
+        )
+    assert [path.name for path in sorted(small_disk.iterdir())] == ["step_00000001", "step_00000002"]
+    delete_checkpoint(small_disk / "step_00000001")
+    keys = {"checkpoint__load_path": "latest", "checkpoint__keep_last": 1}
+    (result, _) = pool.run(train, 2, first_half(small_disk, layout, **keys), model, tokenizer)
+    assert len(result["losses"]) == 3
+    assert list(checkpoint_folders(small_disk)) == [5]
+
+
+def signal_on_one_rank(folder: str, number: int) -> tuple[int, int, int]:
+    setup_process_group_manager(1, 1, 1, 3)
+    config = make_config(checkpoint__save_dir=folder, distributed__dp_size=3)
+    results = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64)
+    signals, one = StopSignals(), torch.ones(())
+
+    def stop() -> int:
+        return results.end_step(Progress(step=1), one, one, 0.1, signals.number())[1]
+
+    before = stop()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # torchrun repeats the signal
+    after = stop()
+    StopSignals.received = 0
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(each, signal.SIG_DFL)
+    return before, after, dist.get_rank()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_signal_on_one_rank_stops_all_ranks(pool: WorkerPool, tmp_path: Path, number: int) -> None:
+    assert pool.run(signal_on_one_rank, 3, str(tmp_path), number) == [(0, number, rank) for rank in range(3)]
+
+
+# ------------------------------------------------------------------------------------------------------ whole programs
+
+
+def program(tmp_path: Path, in_step: str) -> str:
+    """Write a train.py that runs `in_step` once, when the last rank loads the second micro-batch of the third step."""
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import sys; sys.path.insert(0, '.')\n"
+        "import os, pathlib, signal, train, torch\n"
+        "from picotron.data.loader import MicroBatchDataLoader\n"
+        "load, calls = MicroBatchDataLoader.__next__, []\n"
+        f"marker = pathlib.Path({str(tmp_path / 'marker')!r})\n"
+        "def changed(self):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 8 and not marker.exists() and int(os.environ.get('RANK', 0)) == int(os.environ.get('WORLD_SIZE', 1)) - 1:\n"
+        "        marker.touch()\n"
+        f"        {in_step}\n"
+        "    return load(self)\n"
+        "MicroBatchDataLoader.__next__ = changed\n"
+        "train.exit_on_error(train.main)\n"
+    )
+    return str(path)
+
+
+def start(home: Path, command: list[str], words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, "--config", "template/base_config.json", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HOME": str(home), **environment},
+        timeout=240,
+        check=False,
+        start_new_session=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an uninterrupted run of two stages and four steps."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    result = run_program(home, 2, *words(folder))
+    assert result.returncode == 0, result.stderr
+    assert list(checkpoint_folders(folder)) == [1, 2, 3, 4]
+    return folder
+
+
+def words(save_dir: Path) -> list[str]:
+    keys = {"distributed.pp_size": 2, "checkpoint.save_frequency": 1}
+    return arguments(save_dir, 1, 4, **keys, **{"checkpoint.load_path": "latest"})
+
+
+@pytest.mark.parity
+def test_torchrun_restarts_a_run_whose_rank_was_killed(home: Path, tmp_path: Path, undisturbed: Path) -> None:
+    killer = program(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    command = [
+        *TORCHRUN,
+        "2",
+        "--max-restarts",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        killer,
+    ]
+    result = start(home, command, words(tmp_path / "run"), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "marker").exists()
+    assert f"training resumes from {tmp_path}/run/step_00000002" in result.stdout
+    assert same_records(tmp_path / "run", undisturbed)
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        ours, theirs = (tensors_of(folder / "step_00000004", kind) for folder in (tmp_path / "run", undisturbed))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert re.search(r"loss 7\.\d+ -> \d\.\d+ \(a uniform", result.stdout)
+
+
+def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
+    """The run saves a checkpoint although none is due, and its exit code is 128 + SIGINT; the same command resumes.
+
+    The signal is sent to the process group, as by Ctrl-C in a terminal, so data workers receive it, too.
+    """
+    stopped = program(tmp_path, "os.killpg(os.getpgrp(), signal.SIGINT)")
+    keys = {"checkpoint.load_path": "latest", "checkpoint.save_frequency": 0, "dataset.num_workers": 1}
+    result = start(home, [sys.executable, stopped], arguments(tmp_path / "run", 1, 4, **keys))
+    assert result.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in result.stderr
+    assert "error" not in result.stderr
+    assert "SIGINT: the run ends after this step" in result.stdout
+    assert f"checkpoint {tmp_path}/run/step_00000003: " in result.stdout
+    assert result.stdout.endswith("stopped by SIGINT, without an error\n")
+    result = start(home, [sys.executable, stopped], arguments(tmp_path / "run", 1, 4, **keys))
+    assert result.returncode == 0, result.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        ".run_lock",
+        "config.json",
+        "metrics.jsonl",
+        "step_00000003",
+    ]
+
+
+@pytest.mark.parity
+def test_sigterm_to_torchrun_saves_a_checkpoint_and_ends_the_run(home: Path, tmp_path: Path, undisturbed: Path) -> None:
+    """torchrun forwards SIGTERM to its processes, which save a checkpoint and exit."""
+    stopped = program(tmp_path, "os.kill(os.getppid(), signal.SIGTERM)")
+    result = start(home, [*TORCHRUN, "2", stopped], words(tmp_path / "run"))
+    assert result.returncode == 1
+    assert (
+        "stopped by SIGTERM, without an error; torchrun now prints a traceback and exits with code 1" in result.stdout
+    )
+    steps = len(metrics(tmp_path / "run"))
+    assert steps < 4
+    assert max(checkpoint_folders(tmp_path / "run")) == steps
+    result = start(home, [*TORCHRUN, "2", stopped], words(tmp_path / "run"))
+    assert result.returncode == 0, result.stderr
+    assert same_records(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.parity
+def test_program_killed_twenty_times_equals_an_uninterrupted_run(home: Path, tmp_path: Path) -> None:
+    """Run `torchrun train.py` with two stages; one process is killed at a random time after the first checkpoint."""
+    generator = random.Random(1)
+    more = {"distributed.pp_size": 2, "training.total_train_steps": 120, "training.seq_length": 32}
+    keys = {
+        "checkpoint.save_frequency": 1,
+        "checkpoint.keep_last": 2,
+        "checkpoint.load_path": "latest",
+        "training.eval_frequency": 0,
+    }
+
+    def command(save_dir: Path) -> list[str]:
+        options = arguments(save_dir, 1, 1, **more, **keys)
+        return [*TORCHRUN, "2", "train.py", "--config", "template/base_config.json", *options]
+
+    environment = {**os.environ, "HOME": str(home)}
+    subprocess.run(command(tmp_path / "whole"), env=environment, check=True, capture_output=True)
+    for _ in range(KILLS):
+        before = max(checkpoint_folders(tmp_path / "run"), default=0)
+        run = subprocess.Popen(
+            command(tmp_path / "run"), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        while max(checkpoint_folders(tmp_path / "run"), default=0) == before:
+            assert run.poll() is None, run.stderr and run.stderr.read()
+            time.sleep(0.001)
+        time.sleep(generator.random() * 0.3)
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        os.kill(int(generator.choice(children)), signal.SIGKILL)
+        run.communicate()
+        assert run.returncode != 0
+    assert max(checkpoint_folders(tmp_path / "run")) < 120
+    subprocess.run(command(tmp_path / "run"), env=environment, check=True, capture_output=True)
+    assert same_records(tmp_path / "run", tmp_path / "whole")
+    ours, theirs = (tensors_of(tmp_path / name / "step_00000120", "model") for name in ("run", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

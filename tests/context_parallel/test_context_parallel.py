@@ -1,0 +1,279 @@
+"""Context parallelism: attention equals PyTorch's on one process, and training equals transformers."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from picotron.config import Distributed
+from picotron.console import UserError
+from picotron.context_parallel import block_attention, context_parallel
+from picotron.context_parallel.context_parallel import attend_across_ranks, check_context_parallel
+from picotron.context_parallel.cp_communications import ring, start_ring_step
+from picotron.context_parallel.positions import local_positions
+from picotron.data.loader import MicroBatchDataLoader
+from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.model.llama import fused_attention
+from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import (
+    assert_close,
+    assert_equals_training,
+    make_config,
+    oracle_training,
+    random_rows,
+    random_tokens,
+    tiny_llama,
+)
+from tests.support.training import CPU, all_stages, layout_name, stage_of, train
+from tests.support.worker_pool import WorkerPool
+
+ENGINES = [(engine, sharding) for engine in ("ring", "all_gather", "ulysses") for sharding in ("zigzag", "contiguous")]
+
+
+def attention_inputs(dtype: torch.dtype = torch.float64, length: int = 24) -> tuple[Tensor, ...]:
+    """Return full-sequence q, k, v and the gradient of the output, with 24 query heads and 12 key/value heads."""
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads = 24, 12
+    shapes = [(2, heads, length, 8), (2, kv_heads, length, 8), (2, kv_heads, length, 8), (2, heads, length, 8)]
+    return tuple(torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes)
+
+
+def attention_of_a_rank(engine: str, sharding: str, dtype: torch.dtype, length: int = 24) -> tuple[Tensor, ...]:
+    """Return this rank's positions, and its shards of the output and of the gradients of q, k and v."""
+    cp = dist.get_world_size()
+    grid = setup_process_group_manager(1, cp, 1, 1)
+    layout = Distributed(cp_size=cp, cp_engine=engine, cp_sharding=sharding)
+    positions = local_positions(length, cp, grid.cp_rank, sharding)
+    # The strides are those of the model, which transposes (B, T, H, K).
+    *qkv, dy = (
+        x[:, :, positions].transpose(1, 2).contiguous().transpose(1, 2) for x in attention_inputs(dtype, length)
+    )
+    q, k, v = (x.detach().requires_grad_() for x in qkv)
+    y = attend_across_ranks(layout, fused_attention)(q, k, v)
+    y.backward(dy)
+    assert all(x.dtype == dtype for x in (y, q.grad, k.grad, v.grad))
+    return positions, y.detach(), q.grad, k.grad, v.grad
+
+
+def whole_attention(length: int = 24) -> list[Tensor]:
+    """Return output and gradients of PyTorch's attention over the full sequences."""
+    q, k, v, dy = attention_inputs(length=length)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.MATH):
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    y.backward(dy)
+    return [y.detach(), q.grad, k.grad, v.grad]
+
+
+def joined(results: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    order = torch.cat([positions for positions, *_ in results]).argsort()
+    parts = zip(*(rest for _, *rest in results), strict=True)
+    return [torch.cat(part, 2)[:, :, order] for part in parts]
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize(("engine", "sharding"), ENGINES)
+def test_attention_and_its_gradients_equal_one_process(pool: WorkerPool, engine: str, sharding: str, cp: int) -> None:
+    results = joined(pool.run(attention_of_a_rank, cp, engine, sharding, torch.float64))
+    for result, expected, name in zip(results, whole_attention(), ("y", "dq", "dk", "dv"), strict=True):
+        assert_close(result, expected, 1e-10, name)
+
+
+@pytest.mark.parametrize("engine", ["ring", "all_gather"])
+def test_bfloat16_errors_do_not_grow_with_the_ring(pool: WorkerPool, engine: str) -> None:
+    """Blocks are combined in float32, so their number does not affect the error."""
+    expected, errors = whole_attention(96), {}
+    for cp in (2, 12):
+        results = joined(pool.run(attention_of_a_rank, cp, engine, "zigzag", torch.bfloat16, 96))
+        errors[cp] = [((a - b).norm() / b.norm()).item() for a, b in zip(results, expected, strict=True)]
+    for few, many, name in zip(errors[2], errors[12], ("y", "dq", "dk", "dv"), strict=True):
+        assert 0 < many < 1.1 * few, f"{name}: {many} in 12 parts, {few} in 2"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gpu_kernels_receive_supported_arguments(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device checks shapes as GPU kernels do. The block is the second half of the queries."""
+    seen = {}
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> Any:
+                seen[name] = arguments
+                return getattr(torch.ops.aten, name)(*arguments)
+
+            return call
+
+    monkeypatch.setattr(block_attention, "aten", Recorder())
+    q = torch.empty(2, 8, 48, 16, dtype=dtype, device="meta")
+    k, v = (torch.empty(2, 4, 48, 16, dtype=dtype, device="meta") for _ in range(2))
+    queries = slice(24, None)
+    out, lse = block_attention.block_forward(q[:, :, queries], k, v, False)
+    assert (out.shape, lse.shape) == ((2, 8, 24, 16), (2, 8, 24))
+    assert lse.dtype == torch.float32
+    whole = torch.empty(2, 8, 48, device="meta")
+    gradients = block_attention.block_backward(
+        q[:, :, queries], q[:, :, queries], out, whole[:, :, queries], k, v, False
+    )
+    assert [g.shape for g in gradients] == [(2, 8, 24, 16), (2, 4, 48, 16), (2, 4, 48, 16)]
+    (backward,) = (arguments for name, arguments in seen.items() if name.endswith("backward"))
+    (passed,) = (a for a in backward if isinstance(a, Tensor) and a.ndim == 3)
+    assert passed.is_contiguous()
+    assert next(iter(seen)).startswith("_scaled_dot_product_" + ("flash" if dtype == torch.bfloat16 else "efficient"))
+
+
+def pairs_computed(engine: str, sharding: str) -> tuple[int, int]:
+    """Count the query-key pairs that this rank computes in forward and backward, without the masked ones."""
+    counts = [0, 0]
+
+    def pairs(q: Tensor, k: Tensor, causal: bool) -> int:
+        return q.size(2) * (q.size(2) + 1) // 2 if causal else q.size(2) * k.size(2)
+
+    forward, backward = context_parallel.block_forward, context_parallel.block_backward
+
+    def count_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, new_shape: bool) -> Any:
+        counts[0] += pairs(q, k, causal)
+        return forward(q, k, v, causal, new_shape)
+
+    def count_backward(
+        dy: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool, new_shape: bool
+    ) -> Any:
+        counts[1] += pairs(q, k, causal)
+        return backward(dy, q, out, lse, k, v, causal, new_shape)
+
+    context_parallel.block_forward, context_parallel.block_backward = count_forward, count_backward
+    try:
+        attention_of_a_rank(engine, sharding, torch.float64)
+    finally:
+        context_parallel.block_forward, context_parallel.block_backward = forward, backward
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("engine", ["ring", "all_gather"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_zigzag_is_balanced_and_skips_masked_blocks(pool: WorkerPool, engine: str, cp: int) -> None:
+    everything = 24 * 25 // 2
+    zigzag = pool.run(pairs_computed, cp, engine, "zigzag")
+    assert zigzag == [(everything // cp, everything // cp)] * cp
+    forward = [pairs for pairs, _ in pool.run(pairs_computed, cp, engine, "contiguous")]
+    assert sum(forward) == everything
+    # Counted in blocks, the maximum is (2 cp - 1) / cp of the mean. A diagonal block has just over half the pairs.
+    assert max(forward) / (everything / cp) == pytest.approx((2 * cp - 1) / cp, rel=0.05)
+
+
+def around_the_ring() -> tuple[list[tuple[int, float]], float]:
+    """Return (source, value) of each ring step, and the value that returns. The tensors are not contiguous."""
+    grid = setup_process_group_manager(1, 3, 1, 1)
+    mine, seen = torch.full((2, 3), float(grid.cp_rank)).t(), []
+    for source, x in ring(mine):
+        assert x.shape == (3, 2)
+        seen.append((source, x[0, 0].item()))
+    return seen, start_ring_step(x)()[0, 0].item()
+
+
+def test_ring_visits_every_rank_and_returns(pool: WorkerPool) -> None:
+    steps = [([(r, r) for r in order], order[0]) for order in ((0, 2, 1), (1, 0, 2), (2, 1, 0))]
+    assert pool.run(around_the_ring, 3) == steps
+
+
+def tensors_that_travel() -> list[tuple[int, int]]:
+    """At each send, count the live tensors that have been sent or received: keys and values, and float32 gradients."""
+    dtypes: Any = weakref.WeakKeyDictionary()  # dtype of each live storage
+    alive: list[tuple[int, int]] = []
+    original = dist.batch_isend_irecv
+
+    def batch_isend_irecv(messages: list[dist.P2POp]) -> Any:
+        dtypes.update({message.tensor.untyped_storage(): message.tensor.dtype for message in messages})
+        found = list(dtypes.values())
+        alive.append((found.count(torch.bfloat16), found.count(torch.float32)))
+        return original(messages)
+
+    dist.batch_isend_irecv = batch_isend_irecv
+    try:
+        attention_of_a_rank("ring", "zigzag", torch.bfloat16)
+    finally:
+        dist.batch_isend_irecv = original
+    return alive
+
+
+def test_sent_tensors_are_freed(pool: WorkerPool) -> None:
+    """Only the tensors in use and those being received are in memory."""
+    forward, backward = [(2, 0)] * 3, [(2, 0), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (1, 2)]
+    assert pool.run(tensors_that_travel, 4) == [forward + backward] * 4
+
+
+# ----------------------------------------------------------------------------------------------------------- full model
+
+
+TEN_STEPS: list[dict[str, Any]] = [
+    {"cp_size": 2},
+    {"cp_size": 2, "cp_sharding": "contiguous"},
+    {"cp_size": 4},
+    {"cp_size": 2, "cp_engine": "ulysses"},
+    {"cp_size": 2, "dp_size": 2},
+    {"cp_size": 2, "tp_size": 2, "sequence_parallel": True},
+    {"cp_size": 2, "tp_size": 2, "cp_engine": "ulysses"},
+    {"cp_size": 2, "pp_size": 2},
+]
+
+
+@pytest.mark.parametrize("layout", TEN_STEPS, ids=layout_name)
+def test_ten_steps_equal_one_process(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    config = make_config(
+        **{f"distributed__{key}": value for key, value in layout.items()},
+        training__gradient_accumulation_steps=2,
+        training__activation_checkpointing="full" if {"pp_engine", "cp_engine"} & layout.keys() else "none",
+        training__warmup_steps=3,
+        training__max_grad_norm=0.5,
+        dataset__shuffle=False,
+    )
+    model_config = tiny_llama(
+        num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings="sequence_parallel" in layout
+    )
+    expected = oracle_training(config, model_config, random_tokens())
+    for result in pool.run(train, config.distributed.world_size, config, model_config):
+        assert_equals_training(result, expected)
+
+
+def compiled_gradients(engine: str, cp: int) -> dict[str, Tensor]:
+    config = make_config(
+        distributed__cp_size=cp, distributed__cp_engine=engine, training__activation_checkpointing="full"
+    )
+    stage = stage_of(config, tiny_llama())
+    for layer in stage.module.model.layers.values():
+        layer.compile(backend="aot_eager")
+    model = DataParallelBucket(stage)
+    loader = MicroBatchDataLoader(random_rows(config), config, CPU)
+    model(**next(loader)).backward()
+    model.finish_grad_sync()
+    return all_stages(stage.module, "main_grad")
+
+
+@pytest.mark.parity
+def test_compiled_layers_have_the_same_gradients(pool: WorkerPool) -> None:
+    (expected,) = pool.run(compiled_gradients, 1, "ring", 1)
+    for name, gradient in pool.run(compiled_gradients, 2, "ring", 2)[0].items():
+        assert_close(gradient, expected[name], what=name)
+
+
+def test_ring_rejects_head_dims_without_a_gpu_kernel() -> None:
+    small = tiny_llama(head_dim=20)
+    check_context_parallel(small, Distributed(cp_size=2, use_cpu=True))
+    check_context_parallel(small, Distributed(cp_size=2, cp_engine="ulysses"))
+    with pytest.raises(
+        UserError, match="'ring' on GPUs needs a head_dim that is a multiple of 8 and at most 256, not 20"
+    ):
+        check_context_parallel(small, Distributed(cp_size=2))
+
+
+def test_ulysses_rejects_indivisible_heads() -> None:
+    config = tiny_llama(num_attention_heads=8, num_key_value_heads=4)
+    check_context_parallel(config, Distributed(cp_size=2, tp_size=2, cp_engine="ulysses"))
+    check_context_parallel(config, Distributed(cp_size=8, cp_engine="ring", use_cpu=True))
+    with pytest.raises(
+        UserError, match="the key/value heads of a tp rank, 2, over cp_size=4 ranks; use a cp_size that"
+    ):
+        check_context_parallel(config, Distributed(cp_size=4, tp_size=2, cp_engine="ulysses"))

@@ -1,0 +1,200 @@
+"""Micro-batches: the order of samples does not depend on the layout, and every cp rank gets its shard of each."""
+
+import gc
+import multiprocessing
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from picotron.config import Config
+from picotron.console import UserError
+from picotron.context_parallel.positions import local_positions
+from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, epoch_order, rows_to_hold_out, split_train_eval
+from picotron.data.rows import Samples, Text, TextRows
+from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import make_config, random_rows, random_tokens
+from tests.support.worker_pool import WorkerPool
+
+CPU = torch.device("cpu")
+
+
+def rows(config: Config, steps: int, start: int = 0, tokens: int = 1001) -> list[list[int]]:
+    """Return the first input token of each row of each micro-batch; token i of the stream is i."""
+    setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
+    loader = MicroBatchDataLoader(TextRows(np.arange(tokens, dtype=np.uint16), 10), config, CPU, start)
+    assert (loader.grad_acc_steps, loader.micro_batch_size) == (
+        config.training.gradient_accumulation_steps,
+        config.training.micro_batch_size,
+    )
+    assert loader.global_batch_size == config.global_batch_size
+    batches = [next(loader) for _ in range(steps * loader.grad_acc_steps)]
+    for batch in batches:
+        assert batch["hidden_states"] is None
+        start = batch["input_ids"][:, :1]
+        assert (batch["input_ids"] == start + np.arange(10)).all()
+        assert (batch["target_ids"] == start + np.arange(1, 11)).all()
+        assert (batch["position_ids"] == np.arange(10)).all()
+        assert all(
+            batch[name].shape == (loader.micro_batch_size, 10) for name in ("input_ids", "target_ids", "position_ids")
+        )
+    return [batch["input_ids"][:, 0].tolist() for batch in batches]
+
+
+def sample_config(**changes: Any) -> Config:
+    return make_config(**{"training__seq_length": 10} | changes)
+
+
+LAYOUTS = [(1, 12, 1), (2, 3, 2), (4, 3, 1), (4, 1, 3), (3, 2, 2)]  # dp, micro-batch, accumulation: all have G = 12
+
+
+@pytest.mark.parametrize(("shuffle", "workers"), [(True, 0), (False, 0), (True, 2)])
+def test_every_layout_reads_the_same_global_batches(pool: WorkerPool, shuffle: bool, workers: int) -> None:
+    """Sample s * G + (i * dp + rank) * B + b is row b of micro-batch i of that rank; 30 steps cross 3 epochs."""
+    order = [10 * int(w) for epoch in range(4) for w in (epoch_order(100, 42, epoch) if shuffle else range(100))]
+    for dp, size, accumulation in LAYOUTS if workers == 0 else LAYOUTS[1:2]:
+        config = sample_config(
+            distributed__dp_size=dp,
+            training__micro_batch_size=size,
+            training__gradient_accumulation_steps=accumulation,
+            dataset__shuffle=shuffle,
+            dataset__num_workers=workers,
+        )
+        start = 13
+        for rank, got in enumerate(pool.run(rows, dp, config, 17, 12 * start)):
+            for k, batch in enumerate(got):
+                step, i = start + k // accumulation, k % accumulation
+                first = step * 12 + (i * dp + rank) * size
+                assert batch == order[first : first + size]
+
+
+def loader_is_freed(config: Config) -> bool:
+    setup_process_group_manager(1, 1, 1, 1)
+    loader = MicroBatchDataLoader(TextRows(np.arange(1001, dtype=np.uint16), 10), config, CPU)
+    next(loader)
+    reference = weakref.ref(loader)
+    del loader
+    gc.collect()
+    return reference() is None and not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_without_references_is_freed_with_its_processes(pool: WorkerPool, workers: int) -> None:
+    """Otherwise its process groups stay, too, whose threads slow down what runs next."""
+    assert pool.run(loader_is_freed, 1, sample_config(dataset__num_workers=workers)) == [True]
+
+
+def test_an_epoch_has_every_window_once_and_epochs_differ() -> None:
+    orders = [epoch_order(1000, seed, epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0))]
+    assert all(sorted(order) == list(range(1000)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    assert (orders[0] == epoch_order(1000, 1, 0)).all()
+    assert orders[0][:5].tolist() == [458, 323, 622, 828, 93]  # fixed, because resuming relies on this order
+
+
+def test_too_little_data_is_rejected() -> None:
+    text = Text(np.arange(1001, dtype=np.uint16))
+    with pytest.raises(UserError) as error:
+        split_train_eval(text, sample_config(training__micro_batch_size=101))
+    assert str(error.value) == (
+        "python-stdlib has 1,001 tokens, enough for 100 sequences of 10 tokens, but one global batch needs 101; "
+        "use more data, a shorter seq_length or a smaller batch"
+    )
+    with pytest.raises(
+        UserError, match=r"one global batch needs 51 and evaluation 51; use more .* batch, or fewer eval_steps"
+    ):
+        split_train_eval(
+            text, sample_config(training__micro_batch_size=51, training__eval_frequency=2, training__eval_steps=1)
+        )
+
+
+def test_evaluation_data_is_held_out_from_training() -> None:
+    text = Text(np.arange(1007, dtype=np.uint16))
+    everything, nothing = split_train_eval(text, sample_config(training__micro_batch_size=100))
+    assert (len(everything), len(nothing)) == (100, 0)
+    assert isinstance(everything, TextRows)
+    assert len(everything.tokens) == 1007
+    config = sample_config(training__micro_batch_size=5, training__eval_frequency=1, training__eval_steps=4)
+    train, held_out = split_train_eval(text, config)
+    assert len(train) == 80  # the other six tokens are too few for a sequence
+    assert len(held_out) == 20
+    assert isinstance(train, TextRows)
+    assert train.tokens[-1] == held_out[0].input_ids[0]  # the last training target is the first evaluation input
+    assert held_out[19].target_ids[-1] == 1006
+
+
+def eval_config(batch: int, eval_steps: int) -> Any:
+    return sample_config(training__micro_batch_size=batch, training__eval_frequency=1, training__eval_steps=eval_steps)
+
+
+SAMPLES = Samples(np.arange(4000, dtype=np.uint16), np.ones(4000, np.uint8), np.full(500, 8))
+
+
+@pytest.mark.parametrize("data", [Text(np.arange(1007, dtype=np.uint16)), SAMPLES], ids=["text", "samples"])
+def test_a_resumed_run_evaluates_only_on_rows_that_were_held_out(data: Text | Samples) -> None:
+    """Training rows do not depend on the global batch, and evaluation rows only in how many are read."""
+    first = eval_config(4, eval_steps=4)
+    training, evaluation = split_train_eval(data, first)
+    earlier = 16, data_fingerprint(training, first)
+    for batch, eval_steps in ((4, 4), (8, 2), (8, 1), (3, 5), (16, 1)):
+        config = eval_config(batch, eval_steps)
+        held_out = rows_to_hold_out(data, config, earlier)
+        assert held_out == 16
+        rows = split_train_eval(data, config, held_out)
+        assert data_fingerprint(rows[0], config) == earlier[1]
+        assert len(rows[1]) == batch * eval_steps
+        for i in range(len(rows[1])):
+            assert rows[1][i].input_ids.tolist() == evaluation[i].input_ids.tolist()
+    with pytest.raises(
+        UserError, match=r"reads 32 sequences \(eval_steps=4 x 8 .* only 16 .* use eval_steps of at most 2"
+    ):
+        rows_to_hold_out(data, eval_config(8, eval_steps=4), earlier)
+    without = sample_config(training__micro_batch_size=4)
+    all_rows, _ = split_train_eval(data, without)
+    with pytest.raises(UserError, match=r"held out only 0 from its start, .*; set eval_frequency to 0"):
+        rows_to_hold_out(data, first, (0, data_fingerprint(all_rows, without)))
+    other = sample_config(training__seq_length=9, training__eval_frequency=1, training__eval_steps=9)
+    assert rows_to_hold_out(data, other, earlier) == 18  # other rows, so nothing is known of them
+    assert rows_to_hold_out(data, first, None) == 16
+
+
+# --------------------------------------------------------------------------------------------- shards of sequences
+
+
+def test_local_positions_are_sharded_zigzag_or_contiguously() -> None:
+    assert [local_positions(8, 2, rank, "zigzag").tolist() for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [local_positions(9, 3, rank, "contiguous").tolist() for rank in (0, 1, 2)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+    ]
+    for sharding in ("zigzag", "contiguous"):
+        assert local_positions(8, 1, 0, sharding).tolist() == list(range(8))
+
+
+def batches_of_a_rank(sharding: str) -> list[Tensor]:
+    cp = dist.get_world_size()
+    setup_process_group_manager(1, cp, 1, 1)
+    config = make_config(
+        distributed__cp_size=cp, distributed__cp_sharding=sharding, training__seq_length=12, dataset__shuffle=False
+    )
+    loader = MicroBatchDataLoader(random_rows(config), config, CPU)
+    batch = next(loader)
+    assert all(batch[name].shape == (2, 12 // cp) for name in ("input_ids", "target_ids", "position_ids"))
+    return [batch[name] for name in ("input_ids", "target_ids", "position_ids")]
+
+
+@pytest.mark.parametrize("sharding", ["zigzag", "contiguous"])
+def test_every_rank_gets_its_tokens_with_their_targets(pool: WorkerPool, sharding: str) -> None:
+    stream = torch.from_numpy(random_tokens()[:25].astype("int64"))
+    seen = torch.zeros(2, 12)
+    for ids, targets, positions in pool.run(batches_of_a_rank, 3, sharding):
+        for row in (0, 1):
+            assert torch.equal(ids[row], stream[12 * row + positions[row]])
+            assert torch.equal(targets[row], stream[12 * row + positions[row] + 1])
+            seen[row, positions[row]] += 1
+    assert (seen == 1).all()

@@ -1,0 +1,178 @@
+"""Packing: every sample in exactly one row, rows nearly full, and the same rows every time."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.packing import picotron_tokens
+from benchmarks.workload import run_config
+from picotron.data.loader import MicroBatchDataLoader
+from picotron.data.rows import Packed, SampleRows, Samples, best_fit, pack, pack_samples
+from picotron.process_group_manager import setup_process_group_manager
+from tests.support.worker_pool import WorkerPool
+
+SIZES = st.lists(st.integers(1, 12), max_size=60)
+
+
+def samples_of(parts: list[tuple[list[int], list[int]]]) -> Samples:
+    """Join samples, given as tokens and mask."""
+    tokens, counted = ([x for part in parts for x in part[i]] for i in (0, 1))
+    lengths = np.array([len(part[0]) for part in parts], np.int64)
+    return Samples(np.array(tokens, np.uint16), np.array(counted, np.uint8), lengths)
+
+
+def random_samples(count: int, longest: int, seed: int = 0) -> list[tuple[list[int], list[int]]]:
+    """Return samples whose tokens are all different, so that each is found again in the rows."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, longest + 1, count)
+    ends = lengths.cumsum()
+    return [
+        (list(range(end - length, end)), rng.integers(0, 2, length).tolist())
+        for end, length in zip(ends, lengths, strict=True)
+    ]
+
+
+def samples_in(rows: SampleRows) -> list[tuple[list[int], list[int]]]:
+    """Take the samples out of rows again: their tokens, and the mask of all but the first token."""
+    found = []
+    for i in range(len(rows)):
+        row = rows[i]
+        assert row.documents is not None
+        assert row.counted is not None
+        assert row.documents.sum() == len(row.input_ids) == len(row.target_ids) == len(row.counted) == rows.seq_length
+        assert rows.counts[i] == row.counted.sum() > 0
+        start = 0
+        for length in row.documents:
+            inputs, targets, counted = (x[start : start + length].tolist() for x in row[:3])
+            start += length
+            if not any(counted) and start == rows.seq_length:
+                assert inputs == targets == [0] * length  # padding
+            else:
+                assert inputs[1:] == targets[:-1]
+                found.append((inputs + targets[-1:], counted))
+    return found
+
+
+def expected(parts: list[tuple[list[int], list[int]]], length: int, drops_long: bool) -> list[Any]:
+    """State without arrays which samples are packed."""
+    cut = [(tokens[: length + 1], mask[1 : length + 1]) for tokens, mask in parts]
+    kept = [len(tokens) <= length + 1 or not drops_long for tokens, _ in parts]
+    return [part for part, keep in zip(cut, kept, strict=True) if keep and any(part[1])]
+
+
+def naive_loads(sizes: list[int], capacity: int) -> list[int]:
+    """Pack by best-fit decreasing, looking at every row for every item."""
+    loads: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        fits = [load for load in loads if load + size <= capacity]
+        if fits:
+            loads.remove(max(fits))
+        loads.append(max(fits, default=0) + size)
+    return loads
+
+
+@given(sizes=SIZES, capacity=st.integers(12, 30))
+def test_rows_are_those_of_best_fit_decreasing(sizes: list[int], capacity: int) -> None:
+    rows = pack(np.array(sizes, np.int64), capacity)
+    loads = np.bincount(rows, sizes).tolist() if sizes else []
+    assert sorted(loads) == sorted(naive_loads(sizes, capacity))
+
+
+@given(sizes=SIZES)
+def test_rows_are_numbered_by_their_first_items(sizes: list[int]) -> None:
+    rows = pack(np.array(sizes, np.int64), 12).tolist()
+    assert list(dict.fromkeys(rows)) == list(range(len(set(rows))))
+
+
+def test_packing_ends_when_the_rows_are_full() -> None:
+    assert best_fit([5, 6, 4, 3, 1], 10, limit=2) == [0, 1, 1, 0, 0]
+    assert best_fit([5, 6, 5, 5, 1], 10, limit=2) == [0, 1, 0]
+    assert best_fit([5], 10, limit=0) == []
+
+
+ORDINARY = {
+    "short answers": lambda rng, n: rng.lognormal(4.5, 0.8, n),
+    "instructions": lambda rng, n: rng.lognormal(5.5, 0.9, n),
+    "conversations": lambda rng, n: rng.lognormal(6.5, 0.8, n),
+    "two kinds": lambda rng, n: np.where(rng.random(n) < 0.5, rng.normal(60, 20, n), rng.normal(900, 200, n)),
+}
+
+
+@pytest.mark.parametrize("kind", ORDINARY)
+@pytest.mark.parametrize("length", [2048, 8192])
+def test_less_than_3_percent_of_ordinary_rows_is_empty(kind: str, length: int) -> None:
+    lengths = ORDINARY[kind](np.random.default_rng(0), 20_000).clip(2).astype(np.int64)
+    tokens = int(lengths.sum())
+    samples = Samples(np.broadcast_to(np.uint16(1), tokens), np.broadcast_to(np.uint8(1), tokens), lengths)
+    packed = pack_samples(samples, length, held_out=20)
+    rows = len(packed.training) + len(packed.evaluation)
+    used = np.minimum(lengths - 1, length).sum()
+    assert packed.empty == pytest.approx(1 - used / (rows * length))
+    assert 0 <= packed.empty < 0.03
+
+
+@settings(max_examples=200)
+@given(
+    seed=st.integers(0, 100),
+    count=st.integers(0, 40),
+    length=st.integers(4, 20),
+    held_out=st.integers(0, 3),
+    drops_long=st.booleans(),
+)
+def test_rows_hold_every_sample_once(seed: int, count: int, length: int, held_out: int, drops_long: bool) -> None:
+    parts = random_samples(count, longest=15, seed=seed)
+    packed = pack_samples(samples_of(parts), length, held_out, drops_long)
+    training, evaluation = samples_in(packed.training), samples_in(packed.evaluation)
+    used = expected(parts, length, drops_long)
+    split = len(used) - len(evaluation)
+    assert sorted(training) == used[:split]
+    assert sorted(evaluation) == used[split:]  # the last ones
+    assert len(packed.evaluation) == held_out or split == 0
+    assert packed.dropped == count - len(used)
+    beginnings = [tokens[0] for tokens, _ in used]
+    assert packed.cut == sum(len(tokens) > length + 1 and tokens[0] in beginnings for tokens, _ in parts)
+
+
+def test_without_masks_the_rows_are_the_same_but_have_no_documents() -> None:
+    samples = samples_of(random_samples(40, longest=15))
+    masked, plain = (pack_samples(samples, 20, masks_documents=masks).training for masks in (True, False))
+    for i in range(len(masked)):
+        assert plain[i].documents is None
+        assert [x.tolist() for x in plain[i][:3]] == [x.tolist() for x in masked[i][:3]]
+
+
+def test_samples_keep_their_order_within_a_row_and_the_rows_the_order_of_the_data() -> None:
+    """Without shuffling, training reads the data roughly from the beginning to the end."""
+    packed: Packed = pack_samples(samples_of(random_samples(200, longest=15)), 40)
+    first = [sample[0][0] for sample in samples_in(packed.training)]
+    row_starts = [row.input_ids[0] for row in map(packed.training.__getitem__, range(len(packed.training)))]
+    assert row_starts == sorted(row_starts)
+    assert sum(a > b for a, b in itertools.pairwise(first)) < len(packed.training)
+
+
+# ---------------------------------------------------------------------------------------------------------- benchmark
+
+
+def tokens_of_steps(steps: int) -> tuple[list[int], list[int]]:
+    """Return the number of targets in each micro-batch of packed samples, all counted: as the benchmark of packing
+    computes them, and in the loader's batches.
+    """
+    setup_process_group_manager(1, 1, 1, 1)
+    lengths = np.random.default_rng(0).integers(2, 300, size=30)
+    samples = Samples(np.zeros(lengths.sum(), np.uint16), np.ones(lengths.sum(), np.uint8), lengths)
+    rows = pack_samples(samples, 512).training
+    loader = MicroBatchDataLoader(rows, run_config({}), torch.device("cpu"))
+    count = steps * loader.grad_acc_steps
+    in_batches = [int((next(loader)["target_weights"] > 0).sum()) for _ in range(count)]
+    return list(map(int, itertools.islice(picotron_tokens(rows), count))), in_batches
+
+
+def test_the_benchmark_counts_the_tokens_of_each_step(pool: WorkerPool) -> None:
+    ((computed, in_batches),) = pool.run(tokens_of_steps, 1, 3)
+    assert computed == in_batches
+    assert len(set(computed)) > 1

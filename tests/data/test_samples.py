@@ -1,0 +1,277 @@
+"""Samples for fine-tuning: tokens and masks of prompts, completions and conversations."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from picotron.console import UserError
+from picotron.data.tokens import write_tokens
+from tests.support.chat_templates import CHATML, LLAMA3, MARKED, QUESTIONS_MARKED, TOOLS
+from tests.support.oracle import tiny_llama
+from tests.support.samples import (
+    CHAT,
+    PROMPTS,
+    config_of,
+    encode,
+    messages,
+    split,
+    with_template,
+    write_jsonl,
+)
+
+# ------------------------------------------------------------------------------------------- prompts and completions
+
+PAIRS = [("What is 2 + 2?", " It is 4."), ("", "def f(x):"), ("x", ""), ("wide 日本語 🙂", "\nreturn x\n")]
+
+
+def write_pairs(folder: Path, kind: str) -> str:
+    records = [{"n": i, "q": q, "a": a} for i, (q, a) in enumerate(PAIRS)]
+    path = folder / f"pairs.{kind}"
+    if kind == "parquet":
+        pandas.DataFrame(records).to_parquet(path, row_group_size=2)
+    elif kind == "json":
+        path.write_text(json.dumps(records))
+    else:
+        write_jsonl(path, records)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_the_loss_counts_completions_and_the_end_of_sequence_token(tmp_path: Path, folder: str, kind: str) -> None:
+    plain = AutoTokenizer.from_pretrained(folder)
+    end = plain.eos_token_id
+    expected = []
+    for prompt, completion in PAIRS:
+        q, a = plain(prompt)["input_ids"] or [end], plain(completion)["input_ids"]
+        expected.append(([*q, *a, end], [0] * len(q) + [1] * (len(a) + 1)))
+    assert split(encode(config_of(write_pairs(tmp_path, kind), folder))) == expected
+
+
+def test_a_prompt_begins_as_generation_encodes_it(tmp_path: Path, folder: str) -> None:
+    """The tokenizer adds a beginning-of-sequence token, as Llama's do."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token = "!"
+    begin = ("!", tokenizer.bos_token_id)
+    processor = processors.TemplateProcessing(single="! $A", special_tokens=[begin])
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence([processor])
+    tokenizer.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    samples = split(encode(config_of(write_pairs(tmp_path, "jsonl"), folder)))
+    for (prompt, completion), (tokens, mask) in zip(PAIRS, samples, strict=True):
+        q, a = tokenizer(prompt)["input_ids"], tokenizer(completion, add_special_tokens=False)["input_ids"]
+        assert q[0] == tokenizer.bos_token_id
+        assert tokens == [*q, *a, tokenizer.eos_token_id]
+        assert mask == [0] * len(q) + [1] * (len(a) + 1)
+
+
+@pytest.mark.processes
+@pytest.mark.parity
+def test_number_of_tokenising_processes_does_not_change_the_samples(tmp_path: Path, folder: str) -> None:
+    records = [{"q": "x" * (i % 50), "a": "it is 4. " * (i % 70)} for i in range(9_000)]
+    name = write_jsonl(tmp_path / "a.jsonl", records)
+    assert Path(name).stat().st_size > 2**21  # several batches of blocks
+    one = encode(config_of(name, folder, **PROMPTS))
+    assert len(one.lengths) == len(records)
+    Path(name).touch()  # so the tokens are not taken from the cache
+    two = encode(config_of(name, folder, **PROMPTS, dataset__num_proc=2))
+    assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_num_samples_selects_the_first_records(tmp_path: Path, folder: str) -> None:
+    name = write_pairs(tmp_path, "jsonl")
+    data = encode(config_of(name, folder, **PROMPTS, training__num_samples=3))
+    assert split(data) == split(encode(config_of(name, folder)))[:3]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_bpe_is_trained_on_prompts_and_completions(tmp_path: Path) -> None:
+    name = write_jsonl(tmp_path / "a.jsonl", [{"q": "abab" * 9, "a": "xyxy" * 9}] * 3)
+    data = encode(config_of(name, "bpe"))
+    (tokenizer,) = [path for path in (tmp_path / "cache" / "picotron").glob("bpe-*") if path.is_dir()]
+    vocabulary = AutoTokenizer.from_pretrained(tokenizer).get_vocab()
+    assert {"abab", "xyxy"} <= vocabulary.keys()
+    assert len(data.tokens) < 50
+
+
+def test_samples_and_text_of_a_file_do_not_share_a_cache(tmp_path: Path, folder: str) -> None:
+    name = write_pairs(tmp_path, "jsonl")
+    configs = [
+        config_of(name, folder),
+        config_of(name, folder, dataset__text_column="a"),
+        config_of(name, folder, dataset__prompt_column="a", dataset__completion_column="q"),
+    ]
+    for config in configs:
+        write_tokens(config, tiny_llama(vocab_size=300))
+    assert len([path for path in (tmp_path / "cache" / "picotron").glob("tokens-*") if path.is_dir()]) == 3
+
+
+def test_rows_of_a_hub_data_set_become_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str) -> None:
+    import datasets
+
+    conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    rows = datasets.Dataset.from_dict(
+        {"q": [q for q, _ in PAIRS] * 40, "a": [a for _, a in PAIRS] * 40, "chat": [conversation] * 160, "n": [1] * 160}
+    )
+    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: rows)
+    monkeypatch.setattr("picotron.data.documents.connect", lambda name: None)
+    expected = split(encode(config_of(write_pairs(tmp_path, "jsonl"), folder)))
+    assert split(encode(config_of("somebody/data", folder))) == expected * 40
+    with_template(folder, CHATML)
+    assert len(encode(config_of("somebody/data", folder, **CHAT)).lengths) == 160
+    with pytest.raises(
+        UserError, match=r"completion_column='n': somebody/data has no text there; use one of \['q', 'a'\]"
+    ):
+        encode(config_of("somebody/data", folder, dataset__prompt_column="q", dataset__completion_column="n"))
+
+
+# ------------------------------------------------------------------------------------------------------ conversations
+
+CHATS = [
+    [("user", "What is 2 + 2?"), ("assistant", "It is 4.")],
+    [("system", "Be brief."), ("user", "x"), ("assistant", "1"), ("user", "y"), ("assistant", "2 🙂"), ("user", "bye")],
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            CHATML,
+            [
+                ["<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n", "It is 4.<|im_end|>\n"],
+                [
+                    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n",
+                    "1<|im_end|>\n",
+                    "<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n",
+                    "2 🙂<|im_end|>\n",
+                ],
+            ],
+        ),
+        (
+            LLAMA3,
+            [
+                ["<begin><header>user</header>\n\nWhat is 2 + 2?<eot><header>assistant</header>\n\n", "It is 4.<eot>"],
+                [
+                    "<begin><header>system</header>\n\nBe brief.<eot><header>user</header>\n\nx<eot>"
+                    "<header>assistant</header>\n\n",
+                    "1<eot>",
+                    "<header>user</header>\n\ny<eot><header>assistant</header>\n\n",
+                    "2 🙂<eot>",
+                ],
+            ],
+        ),
+    ],
+    ids=["ChatML", "Llama 3"],
+)
+def test_the_loss_counts_the_turns_of_the_assistant(
+    tmp_path: Path, folder: str, template: str, expected: list[list[str]], kind: str
+) -> None:
+    """Texts alternate: one that is not counted, one that is."""
+    name = str(tmp_path / f"a.{kind}")
+    records = [{"chat": messages(chat)} for chat in CHATS]
+    if kind == "parquet":
+        pandas.DataFrame(records).to_parquet(name)
+    else:
+        write_jsonl(Path(name), records)
+    data = split(encode(config_of(name, with_template(folder, template), **CHAT)))
+    plain = AutoTokenizer.from_pretrained(folder)
+    for (tokens, mask), texts in zip(data, expected, strict=True):
+        ids = [plain(text)["input_ids"] for text in texts]
+        assert tokens == [token for each in ids for token in each]
+        assert mask == [i % 2 for i, each in enumerate(ids) for _ in each]
+
+
+def test_a_template_may_mark_what_the_loss_counts(tmp_path: Path, folder: str) -> None:
+    name = write_jsonl(tmp_path / "a.jsonl", [{"chat": messages(chat)} for chat in CHATS])
+    data = split(encode(config_of(name, with_template(folder, QUESTIONS_MARKED), **CHAT)))
+    plain = AutoTokenizer.from_pretrained(folder)
+    for (tokens, mask), chat in zip(data, CHATS, strict=True):
+        shown = chat[:-1] if chat[-1][0] == "user" else chat
+        theirs = plain.apply_chat_template(messages(shown), return_dict=True, return_assistant_tokens_mask=True)
+        assert tokens == theirs["input_ids"]
+        assert mask == theirs["assistant_masks"]
+        counted = plain.decode([token for token, one in zip(tokens, mask, strict=True) if one])
+        assert counted == "".join(content + "." for role, content in chat if role == "assistant")
+
+
+def test_a_mark_in_a_comment_is_none(tmp_path: Path, folder: str) -> None:
+    name = write_jsonl(tmp_path / "a.jsonl", [{"chat": messages(chat)} for chat in CHATS])
+    plain = split(encode(config_of(name, with_template(folder, CHATML), **CHAT)))
+    for comment in ("{# put {% generation %} here #}", "{{ '{% generation %}' if false else '' }}"):
+        assert split(encode(config_of(name, with_template(folder, comment + CHATML), **CHAT))) == plain
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED["ChatML"]], ids=["turns", "marked"])
+@pytest.mark.parametrize("kind", ["jsonl", "json text", "parquet"])
+def test_the_template_gets_the_tools_of_a_record(tmp_path: Path, folder: str, template: str, kind: str) -> None:
+    """In a table, all objects have the same keys: those that a record lacks are null there."""
+    with_template(folder, TOOLS + template)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tools: list[Any] = [
+        [{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}],
+        None,
+        [
+            {"type": "function", "function": {"name": "see"}},
+            {"type": "function", "function": {"name": "f", "parameters": {"b": "str"}}},
+        ],
+    ]
+    records = [{"chat": messages(CHATS[0]), "other": "x", "tools": each} for each in tools]
+    if kind == "json text":
+        records = [record | {"tools": json.dumps(record["tools"])} for record in records]
+    name = str(tmp_path / f"a.{kind.replace(' text', 'l')}")
+    if kind == "parquet":
+        pandas.DataFrame(records).to_parquet(name)
+    else:
+        write_jsonl(Path(name), records)
+    samples = split(encode(config_of(name, folder, **CHAT)))
+    for each, (tokens, _) in zip(tools, samples, strict=True):
+        assert tokens == tokenizer.apply_chat_template(messages(CHATS[0]), each, return_dict=True)["input_ids"]
+        assert ("parameters" in tokenizer.decode(tokens)) == (each is not None)
+
+
+def test_conversations_with_another_template_are_tokenised_again(tmp_path: Path, folder: str) -> None:
+    name = write_jsonl(tmp_path / "a.jsonl", [{"chat": messages(CHATS[0])}])
+    lengths = [
+        encode(config_of(name, with_template(folder, template), **CHAT)).lengths.tolist()
+        for template in (CHATML, LLAMA3)
+    ]
+    assert lengths[0] != lengths[1]
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+MEMORY = """
+import resource, sys
+from picotron.data import split_train_eval
+from tests.support.samples import PROMPTS, config_of, encode
+peaks = []
+for name in sys.argv[2:]:
+    config = config_of(name, sys.argv[1], **PROMPTS, training__seq_length=512)
+    split_train_eval(encode(config), config)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
+print(*peaks)
+"""
+
+
+@pytest.mark.parity
+@pytest.mark.processes
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, folder: str) -> None:
+    """Peak memory in MiB after a few samples, and after 16 MiB of them."""
+    record = {"q": "What is 2 + 2? " * 4, "a": "It is 4. " * 40}
+    names = [write_jsonl(tmp_path / f"{count}.jsonl", [record] * count) for count in (10, 40_000)]
+    assert Path(names[1]).stat().st_size > 2**24
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY, folder, *names], capture_output=True, text=True, check=True, timeout=240
+    )
+    few, many = map(float, result.stdout.split())
+    assert many - few < 64
+    assert "Tokenising: 100%" in result.stderr

@@ -1,0 +1,234 @@
+"""Tokenising data sets: documents and tokenizers, streams of tokens, and rejected data sets."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+
+from picotron.config import Config
+from picotron.console import UserError
+from picotron.data.documents import python_stdlib
+from picotron.data.tokens import END_OF_TEXT, train_bpe, write_tokens
+from tests.support.oracle import make_config, tiny_llama
+
+TEXTS = [
+    "def f(x):\n    return x + 1\n" * 20,
+    "one line only, with ünïcödé → ok",
+    "class A:\n\n    pass\n" * 30,
+    "the end",
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache: its folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "picotron"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    """Folder with a byte-level BPE of 300 tokens."""
+    folder = str(tmp_path / "tokenizer")
+    train_bpe(iter(TEXTS), 300).save_pretrained(folder)
+    return folder
+
+
+def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
+    """Tokenise the data set of a config, without a process group."""
+    return np.load(write_tokens(config, model_config).arrays / "tokens.npy", mmap_mode="r")
+
+
+def write_files(folder: Path, kind: str) -> str:
+    """Write TEXTS as a data set of the given kind, and return its name."""
+    import pandas
+
+    folder.mkdir()
+    rows = pandas.DataFrame({"text": TEXTS, "n": range(len(TEXTS))})
+    if kind == "jsonl":
+        (folder / "a.jsonl").write_text("".join(json.dumps({"text": t, "n": i}) + "\n" for i, t in enumerate(TEXTS)))
+        return str(folder / "a.jsonl")
+    if kind == "parquet":
+        rows.to_parquet(folder / "a.parquet")
+        return str(folder / "a.parquet")
+    if kind == "folder of parquet":
+        rows[:2].to_parquet(folder / "train-0.parquet")
+        rows[2:].to_parquet(folder / "train-1.parquet")
+        return str(folder)
+    for i, text in enumerate(TEXTS):
+        (folder / f"{i}.txt").write_text(text)
+    return str(folder) if kind == "folder of txt" else str(folder / "0.txt")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder of parquet", "folder of txt", "txt"])
+def test_all_file_types_give_the_same_tokens(tmp_path: Path, tokenizer: str, kind: str) -> None:
+    config = make_config(dataset__name=write_files(tmp_path / "files", kind), model__tokenizer=tokenizer)
+    tokens = load_tokens(config, tiny_llama(vocab_size=300))
+    plain = AutoTokenizer.from_pretrained(tokenizer)
+    expected = []
+    for text in TEXTS[:1] if kind == "txt" else TEXTS:
+        expected += [*plain(text)["input_ids"], plain.eos_token_id]
+    assert tokens.tolist() == expected
+    assert isinstance(tokens, np.memmap)
+    assert plain.decode(tokens[: len(expected)]).replace(END_OF_TEXT, "") == "".join(
+        TEXTS[:1] if kind == "txt" else TEXTS
+    )
+
+
+def test_tokens_are_cached_until_the_content_changes(tmp_path: Path, tokenizer: str, cache: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        json.dumps({"body": "abc " * 50}) + "\n" + json.dumps({"body": None}) + "\n" + json.dumps({"body": ""})
+    )
+    config = make_config(dataset__name=str(file), model__tokenizer=tokenizer, dataset__text_column="body")
+    first = load_tokens(config, tiny_llama(vocab_size=300))
+    stamp = [p.stat().st_mtime_ns for p in cache.glob("*/tokens.npy")]
+    assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() == first.tolist()
+    assert [p.stat().st_mtime_ns for p in cache.glob("*/tokens.npy")] == stamp
+    file.write_text(json.dumps({"body": "xyz " * 60}) + "\n")
+    assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() != first.tolist()
+    assert len(list(cache.glob("*/tokens.npy"))) == 2
+
+
+def test_tokenizers_with_different_end_tokens_do_not_share_a_cache(tmp_path: Path) -> None:
+    streams = []
+    for end in ("e", "t"):
+        tokenizer = train_bpe(iter(TEXTS), 300)
+        tokenizer.eos_token = end
+        tokenizer.save_pretrained(tmp_path / end)
+        config = make_config(training__num_samples=2, model__tokenizer=str(tmp_path / end))
+        streams.append(load_tokens(config, tiny_llama(vocab_size=300))[-1])
+    assert streams[0] != streams[1]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder of parquet", "folder of txt"])
+def test_num_samples_selects_the_first_documents(tmp_path: Path, tokenizer: str, kind: str) -> None:
+    name = write_files(tmp_path / "files", kind)
+    config = make_config(dataset__name=name, model__tokenizer=tokenizer, training__num_samples=3)
+    tokens = load_tokens(config, tiny_llama(vocab_size=300)).tolist()
+    plain = AutoTokenizer.from_pretrained(tokenizer)
+    assert tokens == [token for text in TEXTS[:3] for token in [*plain(text)["input_ids"], plain.eos_token_id]]
+
+
+@pytest.mark.processes
+def test_number_of_tokenising_processes_does_not_change_the_tokens(tmp_path: Path, tokenizer: str, cache: Path) -> None:
+    streams = []
+    for processes in (1, 2):
+        name = write_files(tmp_path / f"files{processes}", "jsonl")
+        config = make_config(dataset__name=name, model__tokenizer=tokenizer, dataset__num_proc=processes)
+        streams.append(load_tokens(config, tiny_llama(vocab_size=300)).tolist())
+    assert streams[0] == streams[1]
+
+
+def test_python_stdlib_has_source_files_in_a_fixed_order() -> None:
+    files = python_stdlib()
+    assert files == python_stdlib() == sorted(files)
+    assert 2e6 < sum(file.stat().st_size for file in files) < 2e7
+    assert any(file.parts[-2:] == ("json", "decoder.py") for file in files)
+    assert not any({"test", "site-packages", "encodings"} & set(file.parts) for file in files)
+
+
+def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
+    config = make_config(model__tokenizer="bpe", training__num_samples=30)
+    tokens = load_tokens(config, tiny_llama(vocab_size=600))
+    assert 500 < tokens.max() < 600
+    (folder,) = [p for p in cache.glob("bpe-*") if p.is_dir()]
+    bpe = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert len(bpe) == 600
+    text = "".join(chr(i) for i in range(1, 3000, 7))
+    assert bpe.decode(bpe(text)["input_ids"]) == text
+    documents = bpe.decode(tokens.tolist()).split(END_OF_TEXT)
+    texts = [file.read_text(encoding="utf-8") for file in python_stdlib()[:30]]
+    assert documents[:-1] == [text for text in texts if text]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset__name": "./no/such/file.txt"}, "there is no such file or folder; check the path"),
+        (
+            {"dataset__name": "nobody/no-such-data"},
+            "cannot be loaded .*; use a hub id, a folder, a file or 'python-stdlib'",
+        ),
+        ({"dataset__name": "FOLDER/a.csvx"}, r"has file type '\.csvx'; use one of \.txt, \.jsonl, \.json, \.parquet"),
+        (
+            {"dataset__name": "FOLDER/broken.jsonl", "model__tokenizer": "TOKENIZER"},
+            r"broken\.jsonl, line 1: the record is not valid JSON: Expecting ',' delimiter at column 13",
+        ),
+        (
+            {"dataset__name": "FOLDER/good.jsonl", "dataset__text_column": "body", "model__tokenizer": "TOKENIZER"},
+            r"good\.jsonl, line 1: dataset\.text_column='body' has no text there; use one of \['text'\]",
+        ),
+        (
+            {"dataset__name": "FOLDER/good.jsonl", "dataset__text_column": "n", "model__tokenizer": "TOKENIZER"},
+            r"good\.jsonl, line 1: dataset\.text_column='n' has no text there; use one of",
+        ),
+        ({"dataset__name": "FOLDER/good.jsonl", "dataset__split": "nonsense"}, "has only the split 'train'"),
+        (
+            {"dataset__name": "FOLDER/good.jsonl", "dataset__subset_name": "en"},
+            "subset_name='en', but .* has no subsets",
+        ),
+        ({"dataset__subset_name": "en"}, "subset_name='en', but python-stdlib has no subsets"),
+        ({"dataset__split": "test"}, "split='test', but python-stdlib has only the split 'train'"),
+        ({"dataset__name": "FOLDER", "dataset__split": "validation"}, "has only the split 'train'"),
+        (
+            {"model__tokenizer": "FOLDER"},
+            'cannot load a tokenizer from .*; set model.tokenizer to a hub id, a folder, or "bpe"',
+        ),
+        ({"model__tokenizer": "TOKENIZER"}, "has 300 tokens, but the model's vocab_size is 61; choose another"),
+        ({"model__tokenizer": "bpe"}, "vocab_size=61 is too small for a byte-level BPE; it needs at least 257"),
+    ],
+)
+def test_tokenising_rejects_bad_data_sets_and_tokenizers(
+    tmp_path: Path, tokenizer: str, changes: dict[str, str], message: str
+) -> None:
+    folder = tmp_path / "files"
+    write_files(folder, "jsonl")
+    (folder / "a.jsonl").rename(folder / "good.jsonl")
+    (folder / "a.csvx").write_text("a,b")
+    (folder / "broken.jsonl").write_text('{"text": "a"\n{"te')
+    changes = {k: v.replace("FOLDER", str(folder)).replace("TOKENIZER", tokenizer) for k, v in changes.items()}
+    config = make_config(**{"training__num_samples": 2} | changes)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message) as error:
+        load_tokens(config, tiny_llama(vocab_size=61 if "61" in message else 300))
+    assert len(str(error.value).splitlines()) == 1
+
+
+MEMORY = """
+import resource, sys
+from picotron.text.tokens import write_tokens
+from tests.support.oracle import make_config, tiny_llama
+peaks = []
+for name in sys.argv[2:]:
+    write_tokens(make_config(dataset__name=name, model__tokenizer=sys.argv[1]), tiny_llama(vocab_size=300))
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
+print(*peaks)
+"""
+
+
+@pytest.mark.parity
+@pytest.mark.processes
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: str) -> None:
+    """Peak memory in MiB after a short text, and after 4 MiB of each type, in a single document and row group."""
+    import pandas
+
+    line = "def f(x):\n    return x + 1\n"
+    text = line * (2**22 // len(line))
+    (tmp_path / "short.txt").write_text(line)
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    rows = pandas.DataFrame({"text": [line * 40] * (2**22 // len(line) // 40)})
+    rows.to_parquet(tmp_path / "a.parquet", row_group_size=2**20)
+    names = [str(tmp_path / name) for name in ("short.txt", "a.txt", "a.parquet", "a.jsonl")]
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY, tokenizer, *names], capture_output=True, text=True, check=True, timeout=240
+    )
+    short, *others = map(float, result.stdout.split())
+    txt, parquet, jsonl = (peak - short for peak in others)
+    assert txt < 100
+    assert parquet < 100
+    assert jsonl < 100

@@ -1,0 +1,199 @@
+"""Tokens of samples and of long documents: those that the tokenizer gives for the whole text."""
+
+import inspect
+import itertools
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from picotron.console import UserError
+from picotron.data import document_files
+from picotron.data.tokens import write_tokens
+from tests.support.chat_templates import MARKED, TEMPLATES
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.samples import CHAT, config_of, encode, messages, split, write_jsonl
+from tests.support.tokenizer_kinds import KINDS, make_tokenizer
+
+VOCABULARY = 480
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def saved(folder: Path, kind: str, template: str | None = None) -> tuple[PreTrainedTokenizerBase, str]:
+    """Save a tokenizer, and return the one that is loaded from there."""
+    tokenizer = make_tokenizer(kind, VOCABULARY)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return AutoTokenizer.from_pretrained(folder / "tokenizer"), str(folder / "tokenizer")
+
+
+# ------------------------------------------------------------------------------------------- prompts and completions
+
+PAIRS = [
+    ("Name the capital.\n", "Paris"),
+    ("What is 2 + 2? It is", " 4."),
+    ("What is 2 + 2? It is ", "4."),
+    ("a\n", "\n b"),
+    ("", "hello"),
+    ("", " hello"),
+    ("hello", ""),
+    ("wide 日本語 🙂", "👍🏽\n"),
+    ("one</s> two</s>", "three <s> four"),
+    ("caf", "e\u0301"),
+    ("  ", "  x  "),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_a_sample_are_those_of_its_whole_text(tmp_path: Path, kind: str) -> None:
+    tokenizer, folder = saved(tmp_path, kind)
+    end = tokenizer.eos_token_id
+    name = write_jsonl(tmp_path / "a.jsonl", [{"q": q, "a": a} for q, a in PAIRS])
+    for (prompt, completion), (tokens, mask) in zip(
+        PAIRS, split(encode(config_of(name, folder), VOCABULARY)), strict=True
+    ):
+        whole, ids = (
+            tokenizer(text, add_special_tokens=kind != "ByT5")["input_ids"] for text in (prompt + completion, prompt)
+        )
+        begin = [] if prompt or kind not in ("byte-level", "byte-level trimmed", "ByT5") else [end]
+        assert tokens == [*begin, *whole, end]
+        # The tokens of the prompt that the completion does not change are not counted, all others are.
+        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, whole, strict=False))))
+        assert mask == [0] * (len(begin) + same) + [1] * (len(whole) - same + 1), (prompt, completion)
+
+
+def test_a_slow_tokenizer_must_tell_where_a_completion_begins(tmp_path: Path) -> None:
+    """ByT5 drops white space before </s>."""
+    _, folder = saved(tmp_path, "ByT5")
+    name = write_jsonl(tmp_path / "a.jsonl", [{"q": "a", "a": "b"}, {"q": "What?\n", "a": "</s>b"}])
+    message = r"cannot begin or end at '</s>b' after 'What\?\\n'; choose a model\.tokenizer with a tokenizer\.json"
+    with pytest.raises(UserError, match=message):
+        encode(config_of(name, folder), VOCABULARY)
+
+
+def test_a_character_that_is_cut_into_bytes_is_counted_as_a_whole(tmp_path: Path) -> None:
+    tokenizer, folder = saved(
+        tmp_path, "byte-level", MARKED["Alpaca"].replace("+ '\\n\\n' }}{%- endgen", "}}{%- endgen")
+    )
+    count = len(tokenizer("🙂")["input_ids"])
+    assert count > 1
+    name = write_jsonl(tmp_path / "a.jsonl", [{"chat": messages([("user", "🙂"), ("assistant", "🙂")])}])
+    ((_, mask),) = split(encode(config_of(name, folder, **CHAT), VOCABULARY))
+    assert mask[-count - 1 :] == [0] + [1] * count
+
+
+# ------------------------------------------------------------------------------------------------------ conversations
+
+CHATS = [
+    [("user", "Hi there"), ("assistant", "Hello"), ("user", "What is 2 + 2?"), ("assistant", "It is 4.")],
+    [("system", "Be brief."), ("user", " x"), ("assistant", "  1\n"), ("user", "y 🙂"), ("assistant", "2 🙂👍🏽")],
+    [("user", "日本語"), ("assistant", "<|user|> <s>\n"), ("user", ""), ("assistant", "ok"), ("user", "bye")],
+    [("user", "x"), ("assistant", "")],
+]
+
+
+def shown(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
+    """Return the messages up to the assistant's last one."""
+    return messages(chat[:-1] if chat[-1][0] == "user" else chat)
+
+
+def mask_of_transformers(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, str]], template: str) -> list[int]:
+    """Return transformers' mask. If several tokens share the last character of a turn, transformers counts only the
+    first of them; here, the others count, too.
+    """
+    encoded = tokenizer.apply_chat_template(
+        chat,
+        chat_template=template,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+    )
+    mask, offsets = encoded["assistant_masks"], encoded["offset_mapping"]
+    for i in range(1, len(mask)):
+        mask[i] |= mask[i - 1] and offsets[i][0] < offsets[i - 1][1]
+    return list(mask)
+
+
+def tokens_of_turns(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, str]]) -> list[int]:
+    """Return the tokens of what the template adds for the assistant's messages, each tokenised alone."""
+    tokens: list[int] = []
+    for i in (i for i, message in enumerate(chat) if message["role"] == "assistant"):
+        before = tokenizer.apply_chat_template(chat[:i], tokenize=False, add_generation_prompt=True)
+        turn = tokenizer.apply_chat_template(chat[: i + 1], tokenize=False).removeprefix(before)
+        tokens += tokenizer(turn, add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_tokens_and_mask_of_a_conversation_are_those_of_transformers(tmp_path: Path, kind: str, template: str) -> None:
+    """transformers can tell the turns of the assistant only if the template marks them."""
+    chats = CHATS[:-1] if kind == "ByT5" else CHATS  # ByT5 drops white space before </s>, where a turn would begin
+    name = write_jsonl(tmp_path / "a.jsonl", [{"chat": messages(chat)} for chat in chats])
+    for marked in (False, True):
+        tokenizer, folder = saved(tmp_path, kind, (MARKED if marked else TEMPLATES)[template])
+        samples = split(encode(config_of(name, folder, **CHAT), VOCABULARY))
+        for chat, (tokens, mask) in zip(map(shown, chats), samples, strict=True):
+            assert tokens == tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+            if kind in ("ByT5", "WordPiece"):
+                # transformers has no masks for slow tokenizers, and wrong ones if the first character is dropped.
+                tokenizer.chat_template = TEMPLATES[template]
+                counted = [token for token, one in zip(tokens, mask, strict=True) if one]
+                assert counted == tokens_of_turns(tokenizer, chat)
+            else:  # the masks are wrong, too, if offsets are trimmed
+                untrimmed = make_tokenizer("byte-level") if kind == "byte-level trimmed" else tokenizer
+                assert mask == mask_of_transformers(untrimmed, chat, MARKED[template])
+
+
+# ------------------------------------------------------------------------------------------------------ long documents
+
+PROSE = "The quick brown fox, it jumps over 12 lazy dogs; naïve as Žluťoučký kůň. "
+DOCUMENTS = {
+    "code": inspect.getsource(random),
+    "prose on one line": PROSE * 200,
+    "paragraphs": f"{PROSE * 3}\n\n{PROSE}  \n\t{PROSE}\n" * 40,
+    "no white space": "日本語のテキスト。私は学生です、" * 500,
+    "emoji": "🙂👍🏽e\u0301" * 2_000,
+    "special tokens": "one</s>\n two <s> three</s>" * 500,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    # The emoji are a single word, for which WordPiece has a single token.
+    [pair for pair in itertools.product(DOCUMENTS, KINDS) if pair != ("emoji", "WordPiece")],
+)
+@pytest.mark.parametrize("file_type", ["txt", "jsonl"])
+def test_tokens_of_a_long_document_are_those_of_its_whole_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str, file_type: str
+) -> None:
+    monkeypatch.setattr(document_files, "BLOCK_BYTES", 2**11)
+    monkeypatch.setattr(document_files, "WINDOW", 2**9)
+    assert document_files.CONTEXT <= 2**11 // 4  # a block has at least this many characters
+    tokenizer, folder = saved(tmp_path, kind)
+    file, text = tmp_path / f"a.{file_type}", DOCUMENTS[name]
+    file.write_text(text if file_type == "txt" else json.dumps({"text": text}))
+    config = make_config(dataset__name=str(file), model__tokenizer=folder)
+    tokens = np.load(write_tokens(config, tiny_llama(vocab_size=VOCABULARY)).arrays / "tokens.npy")
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokens.tolist() == [*whole, tokenizer.eos_token_id]
+
+
+def test_a_word_of_several_pieces_is_tokenised_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """WordPiece has one unknown token for a word of more than 100 characters, however long it is."""
+    monkeypatch.setattr(document_files, "BLOCK_BYTES", 2**11)
+    monkeypatch.setattr(document_files, "WINDOW", 2**9)
+    tokenizer, folder = saved(tmp_path, "WordPiece")
+    (tmp_path / "a.txt").write_text("one " + "x" * 2**12)
+    config = make_config(dataset__name=str(tmp_path / "a.txt"), model__tokenizer=folder)
+    tokens = np.load(write_tokens(config, tiny_llama(vocab_size=VOCABULARY)).arrays / "tokens.npy").tolist()
+    word = tokenizer("one", add_special_tokens=False)["input_ids"]
+    assert tokens == [*word, tokenizer.unk_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id]

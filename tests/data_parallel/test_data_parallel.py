@@ -1,0 +1,233 @@
+"""Data parallelism: ten optimizer steps equal those of a plain training loop with transformers on one process."""
+
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from picotron.config import Config
+from picotron.data_parallel import data_parallel as bucket_module
+from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
+from picotron.data_parallel.zero1 import DataParallelZero1
+from picotron.data_parallel.zero3 import DataParallelZero3
+from picotron.explain.fake_group import fake_rank
+from picotron.model.llama import Llama
+from picotron.model.weights import main_grad
+from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import (
+    assert_close,
+    assert_equals_training,
+    make_config,
+    oracle_training,
+    our_model,
+    random_tokens,
+    tiny_llama,
+)
+from tests.support.training import full_tensor, train_steps
+from tests.support.worker_pool import WorkerError, WorkerPool
+
+WRAPPERS = {
+    "naive": DataParallelNaive,
+    "bucket": DataParallelBucket,
+    "small buckets": lambda model: DataParallelBucket(model, bucket_mb=0.02),
+    "zero1": DataParallelZero1,
+    "zero1, small buckets": lambda model: DataParallelZero1(model, bucket_mb=0.02),
+}
+
+
+def train(config: Config, model_config: Any, wrapper: str) -> dict[str, Any]:
+    setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
+    model = WRAPPERS[wrapper](our_model(model_config, seed=config.training.seed))
+
+    def copies(attribute: str) -> dict[str, torch.Tensor]:
+        return {name: full_tensor(p, attribute) for name, p in model.module.named_parameters()}
+
+    losses, norms, gradients = train_steps(model, config, model_config, lambda: copies("main_grad"))
+    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": copies("data")}
+
+
+SLOW = [pytest.param(name, 4, marks=pytest.mark.parity) for name in WRAPPERS if name != "small buckets"]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("wrapper", "dp"),
+    [*itertools.product(WRAPPERS, (1, 2)), ("small buckets", 4), *SLOW],
+)
+def test_ten_steps_equal_one_process(pool: WorkerPool, dp: int, wrapper: str, accumulation: int, tied: bool) -> None:
+    config = make_config(
+        distributed__dp_size=dp,
+        training__gradient_accumulation_steps=accumulation,
+        training__warmup_steps=3,
+        model__use_fused_adam=dp != 2,
+        dataset__shuffle=False,
+    )
+    model_config = tiny_llama(tie_word_embeddings=tied)
+    expected = oracle_training(config, model_config, random_tokens())
+    for result in pool.run(train, dp, config, model_config, wrapper):
+        assert_equals_training(result, expected)
+
+
+def test_comparison_detects_a_missing_all_reduce(pool: WorkerPool) -> None:
+    """Without the average over ranks, the comparison of `test_ten_steps_equal_one_process` fails."""
+    config = make_config(distributed__dp_size=2, dataset__shuffle=False)
+    expected = oracle_training(config, tiny_llama(), random_tokens())
+    result = pool.run(train_without_reduction, 2, config)[0]
+    with pytest.raises(AssertionError, match="losses: off by"):
+        assert_close(result["losses"], expected["losses"], what="losses")
+
+
+def train_without_reduction(config: Config) -> dict[str, Any]:
+    original, bucket_module.all_reduce = bucket_module.all_reduce, lambda *_, **__: None
+    try:
+        return train(config, tiny_llama(), "naive")
+    finally:
+        bucket_module.all_reduce = original
+
+
+class Branches(nn.Module):
+    """A model that uses `common` and one branch per micro-batch; `never` gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.common = nn.Linear(5, 5, dtype=torch.float64)
+        self.branches = nn.ModuleList(nn.Linear(5, 3, dtype=torch.float64) for _ in range(4))
+        self.never = nn.Linear(2, 2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.branches[branch](self.common(x)).square().mean()
+
+
+# The branch that each rank uses in micro-batches 0, 1, 2. Ranks differ, and some branches are not in the last one.
+ROUTES = [(0, 1, 2), (3, 2, 2)]
+
+
+def inputs(rank: int, i: int) -> torch.Tensor:
+    return torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * rank + i))
+
+
+def branch_gradients(wrapper: str) -> list[torch.Tensor]:
+    rank = setup_process_group_manager(1, 1, 1, 2).dp_rank
+    model = WRAPPERS[wrapper](Branches())
+    for _ in range(2):  # the second step must not depend on the first
+        for p in model.parameters():
+            main_grad(p).zero_()
+        for i in (0, 1, 2):
+            model.require_backward_grad_sync = i == 2
+            model(inputs(rank, i), ROUTES[rank][i]).backward()
+        model.finish_grad_sync()
+    assert all(p.grad is None for p in model.parameters())
+    return [full_tensor(p, "main_grad") for p in model.parameters()]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_parameters_without_gradient_on_some_ranks_are_averaged(pool: WorkerPool, wrapper: str) -> None:
+    model = Branches()
+    for rank in (0, 1):
+        for i in range(3):
+            (model(inputs(rank, i), ROUTES[rank][i]) / 2).backward()
+    expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    for gradients in pool.run(branch_gradients, 2, wrapper):
+        for gradient, right in zip(gradients, expected, strict=True):
+            assert_close(gradient, right)
+
+
+def bfloat16_gradients(wrapper: str) -> tuple[torch.dtype, torch.Tensor]:
+    setup_process_group_manager(1, 1, 1, 2)
+    module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    model = WRAPPERS[wrapper](module)
+    for i in range(300):  # a gradient of 1 each time; in bfloat16 the sum would stop at 256
+        model.require_backward_grad_sync = i == 299
+        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    model.finish_grad_sync()
+    return main_grad(module.weight).dtype, full_tensor(module.weight, "main_grad")
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_bfloat16_gradients_accumulate_in_float32(pool: WorkerPool, wrapper: str) -> None:
+    for dtype, gradient in pool.run(bfloat16_gradients, 2, wrapper):
+        assert dtype == torch.float32
+        assert gradient.item() == 300
+
+
+def launches() -> list[str]:
+    """Return the events of one step in order: each layer's backward, each bucket's launch and each wait."""
+    setup_process_group_manager(1, 1, 1, 2)
+    events: list[str] = []
+    layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    for i, layer in enumerate(layers):
+        layer.register_full_backward_hook(lambda *_, i=i: events.append(f"backward {i}"))
+    model = DataParallelBucket(layers, bucket_mb=2 * 64 * 65 * 4 / 2**20)  # two layers fill a bucket
+    for k, bucket in enumerate(model.buckets):
+        launch, wait = bucket.launch, bucket.wait
+        bucket.launch = lambda k=k, launch=launch: (events.append(f"launch {k}"), launch())
+        bucket.wait = lambda k=k, wait=wait: (events.append(f"wait {k}"), wait())
+    model(torch.ones(2, 64, requires_grad=True)).sum().backward()
+    events.append("end of backward")
+    model.finish_grad_sync()
+    return events
+
+
+def test_buckets_are_reduced_during_backward(pool: WorkerPool) -> None:
+    events = pool.run(launches, 2)[0]
+    assert events.index("launch 0") < events.index("backward 1")  # layers 3 and 2 are reduced during 1
+    rest = [e for e in events if not e.startswith("backward")]
+    assert rest == ["launch 0", "launch 1", "end of backward", "wait 0", "wait 1"]
+
+
+def outlives_its_last_reference(wrapper: type[DataParallel]) -> bool:
+    setup_process_group_manager(1, 1, 1, 1)
+    model = wrapper(our_model(tiny_llama()))
+    model(torch.ones(1, 2, dtype=torch.int64)).sum().backward()
+    watch = weakref.ref(model.module)
+    del model
+    gc.collect()
+    return watch() is not None
+
+
+@pytest.mark.parametrize("wrapper", [DataParallelBucket, DataParallelZero1, DataParallelZero3])
+def test_unused_model_is_freed(pool: WorkerPool, wrapper: type[DataParallel]) -> None:
+    assert pool.run(outlives_its_last_reference, 1, wrapper) == [False]
+
+
+def two_reductions() -> None:
+    setup_process_group_manager(1, 1, 1, 1)
+    model = DataParallelBucket(nn.Linear(2, 2))
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_second_backward_without_finish_grad_sync_raises(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="before finish_grad_sync"):
+        pool.run(two_reductions, 1)
+
+
+@pytest.mark.parametrize(("dp", "mib"), [(1, 25), (2, 25), (16, 64)])
+def test_buckets_have_a_minimum_size_that_grows_with_the_group(dp: int, mib: int) -> None:
+    config = tiny_llama(hidden_size=1024, intermediate_size=8192, num_attention_heads=8, num_hidden_layers=6)
+    with fake_rank(0, make_config(distributed__dp_size=dp).distributed), torch.device("meta"):
+        model = DataParallelBucket(Llama(config))
+    in_order = [p for bucket in model.buckets for p in bucket.parameters]
+    assert in_order == list(model.parameters())[::-1]
+    sizes = [bucket.buffer.nbytes / 2**20 for bucket in model.buckets]
+    assert len(sizes) > 3
+    assert mib <= min(sizes[:-1])
+    assert max(sizes) < mib + 33  # the largest matrix has 32 MiB, and the vectors before it are in its bucket
+
+
+def fail_on_rank_1() -> None:
+    setup_process_group_manager(1, 1, 1, 2)
+    if torch.distributed.get_rank() == 1:
+        raise RuntimeError("rank one fails")
+
+
+def test_pool_reports_the_rank_that_fails_and_recovers(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match=r"rank 1: Traceback[\s\S]*rank one fails"):
+        pool.run(fail_on_rank_1, 2)
+    assert pool.run(torch.distributed.get_rank, 3) == [0, 1, 2]

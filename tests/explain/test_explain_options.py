@@ -1,0 +1,145 @@
+"""`train.py --explain` and its options: what is played, JSON, memory that fits or does not, and hardware."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import train
+from picotron.command_line import parse_command_line
+from picotron.console import UserError
+from picotron.explain.explain import run_rank, run_stages
+from picotron.explain.hardware import fits, usable
+from picotron.explain.measure import find_hardware
+from picotron.pipeline_parallel.plan import plan_pipeline
+from tests.explain.test_explain import config_of
+from tests.support.oracle import tiny_llama
+
+ENGINES = ("1f1b", "zbv", "afab", "looped_bfs", "interleaved_1f1b", "zb_h1", "dualpipev")
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout"),
+    [
+        ("1f1b", {"pp_size": 4, "tp_size": 2, "sequence_parallel": True}),
+        pytest.param("zbv", {"pp_size": 3, "dp_size": 2, "dp_engine": "zero3"}, marks=pytest.mark.parity),
+        pytest.param("1f1b", {"dp_size": 2, "dp_engine": "zero3"}, marks=pytest.mark.parity),
+        pytest.param("auto", {"pp_size": 3, "tp_size": 2}, marks=pytest.mark.parity),
+        pytest.param(
+            "1f1b",
+            {"pp_size": 3, "tp_size": 2, "pp_keep_activations": 2, "training__activation_checkpointing": "full"},
+            marks=pytest.mark.parity,
+        ),
+        *(
+            pytest.param(
+                engine, {"pp_size": 4, "tp_size": 2, "sequence_parallel": True, **more}, marks=pytest.mark.parity
+            )
+            for engine in ENGINES
+            for more in ({"dp_size": 2, "dp_engine": "zero1"}, {"dp_size": 2, "dp_engine": "zero3"}, {"cp_size": 2})
+        ),
+    ],
+    ids=str,
+)
+def test_brief_steps_equal_full_ones(engine: str, layout: dict[str, Any]) -> None:
+    """`run_stages` plays only pp ranks that differ, with one and two micro-batches; here, all are played with all."""
+    config, model_config = config_of(9, pp_engine=engine, **layout), tiny_llama(num_hidden_layers=10)
+    plan = plan_pipeline(config, model_config)
+    per_stage = config.distributed.cp_size * config.distributed.tp_size
+    full = [run_rank(rank * per_stage, config, model_config, plan) for rank in range(config.distributed.pp_size)]
+    assert run_stages(config, model_config, plan) == full
+
+
+KEYS = ["ranks", "messages", "traffic", "bubble", "step_time", "seconds", "tokens_per_second", "mfu"]
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    with mock.patch.object(sys, "argv", ["train.py", "--explain", "--json", "--config", *words]):
+        train.main()
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def _no_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "set_up_logging", lambda *_: None)
+
+
+@pytest.mark.usefixtures("_no_logging")
+def test_json_has_the_numbers_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    base, bf16 = "template/base_config.json", ("--model.dtype", "bfloat16")
+    found = as_json(capsys, base, *bf16, "--hardware", "H100")
+    assert list(found) == KEYS
+    assert [list(rank) for rank in found["ranks"]] == [
+        ["pp", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "peak"]
+    ] * 2
+    for rank in found["ranks"]:
+        assert rank["weights"] == 2 * rank["parameters"]
+        parts = rank["weights"] + rank["gradients"] + rank["optimizer"] + rank["activations"]
+        assert parts < rank["peak"] < 2 * parts
+    assert list(found["seconds"]) == ["compute", "tp", "cp", "pp", "bubble", "dp", "optimizer"]
+    assert sum(found["seconds"].values()) == pytest.approx(found["step_time"])
+    assert found["tokens_per_second"] == pytest.approx(2 * 2 * 4 * 256 / found["step_time"])
+    assert 0 < found["mfu"] < 1
+    assert set(found["traffic"]) == {message["axis"] for message in found["messages"]}
+    without = as_json(capsys, base, *bf16)
+    assert list(without) == KEYS
+    assert [without[key] for key in KEYS[4:]] == [None] * 4
+    assert without["messages"] == found["messages"]
+    assert 0 < without["bubble"] < 1
+
+
+@pytest.mark.usefixtures("_no_logging")
+def test_explain_says_whether_a_layout_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    for gib, verdict in (("80", "it fits into 92 % of 80 GiB"), ("0.001", "it does not fit into 92 % of 0.001 GiB")):
+        words = ["train.py", "--explain", "--config", "template/base_config.json", "--gib", gib, "--hardware", "A100"]
+        with mock.patch.object(sys, "argv", words):
+            train.main()
+        output = capsys.readouterr().out
+        assert verdict in output
+        assert "tokens/s on NVIDIA A100" in output  # in float32, there is no MFU
+
+
+def test_a_plan_leaves_memory_for_what_the_estimate_leaves_out() -> None:
+    """The CUDA context, the buffers of NCCL and fragmentation."""
+    assert fits(0.91 * 80, 80)
+    assert not fits(0.93 * 80, 80)
+    assert usable(79.1) == "92 % of 79.1 GiB"
+
+
+@pytest.mark.parametrize("option", [["--gib", "80"], ["--hardware", "H100"], ["--json"]])
+def test_options_of_explain_need_it(option: list[str]) -> None:
+    with pytest.raises(UserError, match="needs --explain"):
+        parse_command_line(["--config", "template/base_config.json", *option])
+
+
+@pytest.mark.usefixtures("_no_logging")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("B300", "none of H100, "), ("mine.json", "cannot read mine.json"), ("this", "no CUDA device")],
+)
+def test_unknown_hardware_is_rejected(name: str, message: str) -> None:
+    words = ["train.py", "--explain", "--config", "template/base_config.json", "--hardware", name]
+    with (
+        mock.patch.object(sys, "argv", [*words, "--distributed.use_cpu", "false"]),
+        pytest.raises(UserError, match=message),
+    ):
+        train.main()
+
+
+@pytest.mark.parity
+@pytest.mark.processes
+def test_rates_of_this_machine_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = config_of(1)
+    start = time.perf_counter()
+    measured = find_hardware("this", config)
+    assert time.perf_counter() - start < 60
+    assert measured.cores == len(os.sched_getaffinity(0))
+    assert 1e9 < measured.products["float32"] < 1e12
+    assert 0.05 < measured.attention < 2
+    with mock.patch("subprocess.run", side_effect=AssertionError("measured again")):
+        assert find_hardware("this", config) == measured

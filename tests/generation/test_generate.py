@@ -1,0 +1,212 @@
+"""generate.py: text and files of completions from one process and several, and what is wrong in one sentence."""
+
+import json
+import logging
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+import generate as program
+from generate import load_model
+from picotron.console import UserError
+from picotron.data.tokens import train_bpe
+from picotron.generation.rotation import generate
+from picotron.generation.sampling import Sampling
+from tests.checkpoint.test_safetensors_folder import break_folder
+from tests.support.oracle import tiny_llama
+from tests.support.tokenizer_kinds import make_tokenizer
+
+pytestmark = pytest.mark.usefixtures("_end_process_group")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tokenizer and a model whose weights are so large that each token depends on the earlier ones."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    LlamaForCausalLM(tiny_llama(vocab_size=300, initializer_range=0.5, eos_token_id=0)).save_pretrained(folder)
+    train_bpe(iter(["def f(x): return x + 1", "class A: pass"]), 300).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_greedy_tokens_equal_transformers(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
+    torch.manual_seed(1)
+    config = tiny_llama(vocab_size=300, initializer_range=0.5, tie_word_embeddings=tied, eos_token_id=None)
+    reference = LlamaForCausalLM(config).to(dtype)
+    reference.save_pretrained(tmp_path, max_shard_size="50KB")
+    model = load_model(tmp_path)
+    assert next(model.parameters()).dtype == dtype
+    for prompt in ([5], [1, 2, 3], list(range(20))):
+        ids = torch.tensor([prompt])
+        expected = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+        (result,) = generate(model, [prompt], Sampling(40))
+        assert result.tokens == expected[0, len(prompt) :].tolist()
+        assert len(set(result.tokens)) > 5  # the text is not one repeated token
+        assert generate(model, [prompt], Sampling(40)) == [result]  # each call starts with an empty cache
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Run generate.py, and return what it prints."""
+    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
+    program.main()
+    return capsys.readouterr().out
+
+
+def test_program_prints_the_text_of_transformers_and_obeys_the_seed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("def f")["input_ids"]
+    model = LlamaForCausalLM.from_pretrained(folder)
+    expected = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=20, do_sample=False
+    )
+    text = run(monkeypatch, capsys, "--checkpoint", folder, "--prompt", "def f", "--max_new_tokens", 20)
+    assert text == f"{folder}:\n{tokenizer.decode(expected[0], skip_special_tokens=True)}\n"
+    sampled = [
+        run(monkeypatch, capsys, "--checkpoint", folder, "--temperature", 1, "--top_k", 50, "--seed", seed)
+        for seed in (1, 1, 2)
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_run_folder_selects_its_newest_checkpoint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (9, 10):
+        (tmp_path / f"step_{step:08d}").symlink_to(folder)
+    (tmp_path / "step_00000011.unfinished").mkdir()
+    assert run(monkeypatch, capsys, "--checkpoint", tmp_path).startswith(f"{tmp_path}/step_00000010:\n")
+
+
+def test_program_warns_of_more_tokens_than_the_model_supports(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        run(monkeypatch, capsys, "--checkpoint", folder, "--prompt", "d", "--max_new_tokens", 64)
+    assert caplog.messages == ["the text may exceed 64 tokens, the maximum sequence length of the model"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "-1"], "argument --temperature: '-1' should be a number of at least 0"),
+        (["--temperature", "nan"], "'nan' should be a number of at least 0"),
+        (["--max_new_tokens", "-1"], "'-1' should be an integer from 0 to 16777216"),
+        (["--max_new_tokens", "1e3"], "'1e3' should be an integer from 0"),
+        (["--top_k", "-1"], "'-1' should be an integer of at least 0"),
+        (["--seed", str(2**64)], "should be an integer from 0 to 9223372036854775807"),
+        (["--prompt", "a\udcff"], "argument --prompt: the text is not valid UTF-8"),
+    ],
+)
+def test_program_rejects_numbers_out_of_range(
+    folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(folder), *words])
+    with pytest.raises(UserError, match=message):
+        program.main()
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+def test_text_ends_at_any_end_token_of_the_model_as_with_transformers(
+    folder: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "prompts.txt").write_text("def f\nclass A\n")
+
+    def complete() -> list[list[int]]:
+        words = ["--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "o.jsonl", "--max_new_tokens", 30]
+        monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path), *map(str, words)])
+        program.main()
+        return [json.loads(line)["tokens"] for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+
+    first, second = complete()
+    ends = [0, first[3], second[5]]
+    for name in ("config.json", "generation_config.json"):
+        data = json.loads((tmp_path / name).read_text())
+        (tmp_path / name).write_text(json.dumps(data | {"eos_token_id": ends if name == where else 0}))
+    if where == "config.json":
+        (tmp_path / "generation_config.json").unlink()
+    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), LlamaForCausalLM.from_pretrained(tmp_path)
+    for text, tokens in zip(("def f", "class A"), complete(), strict=True):
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
+        assert tokens == expected[0, ids.size(1) : -1].tolist()
+        assert expected[0, -1] in ends[1:]
+        assert len(tokens) < 6
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_damaged_weights_are_one_sentence_and_the_old_output_stays(
+    folder: Path, tmp_path: Path, temperature: int, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.model.norm.weight.data[3] = value
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "prompts.txt").write_text("def f\n")
+    (tmp_path / "o.jsonl").write_text("results of yesterday\n")
+    words = ["--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "o.jsonl", "--temperature", temperature]
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path), *map(str, words)])
+    with pytest.raises(UserError, match=f"^{tmp_path}: the model computes logits of NaN or infinity, so its weights"):
+        program.main()
+    assert (tmp_path / "o.jsonl").read_text() == "results of yesterday\n"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (
+            "int8",
+            "dtype='int8' in the config.json of .* is not supported; use one of float16, bfloat16, float32, float64",
+        ),
+        ("float8", "the config.json of .* is not a valid LlamaConfig: .*float8"),
+        (5, "dtype='5' in the config.json of .* is not supported"),
+    ],
+)
+def test_dtypes_of_weights_that_cannot_be_computed_with_are_rejected(
+    folder: Path, tmp_path: Path, dtype: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    data = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(data | {"dtype": dtype}))
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path)])
+    with pytest.raises(UserError, match=message):
+        program.main()
+
+
+def test_prompt_has_the_start_token_and_no_end_token(tmp_path: Path) -> None:
+    make_tokenizer("metaspace first").save_pretrained(tmp_path / "start")
+    make_tokenizer("ByT5").save_pretrained(tmp_path / "end")
+    start, end = program.Encoder(tmp_path / "start"), program.Encoder(tmp_path / "end")
+    assert start.encode("ab")[0] == start.tokenizer.bos_token_id
+    assert end.encode("ab") == end.tokenizer("ab", add_special_tokens=False)["input_ids"]
+    assert end.encode("") == [end.tokenizer.eos_token_id]
+    assert end.encode("ab</s>")[-1] == end.tokenizer.eos_token_id  # asked for
+
+
+def test_program_rejects_unknown_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", "no/such"])
+    with pytest.raises(UserError, match="'no/such' is not a local folder and cannot be downloaded"):
+        program.main()
+
+
+def test_program_rejects_folders_without_tokenizer_or_with_damaged_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path)])
+    with pytest.raises(UserError, match=f"no tokenizer in {tmp_path} "):
+        program.main()
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    break_folder(tmp_path, "truncated")
+    with pytest.raises(UserError, match="are damaged"):
+        program.main()

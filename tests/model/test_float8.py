@@ -1,0 +1,127 @@
+"""Products in float8: their numbers, their errors, training with them, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from picotron.console import UserError
+from picotron.model.float8 import E4M3, E5M2, float8_linear, float8_product, use_float8
+from picotron.model.llama import rope
+from picotron.parallelize import check_layout
+from tests.support.oracle import assert_close, our_model, tiny_llama
+from tests.support.training import pipeline_config, train
+from tests.support.worker_pool import WorkerPool
+
+MODEL = tiny_llama(intermediate_size=64)
+BITS = {E4M3: (448.0, 2**-4, 2**-10), E5M2: (57344.0, 2**-3, 2**-17)}  # largest number; errors: relative, absolute
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Return numbers of sizes that differ by several powers of ten."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * (2 * torch.randn(shape, generator=generator)).exp()
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers in float64 that x becomes in float8."""
+    scale = x.abs().max() / BITS[dtype][0]
+    return (x / scale).to(dtype).double() * scale.double()
+
+
+def largest_error(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bound of each element's rounding error: half of the distance between neighbouring float8 numbers."""
+    top, relative, absolute = BITS[dtype]
+    return torch.maximum(relative * x.abs(), absolute * x.abs().max() / top).double()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize(("m", "n", "k"), [(32, 48, 64), (1, 16, 32), (5, 32, 37)])
+def test_products_are_those_of_the_rounded_operands(dtype: torch.dtype, m: int, n: int, k: int) -> None:
+    a, b = random(m, k), random(n, k, seed=1)
+    ours, exact = float8_product(a, b, dtype).double(), a.double() @ b.double().t()
+    assert_close(ours, rounded(a, dtype) @ rounded(b, E4M3).t(), 1e-5)  # sums are in float32
+    da, db = largest_error(a, dtype), largest_error(b, E4M3)
+    bound = da @ b.double().abs().t() + a.double().abs() @ db.t() + da @ db.t()
+    assert ((ours - exact).abs() <= bound * (1 + 1e-5)).all()
+    assert (ours - exact).abs().max() > 1e-3 * bound.max()  # the product is not exact
+
+
+def test_gradients_are_products_of_rounded_operands() -> None:
+    x, weight, dy = random(2, 9, 32).requires_grad_(), random(48, 32, seed=1).requires_grad_(), random(2, 9, 48, seed=2)
+    bias = torch.ones(48, requires_grad=True)
+    y = float8_linear(x, weight, bias)
+    y.backward(dy)
+    flat, dy8 = x.detach().flatten(0, 1), rounded(dy.flatten(0, 1), E5M2)
+    weight8 = rounded(weight.detach(), E4M3)
+    assert_close(y.detach().flatten(0, 1).double(), rounded(flat, E4M3) @ weight8.t() + 1, 1e-5)
+    assert_close(x.grad.flatten(0, 1).double(), dy8 @ weight8, 1e-5)
+    assert_close(weight.grad.double(), dy8.t() @ rounded(flat, E4M3), 1e-5)
+    assert_close(bias.grad, dy.sum((0, 1)), 1e-5)
+
+
+def test_a_product_with_zeros_is_zero() -> None:
+    assert torch.equal(float8_product(torch.zeros(4, 16), random(16, 16), E4M3), torch.zeros(4, 16))
+
+
+def test_layers_compile_to_one_graph_with_the_same_numbers() -> None:
+    model = our_model(MODEL, torch.bfloat16)
+    layer = model.model.layers["0"]
+    use_float8(layer)
+    tables = [table.bfloat16() for table in rope(MODEL, torch.arange(16)[None])]
+
+    def run(function: Any) -> list[Tensor]:
+        x = random(2, 16, 32).bfloat16().requires_grad_()
+        y = function(x, *tables)
+        y.square().sum().backward()
+        gradient = layer.mlp.gate_proj.weight.grad.clone()
+        layer.zero_grad()
+        return [y.detach(), x.grad, gradient]
+
+    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+    for ours, theirs in zip(run(compiled), run(layer.forward), strict=True):
+        assert_close(ours.double(), theirs.double(), 1e-12)
+
+
+def losses(float8: bool, layout: dict[str, Any]) -> list[float]:
+    precision = {"model__float8": float8, "model__dtype": "bfloat16"}
+    return train(pipeline_config("1f1b", **{"pp": 1, "micro_batches": 2} | layout | precision), MODEL)["losses"]
+
+
+FULL = {"training__activation_checkpointing": "full"}
+LAYOUTS: list[Any] = [
+    (1, {}),
+    (2, {"tp_size": 2, "sequence_parallel": True, **FULL}),
+    pytest.param((2, {"tp_size": 2}), marks=pytest.mark.parity),
+    pytest.param((4, {"pp": 2, "cp_size": 2}), marks=pytest.mark.parity),
+    pytest.param((2, {"dp_size": 2, "dp_engine": "zero3", **FULL}), marks=pytest.mark.parity),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_losses_decrease_as_in_bfloat16(pool: WorkerPool, layout: tuple[int, dict[str, Any]]) -> None:
+    ranks, keys = layout
+    ours, theirs = (torch.tensor(pool.run(losses, ranks, each, keys)[0]) for each in (True, False))
+    assert ours[0] - ours[-1] > 0.15  # tokens are random: there is little to learn
+    assert_close(ours, theirs, 0.02)
+    assert (ours - theirs).abs().max() > 1e-4  # float8 is on
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "message"),
+    [
+        ({"intermediate_size": 52}, {}, r"multiples of 16, not intermediate_size / tp_size=52; use other sizes"),
+        ({}, {"tp_size": 4}, r"not num_attention_heads \* head_dim / tp_size=8;"),
+        ({"num_hidden_layers": 4}, {"pp_engine": "zb_h1", "pp_size": 2}, r"cannot split a backward, as .*'zb_h1'"),
+    ],
+)
+def test_layouts_that_float8_does_not_support_are_refused(
+    sizes: dict[str, int], layout: dict[str, Any], message: str
+) -> None:
+    engine, pp = layout.get("pp_engine", "1f1b"), layout.get("pp_size", 1)
+    config = pipeline_config(
+        engine, pp, model__float8=True, model__dtype="bfloat16", distributed__tp_size=layout.get("tp_size", 1)
+    )
+    with pytest.raises(UserError, match=message):
+        check_layout(config, tiny_llama(**{"intermediate_size": 64} | sizes))

@@ -1,0 +1,295 @@
+"""The model: logits and gradients equal those of transformers' LlamaForCausalLM with the same weights, in float64."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from picotron.config import Model
+from picotron.console import UserError
+from picotron.model import weights
+from picotron.model.llama import Llama, math_attention, rope, rope_frequencies
+from picotron.model.model_config import check_supported, load_model_config
+from picotron.model.weights import ALL, initial_weights
+from tests.support.oracle import assert_close, oracle_model, our_model, tiny_llama, with_exact_norms
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "multi-head": {"num_key_value_heads": 4},
+    "gqa": {"num_key_value_heads": 2},
+    "multi-query": {"num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "explicit head_dim": {"head_dim": 14},
+    "odd sizes": {"hidden_size": 33, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6},
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
+    "llama3 rope": {"rope_parameters": LLAMA3},
+    "old rope_scaling": {"rope_theta": 100.0, "rope_scaling": LLAMA3},
+    "padding token": {"pad_token_id": 3, "tie_word_embeddings": True},
+    "one layer, large eps": {"num_hidden_layers": 1, "rms_norm_eps": 0.1},
+}
+
+
+def batch(positions: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.randint(61, (3, 24), generator=torch.Generator().manual_seed(1))
+    start = {"from 0": 0, "from 7": 7}[positions]
+    return ids[:, :-1], ids[:, 1:], torch.arange(start, start + 23).expand(3, -1)
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "math attention"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_gradients_equal_transformers(variant: str, how: str) -> None:
+    config = tiny_llama(**VARIANTS[variant])
+    arguments: dict[str, Any] = {
+        "checkpointed": {"checkpoint_activations": True},
+        "math attention": {"attention_fn": math_attention},
+    }.get(how, {})
+    ours = our_model(config, **arguments)
+    for name, parameter in ours.named_parameters():  # weights of 0 and 1 would hide mistakes
+        if parameter.ndim == 1:
+            noise = torch.randn(
+                parameter.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(name))
+            )
+            parameter.data += 0.3 * noise
+    theirs = oracle_model(config, ours.state_dict())
+    for positions in ("from 0", "from 7"):
+        ours.zero_grad()
+        theirs.zero_grad()
+        ids, targets, position_ids = batch(positions)
+        logits = ours(ids, None if positions == "from 0" else position_ids)
+        expected = theirs(input_ids=ids, position_ids=position_ids, use_cache=False).logits
+        assert_close(logits, expected, what="logits")
+        for each in (logits, expected):
+            F.cross_entropy(each.flatten(0, 1), targets.flatten()).backward()
+        their_gradients = {name: p.grad for name, p in theirs.named_parameters()}
+        assert their_gradients.keys() == {name for name, _ in ours.named_parameters()}
+        for name, parameter in ours.named_parameters():
+            assert_close(parameter.grad, their_gradients[name], what=name)
+
+
+def test_hidden_states_replace_the_embedding() -> None:
+    model = our_model(tiny_llama())
+    ids, _, position_ids = batch("from 7")
+    assert torch.equal(model(ids, position_ids), model(ids, position_ids, model.model.embed_tokens(ids)))
+
+
+def test_compiled_layers_give_the_same_loss() -> None:
+    ids, targets, _ = batch("from 0")
+    losses = []
+    for compiled in (False, True):
+        model = our_model(tiny_llama())
+        if compiled:
+            for layer in model.model.layers.values():
+                layer.compile(backend="aot_eager")
+        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+        loss.backward()
+        losses.append(torch.stack([loss, model.model.norm.weight.grad.sum()]))
+    assert_close(losses[1], losses[0], 1e-12)
+
+
+def test_bfloat16_logits_are_close_to_float64() -> None:
+    config = tiny_llama(initializer_range=0.05)
+    ids, _, _ = batch("from 0")
+    exact = our_model(config)(ids)
+    assert_close(our_model(config, torch.bfloat16)(ids), exact, 0.05)
+    assert_close(our_model(config, torch.float32)(ids), exact, 1e-5)
+
+
+def test_meta_model_allocates_nothing_and_tied_weights_stay_tied() -> None:
+    with torch.device("meta"):
+        assert all(p.is_meta for p in Llama(tiny_llama()).parameters())
+    model = our_model(tiny_llama(tie_word_embeddings=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_initial_weights_depend_on_seed_and_name_only() -> None:
+    large, small = our_model(tiny_llama(num_hidden_layers=4)), our_model(tiny_llama(num_hidden_layers=2))
+    for name, weight in small.state_dict().items():
+        assert torch.equal(weight, large.state_dict()[name]), name
+    other = our_model(tiny_llama(num_hidden_layers=2), seed=1)
+    assert not torch.equal(other.lm_head.weight, small.lm_head.weight)
+    matrices = [w for name, w in large.state_dict().items() if w.ndim == 2]
+    assert len({w.flatten()[0].item() for w in matrices}) == len(matrices)  # no two matrices start with the same number
+
+
+def test_shards_are_slices_of_the_same_initial_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank draws only the tiles that its shard overlaps."""
+    monkeypatch.setattr(weights, "TILE", 8)
+    name, shape = "model.embed_tokens.weight", torch.Size([37, 21])
+    draw = initial_weights(tiny_llama(pad_token_id=20), seed=3)
+    full = draw(name, shape, ())
+    assert full[20].count_nonzero() == 0
+    assert len({full[i, j].item() for i in range(0, 37, 8) for j in range(0, 21, 8)}) == 5 * 3
+    for first, last in itertools.combinations((0, 3, 8, 19, 20, 21, 24, 37), 2):
+        assert torch.equal(draw(name, shape, (slice(first, last),)), full[first:last])
+    for first, last in itertools.combinations((0, 5, 8, 21), 2):
+        assert torch.equal(draw(name, shape, (ALL, slice(first, last))), full[:, first:last])
+    drawn: list[int] = []
+    normal = torch.normal
+    monkeypatch.setattr(
+        torch, "normal", lambda *args, **kwargs: (drawn.append(args[2].numel()), normal(*args, **kwargs))[1]
+    )
+    draw(name, shape, (slice(8, 16),))
+    assert sum(drawn) == 8 * 21
+
+
+def test_initial_weights_have_the_distribution_of_transformers() -> None:
+    config = tiny_llama(hidden_size=128, intermediate_size=256, vocab_size=500, initializer_range=0.02, pad_token_id=7)
+    draw = initial_weights(config, seed=3)
+    weight = draw("model.embed_tokens.weight", torch.Size([500, 128]), ())
+    assert weight.mean().abs() < 4 * 0.02 / weight.numel() ** 0.5
+    assert (weight.std() / 0.02 - 1).abs() < 0.02
+    assert weight[7].count_nonzero() == 0
+    assert torch.equal(draw("model.norm.weight", torch.Size([9]), ()), torch.ones(9))
+    assert torch.equal(draw("model.layers.0.mlp.up_proj.bias", torch.Size([9]), ()), torch.zeros(9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_key_value_heads": 3},
+            r"num_key_value_heads=3 does not divide num_attention_heads=4; use one of \[1, 2, 4\]",
+        ),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' .* not supported; picotron supports 'silu'"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1 .* not supported"),
+        ({"sliding_window": 128}, "sliding_window=128 .* not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config=.* not supported"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type='dynamic' .* supports 'default' or 'linear' or 'llama3'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5",
+        ),
+    ],
+)
+def test_check_supported_rejects_unsupported_settings(changes: dict[str, Any], message: str) -> None:
+    config = tiny_llama()
+    for (
+        key,
+        value,
+    ) in changes.items():  # set afterwards, because the constructor of LlamaConfig rejects some of these values
+        setattr(config, key, value)
+    with pytest.raises(UserError, match=message):
+        check_supported(config)
+
+
+def test_load_model_config_reads_a_folder_and_applies_overrides(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    plain = load_model_config(Model(name=str(tmp_path)))
+    assert (plain.num_hidden_layers, plain.num_key_value_heads, plain.head_dim) == (3, 2, 8)
+    changed = load_model_config(Model(name=str(tmp_path), num_hidden_layers=5, num_key_value_heads=4))
+    assert (changed.num_hidden_layers, changed.num_key_value_heads) == (5, 4)
+    # Without head_dim in config.json, the head size is hidden_size / num_attention_heads, also with an override.
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}'
+    )
+    assert load_model_config(Model(name=str(tmp_path), num_attention_heads=8)).head_dim == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "has no readable config.json .*; give a hub id or a local folder"),
+        ("not json", "has no readable config.json"),
+        ('{"model_type": "mistral"}', "model_type='mistral' .* picotron trains 'llama' models"),
+        (
+            '{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}',
+            "not a valid LlamaConfig: .*30.*not a multiple",
+        ),
+        (
+            '{"model_type": "llama", "hidden_size": "wide"}',
+            'the config.json of .*: hidden_size="wide": it should be a valid integer',
+        ),
+    ],
+)
+def test_load_model_config_rejects_unusable_folders(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_model_config(Model(name=str(tmp_path)))
+
+
+SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SPELLINGS: dict[str, dict[str, Any]] = {
+    **{
+        f"{rope_type} in {kind}": {"rope_theta": 100.0, name: {kind: rope_type, **keys}}
+        for rope_type, keys in (
+            ("linear", {"factor": 2.0}),
+            ("llama3", SCALED | {"original_max_position_embeddings": 16}),
+        )
+        for name, kind in (("rope_scaling", "rope_type"), ("rope_scaling", "type"))
+    },
+    "linear in rope_parameters": {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}},
+    "llama3 in rope_parameters": {"rope_parameters": LLAMA3},
+    "llama3, original length missing": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0, **SCALED}},
+    "llama3, original length at the top": {
+        "rope_theta": 100.0,
+        "rope_scaling": {"rope_type": "llama3", **SCALED},
+        "original_max_position_embeddings": 16,
+    },
+    "llama3, two original lengths": {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
+    "two values of theta": {"rope_theta": 100.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "theta at the top": {"rope_theta": 100.0},
+    "no scaling": {"rope_theta": 100.0, "rope_scaling": None},
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_rope_of_a_config_file_equals_transformers(spelling: str, tmp_path: Path) -> None:
+    """Both read the file themselves."""
+    keys = tiny_llama().to_dict()
+    del keys["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(keys | SPELLINGS[spelling]))
+    theirs = with_exact_norms(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).double())
+    ours = our_model(load_model_config(Model(name=str(tmp_path))))
+    ours.load_state_dict(theirs.state_dict())
+    ids = torch.randint(61, (2, 48), generator=torch.Generator().manual_seed(1))
+    assert_close(ours(ids), theirs(input_ids=ids, use_cache=False).logits, what="logits")
+
+
+@pytest.mark.parametrize("variant", ["default", "linear rope", "llama3 rope"])
+def test_rotary_angles_of_distant_positions_equal_transformers(variant: str) -> None:
+    config = tiny_llama(**VARIANTS.get(variant, {}))
+    position_ids = torch.arange(2**17)[None]
+    expected = LlamaRotaryEmbedding(config)(torch.zeros(1), position_ids)
+    for ours, theirs in zip(rope(config, position_ids), expected, strict=True):
+        assert torch.equal(ours[:, :, 0], theirs[..., : config.head_dim // 2])
+
+
+def test_rotary_frequencies_are_computed_on_the_cpu() -> None:
+    class Elsewhere(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if result.device.type != "cpu":
+                self.names.append(str(function))
+            return result
+
+    with Elsewhere() as elsewhere:
+        rope_frequencies.__wrapped__(16, tuple(LLAMA3.items()), torch.device("meta"))
+    assert elsewhere.names == ["aten._to_copy.default"]  # they are computed first, then copied
+
+
+def test_template_is_a_small_llama() -> None:
+    config = load_model_config(Model(name="template/tiny-llama"))
+    assert isinstance(config, LlamaConfig)
+    assert 5e5 < sum(p.numel() for p in our_model(config).parameters()) < 2e6

@@ -1,0 +1,264 @@
+"""Order of the actions in the pipeline loops, which run with recorders in place of their primitives."""
+
+import logging
+import weakref
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from picotron import process_group_manager as pgm
+from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.pipeline_parallel import pipeline_parallel
+from picotron.schedules.schedules import build
+from tests.pipeline_parallel.test_pipeline_parallel import STEPS
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.training import CPU, Loader, batches, stage_of
+from tests.support.worker_pool import WorkerPool
+
+GRID = [(stages, micro_batches) for stages in range(1, 7) for micro_batches in range(1, 10)]
+SHORT = {"recv_forward": "rF", "send_forward": "sF", "recv_backward": "rB", "send_backward": "sB"}
+SHORT |= {"send_fwd_recv_bwd": "sF|rB", "send_bwd_recv_fwd": "sB|rF"}
+
+
+def trace(engine: str, stage: int, stages: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the events of a stage: F0, B0 (B0* reduces gradients), sends, receives, and a send with a receive (|)."""
+    events: list[str] = []
+    grid = SimpleNamespace(pp_rank=stage, pp_world_size=stages, pp_is_last_stage=stage == stages - 1)
+    toward_next = {"sF", "rB", "sF|rB"}
+
+    def communicate(operation: str, *_: Any, **__: Any) -> None:
+        name = SHORT[operation]
+        if stage < stages - 1 if name in toward_next else stage > 0:
+            events.append(name)
+
+    def backward(model: Any, x: Any, y: int, dy: Any, i: int) -> None:
+        assert y == i, "a backward got another micro-batch's output"
+        events.append(f"B{i}" + "*" * model.require_backward_grad_sync)
+
+    def forward(model: Any, loader: Any, x: Any, i: int, losses: Any) -> int:
+        events.append(f"F{i}")
+        return i
+
+    freed: list[int] = []
+
+    def deallocate(y: int) -> None:
+        assert events[-1] in ("sF", "sF|rB") or stage == stages - 1, "an output is freed before it has been sent"
+        freed.append(y)
+
+    module = SimpleNamespace(deallocate_output_tensor=deallocate, sum_tied_gradients=lambda: events.append("tied"))
+    model = SimpleNamespace(
+        require_backward_grad_sync=True, module=module, finish_grad_sync=lambda: events.append("finish")
+    )
+    monkeypatch.setattr(pgm, "process_group_manager", grid)
+    monkeypatch.setattr(pipeline_parallel, "pipeline_communicate", communicate)
+    monkeypatch.setattr(pipeline_parallel, "bidirectional_pipeline_communicate", communicate)
+    monkeypatch.setattr(pipeline_parallel, "forward_step", forward)
+    monkeypatch.setattr(pipeline_parallel, "backward_step", backward)
+    STEPS[engine](model, SimpleNamespace(grad_acc_steps=micro_batches), (1,), CPU, torch.float32)
+    assert events[-2:] == ["finish", "tied"]
+    assert freed == list(range(micro_batches))
+    return events[:-2]
+
+
+@pytest.mark.parametrize(
+    ("engine", "micro_batches", "expected"),
+    [
+        ("afab", 1, ["F0 sF rB B0*", "rF F0 B0* sB"]),
+        ("afab", 2, ["F0 sF F1 sF rB B0 rB B1*", "rF F0 sF rF F1 sF rB B0 sB rB B1* sB", "rF F0 rF F1 B0 sB B1* sB"]),
+        ("1f1b", 1, ["F0 sF rB B0*", "rF F0 sF rB B0* sB", "rF F0 sF rB B0* sB", "rF F0 B0* sB"]),
+        ("1f1b", 3, ["F0 sF F1 sF|rB B0 F2 sF|rB B1 rB B2*", "rF F0 B0 sB|rF F1 B1 sB|rF F2 B2* sB"]),
+        (
+            "1f1b",
+            2,
+            ["F0 sF F1 sF rB B0 rB B1*", "rF F0 sF rF F1 sF|rB B0 sB rB B1* sB", "rF F0 B0 sB|rF F1 B1* sB"],
+        ),
+        (
+            "1f1b",
+            4,
+            [
+                "F0 sF F1 sF F2 sF|rB B0 F3 sF|rB B1 rB B2 rB B3*",
+                "rF F0 sF rF F1 sF|rB B0 sB|rF F2 sF|rB B1 sB|rF F3 sF|rB B2 sB rB B3* sB",
+                "rF F0 B0 sB|rF F1 B1 sB|rF F2 B2 sB|rF F3 B3* sB",
+            ],
+        ),
+    ],
+)
+def test_loops_run_in_the_expected_order(
+    engine: str, micro_batches: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = len(expected)
+    assert [" ".join(trace(engine, rank, stages, micro_batches, monkeypatch)) for rank in range(stages)] == expected
+
+
+@pytest.mark.parametrize("engine", STEPS)
+def test_loops_never_deadlock_and_reduce_once(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every trace finishes even if each message blocks both its sender and its receiver."""
+    for stages, micro_batches in GRID:
+        traces = [trace(engine, rank, stages, micro_batches, monkeypatch) for rank in range(stages)]
+        for rank, events in enumerate(traces):
+            numbers = [[e[1:] for e in events if e[0] == kind] for kind in "FB"]
+            assert numbers[0] == [str(i) for i in range(micro_batches)]
+            assert numbers[1] == [*numbers[0][:-1], f"{micro_batches - 1}*"]  # only the last backward reduces gradients
+            waiting = [
+                sum(e[0] == "F" for e in events[:k]) - sum(e[0] == "B" for e in events[:k]) for k in range(len(events))
+            ]
+            assert max(waiting) == (micro_batches if engine == "afab" else min(stages - rank, micro_batches))
+        assert walk(traces) == [[]] * stages, f"{engine}, {stages} stages, {micro_batches} micro-batches: deadlock"
+
+
+def walk(traces: list[list[str]]) -> list[list[str]]:
+    """Run all traces with blocking messages. Returns the remaining events of each trace, none without a deadlock.
+
+    A batch of two messages finishes when both have met their partners.
+    """
+    todo = [deque(tuple(event.split("|")) for event in events) for events in traces]
+    partner = {"sF": ("rF", 1), "rB": ("sB", 1), "sB": ("rB", -1), "rF": ("sF", -1)}
+    moved = True
+    while moved:
+        moved = False
+        for rank, queue in enumerate(todo):
+            while queue and queue[0][0][0] in "FB":
+                queue.popleft()
+                moved = True
+            for message in queue[0] if queue else ():
+                other, side = partner[message]
+                neighbour = todo[rank + side]
+                if neighbour and other in neighbour[0]:
+                    for q, done in ((queue, message), (neighbour, other)):
+                        q[0] = tuple(m for m in q[0] if m != done)
+                        if not q[0]:
+                            q.popleft()
+                    moved = True
+                    break
+    return [[" ".join(event) for event in queue] for queue in todo]
+
+
+def test_walk_finds_a_deadlock() -> None:
+    """Two neighbours that both send before they receive wait for each other forever."""
+    assert walk([["F0", "sF", "rB"], ["sB", "rF"]]) == [["sF", "rB"], ["sB", "rF"]]
+    assert walk([["F0", "sF|rB", "B0"], ["sB|rF", "F0"]]) == [[], []]
+
+
+@pytest.mark.parametrize(("engine", "theirs"), [("afab", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
+def test_forwards_and_backwards_alternate_as_in_torch(
+    engine: str, theirs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the kinds are compared: torch's 1F1B numbers the last stage's from 1. It needs micro_batches >= stages."""
+    for stages, micro_batches in GRID:
+        if stages == 1 or micro_batches < stages:
+            continue
+        schedule = SimpleNamespace(_num_stages=stages, _n_microbatches=micro_batches)
+        order = getattr(torch_schedules, theirs)._get_pipeline_order(schedule)
+        for rank in range(stages):
+            expected = [repr(action)[1] for action in order[rank] if action is not None]
+            events = trace(engine, rank, stages, micro_batches, monkeypatch)
+            assert [e[0] for e in events if e[0] in "FB"] == [kind for kind in expected if kind in "FB"]
+
+
+@pytest.mark.parametrize("engine", STEPS)
+def test_loops_run_the_programs_of_the_schedules(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for pp, microbatches in GRID:
+        for rank, program in enumerate(build(engine, pp, microbatches).programs):
+            events = [e for e in trace(engine, rank, pp, microbatches, monkeypatch) if e[0] in "FB"]
+            assert [f"{rank}{e.rstrip('*')}" for e in events] == list(map(str, program))
+
+
+# ----------------------------------------------------------------------------------------------------------- real steps
+
+
+class Kept:
+    """Holder of a tensor that autograd saves for backward."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def live_micro_batches(
+    engine: str, micro_batches: int, deallocate: bool
+) -> tuple[list[int], list[int], list[int], int]:
+    """Count the tensors in memory at each forward of one step.
+
+    Returns:
+        The number of micro-batches with saved activations after each forward, the numbers of live outputs and of live
+        gradients before each forward, and the number of saved tensors that remain at the end.
+    """
+    stage = stage_of(make_config(distributed__pp_size=4), tiny_llama(num_hidden_layers=4))
+    if not deallocate:
+        stage.deallocate_output_tensor = lambda output_tensor: None  # type: ignore[method-assign]
+    model = DataParallelBucket(stage)
+    kept: list[weakref.WeakSet[Kept]] = []
+    outputs: list[Any] = []  # weak references to their storages
+    gradients: list[Any] = []  # weak references to the tensors
+    live, sent, received = [], [], []
+    original_forward, original_backward = pipeline_parallel.forward_step, pipeline_parallel.backward_step
+
+    def forward_step(*arguments: Any) -> Tensor:
+        kept.append(weakref.WeakSet())
+
+        def pack(tensor: Tensor) -> Kept:
+            holder = Kept(tensor)
+            kept[-1].add(holder)
+            return holder
+
+        sent.append(sum(storage() is not None for storage in outputs))
+        received.append(sum(gradient() is not None for gradient in gradients))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
+            y = original_forward(*arguments)
+        outputs.append(weakref.ref(y.untyped_storage()))
+        live.append(sum(len(each) > 0 for each in kept))
+        return y
+
+    def backward_step(model: Any, x: Any, y: Tensor, dy: Tensor | None, i: int) -> Tensor | None:
+        dx = original_backward(model, x, y, dy, i)
+        gradients.extend(weakref.ref(gradient) for gradient in (dy, dx) if gradient is not None)
+        return dx
+
+    pipeline_parallel.forward_step, pipeline_parallel.backward_step = forward_step, backward_step
+    try:
+        STEPS[engine](model, Loader(batches(micro_batches)), (2, 16, 32), CPU, torch.float64)
+    finally:
+        pipeline_parallel.forward_step, pipeline_parallel.backward_step = original_forward, original_backward
+    return live, sent, received, sum(len(each) for each in kept)
+
+
+@pytest.mark.parametrize("engine", STEPS)
+def test_live_activations_match_the_schedule(pool: WorkerPool, engine: str) -> None:
+    """AFAB saves the activations of all micro-batches, 1F1B of at most `stages - rank`.
+
+    Sent outputs and gradients of earlier micro-batches are freed.
+    """
+    for deallocate in (True, False):
+        for rank, (live, sent, received, left) in enumerate(pool.run(live_micro_batches, 4, engine, 6, deallocate)):
+            limit = 6 if engine == "afab" else 4 - rank
+            assert live == [min(i + 1, limit) for i in range(6)]
+            assert received == [0] * 6
+            assert left == 0
+            if rank < 3:
+                assert sent == ([0] * 6 if deallocate else [min(i, limit - 1) for i in range(6)])
+
+
+def profiled_names() -> tuple[list[str], list[str]]:
+    model = DataParallelBucket(stage_of(make_config(distributed__pp_size=2), tiny_llama()))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("picotron").addHandler(handler)
+    logging.getLogger("picotron").setLevel(logging.DEBUG)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        STEPS["1f1b"](model, Loader(batches(2)), (2, 16, 32), CPU, torch.float64)
+    logging.getLogger("picotron").removeHandler(handler)
+    logging.getLogger("picotron").setLevel(logging.INFO)
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [e.name for e in events if len(e.name) == 2 and e.name[0] in "FB"], lines
+
+
+def test_profile_shows_the_actions_of_the_schedule(pool: WorkerPool) -> None:
+    first, last = pool.run(profiled_names, 2)
+    assert first[0] == ["F0", "F1", "B0", "B1"]
+    assert last[0] == ["F0", "B0", "F1", "B1"]
+    assert first[1] == [f"[rank 0, stage 0] {name}" for name in ("F0", "F1", "B0", "B1")]

@@ -1,0 +1,212 @@
+"""Errors and hangs that concern other ranks are reported in one sentence, a signal shows where a process is, and freed
+memory is kept.
+"""
+
+import datetime
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from docs.programs.broken_run import MISTAKES
+from docs.programs.mistake import replaced
+from picotron.run.launch import init_process_group, missing_ranks, set_up_device
+from tests.support.oracle import make_config
+from tests.support.program import TORCHRUN
+from tests.support.worker_pool import WorkerPool
+
+COUNT_FAULTS = """
+import resource, sys, torch
+from picotron.launch import keep_freed_memory
+if "keep" in sys.argv:
+    keep_freed_memory()
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(2**20) for _ in range(25)]  # 100 MiB
+    del tensors
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def call_alone(group: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+def wait_for_others() -> str | None:
+    """Let rank 0 call a collective that rank 1 does not call. Returns the sentence of rank 0."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        return None
+    try:
+        call_alone(group)
+    except RuntimeError as error:
+        return missing_ranks(error)
+    raise AssertionError("the collective succeeded on one rank")
+
+
+def test_a_rank_that_waits_in_vain_says_where(pool: WorkerPool) -> None:
+    sentence, nothing = pool.run(wait_for_others, 2)
+    assert sentence is not None
+    assert nothing is None
+    assert sentence.startswith("timed out: other ranks did not reach call_alone (tests/run/test_launch.py:")
+    assert "), called by wait_for_others (tests/run/test_launch.py:" in sentence
+
+
+def test_a_rank_that_cannot_connect_says_where() -> None:
+    """Ranks that create different groups: gloo's message, if the others are late."""
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("Gloo connectFullMesh failed with [tcp/pair.h:311] Connect timeout [none]")
+    assert str(missing_ranks(caught.value)).startswith("timed out: other ranks did not reach test_a_rank_that_cannot")
+
+
+def test_own_errors_are_not_taken_for_those_of_others() -> None:
+    for error in (ValueError("Timed out waiting for a friend"), RuntimeError("out of memory"), OSError("by peer")):
+        assert missing_ranks(error) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Connection closed by peer [127.0.0.1]:1",
+        "Read error [::1]:2: Connection reset by peer",
+        "writev [::1]:2: Broken pipe",
+    ],
+)
+def test_a_rank_that_lost_its_peer_names_itself_as_the_consequence(text: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError(text)
+    sentence = missing_ranks(caught.value)
+    assert sentence is not None
+    assert sentence.startswith("another rank has ended, and its error is the cause; this rank was in test_a_rank")
+
+
+def torchrun(*words: str) -> tuple[str, list[str]]:
+    """Run a program as two processes, which fails. Returns its standard error, and the report in its last lines."""
+    command = [*TORCHRUN, "2", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 1
+    lines = done.stderr.rstrip().splitlines()
+    return done.stderr, lines[lines.index("Root Cause (first observed failure):") :]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.py", "--config", "template/base_config.json"], "needs 8 processes, but 2 started; use torchrun"),
+        pytest.param(
+            ["train.py", "--config"],
+            "argument --config: expected one argument; train.py --help lists all arguments",
+            marks=pytest.mark.parity,
+        ),
+        pytest.param(
+            ["generate.py", "--checkpoint", "x", "--size", "2"],
+            "unrecognized arguments: --size 2; generate.py --help",
+            marks=pytest.mark.parity,
+        ),
+    ],
+)
+def test_torchrun_ends_with_the_error_of_the_user(words: list[str], message: str) -> None:
+    """The error is printed by one rank, and again in torchrun's report, below its traceback."""
+    output, report = torchrun(*words)
+    assert output.count(message) == 2
+    assert message in report[-2]
+    assert "usage:" not in output
+
+
+@pytest.mark.processes
+def test_torchrun_reports_a_stopped_run_as_one_without_an_error(tmp_path: Path) -> None:
+    """A signal that torchrun itself has not received."""
+    program = tmp_path / "stopped.py"
+    program.write_text("from picotron.run.launch import exit_after_signal\nexit_after_signal(15)")
+    _, report = torchrun("--no-python", "env", f"PYTHONPATH={Path().resolve()}", sys.executable, str(program))
+    assert "exitcode  : 143" in "\n".join(report)
+    assert report[-2] == "  traceback : stopped by SIGTERM, without an error"
+
+
+@pytest.mark.processes
+def test_sigusr2_prints_the_stack_and_the_process_continues() -> None:
+    program = (
+        "import signal; from picotron.run.launch import set_up_logging; set_up_logging()\n"
+        "def here(): signal.raise_signal(signal.SIGUSR2)\n"
+        "here(); print('continues')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "continues\n"
+    assert 'File "<string>", line 2 in here' in done.stderr
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_replace_functions_that_exist(name: str) -> None:
+    """docs/debugging.md shows what they lead to."""
+    with replaced(MISTAKES[name].replacements):
+        assert MISTAKES[name].replacements
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, None),
+    ],
+    ids=str,
+)
+def test_gpu_memory_grows_in_place_unless_the_user_has_settings(
+    environment: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(index))
+    real = torch._C._accelerator_setAllocatorSettings
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: calls.append(text) or real(text))
+    assert set_up_device(make_config(distributed__use_cpu=False)) == torch.device("cuda", 0)
+    assert calls == ([] if expected is None else [expected]) + [0]  # before the device gets its first memory
+
+
+@pytest.mark.parametrize("with_torchrun", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "device", "expected"),
+    [
+        (None, torch.device("cuda", 0), torch.device("cuda", 0)),
+        ("nccl", torch.device("cuda", 0), torch.device("cuda", 0)),
+        ("gloo", torch.device("cuda", 0), None),
+        (None, torch.device("cpu"), None),
+    ],
+)
+def test_only_nccl_is_bound_to_its_device(
+    backend: str | None,
+    device: torch.device,
+    expected: torch.device | None,
+    with_torchrun: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if with_torchrun:
+        monkeypatch.setenv("RANK", "0")
+    with mock.patch.object(dist, "init_process_group") as init:
+        init_process_group(make_config(distributed__backend=backend, distributed__use_cpu=False), device)
+    assert init.call_args.args == (backend or ("nccl" if device.type == "cuda" else "gloo"),)
+    assert init.call_args.kwargs["device_id"] == expected
+
+
+@pytest.mark.parity
+@pytest.mark.processes
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    """Without the setting, the third step takes 100 MiB from the kernel again, page by page."""
+    faults = [
+        int(subprocess.run([sys.executable, "-c", COUNT_FAULTS, word], capture_output=True, check=True).stdout)
+        for word in ("default", "keep")
+    ]
+    assert faults[1] < faults[0] / 5

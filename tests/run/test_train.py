@@ -1,0 +1,222 @@
+"""The whole program, started as a user does."""
+
+import json
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, LlamaForCausalLM
+
+from picotron.schedules.schedule_csv import read_csv
+from tests.support.oracle import assert_close, oracle_model
+from tests.support.program import TORCHRUN, arguments, metrics, run
+
+
+@pytest.fixture(scope="module")
+def one_process(home: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Metrics of a run on one process, whose output is checked here."""
+    save_dir = tmp_path_factory.mktemp("one")
+    one = run(home, 0, *arguments(save_dir, 1, 4))
+    assert one.returncode == 0, one.stderr
+    output = one.stdout + one.stderr
+    assert re.search(r"loss 7\.\d+ -> \d\.\d+ \(a uniform guess has 6\.9315\)", output)
+    assert f"config.json and metrics.jsonl are in {save_dir}" in output
+    assert len(re.findall(r"^step +\d+ \| loss ", output, re.MULTILINE)) == 4
+    assert "Warning" not in output
+    lines = metrics(save_dir)
+    assert len(lines) == 4
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.05
+    assert ["eval_loss" in line for line in lines] == [False, True, False, True]
+    assert lines[3]["eval_loss"] < lines[1]["eval_loss"]
+    assert output.count(" | eval loss ") == 2
+    return lines
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"dp_size": 2},
+    {"tp_size": 2, "sequence_parallel": "true"},
+    {"pp_size": 2},
+    {"cp_size": 2},
+    {"dp_size": 2, "pp_size": 2, "tp_size": 2},
+    {"dp_size": 2, "pp_size": 2, "cp_size": 2, "tp_size": 2},
+]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_writes_the_metrics_of_one_process(
+    one_process: list[dict[str, Any]], home: Path, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    dp, pp, cp, tp = (layout.get(f"{axis}_size", 1) for axis in ("dp", "pp", "cp", "tp"))
+    debug = layout == {"pp_size": 2}
+    more = {f"distributed.{key}": value for key, value in layout.items()}
+    more["logging.level"] = "debug" if debug else "info"
+    result = run(home, dp * pp * cp * tp, *arguments(tmp_path, dp, 4 // dp, **more))
+    assert result.returncode == 0, result.stderr
+    lines = metrics(tmp_path)
+    for field in ("step", "loss", "grad_norm", "learning_rate", "tokens"):
+        assert_close([line[field] for line in lines], [line[field] for line in one_process], what=field)
+    assert_close([line["eval_loss"] for line in lines[1::2]], [line["eval_loss"] for line in one_process[1::2]])
+    output = result.stdout + result.stderr
+    assert f"dp {dp} x pp {pp} x cp {cp} x tp {tp} | 500,352 parameters" in output
+    assert "Warning" not in output
+    assert json.loads((tmp_path / "config.json").read_text())["distributed"]["dp_size"] == dp
+    assert output.count("[rank 1, stage 1] B1\n") == (4 if debug else 0)
+
+
+@pytest.mark.parity
+def test_combined_options_give_the_losses_of_one_process(home: Path, tmp_path: Path) -> None:
+    """pp 2 x tp 2, auto, sequence parallel, fewer key/value heads than tp ranks, recomputed activations."""
+    more = {"model.num_key_value_heads": 1, "training.activation_checkpointing": "full"}
+    layout = {"distributed.tp_size": 2, "distributed.sequence_parallel": "true"}
+    layout |= {"distributed.pp_size": 2, "distributed.pp_engine": "auto"}
+    one = run(home, 0, *arguments(tmp_path / "one", 1, 4, **more))
+    four = run(home, 4, *arguments(tmp_path / "four", 1, 4, **more | layout))
+    assert (one.returncode, four.returncode) == (0, 0), one.stderr + four.stderr
+    assert "expected, with times estimated by FLOPs: step time" in four.stdout + four.stderr
+    assert read_csv(tmp_path / "four" / "schedule.csv").pp == 2
+    for field in ("loss", "grad_norm"):
+        values = [[line[field] for line in metrics(tmp_path / name)] for name in ("four", "one")]
+        assert_close(*values, what=field)
+
+
+@pytest.mark.parity
+def test_max_tokens_ends_the_run(home: Path, tmp_path: Path) -> None:
+    result = run(
+        home,
+        0,
+        *arguments(
+            tmp_path, 1, 1, **{"training.max_tokens": 200, "logging.log_frequency": 2, "model.dtype": "bfloat16"}
+        ),
+    )
+    assert result.returncode == 0, result.stderr
+    assert [line["tokens"] for line in metrics(tmp_path)] == [128, 256]
+
+
+@pytest.mark.parity
+def test_training_starts_from_pretrained_weights(home: Path, tmp_path: Path) -> None:
+    """The first loss equals that of transformers for the weights in the folder and the first batch."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained("template/tiny-llama", num_hidden_layers=2, initializer_range=0.1)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    options = {"model.name": tmp_path / "model", "model.pretrained": "true", "dataset.shuffle": "false"}
+    result = run(home, 0, *arguments(tmp_path / "run", 1, 4, **options))
+    assert result.returncode == 0, result.stderr
+
+    (tokens,) = [path for path in home.glob(".cache/picotron/tokens-*/tokens.npy") if len(np.load(path)) > 10**6]
+    rows = torch.from_numpy(np.load(tokens)[: 8 * 64 + 1].astype(np.int64))
+    weights = LlamaForCausalLM.from_pretrained(tmp_path / "model").double().state_dict()
+    logits = oracle_model(config, weights)(input_ids=rows[:-1].view(8, 64), use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[1:])
+    assert_close(metrics(tmp_path / "run")[0]["loss"], expected.item())
+
+
+@pytest.mark.parametrize(
+    ("processes", "words", "message"),
+    [
+        (0, ["--training.lr", "1"], "unknown key training.lr"),
+        pytest.param(0, ["--distributed.dp_size", "3"], "dp_size=3 x pp_size=1 x cp_size=1 x tp_size=1 needs 3 processes, but 1 started", marks=pytest.mark.parity),
+        pytest.param(2, ["--distributed.dp_size", "3"], "needs 3 processes, but 2 started; use torchrun --nproc_per_node 3", marks=pytest.mark.parity),
+        pytest.param(0, ["--distributed.use_cpu", "false", "--distributed.backend", "null"], "no CUDA device; run on the CPU with", marks=pytest.mark.parity),
+        pytest.param(0, ["--model.name", "no/such/folder/at/all"], "has no readable config.json", marks=pytest.mark.parity),
+        pytest.param(0, ["--training.seq_length", "2000000"], "one global batch needs 8 and evaluation 32; use more data", marks=pytest.mark.parity),
+        pytest.param(0, ["--training.learning_rate", "1e30", "--training.warmup_steps", "0", "--training.gradient_accumulation_steps", "1"], "step 2: grad_norm is nan; try a lower", marks=pytest.mark.parity),
+    ],
+)  # fmt: skip
+def test_user_error_ends_the_program_with_one_line(
+    home: Path, tmp_path: Path, processes: int, words: list[str], message: str
+) -> None:
+    one = [f"--distributed.{axis}_size=1" for axis in ("dp", "tp", "pp")]
+    result = run(home, processes, "--checkpoint.save_dir", str(tmp_path), *one, *words)
+    assert result.returncode != 0
+    errors = [line for line in result.stderr.splitlines() if "error: " in line and line.startswith("[rank")]
+    assert len(errors) == 1, result.stderr
+    assert message in errors[0]
+    assert "in train_step" not in result.stderr  # no traceback of train.py (torchrun adds its own below)
+    assert "in main" not in result.stderr.split("torch/distributed/run.py")[0]
+
+
+def run_broken(
+    home: Path, tmp_path: Path, in_step: str, **layout: Any
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run two processes, of which rank 1 executes `in_step` in its second step. Returns the result and the end time."""
+    program = tmp_path / "broken.py"
+    program.write_text(
+        "import sys; sys.path.insert(0, '.')\n"
+        "import os, signal, train, torch\n"
+        "from picotron.data.loader import MicroBatchDataLoader\n"
+        "load, calls = MicroBatchDataLoader.__next__, []\n"
+        "def broken(self):\n"
+        "    calls.append(1)\n"
+        f"    if len(calls) == 4 and torch.distributed.get_rank() == 1: {in_step}\n"
+        "    return load(self)\n"
+        "MicroBatchDataLoader.__next__ = broken\n"
+        "train.exit_on_error(train.main)\n"
+    )
+    config = ["--config", "template/base_config.json", *arguments(tmp_path / "run", 1, 2, **layout)]
+    environment = {**os.environ, "HOME": str(home)}
+    result = subprocess.run(
+        [*TORCHRUN, "2", str(program), *config],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
+    return result, time.time()
+
+
+@pytest.mark.parity
+def test_a_failing_rank_ends_the_others_and_shows_its_traceback(home: Path, tmp_path: Path) -> None:
+    """A bug is no user error: its traceback is printed in full, and no rank waits for the one that failed."""
+    result, _ = run_broken(
+        home, tmp_path, "raise RuntimeError('something we did not think of')", **{"distributed.dp_size": 2}
+    )
+    assert result.returncode != 0
+    assert "RuntimeError: something we did not think of" in result.stderr
+
+
+def test_killed_stage_ends_the_run_within_30_seconds(home: Path, tmp_path: Path) -> None:
+    """The stage is killed in the middle of a step, while the other stage waits for a message from it."""
+    killed = tmp_path / "killed"
+    result, end = run_broken(
+        home,
+        tmp_path,
+        f"open({str(killed)!r}, 'w').close(); os.kill(os.getpid(), signal.SIGKILL)",
+        **{"distributed.pp_size": 2},
+    )
+    assert result.returncode != 0
+    assert end - killed.stat().st_mtime < 30
+    assert "Signal 9 (SIGKILL)" in result.stderr
+    assert len(metrics(tmp_path / "run")) == 1
+
+
+@pytest.mark.parity
+def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> None:
+    """The addresses of the listening sockets of two ranks, as the first rank sees them after the first step."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys; sys.path.insert(0, '.')\n"
+        "import os, train\n"
+        "from picotron.run.metrics import Metrics\n"
+        "def log(self, record):\n"
+        "    for line in open('/proc/net/tcp').read().splitlines()[1:]:\n"
+        "        fields = line.split()\n"
+        "        links = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd') if fd.isdigit() and os.path.exists(f'/proc/self/fd/{fd}')]\n"
+        "        if fields[3] == '0A' and f'socket:[{fields[9]}]' in links:\n"
+        "            print('listening on', fields[1].split(':')[0], flush=True)\n"
+        "Metrics.log = log\n"
+        "train.exit_on_error(train.main)\n"
+    )
+    words = arguments(tmp_path / "run", 2, 1, **{"training.max_tokens": 64})
+    result = subprocess.run(
+        [*TORCHRUN, "2", str(program), "--config", "template/base_config.json", *words],
+        env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=True, timeout=240,
+    )  # fmt: skip
+    assert set(re.findall("listening on ([0-9A-F]{8})", result.stdout)) == {"0100007F"}  # 127.0.0.1

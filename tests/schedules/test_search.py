@@ -1,0 +1,347 @@
+"""The search for a schedule: results fit and run, nothing hand-made is faster, and bubbles are those of the paper."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from picotron.console import UserError
+from picotron.drawing import draw
+from picotron.pipeline_parallel.plan import plan_pipeline, settings_of
+from picotron.schedules.actions import Schedule, parse_action
+from picotron.schedules.schedules import SCHEDULES, build
+from picotron.schedules.search import KNOBS, Greedy, Shape, fastest_schedule, fits, hand_made, shapes
+from picotron.schedules.simulate import Costs, memory_curves, peak_activations, simulate
+from picotron.schedules.trace import settings_line, trace_path
+from tests.drawing.test_draw import write_trace
+from tests.schedules.test_schedules import assert_runs
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.zero_bubble import CASES, Case
+
+LOOP: Shape = (1, "loop")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case.p == 8 and case.m < 64 else pytest.mark.parity) for case in CASES],
+    ids=lambda case: f"{case.model}, m {case.m}",
+)
+def test_search_reaches_the_bubbles_of_the_zero_bubble_paper(case: Case) -> None:
+    assert case.searched_rate(case.p) <= case.of_zb_1p + 5.1e-5
+    assert case.searched_rate(2 * case.p) <= case.of_zb_2p + (4e-4 if case.p < 32 else 3e-3)
+
+
+times = st.floats(0.25, 4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    pp=st.integers(1, 5),
+    microbatches=st.integers(1, 12),
+    memory=st.floats(1, 8),
+    shape=st.sampled_from([(1, "loop"), (2, "loop"), (2, "V"), (3, "loop")]),
+    times=st.tuples(times, times, times),
+    p2p=st.sampled_from([0.0, 0.1, 1.0]),
+    data=st.data(),
+)
+def test_schedule_fits_runs_and_nothing_hand_made_is_faster(
+    pp: int, microbatches: int, memory: float, shape: Shape, times: tuple[float, ...], p2p: float, data: st.DataObject
+) -> None:
+    F, I, W = times  # noqa: E741
+    weights = data.draw(st.lists(st.floats(0.25, 2), min_size=pp * shape[0], max_size=pp * shape[0]))
+    costs = Costs(F=F, B=I + W, I=I, W=W, p2p=p2p, weights=weights)
+    found = fastest_schedule(pp, microbatches, memory, {shape: costs})
+    assert_runs(found.schedule)
+    assert found.score == simulate(found.schedule, costs).step_time
+    assert max(map(peak_activations, found.schedule.programs)) <= memory * shape[0]
+    for schedule in hand_made(pp, microbatches, shape).values():
+        if max(map(peak_activations, schedule.programs)) <= memory * shape[0]:
+            assert found.score <= simulate(schedule, costs).step_time
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    pp=st.integers(1, 5),
+    microbatches=st.integers(1, 12),
+    more=st.floats(1, 8),
+    shape=st.sampled_from([(1, "loop"), (2, "loop"), (2, "V"), (3, "loop")]),
+    deferred=st.sampled_from([0.0, 0.4, 1.0]),
+    unit=st.sampled_from([1.0, 1e10]),
+    data=st.data(),
+)
+def test_activations_of_unequal_stages_fit(
+    pp: int, microbatches: int, more: float, shape: Shape, deferred: float, unit: float, data: st.DataObject
+) -> None:
+    """The limit is `more` times what one micro-batch needs."""
+    size = st.one_of(st.just(0.0), st.floats(0.1, 3))
+    sizes = [unit * each for each in data.draw(st.lists(size, min_size=pp * shape[0], max_size=pp * shape[0]))]
+    memory = more * max(sum(sizes[stage] for stage in own) for own in stages_of(pp, shape))
+    costs = Costs(weights=data.draw(st.lists(st.floats(0.25, 2), min_size=len(sizes), max_size=len(sizes))), p2p=0.1)
+
+    def peak(schedule: Schedule) -> float:
+        timeline = dataclasses.replace(simulate(schedule, costs), sizes=sizes, deferred=deferred)
+        return max(live for curve in memory_curves(timeline) for _, live in curve)
+
+    found = fastest_schedule(pp, microbatches, memory, {shape: costs}, deferred, sizes=sizes)
+    assert_runs(found.schedule)
+    assert peak(found.schedule) <= memory * (1 + 1e-8)
+    for schedule in hand_made(pp, microbatches, shape).values():
+        if peak(schedule) <= memory * (1 - 1e-8):
+            assert found.score <= simulate(schedule, costs).step_time
+    if max(sizes) > 0 and memory >= shape[0] * max(sizes):
+        limit = memory / max(sizes) / shape[0]
+        in_micro_batches = fastest_schedule(pp, microbatches, limit, {shape: costs}, deferred)
+        assert found.score <= in_micro_batches.score * (1 + 1e-8)
+
+
+def stages_of(pp: int, shape: Shape) -> list[list[int]]:
+    """Return the stages of each rank."""
+    empty = Schedule([[]] * pp, 1, *shape)
+    return [empty.stages_of(rank) for rank in range(pp)]
+
+
+@pytest.mark.parametrize("shape", [(1, "loop"), (2, "loop"), (2, "V")])
+@pytest.mark.parametrize("limit", [1, 1.5, 3, 8])
+def test_sizes_of_equal_stages_are_a_change_of_unit(shape: Shape, limit: float) -> None:
+    costs = {shape: Costs(weights=[1 + s % 3 / 4 for s in range(4 * shape[0])], p2p=0.1)}
+    in_bytes = fastest_schedule(4, 8, limit * 2**30 * shape[0], costs, 0.5, sizes=[2**30] * (4 * shape[0]))
+    assert in_bytes.schedule == fastest_schedule(4, 8, limit, costs, 0.5).schedule
+
+
+def test_small_stages_hold_more_micro_batches() -> None:
+    """The last rank holds two micro-batches at most, and the first one more, as 1F1B needs."""
+    found = fastest_schedule(4, 8, 8, {LOOP: Costs()}, sizes=[2, 2, 2, 4])
+    assert found.score < fastest_schedule(4, 8, 2, {LOOP: Costs()}).score
+    assert peak_activations(found.schedule.programs[0]) > 2 >= peak_activations(found.schedule.programs[3])
+
+
+def test_shapes_that_need_too_much_memory_are_skipped() -> None:
+    """In a loop, rank 1 has both large stages; in a V, each rank has one."""
+    options = {shape: Costs() for shape in shapes(2)}
+    assert fastest_schedule(2, 4, 4, options, sizes=[1, 3, 1, 3]).schedule.placement == "V"
+    assert fastest_schedule(2, 4, 4, options, sizes=[1, 1, 3, 3]).schedule.placement == "loop"
+    with pytest.raises(UserError, match=r"^a memory limit of 3\.9 is too low: one micro-batch takes 4 on a pp rank$"):
+        fastest_schedule(2, 4, 3.9, options, sizes=[1, 3, 1, 3])
+
+
+@pytest.mark.parametrize("shape", [(1, "loop"), (2, "loop"), (2, "V")])
+@pytest.mark.parametrize("memory", [1, 2, 4, 12])
+def test_runs_that_are_skipped_would_repeat_an_earlier_one(shape: Shape, memory: int) -> None:
+    costs = Costs(weights=[1 + s % 3 / 10 for s in range(4 * shape[0])], W=0.8, p2p=0.1)
+
+    def greedy() -> Greedy:
+        return Greedy(Schedule([[]] * 4, 8, *shape), memory, costs, 1.0)
+
+    shared = greedy()
+    found = [shared.run(knobs, math.inf) for knobs in KNOBS]
+    for schedule in (greedy().run(knobs, math.inf) for knobs in KNOBS):
+        assert schedule in found
+    assert (None in found) == (memory in (1, 12))
+
+
+@pytest.mark.parametrize(
+    ("costs", "gain"), [(Costs(F=1, B=1.5, I=1, W=0.5, p2p=0.3), 3.9), (Costs(weights=[1, 1.6, 1, 0.8], p2p=0.1), 0.7)]
+)
+def test_search_beats_the_hand_made_schedules_if_messages_are_slow_or_stages_unequal(costs: Costs, gain: float) -> None:
+    found = fastest_schedule(4, 8, 8, {LOOP: costs})
+    assert found.name == "search"
+    assert found.score < min(simulate(each, costs).step_time for each in hand_made(4, 8, LOOP).values()) - gain
+
+
+def test_search_finds_schedules_for_less_memory_than_the_hand_made_ones() -> None:
+    assert not any(fits(each, 2, 1.0) for each in hand_made(4, 8, LOOP).values())
+    assert fastest_schedule(4, 8, 2, {LOOP: Costs()}).score < fastest_schedule(4, 8, 1, {LOOP: Costs()}).score
+
+
+def test_with_memory_for_one_micro_batch_only_its_w_overlaps_other_ranks() -> None:
+    assert fastest_schedule(4, 8, 1, {LOOP: Costs()}).score == 8 * (4 * (1 + 1) + 1)  # m (p (F + I) + W)
+
+
+def test_more_memory_is_never_slower() -> None:
+    scores = [fastest_schedule(4, 12, memory, {LOOP: Costs(p2p=0.1)}).score for memory in (1, 2, 3, 4, 6, 8, 12)]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_limit_below_one_micro_batch_is_rejected() -> None:
+    with pytest.raises(
+        UserError, match=r"a memory limit of 0\.5 micro-batches is too low: a pp rank holds at least one"
+    ):
+        fastest_schedule(2, 4, 0.5, {LOOP: Costs()})
+
+
+def test_shapes_of_a_search() -> None:
+    assert shapes(None) == [(1, "loop"), (2, "loop"), (2, "V")]
+    assert shapes(2) == [(2, "loop"), (2, "V")]
+    assert shapes(3) == [(3, "loop")]
+
+
+@pytest.mark.processes
+def test_all_processes_find_the_same_schedule() -> None:
+    """The order of sets and dicts of strings differs between processes."""
+    words = [sys.executable, "-m", "picotron.drawing.draw", "--schedule", "auto", "--p2p", "0.3", "--memory", "3"]
+    printed = [
+        subprocess.run(words, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1] != ""
+    assert printed[0].startswith("auto: search, ")
+
+
+# ------------------------------------------------------------------------------------------------ config and draw
+
+
+def auto_config(tmp_path: Path, **changes: Any) -> Any:
+    keys: dict[str, Any] = {"pp_engine": "auto", "pp_size": 2, "training__gradient_accumulation_steps": 6, **changes}
+    if "pp_costs" in keys:
+        keys["pp_costs"] = str(tmp_path)
+        record(tmp_path)
+    return make_config(**{key if "__" in key else f"distributed__{key}": value for key, value in keys.items()})
+
+
+def record(folder: Path) -> None:
+    """Write the trace of a step of 1F1B on two ranks with six layers."""
+    config, model_config = make_config(distributed__pp_size=2), tiny_llama(num_hidden_layers=6)
+    write_trace(folder, 3, simulate(build("1f1b", 2, 4), Costs(weights=[1.0, 3.0])))
+    first_line = settings_line(settings_of(config, model_config, plan_pipeline(config, model_config).stages))
+    trace = trace_path(folder, 3)
+    trace.write_text(f"{first_line}\n{trace.read_text()}")
+
+
+def test_plan_of_a_config_is_searched(tmp_path: Path) -> None:
+    plan = plan_pipeline(auto_config(tmp_path), tiny_llama(num_hidden_layers=6))
+    assert plan.schedule.chunks == 2
+    assert "schedule: " in str(plan)
+    assert "expected, with times estimated by FLOPs: step time 1" in str(plan)
+    assert "(limit 2)" in str(plan)
+    assert max(map(peak_activations, plan.schedule.programs)) <= 4
+    one = plan_pipeline(auto_config(tmp_path, pp_memory=1.5), tiny_llama(num_hidden_layers=6))
+    assert max(map(peak_activations, one.schedule.programs)) <= 3
+    assert plan_pipeline(auto_config(tmp_path), tiny_llama(num_hidden_layers=3)).schedule.chunks == 1
+    assert plan_pipeline(auto_config(tmp_path, pp_layout="Ett|tL"), tiny_llama()).schedule.chunks == 1
+    three = auto_config(tmp_path, pp_layout="Ett|t||t|tt|L")
+    assert plan_pipeline(three, tiny_llama(num_hidden_layers=6)).schedule.chunks == 3
+
+
+def test_plan_uses_the_times_of_a_recorded_run(tmp_path: Path) -> None:
+    plan = plan_pipeline(auto_config(tmp_path, pp_costs=True), tiny_llama(num_hidden_layers=6))
+    assert (plan.schedule.chunks, plan.schedule.microbatches) == (1, 6)
+    assert f"measured in '{tmp_path}': step time" in str(plan)
+    assert " s, bubble" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "difference"),
+    [
+        ({"training__seq_length": 32}, {}, "training.seq_length=16, not 32"),
+        ({"training__micro_batch_size": 1}, {}, "training.micro_batch_size=2, not 1"),
+        ({"training__activation_checkpointing": "full"}, {}, "training.activation_checkpointing='none', not 'full'"),
+        ({"training__compile": True}, {}, "training.compile=False, not True"),
+        ({"tp_size": 2}, {}, "distributed.tp_size=1, not 2"),
+        ({"cp_size": 2}, {}, "distributed.cp_size=1, not 2"),
+        ({"tp_size": 2, "sequence_parallel": True}, {}, "distributed.sequence_parallel=False, not True"),
+        ({"dp_size": 2, "dp_engine": "zero3"}, {}, "number of ranks that shard the weights=1, not 2"),
+        ({"model__dtype": "bfloat16"}, {}, "model.dtype='float64', not 'bfloat16'"),
+        ({"use_cpu": False}, {}, "distributed.use_cpu=True, not False"),
+        ({"pp_layout": "Ett|ttttL"}, {}, "stages='Ettt|tttL', not 'Ett|ttttL'"),
+        ({}, {"num_hidden_layers": 8}, "stages='Ettt|tttL', not 'Etttt|ttttL'"),
+        ({}, {"hidden_size": 64}, "hidden_size of the model=32, not 64"),
+    ],
+)
+def test_a_recording_of_other_settings_is_rejected(
+    changes: dict[str, Any], sizes: dict[str, Any], difference: str, tmp_path: Path
+) -> None:
+    config = auto_config(tmp_path, pp_costs=True, **changes)
+    with pytest.raises(UserError) as error:
+        plan_pipeline(config, tiny_llama(**{"num_hidden_layers": 6} | sizes))
+    assert f"the run in pp_costs='{tmp_path}' was recorded with " in str(error.value)
+    assert difference in str(error.value)
+    assert str(error.value).endswith("; record a run with the settings of this config, or remove pp_costs")
+
+
+def test_a_recording_serves_other_schedules_and_batches(tmp_path: Path) -> None:
+    others = {"pp_memory": 3, "dp_size": 4, "training__gradient_accumulation_steps": 9, "training__learning_rate": 1e-4}
+    config = auto_config(tmp_path, pp_costs=True, **others)
+    assert plan_pipeline(config, tiny_llama(num_hidden_layers=6)).schedule.microbatches == 9
+
+
+def test_a_recording_without_settings_is_rejected(tmp_path: Path) -> None:
+    config = auto_config(tmp_path, pp_costs=True)
+    write_trace(tmp_path, 4, simulate(build("1f1b", 2, 4)))
+    with pytest.raises(UserError, match=r"trace_step_00000004.jsonl does not say with which settings"):
+        plan_pipeline(config, tiny_llama(num_hidden_layers=6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pp_costs": True, "pp_size": 3}, "has pp_size=2, but the config has 3"),
+        ({"pp_costs": True, "pp_chunks": 2}, "has pp_chunks=1, but the config has 2"),
+        ({"pp_layout": "Ett|t|tttL"}, "has 3 stages, but the schedule has 2 (pp ranks times chunks)"),
+        ({"pp_size": 7}, "needs at least 7 layers, one per stage, but num_hidden_layers=6"),
+    ],
+)
+def test_mismatch_is_rejected_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        plan_pipeline(auto_config(tmp_path, **changes), tiny_llama(num_hidden_layers=6))
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_draw_searches_with_and_without_recorded_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw.main(["--schedule", "auto", "--memory", "2", "--chunks", "1", "--out", str(tmp_path / "found.csv")])
+    programs = [line.split(",") for line in (tmp_path / "found.csv").read_text().splitlines()]
+    assert max(peak_activations([parse_action(cell) for cell in program]) for program in programs) <= 2
+    write_trace(tmp_path, 3, simulate(build("zbv", 2, 4), Costs(F=0.01, I=0.01, W=0.01)))
+    draw.main(["--schedule", "auto", "--costs", str(tmp_path), "--pp", "2", "--memory", "4"])
+    assert "V placement, memory limit 4, pp=2, microbatches=8, chunks=2" in capsys.readouterr().out
+    for words, message in (
+        (["--schedule", "auto", "--memory", "0"], "a memory limit of 0 micro-batches is too low"),
+        (["--memory", "2"], "--memory has no effect with --schedule 1f1b; remove it"),
+        (["--all", "--costs", "x"], "--costs has no effect with --all; remove it"),
+        (["--schedule", "auto", "--group_size", "4"], "--group_size has no effect with --schedule auto; remove it"),
+        (
+            ["--schedule", "auto", "--costs", str(tmp_path)],
+            "has pp=2 and 2 chunk(s) per pp rank; use --pp 2 --chunks 2",
+        ),
+        (["--step", "2"], "--step has no effect with --schedule 1f1b; remove it"),
+        (["--csv", "x", "--pp", "8"], "--pp has no effect with --csv; remove it"),
+        (["--measured", "x", "--microbatches", "4"], "--microbatches has no effect with --measured; remove it"),
+        (["--csv", "x", "--chunks", "2"], "--chunks has no effect with --csv; remove it"),
+        (["--measured", "x", "--p2p", "1"], "--p2p has no effect with --measured; remove it"),
+        (["--schedule", "generation", "--deferred", "0.5"], "--deferred has no effect with --schedule generation"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            draw.main(words)
+        assert message in str(error.value)
+
+
+def test_draw_searches_with_sizes_of_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    auto = ["--schedule", "auto", "--activations", "3.1", "2.9", "2.9", "4.0"]
+    for pp, memory in ((4, "12"), (4, "4"), (2, "7"), (2, "20"), (1, "12.9")):
+        draw.main([*auto, "--pp", str(pp), "--memory", memory])
+        out = capsys.readouterr().out
+        assert f"memory limit {memory}, pp={pp}, microbatches=8, chunks={4 // pp}" in out
+        assert max(map(float, out.split("peak activations by pp rank ")[1].split())) <= float(memory)
+    write_trace(tmp_path, 3, simulate(build("zbv", 2, 4), Costs(F=0.01, I=0.01, W=0.01)))
+    draw.main([*auto, "--costs", str(tmp_path), "--pp", "2", "--memory", "14"])
+    assert "V placement, memory limit 14, pp=2, microbatches=8, chunks=2" in capsys.readouterr().out
+    for words, message in (
+        (["--memory", "3.5"], "error: a memory limit of 3.5 is too low: one micro-batch takes 4 on a pp rank"),
+        ([], "error: --schedule auto with --activations needs --memory, the limit of a pp rank in the same unit"),
+        (["--memory", "12", "--pp", "3"], "error: --activations has 4 sizes, but 3 pp ranks need a multiple of 3"),
+        (["--memory", "12", "--chunks", "2"], "error: --activations has 4 sizes, but there are 8 stages"),
+        (["--memory", "12", "--costs", str(tmp_path)], "has pp=2 and 2 chunk(s) per pp rank; use --pp 2 --chunks 2"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            draw.main([*auto, *words])
+        assert message in str(error.value)
+
+
+def test_search_knows_every_hand_made_schedule() -> None:
+    assert {name for shape in shapes(None) for name in hand_made(2, 4, shape)} == set(SCHEDULES)
