@@ -14,22 +14,21 @@ ALL_FILES = sorted([*Path().glob("*.py"), *(path for folder in FOLDERS for path 
 PARALLEL = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel")
 # Layers of the package, from bottom to top. A module or folder imports only from lower lines, or from its own folder.
 LAYERS = """
-    errors text_table console
-    arguments files json_files hub rows
-    schedules packing hardware
-    config_types
-    config
-    config_checks
-    config_reader process_group_manager collectives model_config packed_attention sampling
-    launch split_backward run_folder model float8
-    sweep weights kv_cache
-    owned_slices
-    data_parallel tensor_parallel pipeline_parallel context_parallel
-    data optimizer text
-    metrics parallelize
-    checkpoint train_step check_batches check_run
-    batches
+    console
+    files
+    schedules
+    drawing config
+    config_checks process_group_manager collectives
+    command_line
+    model
+    run
+    tensor_parallel context_parallel pipeline_parallel data_parallel
+    data optimizer
+    parallelize train_step
+    checkpoint check_batches
+    batches generation
     explain
+    sweep
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 
@@ -77,10 +76,10 @@ def test_parallel_folders_do_not_import_each_other() -> None:
 
 def test_schedules_import_only_the_standard_library() -> None:
     """So schedules can be built, checked, timed and drawn wherever Python runs."""
-    for path in Path("picotron/schedules").glob("*.py"):
+    for path in [*Path("picotron/schedules").glob("*.py"), *Path("picotron/drawing").glob("*.py")]:
         others = {name.split(".")[0] for name in imports(path)} - {"picotron"}
         assert others <= sys.stdlib_module_names, path
-        assert rooms(path) <= {"arguments", "console", "errors", "files", "json_files", "text_table", "schedules"}, path
+        assert rooms(path) <= {"console", "files", "schedules", "drawing"}, path
 
 
 def test_light_programs_do_not_import_torch() -> None:
