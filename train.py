@@ -14,7 +14,6 @@ from picotron.checkpoint.writer import CheckpointWriter
 from picotron.command_line import parse_command_line, parse_config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
 from picotron.data.tokens import load_data
-from picotron.explain.explain import explain
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model, check_model, check_run, unwrap
@@ -40,6 +39,8 @@ def main() -> None:
     # Config. Most user errors are found here, before anything expensive starts.
     options = parse_command_line(sys.argv[1:])
     if options.explain:
+        from picotron.explain.explain import explain  # training needs none of it
+
         return explain(parse_config(options.data, check_model), options.hardware, options.gib, options.json)
     config = parse_config(options.data, check_run)
     model_config, plan = check_run(config)

@@ -4,8 +4,8 @@
     python -m benchmarks.forecast --held_out
 
 prints a row for each run, worst first, and a summary of each source. Runs used for calibration are those that were
-known when the three fractions in `picotron.explain.hardware` were chosen; all others are held out. None of the published runs
-is picotron's: their programs differ from it in what they overlap and fuse.
+known when the three fractions in `picotron.explain.hardware` were chosen; all others are held out. None of the
+published runs is picotron's: their programs differ from it in what they overlap and fuse.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Output of programs on the terminal."""
+"""Programs on the terminal: errors for users, tables, lines that nobody may read any more, and arguments."""
 
 import argparse
 import errno

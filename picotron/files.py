@@ -1,5 +1,6 @@
-"""Writers of files that do not follow links: a link that somebody has put into a folder must not make a program
-overwrite another file.
+"""Files: written whole or not at all, without following links, and JSON that people and programs may have damaged.
+
+A link that somebody has put into a folder must not make a program overwrite another file.
 """
 
 import glob

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 -m docs.programs.broken_run rank_raises --config docs/small.json --distributed.dp_size 2
 
-The first argument is a mistake of MISTAKES below or in docs/programs/mistakes.py, all others are those of train.py. To make
-waiting short, collectives time out after 20 seconds instead of gloo's 30 minutes.
+The first argument is a mistake of MISTAKES below or in docs/programs/mistakes.py, all others are those of train.py.
+To make waiting short, collectives time out after 20 seconds instead of gloo's 30 minutes.
 """
 
 import datetime

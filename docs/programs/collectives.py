@@ -1,6 +1,6 @@
 """Collectives on a few processes: what each rank has before and after, and how many bytes it sends.
 
-    torchrun --nproc_per_node 4 -m docs.programs.collectives all_reduce       (without a name, bytes sent in every collective)
+    torchrun --nproc_per_node 4 -m docs.programs.collectives all_reduce   (without a name, bytes of all collectives)
 
 In the functions, x is a rank's full tensor of n blocks, where n is the number of ranks, and a shard is one block.
 Bytes are those that the operating system has sent for this process, so they can be counted on Linux only.

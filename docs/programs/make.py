@@ -37,7 +37,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(
     r"(?P<options>(?:^<!-- \w+: .* -->\n)*)"
     r"(?:^```console\n\$ (?P<console>(?:.*\\\n)*.*)\n(?P<shown>(?:(?!```).*\n)*)```$"

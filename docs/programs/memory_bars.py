@@ -1,4 +1,6 @@
-"""Memory of a rank with and without each remedy, by formula and counted:  python -m docs.programs.memory_bars [--out FILE.svg]
+"""Memory of a rank with and without each remedy, by formula and counted:
+
+    python -m docs.programs.memory_bars [--out FILE.svg]
 
 The model is SmolLM-1.7B in bfloat16, on 8 ranks. Counted are the bytes of the tensors of a step on a fake GPU (see
 tests/support/fake_cuda.py, which needs the compiler g++), on the pp rank that needs most.

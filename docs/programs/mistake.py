@@ -1,4 +1,4 @@
-"""A classic mistake: see docs/programs/mistakes.py for the tests that catch them, docs/programs/broken_run.py for runs with them."""
+"""A classic mistake: see mistakes.py for the tests that catch them, and broken_run.py for runs with them."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

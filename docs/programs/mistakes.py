@@ -1,7 +1,8 @@
 """Classic mistakes, made on purpose, and the tests that catch them:
 
-    python -m docs.programs.mistakes data_parallel     (another page: tensor_parallel, pipeline_parallel, context_parallel, zero,
-                                                             generation)
+    python -m docs.programs.mistakes data_parallel
+
+The other pages are tensor_parallel, pipeline_parallel, context_parallel, zero and generation.
 
 A mistake replaces functions of picotron in the processes that run a test, for the time of this test.
 """

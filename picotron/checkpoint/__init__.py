@@ -1,0 +1,1 @@
+"""Checkpoints: Hugging Face model folders that any layout writes and reads."""

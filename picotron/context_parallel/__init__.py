@@ -1,0 +1,1 @@
+"""Context parallelism: every sequence is split over the cp ranks."""

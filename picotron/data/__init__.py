@@ -1,0 +1,1 @@
+"""Data: documents and samples become tokens, tokens become rows, rows become micro-batches."""

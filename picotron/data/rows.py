@@ -1,4 +1,6 @@
-"""Rows of training data: sequences of seq_length inputs with as many targets, cut from text or packed from samples."""
+"""Rows of training data: sequences of seq_length inputs with as many targets, cut from text or packed from samples,
+with the samples chosen so that the rows are full.
+"""
 
 import abc
 import hashlib

@@ -1,0 +1,1 @@
+"""Drawings of schedules and of recorded steps. Only the standard library."""

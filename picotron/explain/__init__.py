@@ -1,0 +1,1 @@
+"""Costs of a layout before it runs: memory, messages and time."""

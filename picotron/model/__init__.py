@@ -1,0 +1,1 @@
+"""The model, without any parallelism: Llama, its config, its weights and its FLOPs."""

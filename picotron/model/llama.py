@@ -200,7 +200,7 @@ class Llama(nn.Module):
     """The language model.
 
     Args:
-        config: see `picotron.model.model_config.load_model_config`, which rejects configs that this model does not support.
+        config: see `model_config.load_model_config`, which rejects configs that this model does not support.
         attention_fn: causal attention of (q, k, v), see `fused_attention`.
         checkpoint_activations: whether to keep only each layer's input and to run its forward again in backward (Chen
             et al. 2016, arXiv:1604.06174).

@@ -1,35 +1,26 @@
 """The pipeline of a config: the schedule of a training step, and the layers of each stage. No torch."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from picotron.console import UserError
 from picotron.pipeline_parallel.stages import (
     Stage,
     balanced_stages,
-    count_stages,
     format_stages,
     parse_stages,
-    stage_weights,
 )
-from picotron.schedules.actions import Schedule
+from picotron.schedules.actions import AnyAction, Schedule
 from picotron.schedules.checker import check
 from picotron.schedules.schedule_csv import read_csv
 from picotron.schedules.schedules import build
-from picotron.schedules.search import Found, Shape, fastest_schedule, shapes
-from picotron.schedules.simulate import Costs, simulate, summary
-from picotron.schedules.trace import check_recording, recorded_costs
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
     from picotron.config import Config
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-from picotron.schedules.actions import AnyAction
-
-ESTIMATED_MESSAGE = 0.02  # in forwards of a micro-batch on a rank; an assumption, where nothing is measured
+    from picotron.schedules.search import Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +103,8 @@ def plan_pipeline(config: "Config", model_config: "LlamaConfig") -> PipelinePlan
     """
     layout, keep = config.distributed, config.distributed.pp_keep_activations
     if layout.pp_engine == "auto" and layout.pp_size > 1:
+        from picotron.pipeline_parallel.auto import search_schedule  # other engines need none of it
+
         plan = dataclasses.replace(search_schedule(config, model_config), keep_activations=keep)
     else:
         schedule = training_schedule(config)
@@ -124,73 +117,12 @@ def plan_pipeline(config: "Config", model_config: "LlamaConfig") -> PipelinePlan
     return plan
 
 
-def stages_for(config: "Config", model_config: "LlamaConfig", shape: Shape) -> list[Stage]:
+def stages_for(config: "Config", model_config: "LlamaConfig", shape: "Shape") -> list[Stage]:
     """Return the stages of a config's pp_layout, or the balanced ones."""
     (chunks, placement), layout = shape, config.distributed
     if layout.pp_layout is None:
         return balanced_stages(model_config, config.training.seq_length, layout.pp_size, chunks, placement)
     return parse_stages(layout.pp_layout, model_config.num_hidden_layers, layout.pp_size * chunks)
-
-
-def search_schedule(config: "Config", model_config: "LlamaConfig") -> PipelinePlan:
-    """Find the fastest schedule for the times of a recorded run, or for times that are estimated by FLOPs.
-
-    Raises:
-        UserError: the recorded run does not match the config, or the stages do not fit the model.
-    """
-    layout = config.distributed
-    memory = layout.pp_size if layout.pp_memory is None else layout.pp_memory
-    if layout.pp_costs is None:
-        found, source, unit = _search_with_estimates(config, model_config, memory), "estimated by FLOPs", "forwards"
-    else:
-        found, source, unit = (
-            _search_with_recording(config, model_config, memory),
-            f"measured in {layout.pp_costs!r}",
-            "s",
-        )
-    schedule = found.schedule
-    facts = summary(simulate(schedule, found.costs))
-    expectation = (
-        f"schedule: {found.name} with {schedule.chunks} chunk(s) per pp rank, {schedule.placement} placement; expected, "
-        f"with times {source}: step time {facts.pop('step time')} {unit}, "
-        f"{', '.join(f'{name} {value}' for name, value in facts.items())} (limit {memory:g})"
-    )
-    stages = stages_for(config, model_config, (schedule.chunks, schedule.placement))
-    return PipelinePlan(schedule, stages, expectation=expectation)
-
-
-def _search_with_estimates(config: "Config", model_config: "LlamaConfig", memory: float) -> Found:
-    """Search with estimated times, in forwards of a micro-batch on an average rank: I and W take 1, an I that
-    recomputes activations takes 2, and a message `ESTIMATED_MESSAGE`.
-    """
-    layout, training = config.distributed, config.training
-    recompute = training.activation_checkpointing == "full"
-
-    def costs_of(shape: Shape) -> Costs:
-        stages = stages_for(config, model_config, shape)
-        weights = stage_weights(model_config, stages, training.seq_length, layout.pp_size)
-        return Costs(B=2.0 + recompute, I=1.0 + recompute, weights=weights, p2p=ESTIMATED_MESSAGE)
-
-    chunks = layout.pp_chunks
-    if chunks is None and layout.pp_layout is not None:
-        chunks = max(1, count_stages(layout.pp_layout) // layout.pp_size)
-    elif chunks is None and model_config.num_hidden_layers < 2 * layout.pp_size:
-        chunks = 1
-    options = {shape: costs_of(shape) for shape in shapes(chunks)}
-    return fastest_schedule(layout.pp_size, training.gradient_accumulation_steps, memory, options)
-
-
-def _search_with_recording(config: "Config", model_config: "LlamaConfig", memory: float) -> Found:
-    layout = config.distributed
-    assert layout.pp_costs is not None
-    recorded, costs = recorded_costs(layout.pp_costs)
-    for key, theirs in (("pp_size", recorded.pp), ("pp_chunks", recorded.chunks)):
-        ours = getattr(layout, key)
-        if ours not in (theirs, None):
-            raise UserError(f"the run in pp_costs={layout.pp_costs!r} has {key}={theirs}, but the config has {ours}")
-    shape = recorded.chunks, recorded.placement
-    check_recording(layout.pp_costs, settings_of(config, model_config, stages_for(config, model_config, shape)))
-    return fastest_schedule(layout.pp_size, config.training.gradient_accumulation_steps, memory, {shape: costs})
 
 
 def kept_activations(program: Sequence[AnyAction], limit: int) -> set[tuple[int, int]]:
@@ -218,8 +150,6 @@ def kept_activations(program: Sequence[AnyAction], limit: int) -> set[tuple[int,
 
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-
-
 KEYS = {
     "distributed": ("tp_size", "sequence_parallel", "cp_size", "cp_sharding", "cp_engine", "use_cpu"),
     "model": ("dtype", "float8", "use_flash_attention"),

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: built, checked, simulated, searched, read and written. Only the standard library."""

@@ -1,9 +1,11 @@
-"""Traces of recorded steps: RUN_DIR/trace_step_00000005.jsonl has a line for each action of each pp rank in step 5,
+"""Traces of recorded steps, and the times of actions in them, to simulate and to search schedules with.
+
+RUN_DIR/trace_step_00000005.jsonl has a line for each action of each pp rank in step 5,
 
     {"rank": 0, "action": "0F0", "start": 0.0012, "end": 0.0150}
 
 with times in seconds since the beginning of the step. A trace can also have messages and R, see `actions.Action`. The
-first line has the settings on which the times depend, see `recorded.settings_of`:
+first line has the settings on which the times depend, see `pipeline_parallel.plan.settings_of`:
 
     {"settings": {"training.seq_length": 1024, "stages": "Ett|ttL"}}
 """

@@ -1,0 +1,1 @@
+"""Sweeps: many configs, as jobs on this machine or on Slurm."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: every weight matrix is split over the tp ranks."""

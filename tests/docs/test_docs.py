@@ -18,7 +18,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from benchmarks.workload import arguments
-from docs.programs import make
+from docs.programs import code, make
 from docs.programs.make import ROOT, Block, Workspace, blocks, keep, shape
 
 PAGES = make.pages()
@@ -233,10 +233,12 @@ def test_link_targets_exist(page: Path) -> None:
             assert anchor in anchors(target), link
 
 
-def test_reading_order_lists_every_file() -> None:
-    read = set(re.findall(r"^\| \[[^\]]*\]\(([^)]*\.py)\) \|", Path("README.md").read_text(), re.MULTILINE))
-    there = {str(path) for path in Path("picotron").rglob("*.py") if path.read_text()}
-    assert read >= there | {str(path) for path in Path().glob("*.py")}
+def test_page_of_the_code_lists_every_file() -> None:
+    page = Path("docs/code.md").read_text()
+    assert page == code.replace_tables(page), "run python -m docs.programs.code"
+    listed = re.findall(r"^\| \[[^\]]*\]\(\.\./([^)]*\.py)\) \| .", page, re.MULTILINE)
+    there = [str(path) for path in Path("picotron").rglob("*.py") if path.name != "__init__.py"]
+    assert sorted(listed) == sorted([*there, *map(str, Path().glob("*.py"))])
 
 
 def test_readme_cites_every_paper_of_the_code() -> None:
@@ -246,7 +248,7 @@ def test_readme_cites_every_paper_of_the_code() -> None:
     assert papers == set(re.findall(r"arxiv\.org/abs/(\d+\.\d+)", Path("README.md").read_text()))
 
 
-# --------------------------------------------------------------------------------------------------------- docs/programs/make.py
+# ---------------------------------------------------------------------------------------------- docs/programs/make.py
 
 
 def test_blocks_parses_commands_outputs_and_pictures(tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""The schedule of `pp_engine: auto`: a search with the times of a recorded run, or with estimated ones. No torch."""
+
+from typing import TYPE_CHECKING
+
+from picotron.console import UserError
+from picotron.pipeline_parallel.plan import PipelinePlan, settings_of, stages_for
+from picotron.pipeline_parallel.stages import count_stages, stage_weights
+from picotron.schedules.search import Found, Shape, fastest_schedule, shapes
+from picotron.schedules.simulate import Costs, simulate, summary
+from picotron.schedules.trace import check_recording, recorded_costs
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+    from picotron.config import Config
+
+ESTIMATED_MESSAGE = 0.02  # in forwards of a micro-batch on a rank; an assumption, where nothing is measured
+
+
+def search_schedule(config: "Config", model_config: "LlamaConfig") -> PipelinePlan:
+    """Find the fastest schedule for the times of a recorded run, or for times that are estimated by FLOPs.
+
+    Raises:
+        UserError: the recorded run does not match the config, or the stages do not fit the model.
+    """
+    layout = config.distributed
+    memory = layout.pp_size if layout.pp_memory is None else layout.pp_memory
+    if layout.pp_costs is None:
+        found, source, unit = _search_with_estimates(config, model_config, memory), "estimated by FLOPs", "forwards"
+    else:
+        found, source, unit = (
+            _search_with_recording(config, model_config, memory),
+            f"measured in {layout.pp_costs!r}",
+            "s",
+        )
+    schedule = found.schedule
+    facts = summary(simulate(schedule, found.costs))
+    expectation = (
+        f"schedule: {found.name} with {schedule.chunks} chunk(s) per pp rank, {schedule.placement} placement; expected, "
+        f"with times {source}: step time {facts.pop('step time')} {unit}, "
+        f"{', '.join(f'{name} {value}' for name, value in facts.items())} (limit {memory:g})"
+    )
+    stages = stages_for(config, model_config, (schedule.chunks, schedule.placement))
+    return PipelinePlan(schedule, stages, expectation=expectation)
+
+
+def _search_with_estimates(config: "Config", model_config: "LlamaConfig", memory: float) -> Found:
+    """Search with estimated times, in forwards of a micro-batch on an average rank: I and W take 1, an I that
+    recomputes activations takes 2, and a message `ESTIMATED_MESSAGE`.
+    """
+    layout, training = config.distributed, config.training
+    recompute = training.activation_checkpointing == "full"
+
+    def costs_of(shape: Shape) -> Costs:
+        stages = stages_for(config, model_config, shape)
+        weights = stage_weights(model_config, stages, training.seq_length, layout.pp_size)
+        return Costs(B=2.0 + recompute, I=1.0 + recompute, weights=weights, p2p=ESTIMATED_MESSAGE)
+
+    chunks = layout.pp_chunks
+    if chunks is None and layout.pp_layout is not None:
+        chunks = max(1, count_stages(layout.pp_layout) // layout.pp_size)
+    elif chunks is None and model_config.num_hidden_layers < 2 * layout.pp_size:
+        chunks = 1
+    options = {shape: costs_of(shape) for shape in shapes(chunks)}
+    return fastest_schedule(layout.pp_size, training.gradient_accumulation_steps, memory, options)
+
+
+def _search_with_recording(config: "Config", model_config: "LlamaConfig", memory: float) -> Found:
+    layout = config.distributed
+    assert layout.pp_costs is not None
+    recorded, costs = recorded_costs(layout.pp_costs)
+    for key, theirs in (("pp_size", recorded.pp), ("pp_chunks", recorded.chunks)):
+        ours = getattr(layout, key)
+        if ours not in (theirs, None):
+            raise UserError(f"the run in pp_costs={layout.pp_costs!r} has {key}={theirs}, but the config has {ours}")
+    shape = recorded.chunks, recorded.placement
+    check_recording(layout.pp_costs, settings_of(config, model_config, stages_for(config, model_config, shape)))
+    return fastest_schedule(layout.pp_size, config.training.gradient_accumulation_steps, memory, {shape: costs})
