@@ -15,7 +15,7 @@ from picotron.command_line import parse_command_line, parse_config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
 from picotron.data.tokens import load_data
 from picotron.model.weights import initial_weights
-from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from picotron.optimizer import AdamW, make_scheduler, update
 from picotron.parallelize import build_model, check_model, check_run, unwrap
 from picotron.pipeline_parallel.recorder import record_steps
 from picotron.process_group_manager import setup_process_group_manager
@@ -86,19 +86,17 @@ def main() -> None:
     )
 
     # Training loop. A stop signal ends it after the current step, with a checkpoint.
-    train_step = make_train_step(config, model_config, plan, device, dtype)
-    train_step = record_steps(train_step, config, model_config, plan, device, progress.step)
+    step = make_train_step(config, model_config, plan, device, dtype)
+    train_step = record_steps(step, config, model_config, plan, device, progress.step)
     evaluate = make_evaluation(config, model_config, plan, device, dtype)
     signals, stop = StopSignals(), 0
     with writer:
         while not stop and not progress.is_end(training):
             metrics.start_step()
             loss = train_step(model, data_loader)
-            grad_norm = clip_grad_norm(model, training.max_grad_norm)
             learning_rate = float(scheduler.get_last_lr()[0])
-            optimizer.step()
+            grad_norm = update(model, optimizer, training.max_grad_norm)
             scheduler.step()
-            optimizer.zero_grad()
             progress = progress.after_step(config)
             record, stop = metrics.end_step(progress, loss, grad_norm, learning_rate, signals.number())
             if eval_loader and progress.step % training.eval_frequency == 0:

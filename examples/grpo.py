@@ -33,7 +33,7 @@ from picotron.files import create
 from picotron.generation.rotation import Completion, generate
 from picotron.generation.sampling import Sampling
 from picotron.model.weights import initial_weights
-from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from picotron.optimizer import AdamW, make_scheduler
 from picotron.parallelize import build_model, check_layout
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import check_world_size, exit_on_error, init_process_group, set_up_device
@@ -150,10 +150,8 @@ def learn(config: Config, device: torch.device) -> Iterator[dict[str, float]]:
         for update in range(UPDATES):
             _, statistics = train_batch(take_step, model, batches, clipped_ratio)
             record[f"change {update}"] = statistics["change"]
-            clip_grad_norm(model, training.max_grad_norm)
-            optimizer.step()
+            update(model, optimizer, training.max_grad_norm)
             scheduler.step()
-            optimizer.zero_grad()
         yield record
     yield {"step": training.total_train_steps} | evaluate(stage)
 

@@ -24,6 +24,7 @@ from picotron.context_parallel.positions import local_positions
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import IGNORE_INDEX
 from picotron.model.weights import scale_gradients
+from picotron.train_step import Step
 
 Loss = Tensor | tuple[Tensor, Tensor | float, dict[str, Tensor]]
 MODEL_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
@@ -127,7 +128,7 @@ def cross_entropy(head: Any, x: Tensor, batch: Batch) -> Tensor:
 
 
 def train_batch(
-    step: Callable[..., Tensor],
+    step: Step,
     model: DataParallel,
     batches: Sequence[Batch],
     loss_fn: Callable[[Any, Tensor, Batch], Loss] = cross_entropy,
@@ -223,7 +224,7 @@ def _logits(head: Any, x: Tensor, batch: Batch) -> Tensor:
 
 
 def forward_batch(
-    evaluate: Callable[..., Tensor],
+    evaluate: Step,
     model: DataParallel,
     batches: Sequence[Batch],
     post_hook: Callable[[Any, Tensor, Batch], Any] = _logits,

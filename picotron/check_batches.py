@@ -1,7 +1,7 @@
 """Checks of users' batches before a step starts. Every rank raises the same error."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ from picotron.context_parallel.positions import chunk_count
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import IGNORE_INDEX, Llama
 from picotron.parallelize import unwrap
-from picotron.pipeline_parallel.executor import Executor
+from picotron.pipeline_parallel.executor import check_micro_batches
+from picotron.train_step import Step
 
 Batch = dict[str, Any]
 PER_TOKEN = ("target_ids", "position_ids", "target_weights")  # tensors of the shape of `input_ids`
@@ -29,7 +30,7 @@ class RankBatches(NamedTuple):
     digests: list[dict[str, str]]  # of the shared tensors of each micro-batch, by name
 
 
-def check_batches(step: Callable[..., Tensor], model: DataParallel, batches: Sequence[Batch]) -> bool:
+def check_batches(step: Step, model: DataParallel, batches: Sequence[Batch]) -> bool:
     """Check micro-batches before a step, see `make_train_step` and `make_evaluation`.
 
     Returns:
@@ -58,7 +59,7 @@ def check_batches(step: Callable[..., Tensor], model: DataParallel, batches: Seq
     return any(ignores for _, ignores, _ in everyone)
 
 
-def _check_rank(step: Callable[..., Tensor], llama: Llama, batches: Sequence[Batch]) -> RankBatches:
+def _check_rank(step: Step, llama: Llama, batches: Sequence[Batch]) -> RankBatches:
     """Check this rank's micro-batches."""
     if not batches:
         raise UserError("there are no micro-batches; pass at least one")
@@ -111,7 +112,7 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
 
 
-def _check_lengths(step: Any, llama: Llama, batches: Sequence[Batch]) -> None:
+def _check_lengths(step: Step, llama: Llama, batches: Sequence[Batch]) -> None:
     """Check the lengths for sequence parallelism, the shape of a pipeline's messages, and the number of micro-batches
     of a schedule.
     """
@@ -125,16 +126,16 @@ def _check_lengths(step: Any, llama: Llama, batches: Sequence[Batch]) -> None:
                 f"micro-batch {i} has {tokens} tokens per sequence on a context-parallel rank, which sequence parallelism cannot "
                 f"divide over {shards} tensor-parallel ranks; use a multiple of {shards}"
             )
-        if grid.pp_world_size == 1:
+        if step.message_shape is None:
             continue
-        B, T, _ = step.keywords["tensor_shapes"]
+        B, T, _ = step.message_shape
         if (sequences, tokens) != (B, T * shards):
             raise UserError(
                 f"micro-batch {i} has {sequences} sequences of {tokens} tokens, but this pipeline sends hidden states of "
                 f"[{B}, {T}, D]; set micro_batch_size and seq_length to the shape of your batches"
             )
-    if grid.pp_world_size > 1 and isinstance(step.func, Executor):
-        step.func.check_micro_batches(len(batches))
+    if step.micro_batches is not None:
+        check_micro_batches(step.micro_batches, len(batches))
 
 
 def _check_boundaries(cu_seqlens: Tensor, sequences: int, tokens: int, where: str) -> None:

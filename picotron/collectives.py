@@ -41,7 +41,7 @@ def own_slice(buffer: Tensor, group: dist.ProcessGroup) -> slice:
     return slice(rank * size, (rank + 1) * size)
 
 
-def start_reduce_scatter(buffer: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+def start_reduce_to_slices(buffer: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """Start to average `own_slice` of a buffer over the group, in place. The rest of the buffer keeps local values.
 
     Returns:
@@ -53,8 +53,8 @@ def start_reduce_scatter(buffer: Tensor, group: dist.ProcessGroup) -> dist.Work 
     return reduce_scatter_single(own, buffer, op=dist.ReduceOp.AVG, group=group, async_op=True)
 
 
-def start_all_gather(buffer: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """Start to fill a buffer with `own_slice` of each rank, in place. The result is as in `start_reduce_scatter`."""
+def start_gather_of_slices(buffer: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Start to fill a buffer with `own_slice` of each rank, in place. The result is as in `start_reduce_to_slices`."""
     if dist.get_world_size(group) == 1:
         return None
     return all_gather_single(buffer, buffer[own_slice(buffer, group)], group=group, async_op=True)

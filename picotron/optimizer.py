@@ -163,3 +163,11 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     if max_norm is not None:
         scale_gradients(model, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def update(model: nn.Module, optimizer: AdamW, max_norm: float | None) -> Tensor:
+    """Clip the gradients, update the weights and set the gradients to zero. Returns the norm, see `clip_grad_norm`."""
+    norm = clip_grad_norm(model, max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm

@@ -1,5 +1,6 @@
 """The training step, and the choice of the step and the evaluation that a config asks for."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,6 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.pipeline_parallel.executor import Executor
 from picotron.pipeline_parallel.pipeline_parallel import (
-    evaluate,
     hidden_states_shape,
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
@@ -21,7 +21,23 @@ from picotron.pipeline_parallel.pipeline_parallel import (
 from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.schedules.schedules import forward_only
 
-Step = Callable[[DataParallel, MicroBatchDataLoader], Tensor]
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A training step or an evaluation: a function of the model and the loader of its micro-batches.
+
+    Args:
+        run: the function. It returns the mean loss over this rank's tokens, which is 0 on all stages except the last.
+        message_shape: (B, T, D) of the hidden states that the stages of a pipeline send each other; None without one.
+        micro_batches: the number of micro-batches that the step is for; None if it works with any number.
+    """
+
+    run: Callable[[DataParallel, Any], Tensor]
+    message_shape: tuple[int, ...] | None = None
+    micro_batches: int | None = None
+
+    def __call__(self, model: DataParallel, data_loader: Any) -> Tensor:
+        return self.run(model, data_loader)
 
 
 def train_step(model: DataParallel, data_loader: MicroBatchDataLoader, device: torch.device) -> Tensor:
@@ -49,25 +65,28 @@ def make_train_step(
     pipeline loops, or an `Executor` of any other schedule.
     """
     if config.distributed.pp_size == 1:
-        return functools.partial(train_step, device=device)
-    loops = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
-    step = loops.get(config.distributed.pp_engine) or Executor(plan.schedule)
+        return Step(functools.partial(train_step, device=device))
     shape = hidden_states_shape(config, model_config)
-    return functools.partial(step, tensor_shapes=shape, device=device, dtype=dtype)
+    message: dict[str, Any] = {"tensor_shapes": shape, "device": device, "dtype": dtype}
+    loops = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
+    if loop := loops.get(config.distributed.pp_engine):
+        return Step(functools.partial(loop, **message), shape)
+    return Step(functools.partial(Executor(plan.schedule), **message), shape, plan.schedule.microbatches)
 
 
 def make_evaluation(
     config: Config, model_config: LlamaConfig, plan: PipelinePlan, device: torch.device, dtype: torch.dtype
 ) -> Step:
-    """Return a function that computes the mean loss over the loader's next micro-batches, see `evaluate`."""
+    """Return a function that computes the mean loss over the loader's next micro-batches: an `Executor` of a schedule
+    that has only forwards, for any number of micro-batches.
+    """
     schedule, shape = plan.schedule, hidden_states_shape(config, model_config)
 
     @functools.cache
     def executor(micro_batches: int) -> Executor:
         return Executor(forward_only(schedule.pp, micro_batches, schedule.chunks, schedule.placement))
 
-    def execute(model: DataParallel, data_loader: Any, **message: Any) -> Tensor:
-        return executor(data_loader.grad_acc_steps)(model, data_loader, **message)
+    def evaluate(model: DataParallel, data_loader: Any) -> Tensor:
+        return executor(data_loader.grad_acc_steps)(model, data_loader, shape, device, dtype)
 
-    step = evaluate if schedule.chunks == 1 else execute
-    return functools.partial(step, tensor_shapes=shape, device=device, dtype=dtype)
+    return Step(evaluate, shape if schedule.pp > 1 else None)

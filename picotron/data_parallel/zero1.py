@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import own_slice, start_all_gather, start_reduce_scatter
+from picotron.collectives import own_slice, start_gather_of_slices, start_reduce_to_slices
 from picotron.data_parallel.data_parallel import Bucket, DataParallelBucket, make_buckets
 from picotron.data_parallel.owned_slices import divide
 from picotron.model.weights import tied_parameters
@@ -48,7 +48,7 @@ class SlicedBucket(Bucket):
 
     def launch(self) -> None:
         """Start to average this rank's slice of the gradients over the group, while backward continues."""
-        self.work = start_reduce_scatter(self.buffer, self.group)
+        self.work = start_reduce_to_slices(self.buffer, self.group)
 
     def wait(self) -> None:
         """Wait for the average, and set the other slices to zero, which the optimizer does not see."""
@@ -58,7 +58,7 @@ class SlicedBucket(Bucket):
 
     def gather(self) -> dist.Work | None:
         """Start to send the updated weights of each slice to all ranks. Returns the handle to wait for."""
-        return start_all_gather(self.weights, self.group)
+        return start_gather_of_slices(self.weights, self.group)
 
 
 class DataParallelZero1(DataParallelBucket):

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import accumulation_dtype, own_slice, start_all_gather, start_reduce_scatter
+from picotron.collectives import accumulation_dtype, own_slice, start_gather_of_slices, start_reduce_to_slices
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.data_parallel.owned_slices import divide
 from picotron.model.llama import Llama
@@ -85,7 +85,7 @@ class Unit:
             self.is_full = True
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.full[self.own] = self.shard
-            self.work = start_all_gather(self.full, self.group)
+            self.work = start_gather_of_slices(self.full, self.group)
 
     def gather(self) -> None:
         """Gather the weights, and wait for them."""
@@ -121,7 +121,7 @@ class Unit:
                 view.copy_(self.gradients[parameter].flatten())
         self.gradients.clear()
         self.missing.clear()
-        work = start_reduce_scatter(buffer, self.group)
+        work = start_reduce_to_slices(buffer, self.group)
 
         def finish() -> None:
             if work is not None:

@@ -43,7 +43,7 @@ class Executor:
         self, model: Any, data_loader: Any, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
     ) -> Tensor:
         """Run one step. Arguments and result are those of `train_step_pipeline_afab`."""
-        self.check_micro_batches(data_loader.grad_acc_steps)
+        check_micro_batches(self.schedule.microbatches, data_loader.grad_acc_steps)
         forward_only = self.schedule.forward_only
         batches = [next(data_loader) for _ in range(self.schedule.microbatches)]
         model.require_backward_grad_sync = False  # R starts the reductions instead
@@ -54,12 +54,11 @@ class Executor:
         step.finish()
         return sum_losses(step.losses, device) if forward_only else finish_step(model, step.losses, device)
 
-    def check_micro_batches(self, count: int) -> None:
-        """Raise UserError if a step has another number of micro-batches than the schedule."""
-        if count != self.schedule.microbatches:
-            raise UserError(
-                f"the schedule is for {self.schedule.microbatches} micro-batches, not {count}; make them equal"
-            )
+
+def check_micro_batches(expected: int, count: int) -> None:
+    """Raise UserError if a step has another number of micro-batches than its schedule."""
+    if count != expected:
+        raise UserError(f"the schedule is for {expected} micro-batches, not {count}; make them equal")
 
 
 class StepState:

@@ -179,14 +179,14 @@ def custom_backward(output_tensor: Tensor, output_tensor_grad: Tensor) -> None:
 
 
 def forward_step(model: Any, data_loader: Any, input_tensor: Tensor | None, i: int, losses: list[Tensor]) -> Tensor:
-    """Run forward of micro-batch i, named Fi, or Ei in an evaluation. Every stage loads it, for its position_ids.
+    """Run forward of micro-batch i. Every stage loads it, for its position_ids.
 
     Returns:
         The stage's output. On the last stage, it is the mean loss divided by the number of micro-batches, so that the
         gradients add up to those of the mean over all micro-batches; it is also appended to `losses`.
     """
     batch = next(data_loader) | {"hidden_states": input_tensor}
-    with record_action(f"F{i}" if torch.is_grad_enabled() else f"E{i}"):
+    with record_action(f"F{i}"):
         output_tensor = model(**batch, micro_batch=i)
         if pgm.process_group_manager.pp_is_last_stage:
             output_tensor = output_tensor / data_loader.grad_acc_steps
@@ -291,20 +291,3 @@ def train_step_pipeline_1f1b(
         pipeline_communicate("send_backward", device, dtype, dx, tensor_shapes)
 
     return finish_step(model, losses, device)
-
-
-@torch.no_grad()
-def evaluate(
-    model: Any, data_loader: Any, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Compute the mean loss of the loader's next micro-batches, forward only, with or without a pipeline.
-
-    Returns:
-        On the last stage, the mean loss over this pipeline's tokens, on the others 0; a scalar on the device.
-    """
-    losses: list[Tensor] = []
-    for i in range(data_loader.grad_acc_steps):
-        x = pipeline_communicate("recv_forward", device, dtype, shapes=tensor_shapes)
-        y = forward_step(model, data_loader, x, i, losses)
-        pipeline_communicate("send_forward", device, dtype, y, tensor_shapes)
-    return sum_losses(losses, device)
