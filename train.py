@@ -15,7 +15,7 @@ from picotron.command_line import parse_command_line, parse_config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
 from picotron.data.tokens import load_data
 from picotron.model.weights import initial_weights
-from picotron.optimizer import AdamW, make_scheduler, update
+from picotron.optimizer import AdamW, make_scheduler, update_weights
 from picotron.parallelize import build_model, check_model, check_run, unwrap
 from picotron.pipeline_parallel.recorder import record_steps
 from picotron.process_group_manager import setup_process_group_manager
@@ -95,7 +95,7 @@ def main() -> None:
             metrics.start_step()
             loss = train_step(model, data_loader)
             learning_rate = float(scheduler.get_last_lr()[0])
-            grad_norm = update(model, optimizer, training.max_grad_norm)
+            grad_norm = update_weights(model, optimizer, training.max_grad_norm)
             scheduler.step()
             progress = progress.after_step(config)
             record, stop = metrics.end_step(progress, loss, grad_norm, learning_rate, signals.number())

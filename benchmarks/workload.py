@@ -24,7 +24,7 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import Rows, TextRows
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.model.weights import initial_weights
-from picotron.optimizer import AdamW, update
+from picotron.optimizer import AdamW, update_weights
 from picotron.parallelize import build_model
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.plan import plan_pipeline
@@ -148,7 +148,7 @@ def picotron_step(
 
     def step() -> Tensor:
         loss = train_step(model, loader)
-        update(model, optimizer, 1.0)
+        update_weights(model, optimizer, 1.0)
         return global_mean(loss)
 
     return step

@@ -150,7 +150,7 @@ def learn(config: Config, device: torch.device) -> Iterator[dict[str, float]]:
         for update in range(UPDATES):
             _, statistics = train_batch(take_step, model, batches, clipped_ratio)
             record[f"change {update}"] = statistics["change"]
-            update(model, optimizer, training.max_grad_norm)
+            update_weights(model, optimizer, training.max_grad_norm)
             scheduler.step()
         yield record
     yield {"step": training.total_train_steps} | evaluate(stage)

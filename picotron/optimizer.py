@@ -165,7 +165,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     return norm
 
 
-def update(model: nn.Module, optimizer: AdamW, max_norm: float | None) -> Tensor:
+def update_weights(model: nn.Module, optimizer: AdamW, max_norm: float | None) -> Tensor:
     """Clip the gradients, update the weights and set the gradients to zero. Returns the norm, see `clip_grad_norm`."""
     norm = clip_grad_norm(model, max_norm)
     optimizer.step()

@@ -14,7 +14,7 @@ from picotron.batches import Batch, forward_batch, split_batch, train_batch
 from picotron.command_line import load_config
 from picotron.console import print_line
 from picotron.model.weights import initial_weights
-from picotron.optimizer import AdamW, update
+from picotron.optimizer import AdamW, update_weights
 from picotron.parallelize import build_model, check_run
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import exit_on_error, init_process_group, set_up_device
@@ -54,7 +54,7 @@ def main() -> None:
     batches = split_batch(batch, training.gradient_accumulation_steps, layout.cp_sharding)
     for number in range(1, training.total_train_steps + 1):
         loss, statistics = train_batch(step, model, batches, focal_loss)
-        update(model, optimizer, training.max_grad_norm)
+        update_weights(model, optimizer, training.max_grad_norm)
         if grid.global_rank == 0:
             print_line(f"step {number} | focal loss {loss:.6f} | cross entropy {statistics['cross entropy']:.6f}")
 

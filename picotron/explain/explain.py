@@ -36,7 +36,7 @@ from picotron.explain.hardware import Hardware, fits, usable
 from picotron.explain.measure import find_hardware, on_hardware
 from picotron.model.model_config import load_model_config
 from picotron.model.weights import Index
-from picotron.optimizer import AdamW, update
+from picotron.optimizer import AdamW, update_weights
 from picotron.parallelize import build_model, check_layout, unwrap
 from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.run.metrics import global_mean, max_over_ranks
@@ -69,7 +69,7 @@ def run_step(
     weights, gradients = model.bytes_held()
     FakeGroup.messages.clear()
     loss = train_step(model, data_loader)
-    update(model, optimizer, config.training.max_grad_norm)
+    update_weights(model, optimizer, config.training.max_grad_norm)
     max_over_ranks(first.device, 0.0, 0.0)  # memory and stop signals
     global_mean(loss)
 
