@@ -33,7 +33,7 @@ from picotron.files import create
 from picotron.generation.rotation import Completion, generate
 from picotron.generation.sampling import Sampling
 from picotron.model.weights import initial_weights
-from picotron.optimizer import AdamW, make_scheduler
+from picotron.optimizer import AdamW, make_scheduler, update_weights
 from picotron.parallelize import build_model, check_layout
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import check_world_size, exit_on_error, init_process_group, set_up_device
