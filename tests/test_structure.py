@@ -91,7 +91,7 @@ def test_light_programs_do_not_import_torch() -> None:
         "picotron.explain.forecast",
         "picotron.sweep.combinations",
         "extract_metrics",
-        "picotron.drawing.draw",
+        "picotron.drawing.__main__",
     ]
     while waiting:
         module = waiting.pop()

@@ -1,7 +1,7 @@
 """The pipeline schedules of the literature, each as the program of one rank. No torch, messages or times here.
 
 Everything else follows from the programs of all ranks: `checker` proves that they finish and adds the messages,
-`simulate` computes when each action runs, and `draw` draws them.
+`simulate` computes when each action runs, and `picotron.drawing` draws them.
 
 In the docstrings, p is the number of ranks, m the number of micro-batches and v the number of chunks, the stages of one
 rank. F, B, I and W are the times that a rank takes for these actions of one micro-batch, in all its stages together.

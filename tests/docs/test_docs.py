@@ -110,16 +110,21 @@ def benchmark_help() -> str:
 
 
 @functools.cache
-def help_of(program: str) -> str:
-    """Return the --help output of torchrun or of a program in the repository."""
+def help_of(program: str, *command: str) -> str:
+    """Return the --help output of torchrun or of a program in the repository, or of one of its commands."""
     if program == "torchrun":
         return get_args_parser().format_help()
     if program.startswith("benchmarks.") and program.partition(".")[2] not in ("tokens", "roofline"):  # shared options
         return benchmark_help()
     logger, output = logging.getLogger("picotron"), io.StringIO()
     handlers, level = list(logger.handlers), logger.level
-    path = program if program.endswith(".py") else program.replace(".", "/") + ".py"
-    with mock.patch("sys.argv", [path, "--help"]), contextlib.redirect_stdout(output), pytest.raises(SystemExit):
+    path = program if program.endswith(".py") else program.replace(".", "/")
+    path = f"{path}/__main__.py" if Path(path).is_dir() else path.removesuffix(".py") + ".py"
+    with (
+        mock.patch("sys.argv", [path, *command, "--help"]),
+        contextlib.redirect_stdout(output),
+        pytest.raises(SystemExit),
+    ):
         runpy.run_path(path, run_name="__main__")
     logger.handlers[:] = handlers  # programs set up logging
     logger.setLevel(level)
@@ -166,12 +171,13 @@ def test_commands_name_existing_files_targets_and_options(page: Path, block: Blo
             continue
         if program == "pytest":  # not ours
             continue
+        command = words[:1] if program == "picotron.drawing" else []
         for word in words:
             if (
                 word.startswith("--") and "exit" not in block.options
             ):  # a command that fails on purpose may have a wrong option
                 option = re.escape(word.partition("=")[0])
-                assert re.search(rf"{option}(?![\w.-])", help_of(program)), f"{program} has no {word}"
+                assert re.search(rf"{option}(?![\w.-])", help_of(program, *command)), f"{program} has no {word}"
 
 
 # --------------------------------------------------------------------------------------------------------- link targets

@@ -1,14 +1,17 @@
 """Drawings show the simulated or measured timeline as text and trace, and on the command line. See test_draw_svg.py."""
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from picotron.console import UserError
-from picotron.drawing import draw
+from picotron.drawing import __main__ as drawing
+from picotron.drawing.draw import as_trace
 from picotron.drawing.draw_svg import as_page, as_svg
+from picotron.drawing.draw_text import as_text
 from picotron.schedules.actions import Action
 from picotron.schedules.schedule_csv import read_csv
 from picotron.schedules.schedules import SCHEDULES, build
@@ -30,7 +33,7 @@ def write_trace(run_dir: Path, step: int, timeline: Timeline) -> None:
 
 
 def test_text_shows_names_if_they_fit() -> None:
-    assert draw.as_text(timeline_of("1f1b", 3, 4)).splitlines() == [
+    assert as_text(timeline_of("1f1b", 3, 4)).splitlines() == [
         "pp 0  0F0 0F1 0F2 ................0B0---- 0F3 0B1---- ....0B2---- ....0B3----",
         "      ▃▃▃▃▆▆▆▆████████████████████████████████████████▆▆▆▆▆▆▆▆▆▆▆▆▃▃▃▃▃▃▃▃▃▃▃",
         "pp 1  ....1F0 1F1 ........1B0---- 1F2 1B1---- 1F3 1B2---- ....1B3---- ........",
@@ -44,16 +47,16 @@ def test_text_shows_names_if_they_fit() -> None:
 
 def test_narrow_text_shows_letters() -> None:
     """Lower case is the second chunk, and X an overlapped pair."""
-    assert draw.as_text(timeline_of("dualpipev", 2, 4), width=60).splitlines()[:4:2] == [
+    assert as_text(timeline_of("dualpipev", 2, 4), width=60).splitlines()[:4:2] == [
         "pp 0  FFFfiwfX--.x--b-.x--b-IWIW",
         "pp 1  .FfFfFb-x--X--x--b-B-.iIwW",
     ]
-    assert draw.as_text(timeline_of("dualpipev", 2, 4), width=60).splitlines()[-1] == (
+    assert as_text(timeline_of("dualpipev", 2, 4), width=60).splitlines()[-1] == (
         "F forward, B backward, I backward for the input, W backward for the weights, X overlapped forward and backward, "
         "lower case every other chunk, . idle; below each rank its activations, █ = 2.5 micro-batches"
     )
     # If there is less than one column for each F, lines still fit the width.
-    narrow = draw.as_text(timeline_of("1f1b", 4, 32), width=50).splitlines()
+    narrow = as_text(timeline_of("1f1b", 4, 32), width=50).splitlines()
     assert all(len(line) <= 50 + len("pp 0  ") for line in narrow[:-1])
     assert len(narrow) == 4 * 2 + 2
 
@@ -61,7 +64,7 @@ def test_narrow_text_shows_letters() -> None:
 def test_text_omits_messages_and_actions_that_take_no_time() -> None:
     """An action of a stage without layers takes no time."""
     spans = [Span(Action("F", 0), 0.0, 1.0), Span(Action("SEND_F", 0), 1.0, 1.5), Span(Action("B", 0), 2.0, 2.0)]
-    assert draw.as_text(Timeline([spans, []])).splitlines()[:3] == [
+    assert as_text(Timeline([spans, []])).splitlines()[:3] == [
         "pp 0  0F0 ....",
         "      ████████",
         "pp 1  ........",
@@ -74,7 +77,7 @@ def test_text_omits_messages_and_actions_that_take_no_time() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "dualpipev"])
 def test_chrome_trace_has_an_event_for_every_action(name: str) -> None:
     timeline = timeline_of(name, 2, 5)
-    events = json.loads(draw.as_trace(timeline))["traceEvents"]
+    events = json.loads(as_trace(timeline))["traceEvents"]
     found = [(e["tid"] // 2, e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"]
     assert found == [(rank, str(a), s, e) for rank, spans in enumerate(timeline.spans) for a, s, e in spans]
     assert {e["cat"] for e in events if e["ph"] == "X"} <= {"F", "B", "I", "W", "overlapped"}
@@ -86,7 +89,7 @@ def test_chrome_trace_has_an_event_for_every_action(name: str) -> None:
 def test_messages_and_reductions_have_a_separate_line_in_a_trace() -> None:
     """Events on one line of a trace must not overlap unless one contains the other."""
     spans = [Span(Action("F", 0), 0.0, 1.0), Span(Action("RECV_B", 0), 0.5, 2.0), Span(Action("R", 0), 2.0, 3.0)]
-    events = json.loads(draw.as_trace(Timeline([spans])))["traceEvents"]
+    events = json.loads(as_trace(Timeline([spans])))["traceEvents"]
     assert [e["tid"] for e in events if e["ph"] == "X"] == [0, 1, 1]
 
 
@@ -137,12 +140,12 @@ def test_read_trace_rejects_missing_trace(tmp_path: Path) -> None:
 
 
 def run(*arguments: object) -> None:
-    draw.main([str(argument) for argument in arguments])
+    drawing.main([str(argument) for argument in arguments])
 
 
 def test_draw_prints_text_and_summary(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    run("--schedule", "zb_h1", "--pp", 2, "--microbatches", 2)
+    run("schedule", "zb_h1", "--pp", 2, "--microbatches", 2)
     assert capsys.readouterr().out.splitlines() == [
         "zb_h1, pp=2, microbatches=2, chunks=1",
         "pp 0  0F0 0F1 ....0I0 0W0 0I1 0W1",
@@ -161,57 +164,90 @@ def test_draw_writes_every_format(tmp_path: Path) -> None:
     timeline = simulate(build("zbv", 3, 4), Costs(weights=[0.5] * 6, p2p=0.25))
     for suffix, expected in (
         ("svg", as_svg(timeline)),
-        ("json", draw.as_trace(timeline)),
+        ("json", as_trace(timeline)),
         ("html", as_page("Pipeline schedules", {"zbv, pp=3, microbatches=4, chunks=2": timeline})),
     ):
-        run("--schedule", "zbv", "--pp", 3, "--microbatches", 4, "--p2p", 0.25, "--out", tmp_path / f"out.{suffix}")
+        run("schedule", "zbv", "--pp", 3, "--microbatches", 4, "--p2p", 0.25, "--out", tmp_path / f"out.{suffix}")
         assert (tmp_path / f"out.{suffix}").read_text() == expected
-    run("--schedule", "zbv", "--pp", 3, "--microbatches", 4, "--out", tmp_path / "out.csv")
+    run("schedule", "zbv", "--pp", 3, "--microbatches", 4, "--out", tmp_path / "out.csv")
     assert [list(program) for program in read_csv(tmp_path / "out.csv").programs] == timeline.programs
 
 
 def test_draw_all_has_every_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("--all", "--pp", 2, "--microbatches", 3, "--chunks", 3, "--out", tmp_path / "out.html")
+    run("all", "--pp", 2, "--microbatches", 3, "--chunks", 3, "--out", tmp_path / "out.html")
     root = ElementTree.fromstring((tmp_path / "out.html").read_text().removeprefix("<!doctype html>"))
     assert [(h.text or "").split(",")[0] for h in root.iter("h2")] == list(SCHEDULES)
     assert [(h.text or "")[-1] for h in root.iter("h2")] == ["1", "1", "3", "3", "3", "2", "2"]
-    run("--all")
+    run("all")
     assert capsys.readouterr().out.count("bubble") == len(SCHEDULES)
 
 
 def test_draw_reads_a_csv_file_and_a_measured_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.csv").write_text("0F0,0B0\n1F0,1B0\n")
-    run("--csv", tmp_path / "own.csv")
+    run("csv", tmp_path / "own.csv")
     assert (
         "own.csv, pp=2, microbatches=1, chunks=1\npp 0  0F0 ............0B0----\n      ███" in capsys.readouterr().out
     )
     write_trace(tmp_path, 7, timeline_of("1f1b", 2, 2))
-    run("--measured", tmp_path)
+    run("measured", tmp_path)
     assert f"{tmp_path}, step 7, in seconds\npp 0  0F0 0F1 " in capsys.readouterr().out
 
 
 def test_draw_takes_the_activations_of_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    run(*["--schedule", "zb_h1", "--pp", "2", "--microbatches", "4", "--activations", "10", "30", "--deferred", "0.5"])
+    run("schedule", "zb_h1", "--pp", 2, "--microbatches", 4, "--activations", 10, 30, "--deferred", 0.5)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3].endswith("below each rank its activations, █ = 45 in the given unit")
     assert lines[-2] == "step time 13, bubble 7.7%, peak activations by pp rank 20 45"
-    run(*["--schedule", "afab", "--pp", "2", "--microbatches", "4", "--transfer", "2", "--p2p", "0.5"])
+    run("schedule", "afab", "--pp", 2, "--microbatches", 4, "--transfer", 2, "--p2p", 0.5)
     assert "step time 23" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--activations", "1", "2"], "error: --activations has 2 sizes, but there are 4 stages"),
-        (["--schedule", "gpipe"], "error: there is no schedule 'gpipe'; choose one of afab, "),
-        (["--schedule", "zbv", "--chunks", "3"], r"error: zbv has 2 chunk\(s\) per pp rank, not 3"),
-        (["--csv", "nowhere.csv"], "error: cannot read the schedule 'nowhere.csv'"),
-        (["--measured", "nowhere"], "error: 'nowhere' has no traces"),
-        (["--out", "a.gif"], r"error: --out a\.gif must end in \.svg, \.html, \.json .* or \.csv"),
-        (["--all", "--out", "a.svg"], r"error: --out a\.svg can hold only one schedule; use an \.html file"),
-        (["--out", "nowhere/a.svg"], r"error: cannot write --out nowhere/a\.svg: No such file"),
+        ("schedule 1f1b --activations 1 2", "error: --activations has 2 sizes, but there are 4 stages"),
+        ("schedule zbv --chunks 3", r"error: zbv has 2 chunk\(s\) per pp rank, not 3"),
+        ("csv nowhere.csv", "error: cannot read the schedule 'nowhere.csv'"),
+        ("measured nowhere", "error: 'nowhere' has no traces"),
+        ("schedule 1f1b --out a.gif", r"error: --out a\.gif must end in \.svg, \.html, \.json .* or \.csv"),
+        ("all --out a.svg", r"error: --out a\.svg can hold only one schedule; use an \.html file"),
+        ("schedule 1f1b --out nowhere/a.svg", r"error: cannot write --out nowhere/a\.svg: No such file"),
     ],
 )
-def test_wrong_arguments_are_reported_in_one_line(arguments: list[str], message: str) -> None:
+def test_wrong_arguments_are_reported_in_one_line(arguments: str, message: str) -> None:
     with pytest.raises(SystemExit, match=message):
-        run(*arguments)
+        run(*arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("schedule gpipe", "argument NAME: invalid choice: 'gpipe'"),
+        ("schedule 1f1b --tokens 3", "unrecognized arguments: --tokens 3"),
+        ("schedule 1f1b --memory 2", "unrecognized arguments: --memory 2"),
+        ("all --activations 1 2", "unrecognized arguments: --activations 1 2"),
+        ("csv x.csv --pp 8", "unrecognized arguments: --pp 8"),
+        ("measured x --p2p 1", "unrecognized arguments: --p2p 1"),
+        ("generation --deferred 0.5", "unrecognized arguments: --deferred 0.5"),
+        ("search", "the following arguments are required: --memory"),
+        ("search --memory 2 --step 2", "unrecognized arguments: --step 2"),
+        (
+            "search --memory 2 --chunks 1 --activations 1 2",
+            "argument --activations: not allowed with argument --chunks",
+        ),
+        ("search_measured x --memory 2 --pp 2", "unrecognized arguments: --pp 2"),
+    ],
+)
+def test_options_without_effect_are_rejected(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(*arguments.split())
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", drawing.COMMANDS)
+def test_help_of_a_command_has_an_example_that_is_valid(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(command, "--help")
+    example = re.search(rf"python -m picotron\.drawing ({command} .*)", capsys.readouterr().out.partition("\n\n")[2])
+    assert example
+    drawing.make_parser().parse_args(example[1].split())

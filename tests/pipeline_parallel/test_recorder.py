@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from picotron.config import Config
-from picotron.drawing import draw
+from picotron.drawing.__main__ import main
 from picotron.pipeline_parallel.plan import plan_pipeline, training_schedule
 from picotron.pipeline_parallel.recorder import record_steps
 from picotron.schedules.checker import add_communication
@@ -60,5 +60,5 @@ def test_trace_of_a_step_equals_its_schedule_and_profile(
         assert names[rank] == [str(action).lstrip("01") if engine == "1f1b" else str(action) for action in program]
     searching = pipeline_config("auto", 2, 6, pp_costs=str(tmp_path), **more)
     assert plan_pipeline(searching, model_config).schedule.microbatches == 6
-    draw.main(["--measured", str(tmp_path), "--step", "5"])
+    main(["measured", str(tmp_path), "--step", "5"])
     assert f"{tmp_path}, step 5, in seconds" in capsys.readouterr().out

@@ -34,7 +34,7 @@ def test_programs_finish_without_a_reader(tmp_path: Path, closed_pipe: int) -> N
         ["submit_slurm_jobs.py", "--inp_dir", sweep, "--local", "--dry_run"],
         ["submit_slurm_jobs.py", "--inp_dir", sweep, "--dry_run"],
         ["extract_metrics.py", "--inp_dir", sweep],
-        ["-m", "picotron.drawing.draw", "--all", "--out", tmp_path / "all.html"],
+        ["-m", "picotron.drawing", "all", "--out", tmp_path / "all.html"],
     ):
         result = run(words, closed_pipe)
         assert (result.returncode, result.stderr) == (0, "")
@@ -59,7 +59,7 @@ def test_jobs_run_after_the_reader_has_gone(make_job: Callable[..., Job], tmp_pa
 
 def test_output_that_cannot_be_written_is_reported() -> None:
     with open("/dev/full", "w") as full:
-        result = run(["-m", "picotron.drawing.draw", "--schedule", "1f1b"], full.fileno())
+        result = run(["-m", "picotron.drawing", "schedule", "1f1b"], full.fileno())
     assert (result.returncode, result.stderr) == (
         0,
         "the standard output cannot be written: No space left on device; the rest of it is dropped\n",

@@ -11,7 +11,7 @@ import create_config
 import extract_metrics
 import generate
 import submit_slurm_jobs
-from picotron.drawing import draw
+from picotron.drawing import __main__ as drawing
 from tests.support.hostile import CONFIG_FILES, assert_rejected
 
 
@@ -51,20 +51,22 @@ SCHEDULES = [
 )
 def test_schedule_files(content: bytes, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "own.csv").write_bytes(content)
-    assert_rejected(lambda: draw.main(["--csv", str(folder / "own.csv")]), capsys)
+    assert_rejected(lambda: drawing.main(["csv", str(folder / "own.csv")]), capsys)
 
 
-DRAW_WORDS = [
-    "--schedule none", "--schedule csv:x", "--pp 0", "--pp -1", "--pp x", "--pp 1e3", "--pp 100000000", "--pp 100000 --microbatches 100000",
-    "--microbatches 0", "--microbatches 1000000000000", "--microbatches nan", "--chunks 0", "--chunks 2", "--p2p nan", "--p2p inf", "--pp 1" + "0" * 400, "--step 1" + "0" * 400, "--p2p -1",
-    "--p2p x", "--out a.png", "--out a", "--out /no/such/folder/a.svg", "--out /", "--out .svg/", "--csv no.csv", "--csv .", "--csv /",
-    "--measured no", "--measured .", "--measured @", "--measured @ --step 0", "--measured @ --step x", "--measured @ --step 7", "--all --schedule 1f1b",
+DRAWING_WORDS = [
+    "", "none", "schedule", "schedule none", "schedule csv:x", "schedule 1f1b zbv", "csv", "csv no.csv", "csv .", "csv /", "search", "search_measured @ --memory 1",
+    "measured", "measured no", "measured .", "measured @", "measured @ --step 0", "measured @ --step x", "measured @ --step 7", "measured @ --step 1" + "0" * 400,
+    "generation --groups 0", "generation --tokens 1000000", "generation --chunks x", *(f"schedule 1f1b --{words}" for words in (
+    "pp 0", "pp -1", "pp x", "pp 1e3", "pp 100000000", "pp 100000 --microbatches 100000", "microbatches 0", "microbatches 1000000000000", "microbatches nan",
+    "chunks 0", "chunks 2", "group_size 2", "p2p nan", "p2p inf", "pp 1" + "0" * 400, "p2p -1", "p2p x", "deferred 2", "activations", "activations 1",
+    "out a.png", "out a", "out /no/such/folder/a.svg", "out /", "out .svg/")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", DRAW_WORDS, ids=lambda words: repr(words[:60]))
-def test_command_lines_of_draw(words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_rejected(lambda: draw.main(words.replace("@", str(folder)).split()), capsys)
+@pytest.mark.parametrize("words", DRAWING_WORDS, ids=lambda words: repr(words[:60]))
+def test_command_lines_of_drawing(words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_rejected(lambda: drawing.main(words.replace("@", str(folder)).split()), capsys)
 
 
 TRACES = [
@@ -84,7 +86,7 @@ TRACES = [
 @pytest.mark.parametrize("content", TRACES, ids=lambda content: repr(content[:40]))
 def test_traces(content: bytes, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "trace_step_00000001.jsonl").write_bytes(content)
-    assert_rejected(lambda: draw.main(["--measured", str(folder)]), capsys)
+    assert_rejected(lambda: drawing.main(["measured", str(folder)]), capsys)
 
 
 CREATE_WORDS = [

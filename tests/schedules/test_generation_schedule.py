@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from picotron.console import UserError
-from picotron.drawing.draw import main
+from picotron.drawing.__main__ import main
 from picotron.schedules.checker import check
 from picotron.schedules.generation import generation
 from picotron.schedules.simulate import Costs, simulate
@@ -75,14 +75,10 @@ def test_numbers_that_do_not_work_are_errors() -> None:
 
 
 def test_draw_prints_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--schedule", "generation", "--pp", "2", "--microbatches", "2", "--tokens", "3"])
+    main(["generation", "--pp", "2", "--tokens", "3"])
     title, *lines, facts, _ = capsys.readouterr().out.splitlines()
     assert title == "generation, pp=2, groups=2, tokens=3, chunks=1"
     assert lines[:2] == ["pp 0  0F0 0F1 0F2 0F3 0F4 0F5 ....", "pp 1  ....1F0 1F1 1F2 1F3 1F4 1F5"]
     assert facts.startswith("step time 7, bubble 14.3%")
-    with pytest.raises(SystemExit, match="--tokens has no effect with --schedule 1f1b; remove it"):
-        main(["--schedule", "1f1b", "--tokens", "3"])
-    with pytest.raises(SystemExit, match="--group_size has no effect with --schedule generation; remove it"):
-        main(["--schedule", "generation", "--group_size", "4"])
-    main(["--schedule", "generation", "--pp", "2", "--microbatches", "2", "--chunks", "2"])
+    main(["generation", "--pp", "2", "--groups", "2", "--chunks", "2"])
     assert "step time 8.5, bubble 5.9%" in capsys.readouterr().out  # a stage takes half as long

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picotron.console import UserError
-from picotron.drawing import draw
+from picotron.drawing.__main__ import main
 from picotron.pipeline_parallel.plan import plan_pipeline, settings_of
 from picotron.schedules.actions import Schedule, parse_action
 from picotron.schedules.schedules import SCHEDULES, build
@@ -184,13 +184,13 @@ def test_shapes_of_a_search() -> None:
 @pytest.mark.processes
 def test_all_processes_find_the_same_schedule() -> None:
     """The order of sets and dicts of strings differs between processes."""
-    words = [sys.executable, "-m", "picotron.drawing.draw", "--schedule", "auto", "--p2p", "0.3", "--memory", "3"]
+    words = [sys.executable, "-m", "picotron.drawing", "search", "--p2p", "0.3", "--memory", "3"]
     printed = [
         subprocess.run(words, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
         for seed in ("1", "2")
     ]
     assert printed[0] == printed[1] != ""
-    assert printed[0].startswith("auto: search, ")
+    assert printed[0].startswith("search, ")
 
 
 # ------------------------------------------------------------------------------------------------ config and draw
@@ -293,54 +293,44 @@ def test_mismatch_is_rejected_in_one_line(changes: dict[str, Any], message: str,
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_draw_searches_with_and_without_recorded_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    draw.main(["--schedule", "auto", "--memory", "2", "--chunks", "1", "--out", str(tmp_path / "found.csv")])
+def test_drawing_searches_with_and_without_recorded_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["search", "--memory", "2", "--chunks", "1", "--out", str(tmp_path / "found.csv")])
     programs = [line.split(",") for line in (tmp_path / "found.csv").read_text().splitlines()]
     assert max(peak_activations([parse_action(cell) for cell in program]) for program in programs) <= 2
     write_trace(tmp_path, 3, simulate(build("zbv", 2, 4), Costs(F=0.01, I=0.01, W=0.01)))
-    draw.main(["--schedule", "auto", "--costs", str(tmp_path), "--pp", "2", "--memory", "4"])
+    main(["search_measured", str(tmp_path), "--memory", "4"])
     assert "V placement, memory limit 4, pp=2, microbatches=8, chunks=2" in capsys.readouterr().out
-    for words, message in (
-        (["--schedule", "auto", "--memory", "0"], "a memory limit of 0 micro-batches is too low"),
-        (["--memory", "2"], "--memory has no effect with --schedule 1f1b; remove it"),
-        (["--all", "--costs", "x"], "--costs has no effect with --all; remove it"),
-        (["--schedule", "auto", "--group_size", "4"], "--group_size has no effect with --schedule auto; remove it"),
-        (
-            ["--schedule", "auto", "--costs", str(tmp_path)],
-            "has pp=2 and 2 chunk(s) per pp rank; use --pp 2 --chunks 2",
-        ),
-        (["--step", "2"], "--step has no effect with --schedule 1f1b; remove it"),
-        (["--csv", "x", "--pp", "8"], "--pp has no effect with --csv; remove it"),
-        (["--measured", "x", "--microbatches", "4"], "--microbatches has no effect with --measured; remove it"),
-        (["--csv", "x", "--chunks", "2"], "--chunks has no effect with --csv; remove it"),
-        (["--measured", "x", "--p2p", "1"], "--p2p has no effect with --measured; remove it"),
-        (["--schedule", "generation", "--deferred", "0.5"], "--deferred has no effect with --schedule generation"),
-    ):
-        with pytest.raises(SystemExit) as error:
-            draw.main(words)
-        assert message in str(error.value)
+    with pytest.raises(SystemExit, match="a memory limit of 0 micro-batches is too low"):
+        main(["search", "--memory", "0"])
 
 
-def test_draw_searches_with_sizes_of_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    auto = ["--schedule", "auto", "--activations", "3.1", "2.9", "2.9", "4.0"]
+def test_drawing_searches_with_sizes_of_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--activations", "3.1", "2.9", "2.9", "4.0"]
     for pp, memory in ((4, "12"), (4, "4"), (2, "7"), (2, "20"), (1, "12.9")):
-        draw.main([*auto, "--pp", str(pp), "--memory", memory])
+        main(["search", *sizes, "--pp", str(pp), "--memory", memory])
         out = capsys.readouterr().out
         assert f"memory limit {memory}, pp={pp}, microbatches=8, chunks={4 // pp}" in out
         assert max(map(float, out.split("peak activations by pp rank ")[1].split())) <= float(memory)
     write_trace(tmp_path, 3, simulate(build("zbv", 2, 4), Costs(F=0.01, I=0.01, W=0.01)))
-    draw.main([*auto, "--costs", str(tmp_path), "--pp", "2", "--memory", "14"])
+    main(["search_measured", str(tmp_path), *sizes, "--memory", "14"])
     assert "V placement, memory limit 14, pp=2, microbatches=8, chunks=2" in capsys.readouterr().out
     for words, message in (
-        (["--memory", "3.5"], "error: a memory limit of 3.5 is too low: one micro-batch takes 4 on a pp rank"),
-        ([], "error: --schedule auto with --activations needs --memory, the limit of a pp rank in the same unit"),
-        (["--memory", "12", "--pp", "3"], "error: --activations has 4 sizes, but 3 pp ranks need a multiple of 3"),
-        (["--memory", "12", "--chunks", "2"], "error: --activations has 4 sizes, but there are 8 stages"),
-        (["--memory", "12", "--costs", str(tmp_path)], "has pp=2 and 2 chunk(s) per pp rank; use --pp 2 --chunks 2"),
+        (
+            ["search", *sizes, "--memory", "3.5"],
+            "a memory limit of 3.5 is too low: one micro-batch takes 4 on a pp rank",
+        ),
+        (
+            ["search", *sizes, "--memory", "9", "--pp", "3"],
+            "--activations has 4 sizes, but 3 pp ranks need a multiple of 3",
+        ),
+        (
+            ["search_measured", str(tmp_path), *sizes[:-1], "--memory", "9"],
+            "--activations has 3 sizes, but there are 4 stages",
+        ),
     ):
         with pytest.raises(SystemExit) as error:
-            draw.main([*auto, *words])
-        assert message in str(error.value)
+            main(words)
+        assert str(error.value) == f"error: {message}"
 
 
 def test_search_knows_every_hand_made_schedule() -> None:
