@@ -71,19 +71,21 @@ gradient waits for that of the embedding. Not counted are other temporary tensor
 allocator rounds up and cannot use. torch.compile saves less than these formulas predict.
 """
 
+import dataclasses
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from picotron.config import Config
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
-import dataclasses
-from typing import TYPE_CHECKING
-
 from picotron.model.flops import part_parameters
 from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.pipeline_parallel.stages import Stage, stage_weights
+from picotron.schedules.actions import Action
 from picotron.schedules.simulate import Costs, peak_activations, simulate
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+GIB = 2**30
 
 
 class Sizes(NamedTuple):
@@ -118,9 +120,6 @@ def sizes(config: Config, model: "LlamaConfig") -> Sizes:
         F=model.intermediate_size // layout.tp_size,
         vocabulary=-(-model.vocab_size // layout.tp_size),
     )
-
-
-GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,32 +265,45 @@ def state_bytes(config: Config, s: Sizes, parameters: int) -> tuple[int, int, in
     return held * s.number, held * s.wide, slices * optimizer
 
 
+Unit = tuple[int, bool]  # a stage, and whether a micro-batch keeps its activations there instead of recomputing them
+
+
+def activation_peaks(config: Config, model: "LlamaConfig", plan: PipelinePlan, rank: int) -> tuple[int, int]:
+    """Peak of the bytes that a rank's micro-batches save, and the peak of these and of temporary tensors together."""
+    s, kept, zero3 = sizes(config, model), plan.kept_activations(rank), config.distributed.dp_engine == "zero3"
+    training = config.training.model_copy(update={"activation_checkpointing": "none"})
+    configs = {False: config, True: config.model_copy(update={"training": training})}
+    saved: dict[Unit, int] = {}
+    deferred: dict[Unit, int] = {}
+    temporary: dict[tuple[str, Unit], int] = {}
+    for (number, stage), keeps in itertools.product(plan.stages_of(rank).items(), configs):
+        each, unit = configs[keeps], (number, keeps)
+        saved[unit], deferred[unit] = stage_bytes(each, model, s, stage), deferred_bytes(s, stage)
+        in_forward, in_backward = zero3_bytes(each, model, s, stage) if zero3 else (0, 0)
+        temporary["F", unit] = temporary_in_forward(each, s, stage) + in_forward
+        for kind in ("B", "I"):
+            temporary[kind, unit] = temporary_in_backward(each, model, s, stage, split=kind == "I") + in_backward
+
+    def unit_of(action: Action) -> Unit:
+        return action.stage, (action.stage, action.microbatch) in kept
+
+    # The executor runs the backward of an overlapped pair first.
+    program = [part for action in plan.schedule.programs[rank] for part in action.parts[::-1]]
+    return (
+        peak_activations(program, saved, deferred, key=unit_of),
+        peak_activations(program, saved, deferred, temporary, unit_of),
+    )
+
+
 def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> list[Memory]:
     """Return the memory of each pp rank. All tp, cp and dp ranks of a pp rank need the same amount."""
     s, memories, layout = sizes(config, model), [], config.distributed
     zero3, by_executor = layout.dp_engine == "zero3", layout.pp_size > 1 and layout.pp_engine not in ("afab", "1f1b")
     messages = by_executor * 4 * s.tokens * s.shard * s.number
-    training = config.training.model_copy(update={"activation_checkpointing": "none"})
-    keeping = config.model_copy(update={"training": training})
-    for rank, program in enumerate(plan.schedule.programs):
-        stages = plan.stages_of(rank)
-        parameters = rank_parameters(config, model, list(stages.values()))
-        kept = plan.kept_activations(rank)
-        in_order = [part for action in program for part in action.parts[::-1]]  # as the executor runs overlapped pairs
-        # Micro-batches that keep their activations count as those of another stage, with a negative number.
-        in_order = [p._replace(stage=~p.stage) if (p.stage, p.microbatch) in kept else p for p in in_order]
-        saved: dict[int, int] = {}
-        deferred: dict[int, int] = {}
-        temporary: dict[tuple[str, int], int] = {}
-        variants = [(i, stage, config) for i, stage in stages.items()]
-        for i, stage, each in variants + [(~i, stage, keeping) for i, stage, _ in variants if kept]:
-            saved[i], deferred[i] = stage_bytes(each, model, s, stage), deferred_bytes(s, stage)
-            in_forward, in_backward = zero3_bytes(each, model, s, stage) if zero3 else (0, 0)
-            temporary["F", i] = temporary_in_forward(each, s, stage) + in_forward
-            for kind in ("B", "I"):
-                temporary[kind, i] = temporary_in_backward(each, model, s, stage, split=kind == "I") + in_backward
+    for rank in range(plan.schedule.pp):
+        parameters = rank_parameters(config, model, list(plan.stages_of(rank).values()))
         weights, gradients, optimizer = state_bytes(config, s, parameters)
-        activations = peak_activations(in_order, saved, deferred)
+        activations, with_temporary = activation_peaks(config, model, plan, rank)
         memories.append(
             Memory(
                 parameters=parameters,
@@ -300,7 +312,7 @@ def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> lis
                 optimizer=optimizer,
                 gathered=parameters * s.number if zero3 and layout.pp_size > 1 else 0,
                 activations=activations,
-                temporary=peak_activations(in_order, saved, deferred, temporary) - activations + messages,
+                temporary=with_temporary - activations + messages,
             )
         )
     return memories

@@ -8,11 +8,11 @@ it travels, both ranks continue to compute.
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any, NamedTuple
 
-from picotron.schedules.actions import AnyAction, Overlapped, Schedule
+from picotron.schedules.actions import Action, AnyAction, Overlapped, Schedule
 from picotron.schedules.order import Event, run_order
 
 CostKey = tuple[tuple[str, int], ...]  # kind and stage of an action's parts: the time depends on no micro-batch
@@ -144,11 +144,16 @@ def simulate_events(events: Sequence[Event], pp: int, costs: Costs) -> Timeline:
     return Timeline(spans)
 
 
+def stage_of(action: Action) -> int:
+    return action.stage
+
+
 def peak_activations(
     program: Sequence[AnyAction],
-    sizes: Mapping[int, int] | None = None,
-    deferred: Mapping[int, int] | None = None,
-    temporary: Mapping[tuple[str, int], int] | None = None,
+    sizes: Mapping[Any, int] | None = None,
+    deferred: Mapping[Any, int] | None = None,
+    temporary: Mapping[tuple[str, Any], int] | None = None,
+    key: Callable[[Action], Any] = stage_of,
 ) -> int:
     """Return the most activations that a rank holds at a time, in units of one micro-batch in one stage.
 
@@ -157,33 +162,37 @@ def peak_activations(
     without a backward, in an evaluation, keeps no activations.
 
     Args:
-        sizes: size of a unit in each stage; by default 1.
+        sizes: size of the unit of an action, by its key; by default 1.
         deferred: size of the unit between I and W; by default that of the whole unit.
-        temporary: size of what an action needs in addition while it runs, by its (kind, stage); by default 0.
+        temporary: size of what an action needs in addition while it runs, by its (kind, key); by default 0.
+        key: function that returns the key of an action; by default its stage.
     """
     more = temporary or {}
-    levels = zip(program, activations(program, sizes, deferred), strict=True)
-    return max((live + max(more.get((p.kind, p.stage), 0) for p in a.parts) for a, (live, _) in levels), default=0)
+    levels = zip(program, activations(program, sizes, deferred, key), strict=True)
+    return max((live + max(more.get((p.kind, key(p)), 0) for p in a.parts) for a, (live, _) in levels), default=0)
 
 
 def activations(
-    program: Sequence[AnyAction], sizes: Mapping[int, Any] | None = None, deferred: Mapping[int, Any] | None = None
+    program: Sequence[AnyAction],
+    sizes: Mapping[Any, Any] | None = None,
+    deferred: Mapping[Any, Any] | None = None,
+    key: Callable[[Action], Any] = stage_of,
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the activations that a rank holds during each action and after it, see `peak_activations`."""
     parts = [part for action in program for part in action.parts]
     kept = {(part.stage, part.microbatch) for part in parts if part.kind in ("B", "W")}
-    units = dict.fromkeys((part.stage for part in parts), 1) if sizes is None else sizes
-    freed = {("B", stage): size for stage, size in units.items()}
-    for stage, size in (deferred or units).items():
-        freed |= {("I", stage): units[stage] - size, ("W", stage): size}
+    units = dict.fromkeys(map(key, parts), 1) if sizes is None else sizes
+    freed = {("B", unit): size for unit, size in units.items()}
+    for unit, size in (deferred or units).items():
+        freed |= {("I", unit): units[unit] - size, ("W", unit): size}
     live = 0
     for action in program:
-        for kind, stage, microbatch in action.parts:
-            if kind == "F" and (stage, microbatch) in kept:
-                live += units[stage]
+        for part in action.parts:
+            if part.kind == "F" and (part.stage, part.microbatch) in kept:
+                live += units[key(part)]
         during = live
-        for kind, stage, _ in action.parts:
-            live -= freed.get((kind, stage), 0)
+        for part in action.parts:
+            live -= freed.get((part.kind, key(part)), 0)
         yield during, live
 
 
