@@ -1,6 +1,6 @@
 """The Python side of the playground: JSON in, JSON out. Runs in a browser, in Pyodide, and in the tests, in CPython.
 
-Everything that the page shows is computed here, by the modules of picotron.schedules; JavaScript only draws it.
+Everything that the page shows is computed here, by picotron's own modules; JavaScript only draws it.
 `call` names one of FUNCTIONS. A request is the state of the page's controls, see `requests.Request`.
 """
 

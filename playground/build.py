@@ -12,6 +12,7 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Sequence
+from modulefinder import ModuleFinder
 from pathlib import Path
 
 from picotron.console import UserError
@@ -20,15 +21,14 @@ ROOT = Path(__file__).resolve().parent.parent
 VERSION = "314.0.7"  # the Python in it is 3.14
 CDN = f"https://cdn.jsdelivr.net/pyodide/v{VERSION}/full/"
 PYODIDE_FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
-# The modules that the schedules import.
-MODULES = ("__init__", "arguments", "console", "errors", "files", "json_files", "text_table")
 
 
 def python_files() -> list[Path]:
-    """Return the Python that the page runs, as paths relative to the repository."""
-    files = [ROOT / "picotron" / f"{name}.py" for name in MODULES]
-    files += [*(ROOT / "picotron" / "schedules").glob("*.py"), *(ROOT / "playground").glob("*.py")]
-    return sorted(path.relative_to(ROOT) for path in files if path.name not in ("build.py", "plan.py"))
+    """Return the Python that the page runs, as paths relative to the repository: what the bridge imports."""
+    finder = ModuleFinder(path=[str(ROOT)])  # without the standard library
+    finder.import_hook("playground.bridge")
+    files = [vars(module)["__file__"] for module in finder.modules.values()]  # None for those built into Python
+    return sorted(Path(file).relative_to(ROOT) for file in files if file)
 
 
 def build(out: Path, pyodide: Path | None = None) -> None:

@@ -110,11 +110,19 @@ def test_python_of_the_page_runs_with_nothing_else(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["step_time"] == 33
 
 
-def test_archive_has_the_schedules_and_no_torch(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_archive_has_what_the_page_imports_and_nothing_else(tmp_path: Path) -> None:
     build_page(tmp_path)
     names = zipfile.ZipFile(tmp_path / "python.zip").namelist()
     assert names == [str(path) for path in python_files()]
-    assert {"picotron/schedules/simulate.py", "playground/bridge.py", "picotron/console.py"} <= set(names)
+    program = (
+        "import sys, playground.bridge\nprint(*(getattr(m, '__file__', '') for m in sys.modules.values()), sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = [Path(line) for line in done.stdout.splitlines()]
+    rooms = [ROOT / "picotron", ROOT / "playground"]
+    assert names == sorted(str(path.relative_to(ROOT)) for path in loaded if set(rooms) & set(path.parents))
+    assert {"picotron/schedules/simulate.py", "picotron/pipeline_parallel/stages.py"} <= set(names)
 
 
 def test_build_copies_pyodide_and_names_what_is_missing(tmp_path: Path) -> None:
