@@ -18,17 +18,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median_low
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from picotron.console import UserError
 from picotron.files import parse_json
 from picotron.schedules.actions import Schedule, parse_action
+from picotron.schedules.order import Event
 from picotron.schedules.schedule_csv import assemble
 from picotron.schedules.simulate import Costs, Span, Timeline, computes, measured_costs
-
-if TYPE_CHECKING:
-    pass
-from picotron.schedules.order import Event
 
 
 def trace_path(run_dir: str | Path, step: int) -> Path:
