@@ -38,7 +38,7 @@ without dropout and scores. Without a fused kernel, or with Ulysses, autograd sa
     cp_engine is "ulysses"              y twice, before and after its all-to-all
 
 With activation_checkpointing "full", a layer saves only x: D numbers, or D / tp with sequence parallelism. In
-a pipeline, some micro-batches save everything nevertheless, see `recompute.kept_activations`.
+a pipeline, some micro-batches save everything nevertheless, see `plan.kept_activations`.
 
 All layers of a stage share the rotary angles, d numbers per token. The last stage also saves, for each micro-batch, the
 input of the last norm and the gradient of its output, which the loss computes in its forward (`LinearCrossEntropy`):

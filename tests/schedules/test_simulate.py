@@ -175,7 +175,7 @@ def test_peak_counts_deferred_units_and_temporary_memory() -> None:
 
 def test_sizes_can_depend_on_the_micro_batch() -> None:
     """Micro-batch 0 is larger, and W does not need all of it."""
-    program = [parse_action(action) for action in "0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2".split()]
+    program = [parse_action(action) for action in ["0F0", "0F1", "0I0", "0F2", "0I1", "0W0", "0I2", "0W1", "0W2"]]
     sizes, temporary = {"large": 10, "small": 4}, {("I", "large"): 2, ("F", "small"): 1}
 
     def key(action: Action) -> str:
