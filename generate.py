@@ -24,7 +24,7 @@ from picotron.checkpoint.safetensors_folder import find_folder
 from picotron.command_line import parse_config
 from picotron.config import Model
 from picotron.console import Parser, UserError, first_line, number, print_line
-from picotron.files import create, parse_json
+from picotron.files import parse_json
 from picotron.generation.rotation import Completion, check_prompt, generate
 from picotron.generation.sampling import Sampling
 from picotron.model.model_config import end_tokens, load_model_config
@@ -179,7 +179,7 @@ def write_output(path: Path, text: str, mode: str) -> None:
         UserError: it cannot be written.
     """
     try:
-        with open(path, mode, encoding="utf-8", opener=create) as file:
+        with open(path, mode, encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise UserError(f"cannot write --output {path}: {error.strerror}; choose another file") from None

@@ -29,7 +29,6 @@ from picotron.check_batches import Batch
 from picotron.command_line import load_config
 from picotron.config import Config
 from picotron.console import UserError, print_line
-from picotron.files import create
 from picotron.generation.rotation import Completion, generate
 from picotron.generation.sampling import Sampling
 from picotron.model.weights import initial_weights
@@ -166,7 +165,7 @@ def main() -> None:
     path = Path(config.checkpoint.save_dir, "rewards.jsonl")
     for record in learn(config, device):
         if dist.get_rank() == 0:
-            with user_error_on_failure(path), open(path, "a" if record["step"] else "w", opener=create) as file:
+            with user_error_on_failure(path), open(path, "a" if record["step"] else "w") as file:
                 file.write(json.dumps(record) + "\n")
             if "evaluation" in record:
                 print_line(" | ".join(f"{name} {value:.3g}" for name, value in record.items()))

@@ -28,6 +28,7 @@ logger = logging.getLogger("picotron")
 # Keys of configs written for other trainers. They are accepted with a warning, and their values are never stored.
 IGNORED = {
     "environment.FLASH_ATTEN": "model.use_flash_attention selects the attention kernel",
+    "environment.TOKENIZERS_PARALLELISM": "tokenisation uses dataset.num_proc processes",
     "environment.HF_TOKEN": "secrets do not belong in configs: log in with `hf auth login`, or set HF_TOKEN in the shell",
 }
 

@@ -250,10 +250,6 @@ class Environment(Section):
         Processes, BeforeValidator(read_string), WithJsonSchema({"type": ["integer", "string"]})
     ] = 1
     """CPU threads per process"""
-    TOKENIZERS_PARALLELISM: Annotated[
-        bool, BeforeValidator(read_string), WithJsonSchema({"type": ["boolean", "string"]})
-    ] = True
-    """let the tokenizer use several threads"""
 
 
 class Config(Section):

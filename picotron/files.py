@@ -1,7 +1,4 @@
-"""Files: written whole or not at all, without following links, and JSON that people and programs may have damaged.
-
-A link that somebody has put into a folder must not make a program overwrite another file.
-"""
+"""Files: written whole or not at all, and JSON that people and programs may have damaged."""
 
 import glob
 import json
@@ -16,18 +13,6 @@ from picotron.console import UserError, first_line
 STALE_SECONDS = 3600  # age of an unfinished file that no process writes any more: writing one takes seconds
 
 
-def create(path: str, flags: int) -> int:
-    """Open a file for writing, but raise an OSError if it is a link: an `opener` for `open`. Mode "r+" creates the
-    file, too.
-    """
-    try:
-        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        if os.path.islink(path):
-            raise OSError(error.errno, "it is a link, and links are not followed", path) from None
-        raise
-
-
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Write a file so that readers, and a crash of the process or the machine, see either the complete old file or the
     complete new one. If several processes write the same file, the last one wins.
@@ -39,7 +24,7 @@ def write_atomically(path: Path, data: str | bytes) -> None:
             left.unlink(missing_ok=True)
     new = path.with_name(f"{path.name}.{os.urandom(4).hex()}.new")
     try:
-        with open(new, "xb", opener=create) as file:
+        with open(new, "xb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())

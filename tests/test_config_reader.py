@@ -125,12 +125,12 @@ def test_config_of_another_trainer_loads_with_warnings_and_without_its_secret(ca
     with caplog.at_level(logging.WARNING):
         config = parse_config(json.loads(json.dumps(OTHER_TRAINERS)))
     assert [line.split(" ")[0].split("=")[0] for line in caplog.messages] == [
+        "environment.TOKENIZERS_PARALLELISM",
         "environment.FLASH_ATTEN",
         "environment.HF_TOKEN",
     ]
     assert config.model.num_hidden_layers == 16
     assert config.environment.OMP_NUM_THREADS == 1
-    assert config.environment.TOKENIZERS_PARALLELISM is False
     assert config.global_batch_size == 64
     assert "hf_abc" not in caplog.text + config.model_dump_json()
     with pytest.raises(UserError) as error:  # an error does not print the value of a misspelt key either

@@ -1,4 +1,4 @@
-"""Writers of files: two at the same time, killed ones, and links in their way."""
+"""Writers of files: two at the same time, and killed ones."""
 
 import multiprocessing
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from picotron.files import STALE_SECONDS, create, write_atomically
+from picotron.files import STALE_SECONDS, write_atomically
 
 
 def write_often(path: Path, letter: str, times: int) -> None:
@@ -73,14 +73,3 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
         write_atomically(tmp_path / "config.json", "new")
     assert os.listdir(tmp_path) == ["config.json"]
     assert (tmp_path / "config.json").read_text() == "old"
-
-
-def test_links_are_replaced_or_refused_but_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("keep me")
-    (tmp_path / "link").symlink_to(tmp_path / "precious")
-    with pytest.raises(OSError, match="it is a link, and links are not followed"):
-        open(tmp_path / "link", "w", opener=create).close()
-    write_atomically(tmp_path / "link", "new")
-    assert (tmp_path / "link").read_text() == "new"
-    assert not (tmp_path / "link").is_symlink()
-    assert (tmp_path / "precious").read_text() == "keep me"

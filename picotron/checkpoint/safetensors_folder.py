@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from picotron.console import UserError, first_line
-from picotron.files import create, read_object
+from picotron.files import read_object
 from picotron.model.hub import connect
 from picotron.model.weights import Index
 
@@ -145,8 +145,8 @@ class FileWriter:
         self.ranges: list[ByteRange] = []
         self.error: OSError | None = None
         try:
-            # Not truncated: other processes may have written their ranges already.
-            self.file = open(path, "r+b", buffering=0, opener=create)  # noqa: SIM115 -- closed by close()
+            path.touch()  # and not truncated: other processes may have written their ranges already
+            self.file = open(path, "r+b", buffering=0)  # noqa: SIM115 -- closed by close()
         except OSError as error:
             self.error = error
 

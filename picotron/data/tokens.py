@@ -30,7 +30,6 @@ from picotron.data.documents import Documents, load_documents
 from picotron.data.encoder import Encoder, TextEncoder
 from picotron.data.rows import Samples, Text
 from picotron.data.samples import SampleEncoder
-from picotron.files import create
 from picotron.model.hub import connect
 from picotron.run.launch import ignore_stop_signals
 
@@ -305,7 +304,7 @@ class ArrayFile:
 
     def __init__(self, path: Path, dtype: type) -> None:
         self.dtype, self.count = dtype, 0
-        self.file = open(path, "wb", opener=create)  # noqa: SIM115 (closed by __exit__)
+        self.file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
         self._write_header()
         self.start = self.file.tell()
 

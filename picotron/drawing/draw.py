@@ -7,7 +7,6 @@ from typing import Any
 
 from picotron.console import UserError
 from picotron.drawing.draw_svg import as_page, as_svg
-from picotron.files import create
 from picotron.schedules.actions import Overlapped
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.simulate import Timeline, computes
@@ -50,7 +49,7 @@ def write(timelines: Mapping[str, Timeline], path: Path) -> None:
         case _:
             text = as_csv(timeline.programs)
     try:
-        with open(path, "w", encoding="utf-8", opener=create) as file:
+        with open(path, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise UserError(f"cannot write --out {path}: {error.strerror}") from None

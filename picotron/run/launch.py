@@ -60,7 +60,6 @@ def set_up_device(config: Config) -> torch.device:
     Raises:
         UserError: there is no GPU for this process.
     """
-    os.environ["TOKENIZERS_PARALLELISM"] = str(config.environment.TOKENIZERS_PARALLELISM).lower()
     torch.set_num_threads(config.environment.OMP_NUM_THREADS)
     if config.distributed.use_cpu:
         keep_freed_memory()

@@ -21,7 +21,6 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce, run_on_all_ranks
 from picotron.config import Config
 from picotron.console import UserError, first_line, print_line
-from picotron.files import create
 from picotron.model.flops import PEAK_BF16_FLOPS, model_cost
 from picotron.run.progress import Progress
 from picotron.run.run_folder import user_error_on_failure
@@ -193,7 +192,7 @@ class Metrics:
         if not self.writes:
             return
         # The file is closed after every step, so that a killed run keeps all its lines.
-        with user_error_on_failure(self.path), open(self.path, "a", opener=create) as file:
+        with user_error_on_failure(self.path), open(self.path, "a") as file:
             file.write(json.dumps(record) + "\n")
         if self.wandb:
             self.wandb.log(record, step=record["step"])

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.files import create, parse_json, write_atomically
+from picotron.files import parse_json, write_atomically
 from picotron.schedules.actions import Schedule
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.trace import traces
@@ -65,7 +65,7 @@ def _claim(path: Path) -> None:
     Raises:
         UserError: another process holds the lock.
     """
-    lock = open(path, "a+", errors="replace", opener=create)  # noqa: SIM115 -- never closed
+    lock = open(path, "a+", errors="replace")  # noqa: SIM115 -- never closed
     CLAIMS.append(lock)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -22,7 +22,7 @@ from typing import Literal, cast, get_args
 
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.files import create, write_atomically
+from picotron.files import write_atomically
 from picotron.run.run_folder import parse_load_path
 
 logger = logging.getLogger("picotron")
@@ -98,7 +98,7 @@ class Job:
 
         The claim lasts until every process that has the descriptor has closed it, has ended or was killed.
         """
-        with open(self.folder / ".lock", "a", opener=create) as lock:
+        with open(self.folder / ".lock", "a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

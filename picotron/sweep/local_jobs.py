@@ -12,7 +12,6 @@ from typing import Any
 
 from picotron.config import Config
 from picotron.console import print_line
-from picotron.files import create
 from picotron.sweep.jobs import OUT_OF_MEMORY, Job, Status, stop_options
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
@@ -72,7 +71,7 @@ def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: 
     """
     (job.folder / "slurm_job_id.txt").unlink(missing_ok=True)  # Slurm no longer knows the state of this job
     job.set_status("running")
-    with open(job.folder / "log_local.out", "a+b", opener=create) as log:
+    with open(job.folder / "log_local.out", "a+b") as log:
         start, end = log.tell(), time.monotonic() + (timeout or math.inf)
         # A separate session, so that the terminal sends Ctrl-C to this process only, which then stops torchrun.
         process = subprocess.Popen(

@@ -183,7 +183,6 @@ def test_options_that_do_not_fit_together(
         (1, ["--top_p", "0.5"], "top_p=0.5 has no effect at temperature 0"),
         (1, ["--output", "no/such/folder"], "cannot write --output no/such/folder: No such file or directory"),
         (1, ["--output", "/dev/full"], "cannot write --output /dev/full: No space left on device; choose another file"),
-        (1, ["--output", "/dev/stdout"], "/dev/stdout: it is a link, and links are not followed; choose another file"),
     ],
 )
 def test_layouts_and_outputs_that_do_not_work(

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.console import UserError
-from picotron.files import create
 from picotron.model.flops import model_cost
 from picotron.model.llama import Llama
 from picotron.process_group_manager import setup_process_group_manager
@@ -184,24 +183,6 @@ def test_a_rank_that_alone_has_a_nan_is_named(pool: WorkerPool, tmp_path: Path) 
         assert message == (
             "step 2: loss is nan; only rank 1 computed such a loss; look at the data and the device there"
         )
-
-
-def test_outputs_do_not_follow_links(tmp_path: Path) -> None:
-    """Links that somebody has put into the folder do not make a run overwrite other files."""
-    (tmp_path / "precious").write_text("keep me")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").symlink_to(tmp_path / "precious")
-    config = make_config(checkpoint__save_dir=str(tmp_path / "run"))
-    begin_run(config, None)
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]
-    (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "precious")
-    for mode in ("a", "wb", "r+b"):
-        with pytest.raises(OSError, match="links are not followed"):
-            open(tmp_path / "run" / "metrics.jsonl", mode, opener=create).close()
-    (tmp_path / "run" / ".run_lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(UserError, match="cannot be written"):
-        claim_save_dir(config)
-    assert (tmp_path / "precious").read_text() == "keep me"
 
 
 def test_records_of_a_damaged_file_are_those_of_its_intact_lines(tmp_path: Path) -> None:
