@@ -115,6 +115,7 @@ def test_only_torchrun_and_secrets_come_from_the_environment() -> None:
         "WORLD_SIZE",
         "LOCAL_WORLD_SIZE",
         "TORCHELASTIC_ERROR_FILE",
+        "TOKENIZERS_PARALLELISM",
         "HF_HUB_OFFLINE",
         "XDG_CACHE_HOME",
     }

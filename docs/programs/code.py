@@ -37,7 +37,7 @@ picotron/checkpoint: checkpoint writer stage_files safetensors_folder host_buffe
 picotron/run: launch run_folder metrics progress
 # What is built on it
 picotron/schedules: actions schedules order checker simulate search generation schedule_csv trace
-picotron/drawing: draw draw_text draw_svg
+picotron/drawing: __main__ draw draw_text draw_svg
 generate.py
 picotron/generation: rotation kv_cache sampling
 picotron/explain: explain estimate forecast hardware measure fake_group
