@@ -24,8 +24,8 @@ from transformers import AutoTokenizer
 from benchmarks.side_by_side import CONTEXT, DifferentResults, print_markdown
 from benchmarks.workload import TINY, add_tiny
 from picotron.console import number
-from picotron.data.document_files import BLOCK_BYTES
 from picotron.data.documents import python_stdlib
+from picotron.data.text import PIECE
 from picotron.data.tokens import train_bpe, write_tokens
 from tests.support.oracle import make_config, tiny_llama
 
@@ -53,9 +53,9 @@ def tokenizer_alone(folder: Path, size: int) -> None:
     source, left = texts(), size
     while left > 0:
         text = "".join(itertools.islice(source, 100))
-        for start in range(0, len(text), 16 * BLOCK_BYTES):
-            batch = text[start : start + 16 * BLOCK_BYTES]
-            tokenizer([batch[i : i + BLOCK_BYTES] for i in range(0, len(batch), BLOCK_BYTES)], verbose=False)
+        for start in range(0, len(text), 16 * PIECE):
+            batch = text[start : start + 16 * PIECE]
+            tokenizer([batch[i : i + PIECE] for i in range(0, len(batch), PIECE)], verbose=False)
             left -= len(batch.encode())
 
 
@@ -65,7 +65,7 @@ def picotron(folder: Path, name: str, processes: int) -> Path:
     config = make_config(
         dataset__name=str(folder / name), dataset__num_proc=processes, model__tokenizer=str(folder / "bpe")
     )
-    return write_tokens(config, tiny_llama(vocab_size=VOCABULARY)).arrays / "tokens.npy"
+    return write_tokens(config, tiny_llama(vocab_size=VOCABULARY)).arrays / "tokens.uint16"
 
 
 def timed(connection: Any, function: Callable[..., Path | None], arguments: tuple[Any, ...]) -> None:

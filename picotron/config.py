@@ -177,7 +177,9 @@ class Training(Section):
 
 class Dataset(Section):
     name: str
-    """hub id, folder, .txt, .jsonl or .parquet file, or "python-stdlib", the sources of Python's standard library"""
+    """.txt, .jsonl, .json, .csv or .parquet file, pattern (*.csv.gz), folder, hub id, or python-stdlib: Python's sources"""
+    mixture: Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
+    """weights of several data sets to mix, such as {"a.jsonl": 3, "b.jsonl": 1}; `name` has weight 1, unless listed"""
     subset_name: str | None = None
     """configuration of a hub data set; null: its default"""
     split: str = "train"
@@ -200,6 +202,16 @@ class Dataset(Section):
     """let attention see only the token's own document or sample; null: true for samples, false for text"""
     shuffle: bool = True
     """draw a new seeded order of the sequences for each epoch; false: the order of the files"""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The data sets to read, with their weights."""
+        return {self.name: 1.0} | (self.mixture or {})
+
+    @property
+    def title(self) -> str:
+        """The names of the data sets."""
+        return " and ".join(self.weights)
 
     @property
     def columns(self) -> dict[str, str]:

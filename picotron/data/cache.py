@@ -1,4 +1,9 @@
-"""Cache of tokens and tokenizers: folders that are complete, checked, and written by one process at a time."""
+"""Cache of tokens and tokenizers: folders that are complete, and written by one process at a time.
+
+    python -m picotron.data.cache
+
+compares all entries with their checksums. A run only compares sizes and times of change.
+"""
 
 import contextlib
 import hashlib
@@ -8,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from filelock import FileLock, Timeout
@@ -17,7 +23,7 @@ from picotron.files import write_atomically
 
 logger = logging.getLogger("picotron")
 
-CHECKSUMS = ".json"  # suffix of the file with the checksums of an entry
+CHECKSUMS = ".json"  # suffix of the file with the checksum, size and time of change of each file of an entry
 UNFINISHED = ".unfinished"  # suffix of an entry that is being written
 
 
@@ -61,7 +67,12 @@ def cached(kind: str, key: str, write: Callable[[Path], None]) -> Path:
 
 def checksums(entry: Path) -> str:
     """Return the checksums of an entry's files, as JSON: the same for the same contents."""
-    return entry.with_name(entry.name + CHECKSUMS).read_text()
+    return json.dumps({name: checksum for name, (checksum, *_) in _by_name(entry).items()})
+
+
+def _by_name(entry: Path) -> dict[str, list[Any]]:
+    by_name: dict[str, list[Any]] = json.loads(entry.with_name(entry.name + CHECKSUMS).read_text())
+    return by_name
 
 
 def _write(entry: Path, write: Callable[[Path], None]) -> None:
@@ -73,7 +84,8 @@ def _write(entry: Path, write: Callable[[Path], None]) -> None:
         logger.warning("%s is damaged and is written again", entry)
     try:
         write(new)
-        by_name = {str(path.relative_to(new)): _checksum(path) for path in sorted(new.rglob("*")) if path.is_file()}
+        files = [path for path in sorted(new.rglob("*")) if path.is_file()]
+        by_name = {str(path.relative_to(new)): [_checksum(path), *_state(path)] for path in files}
         write_atomically(entry.with_name(entry.name + CHECKSUMS), json.dumps(by_name))
         shutil.rmtree(entry, ignore_errors=True)
         new.rename(entry)
@@ -82,13 +94,21 @@ def _write(entry: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
-def _is_intact(entry: Path) -> bool:
-    """Return whether an entry exists and matches its checksums."""
+def _is_intact(entry: Path, read_all: bool = False) -> bool:
+    """Return whether an entry exists, and its files are unchanged. Only files that another time of change, such as
+    copies, are read, unless all shall be.
+    """
     try:
-        by_name = json.loads(checksums(entry))
-        return bool(by_name) and all(_checksum(entry / name) == value for name, value in by_name.items())
-    except (OSError, ValueError, AttributeError, RecursionError):
+        return all(
+            (not read_all and _state(entry / name) == state) or _checksum(entry / name) == checksum
+            for name, (checksum, *state) in _by_name(entry).items()
+        )
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return False
+
+
+def _state(path: Path) -> list[int]:
+    return [path.stat().st_size, path.stat().st_mtime_ns]
 
 
 def _checksum(path: Path) -> str:
@@ -120,3 +140,15 @@ def _delete_unfinished(folder: Path) -> None:
         lock = FileLock(path.with_name(f"{path.name.removesuffix(UNFINISHED)}.lock"))
         with contextlib.suppress(Timeout), lock.acquire(timeout=0):
             shutil.rmtree(path)
+
+
+def main() -> None:
+    entries = [path.with_suffix("") for path in sorted(cache_folder().glob(f"*{CHECKSUMS}"))]
+    damaged = [str(entry) for entry in entries if not _is_intact(entry, read_all=True)]
+    if damaged:
+        raise UserError(f"these entries are damaged; delete them: {' '.join(damaged)}")
+    print(f"{len(entries)} entries in {cache_folder()} match their checksums")
+
+
+if __name__ == "__main__":
+    main()

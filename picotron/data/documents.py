@@ -1,78 +1,104 @@
-"""Documents of a data set: which files it has, or which rows of a data set on the hub."""
+"""Documents of data sets: files, Python's standard library, data sets of the Hugging Face Hub, and mixtures of them."""
 
 import contextlib
-import functools
+import csv
+import glob
 import hashlib
+import io
+import itertools
 import logging
 import os
+import random
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from picotron.config import Dataset as DatasetSection
 from picotron.console import UserError, first_line
-from picotron.data.document_files import (
-    BLOCK_BYTES,
-    READERS,
-    ROWS,
-    Block,
-    Columns,
-    Convert,
-    check_columns,
-    convert_records,
-    pieces_of,
-    without_nulls,
-)
+from picotron.data.text import Columns, cut
+from picotron.files import parse_json
 from picotron.model.hub import connect
 
 logger = logging.getLogger("picotron")
 
-FILE_TYPES = (".txt", ".jsonl", ".json", ".parquet")
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # with pyarrow's names
 PYTHON_STDLIB = "python-stdlib"
+ROWS = 100  # rows of a table that are read at a time
+TOOLS = "tools"  # column, beside messages, with JSON schemas of the functions that the assistant may call
 
 
-@dataclass(frozen=True)
-class Documents:
+class Record(NamedTuple):
+    """A document, a sample for fine-tuning, or a piece of a text file.
+
+    Args:
+        place: its file and line or row, for error messages.
+        value: a dict, JSON that is not parsed yet, or a `Piece`.
+        size: approximate number of bytes.
+    """
+
+    place: str
+    value: Any
+    size: int
+
+
+class Documents(NamedTuple):
     """A data set.
 
     Args:
-        name: name in the config.
+        name: its name in the config.
         key: string that changes with the data.
-        columns: the columns to read.
-        find_blocks: function that returns all blocks, in order.
-        read_block: function that reads a block, and yields what a `Convert` makes of its records.
+        size: approximate number of bytes, or None.
+        read: function that yields the records of each document.
     """
 
     name: str
     key: str
-    columns: Columns
-    find_blocks: Callable[[], list[Block]]
-    read_block: Callable[[Block, Convert], Iterator[Any]]
+    size: int | None
+    read: Callable[[], Iterator[Iterable[Record]]]
 
-    def read(self, block: Block, convert: Convert | None = None) -> Iterator[Any]:
-        """Yield what `convert` makes of the records of a block, by default the pieces of their texts."""
-        return self.read_block(block, convert or functools.partial(pieces_of, columns=self.columns))
-
-    @functools.cached_property
-    def blocks(self) -> list[Block]:
-        """All blocks. They are only found when they are needed, because all lines of .jsonl files are read for this."""
-        return self.find_blocks()
+    def records(self) -> Iterator[Record]:
+        return itertools.chain.from_iterable(self.read())
 
 
-def load_documents(section: DatasetSection, limit: int | None = None) -> Documents:
-    """Find the documents of a data set: all, or the first `limit` of them.
+def load_documents(section: DatasetSection, limit: int | None = None, seed: int = 0) -> Documents:
+    """Find the documents of a data set, or of a mixture.
+
+    Args:
+        limit: number of documents to read, from the first one; by default all.
+        seed: seed of the order of a mixture.
 
     Raises:
-        UserError: the data set does not exist or cannot be read.
+        UserError: a data set does not exist or cannot be read.
     """
-    name, path = section.name, Path(section.name)
-    if name != PYTHON_STDLIB and not path.exists():
-        if path.suffix in FILE_TYPES or path.is_absolute() or name.startswith("."):
+    weights = section.weights
+    parts = [_load(name, section) for name in weights]
+    mixture = (weights, seed) if len(parts) > 1 else None
+    key = repr(([part.key for part in parts], section.columns, limit, mixture))
+
+    def read() -> Iterator[Iterable[Record]]:
+        streams = [part.read() for part in parts]
+        return itertools.islice(mix(streams, [*weights.values()], seed) if mixture else streams[0], limit)
+
+    size = parts[0].size if mixture is None and limit is None else None
+    return Documents(section.title, hashlib.sha256(key.encode()).hexdigest(), size, read)
+
+
+def mix(streams: list[Iterator[Any]], weights: list[float], seed: int) -> Iterator[Any]:
+    """Draw each item from one of several streams, with probabilities in the ratio of the weights, until the stream that
+    is drawn has no more: the strategy "first_exhausted" of `datasets.interleave_datasets`.
+    """
+    draw, end = random.Random(seed), object()
+    return iter(lambda: next(draw.choices(streams, weights)[0], end), end)
+
+
+def _load(name: str, section: DatasetSection) -> Documents:
+    if name != PYTHON_STDLIB and not (Path(name).exists() or glob.glob(name, recursive=True)):
+        if _type(Path(name)) in READERS or Path(name).is_absolute() or name.startswith(".") or glob.has_magic(name):
             raise UserError(f"dataset.name={name!r}: there is no such file or folder; check the path")
-        return _hub_documents(section, limit)
+        return _hub_documents(name, section)
     if section.subset_name is not None:
         raise UserError(f"dataset.subset_name={section.subset_name!r}, but {name} has no subsets; remove it")
     if section.split != "train":
@@ -80,80 +106,61 @@ def load_documents(section: DatasetSection, limit: int | None = None) -> Documen
             f"dataset.split={section.split!r}, but {name} has only the split 'train'; remove it (training.num_samples "
             f"selects the first documents)"
         )
-    files, kind = (python_stdlib(), ".py") if name == PYTHON_STDLIB else find_files(path)
-    columns = section.columns
-    if section.has_samples and kind in (".txt", ".py"):
+    files = python_stdlib() if name == PYTHON_STDLIB else find_files(name)
+    read = READERS[_type(files[0])]
+    if section.has_samples and read is _read_text:
         raise UserError(
-            f"{' and '.join(f'dataset.{key}={column!r}' for key, column in columns.items())}, but {name} has no columns; "
-            f"use .jsonl, .json or .parquet files"
+            f"{' and '.join(f'dataset.{key}={column!r}' for key, column in section.columns.items())}, but {name} has no "
+            f"columns; use .jsonl, .json, .csv or .parquet files"
         )
-    blocks_of_file, read = READERS[kind]
-
-    def find_blocks() -> list[Block]:
-        blocks: list[Block] = []
-        left = sys.maxsize if limit is None else limit
-        with _user_error_on_failure(name):
-            for file in files:
-                new, count = blocks_of_file(file, left)
-                blocks += new
-                left -= count
-                if left == 0:
-                    break
-        return blocks
-
-    with _user_error_on_failure(name):
+    with _user_errors(name):
         state = [(os.path.abspath(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = hashlib.sha256(repr((state, columns.get("text_column", columns), limit)).encode()).hexdigest()
-    return Documents(name, key, columns, find_blocks, lambda block, convert: read(block, columns, convert))
+    size = None if any(file.suffix in COMPRESSIONS for file in files) else sum(size for _, size, _ in state)
+    return Documents(
+        name,
+        repr(state),
+        size,
+        lambda: (document for file in files for document in read(file, section.columns)),
+    )
 
 
-@contextlib.contextmanager
-def _user_error_on_failure(name: str) -> Iterator[None]:
-    """Context in which a failure to read raises a UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{error.filename or name} cannot be read: {error.strerror}; check its permissions") from None
+# --------------------------------------------------------------------------------------------------------------- files
 
 
-def find_files(path: Path) -> tuple[list[Path], str]:
-    """List the files of a data set, a file or a folder, in sorted order. Hidden files and those of other types than
-    FILE_TYPES are left out.
+def _type(path: Path) -> str:
+    """Return the suffix of a file, without one that names a compression."""
+    return Path(path.stem if path.suffix in COMPRESSIONS else path).suffix
 
-    Returns:
-        The files, and their type.
+
+def find_files(name: str) -> list[Path]:
+    """List the files that a path or a pattern stands for, and those in folders, in sorted order. Hidden files and those
+    of unknown types are left out.
 
     Raises:
         UserError: no file has a known type, or there are files of several types.
     """
-    if not path.is_dir():
-        if path.suffix not in FILE_TYPES:
-            types = ", ".join(FILE_TYPES)
-            raise UserError(f"dataset.name={str(path)!r} has file type {path.suffix!r}; use one of {types}")
-        logger.info("%s: %s bytes", path, f"{path.stat().st_size:,}")
-        return [path], path.suffix
-    found: dict[str, list[Path]] = {}
-    others, links = 0, 0
-    for file in sorted(path.rglob("*")):
-        if any(part.startswith(".") for part in file.relative_to(path).parts):
-            continue
-        if file.is_dir():
-            links += file.is_symlink()
-        elif file.is_file() and file.suffix in FILE_TYPES:
-            found.setdefault(file.suffix, []).append(file)
-        else:
-            others += 1
-    if len(found) != 1:
-        counts = " and ".join(f"{len(files)} {kind}" for kind, files in found.items()) or "none"
+    found: set[Path] = set()
+    for path in [Path(name)] if Path(name).exists() else map(Path, glob.glob(name, recursive=True)):
+        inside = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
+        found |= {*inside} if path.is_dir() else {path}
+    types = [kind for kind in READERS if kind != ".py"]
+    files = sorted(path for path in found if path.is_file() and _type(path) in types)
+    counts = Counter(map(_type, files))
+    if len(counts) != 1:
+        has = " and ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
         raise UserError(
-            f"dataset.name={str(path)!r} should have files of one of the types {', '.join(FILE_TYPES)}, but it has "
-            f"{counts}; name a file, or a folder with files of one type"
+            f"dataset.name={name!r} should have files of one of the types {', '.join(types)}, but it has {has}; name a "
+            f"file, a pattern or a folder with files of one type"
         )
-    ((kind, files),) = found.items()
-    size = sum(file.stat().st_size for file in files)
+    size = f"{sum(file.stat().st_size for file in files):,} bytes"
+    if files == [Path(name)]:
+        logger.info("%s: %s", name, size)
+        return files
+    links = sum(path.is_dir() and path.is_symlink() for path in found)
+    others = sum(not path.is_dir() for path in found) - len(files)
     ignored = f"; ignored: {others:,} other files, {links:,} linked folders" if others or links else ""
-    logger.info("%s: %s %s files, %s bytes%s", path, f"{len(files):,}", kind, f"{size:,}", ignored)
-    return files, kind
+    logger.info("%s: %s %s files, %s%s", name, f"{len(files):,}", *counts, size, ignored)
+    return files
 
 
 def python_stdlib() -> list[Path]:
@@ -169,12 +176,153 @@ def python_stdlib() -> list[Path]:
     return sorted(found)
 
 
-def _hub_documents(section: DatasetSection, limit: int | None) -> Documents:
+@contextlib.contextmanager
+def _user_errors(name: Path | str) -> Iterator[None]:
+    """Context in which a failure to read a file raises a UserError."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        raise UserError(
+            f"{error.filename or name} cannot be read: {reason}; check the file and its permissions"
+        ) from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, which may be compressed."""
+    with _user_errors(path), path.open("rb") as file:
+        stream: Any = file
+        if path.suffix in COMPRESSIONS:
+            import pyarrow
+
+            stream = io.BufferedReader(pyarrow.CompressedInputStream(file, COMPRESSIONS[path.suffix]))
+        try:
+            yield stream
+        except UnicodeDecodeError as error:  # of the bytes that a text wrapper has read last
+            place = f" at byte {stream.tell() - len(error.object) + error.start:,}" if stream.seekable() else ""
+            raise UserError(f"{path} is not UTF-8{place} ({error.reason}); convert the file to UTF-8") from None
+
+
+def _read_text(path: Path, _: Columns) -> Iterator[Iterator[Record]]:
+    """A text file is a document."""
+
+    def pieces() -> Iterator[Record]:
+        with _opened(path) as file:
+            errors = "replace" if path.suffix == ".py" else "strict"
+            for piece in cut(io.TextIOWrapper(file, "utf-8-sig", errors)):
+                yield Record(str(path), piece, len(piece.text))
+
+    yield pieces()
+
+
+def _read_lines(path: Path, _: Columns) -> Iterator[list[Record]]:
+    with _opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if line := line.rstrip():
+                yield [Record(f"{path}, line {number:,}", line, len(line))]
+
+
+def _read_json(path: Path, columns: Columns) -> Iterator[list[Record]]:
+    """A .json file holds an array, which is read as a whole, or a record per line."""
+    with _opened(path) as file:
+        if not file.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):  # type: ignore[attr-defined]
+            yield from _read_lines(path, columns)
+            return
+        content = file.read()
+    records = parse_json(content, str(path))
+    for number, record in enumerate(records, 1):
+        yield [Record(f"{path}, record {number:,}", record, len(content) // len(records))]
+
+
+def _read_csv(path: Path, _: Columns) -> Iterator[list[Record]]:
+    """All values of a .csv file are text: 007 is not 7."""
+    csv.field_size_limit(sys.maxsize)
+    with _opened(path) as file:
+        rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+        try:
+            for row in rows:
+                place = f"{path}, line {rows.line_num:,}"
+                if None in row or None in row.values():
+                    raise UserError(f"{place}: the row should have {len(rows.fieldnames or ())} values; correct it")
+                yield [Record(place, row, sum(map(len, row.values())))]
+        except csv.Error as error:
+            raise UserError(
+                f"{path}, after line {rows.line_num:,}: the row is not valid CSV: {error}; correct it"
+            ) from None
+
+
+def _read_parquet(path: Path, columns: Columns) -> Iterator[list[Record]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with _opened(path) as file, pyarrow.parquet.ParquetFile(file) as table:
+            names = check_columns(columns, {each.name: str(each.type) for each in table.schema_arrow}, str(path))
+            size = path.stat().st_size // max(1, table.metadata.num_rows)
+            rows = (
+                row for batch in table.iter_batches(ROWS, columns=names) for row in zip(*batch.columns, strict=True)
+            )
+            for number, row in enumerate(rows, 1):
+                place = f"{path}, row {number:,}"
+                try:
+                    yield [Record(place, _as_record(names, [value.as_py() for value in row]), size)]
+                except UnicodeDecodeError as error:
+                    raise UserError(f"{place}: the text is not UTF-8 ({error.reason}); correct it") from None
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path} is not a valid parquet file: {first_line(error)}; check it") from None
+
+
+READERS: dict[str, Callable[[Path, Columns], Iterator[Iterable[Record]]]] = {
+    ".txt": _read_text,
+    ".jsonl": _read_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".py": _read_text,
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def check_columns(columns: Columns, types: dict[str, str], source: str) -> list[str]:
+    """Return the columns to read of a table: those of the config and, beside messages, the tools.
+
+    Args:
+        types: types of all columns, by their names.
+
+    Raises:
+        UserError: the table does not have the columns: messages of any type, all others as text.
+    """
+    texts = [name for name, kind in types.items() if kind in ("string", "large_string", "string_view")]
+    for key, column in columns.items():
+        if key != "messages_column" and column not in texts:
+            raise UserError(f"dataset.{key}={column!r}: {source} has no text there; use one of {texts}")
+        if column not in types:
+            others = [name for name in types if name not in texts]
+            raise UserError(f"dataset.{key}={column!r}: {source} has no such column; use one of {others}")
+    return [*columns.values(), *([TOOLS] if "messages_column" in columns and TOOLS in types else [])]
+
+
+def _as_record(names: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
+    """Return a row of a table without keys of objects that are null: in a table, every object has the keys of all
+    objects in its column.
+    """
+
+    def without_nulls(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_nulls(each) for key, each in value.items() if each is not None}
+        return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+    return {name: without_nulls(value) for name, value in zip(names, values, strict=True)}
+
+
+def _hub_documents(name: str, section: DatasetSection) -> Documents:
     """Download a data set of the hub, unless it is in the cache of `datasets`."""
-    connect(section.name)  # before the import, which reads whether to work offline
+    connect(name)  # before the import, which reads whether to work offline
     import datasets  # imported here because it is slow, and only one process per machine needs it
 
-    name, columns = section.name, section.columns
     try:
         rows = datasets.load_dataset(name, section.subset_name, split=section.split)
     except Exception as error:  # unknown on the hub, no network, unknown split, ...
@@ -183,24 +331,17 @@ def _hub_documents(section: DatasetSection, limit: int | None) -> Documents:
             f"{PYTHON_STDLIB!r}"
         ) from None
     types = {name: str(getattr(feature, "dtype", "nested")) for name, feature in rows.features.items()}
-    texts = [name for name, kind in types.items() if kind in ("string", "large_string")]
-    used = check_columns(columns, texts, [name for name in types if name not in texts], name)
-    rows = rows.select_columns(used)  # others, such as images, would be decoded
-    count = len(rows) if limit is None else min(limit, len(rows))
+    rows = rows.select_columns(check_columns(section.columns, types, name))  # others, such as images, would be decoded
+    size = (rows.dataset_size or 0) // max(1, len(rows))
 
-    def read(block: Block, convert: Convert) -> Iterator[Any]:
+    def read() -> Iterator[list[Record]]:
+        number = 0
         try:
-            table = rows[block.start : block.end]
+            for number, row in enumerate(rows, 1):
+                yield [Record(f"row {number:,} of {name}", _as_record(row, row.values()), size)]
         except Exception as error:  # of arrow or of its files
             raise UserError(
-                f"rows {block.start + 1:,} to {block.end:,} of {name} cannot be read ({first_line(error)})"
+                f"{name} cannot be read after row {number:,} ({first_line(error)}); download it again"
             ) from None
-        rows_of_block = (dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True))
-        records = ({column: without_nulls(value) for column, value in row.items()} for row in rows_of_block)
-        return convert_records(records, convert, lambda i: f"row {block.start + i + 1:,} of {name}")
 
-    size = int(ROWS * (rows.dataset_size or 0) / max(1, len(rows))) or BLOCK_BYTES
-    starts = range(0, count, ROWS)
-    blocks = [Block(Path(name), start, min(start + ROWS, count), size) for start in starts]
-    key = f"{rows._fingerprint} {columns.get('text_column', columns)} {count}"
-    return Documents(name, key, columns, lambda: blocks, read)
+    return Documents(name, rows._fingerprint, size * len(rows) or None, read)

@@ -79,7 +79,7 @@ def split_train_eval(data: Text | Samples, config: Config, held_out: int | None 
     Raises:
         UserError: there are fewer rows than evaluation and one global batch need.
     """
-    name, length, evaluated = config.dataset.name, config.training.seq_length, config.held_out_sequences
+    name, length, evaluated = config.dataset.title, config.training.seq_length, config.held_out_sequences
     training, evaluation, size, dropped, summary = _split(data, config, evaluated if held_out is None else held_out)
     change = "a longer seq_length" if dropped else "a shorter seq_length"
     count, batch = len(training) + len(evaluation), config.global_batch_size
@@ -97,7 +97,7 @@ def _split(data: Text | Samples, config: Config, held_out: int) -> tuple[Rows, R
     """Return training rows, evaluation rows, the size of the data in words, the number of samples that are in no row,
     and a sentence about all of it.
     """
-    name, length, evaluated = config.dataset.name, config.training.seq_length, config.held_out_sequences
+    name, length, evaluated = config.dataset.title, config.training.seq_length, config.held_out_sequences
     if isinstance(data, Text):
         start = max(0, len(data.tokens) - 1 - held_out * length)
         # The shared token is the last target of one, the first input of the other.

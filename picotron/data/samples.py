@@ -3,7 +3,7 @@
 import functools
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jinja2
@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from picotron.console import UserError, first_line
-from picotron.data.document_files import TOOLS, Columns, Convert, check_characters, text_of
+from picotron.data.documents import TOOLS
 from picotron.data.spans import Spans, SpanTokenizer
+from picotron.data.text import Columns, check_characters, text_of
 from picotron.files import parse_json
 
 
@@ -43,7 +44,7 @@ class SampleEncoder:
     def __init__(self, columns: Columns, tokenizer: PreTrainedTokenizerBase, dtype: type) -> None:
         self.tokenizer = SpanTokenizer(tokenizer)
         self.dtypes = {"tokens": dtype, "counted": np.uint8, "lengths": np.int64}
-        self.convert: Convert = (
+        self.convert: Callable[[Any], Iterator[Sample]] = (
             Conversations(columns["messages_column"], tokenizer)
             if "messages_column" in columns
             else PromptsAndCompletions(columns, tokenizer)

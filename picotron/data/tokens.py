@@ -9,10 +9,9 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -25,29 +24,22 @@ from picotron.collectives import run_on_all_ranks
 from picotron.config import Config
 from picotron.console import UserError, first_line
 from picotron.data.cache import cached, checksums
-from picotron.data.document_files import Block
-from picotron.data.documents import Documents, load_documents
-from picotron.data.encoder import Encoder, TextEncoder
+from picotron.data.documents import Documents, Record, load_documents
 from picotron.data.rows import Samples, Text
 from picotron.data.samples import SampleEncoder
+from picotron.data.text import Columns, TextEncoder, pieces_of
+from picotron.files import parse_json
 from picotron.model.hub import connect
 from picotron.run.launch import ignore_stop_signals
 
 logger = logging.getLogger("picotron")
+T = TypeVar("T")
+Encoder = TextEncoder | SampleEncoder
 
-
-VERSION = 2  # part of the keys of cached tokens; add 1 if the same data and tokenizer give other tokens than before
-
-
+VERSION = 3  # part of the keys of cached tokens; add 1 if the same data and tokenizer give other tokens than before
 END_OF_TEXT = "<|endoftext|>"
-
-
-BATCH_BYTES = 2**20  # of text that is tokenised at a time
-
-
+BATCH_BYTES, BATCH_ITEMS = 2**20, 2**10  # of text that is tokenised at a time
 BPE_CHARACTERS = 2**28  # maximum number of characters to train a BPE on
-
-
 LONG_WORD = re.compile(r"\S{256}(?=\S)|\s{256}(?=\s)")
 
 
@@ -101,10 +93,10 @@ def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Documen
 
         def write(folder: Path) -> None:
             logger.info("training a byte-level BPE of %d tokens on %s", model_config.vocab_size, documents.name)
-            size = min(sum(block.size for block in documents.blocks), BPE_CHARACTERS)
-            quick = size < 2**24  # a few seconds need no progress bar
-            with tqdm(total=size, unit="B", unit_scale=True, desc="Reading", mininterval=1, disable=quick) as progress:
-                train_bpe(_counted(documents, progress), model_config.vocab_size).save_pretrained(folder)
+            quick = documents.size is not None and documents.size < 2**24  # a few seconds need no progress bar
+            with _progress(documents, "Reading", disable=quick) as progress:
+                texts = _texts(documents, config.dataset.columns, progress)
+                train_bpe(texts, model_config.vocab_size).save_pretrained(folder)
 
         return PreTrainedTokenizerFast.from_pretrained(
             cached("bpe", f"{documents.key} {model_config.vocab_size}", write)
@@ -128,58 +120,59 @@ def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Documen
     return tokenizer
 
 
-def _counted(documents: Documents, progress: Any) -> Iterator[str]:
-    """Yield the texts of all documents, and count the bytes that are read."""
-    for block in documents.blocks:
-        yield from (piece.text for piece in documents.read(block))
-        progress.update(block.size)
+def _progress(documents: Documents, label: str, disable: bool = False) -> Any:
+    return tqdm(total=documents.size, unit="B", unit_scale=True, desc=label, mininterval=1, disable=disable)
 
 
-class EncodedBlocks(Dataset[list[dict[str, np.ndarray]] | UserError]):
-    """Parts of the arrays, from each batch of blocks.
+def _texts(documents: Documents, columns: Columns, progress: Any) -> Iterator[str]:
+    """Yield the texts of all documents, in pieces."""
+    for record in documents.records():
+        yield from (piece.text for piece in convert(record, lambda value: pieces_of(value, columns)))
+        progress.update(record.size)
+
+
+def convert(record: Record, function: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    """Yield what a function makes of a record. Errors begin with the record's place."""
+    value = record.value
+    try:
+        yield from function(parse_json(value, "the record") if isinstance(value, bytes) else value)
+    except UserError as error:
+        raise UserError(f"{record.place}: {error}") from None
+
+
+def in_batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Group items, so that a tokenizer with several threads gets several texts: BATCH_ITEMS, or fewer if these have
+    BATCH_BYTES in total.
+    """
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= BATCH_BYTES or len(batch) == BATCH_ITEMS:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+class Encoding(Dataset[tuple[list[dict[str, np.ndarray]], int] | UserError]):
+    """Parts of the arrays of a batch of records, which is the index, and the size of the batch.
 
     A UserError is returned as an item, because a loader adds a traceback to an error that a worker raises.
     """
 
-    def __init__(self, documents: Documents, batches: list[list[Block]], encoder: Encoder) -> None:
-        self.documents, self.batches, self.encoder = documents, batches, encoder
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
 
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, i: int) -> list[dict[str, np.ndarray]] | UserError:
-        read, encoder = self.documents.read, self.encoder
-        items = (item for block in self.batches[i] for item in read(block, encoder.convert) if encoder.size(item))
-        try:
-            return [encoder.encode(batch) for batch in iter(lambda: _next_batch(items, encoder), [])]
+    def __getitem__(self, records: list[Record]) -> tuple[list[dict[str, np.ndarray]], int] | UserError:
+        encoder = self.encoder
+        items = (item for record in records for item in convert(record, encoder.convert) if encoder.size(item))
+        try:  # a batch has more text than it should if records are compressed, or one is long
+            parts = [encoder.encode(batch) for batch in in_batches(items, encoder.size)]
         except UserError as error:
             return error
-
-
-def _next_batch(items: Iterator[Any], encoder: Encoder) -> list[Any]:
-    """Return the next items, with at least BATCH_BYTES characters in total unless they are the last ones. (A block of
-    a parquet file can have many more.)
-    """
-    batch, size = [], 0
-    for item in items:
-        batch.append(item)
-        size += encoder.size(item)
-        if size >= BATCH_BYTES:
-            break
-    return batch
-
-
-def _in_batches(blocks: list[Block]) -> list[list[Block]]:
-    """Group consecutive blocks, so that a tokenizer with several threads gets several texts."""
-    batches: list[list[Block]] = []
-    size = BATCH_BYTES
-    for block in blocks:
-        if size >= BATCH_BYTES:
-            batches.append([])
-            size = 0
-        batches[-1].append(block)
-        size += block.size
-    return batches
+        return parts, sum(record.size for record in records)
 
 
 def _start_worker(worker: int) -> None:
@@ -188,31 +181,30 @@ def _start_worker(worker: int) -> None:
 
 
 def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder: Path) -> None:
-    """Write the arrays of all documents, each to one .npy file."""
-    batches = _in_batches(documents.blocks)
+    """Write the arrays of all documents, each to one file, whose suffix is its dtype."""
     loader = DataLoader(
-        EncodedBlocks(documents, batches, encoder),
+        Encoding(encoder),
         batch_size=None,
+        sampler=in_batches(documents.records(), lambda record: record.size),
         collate_fn=lambda parts: parts,  # not as tensors, which would need shared memory
         num_workers=processes if processes > 1 else 0,
         multiprocessing_context="fork" if processes > 1 else None,
         worker_init_fn=_start_worker,
     )
-    size = sum(block.size for block in documents.blocks)
     with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(tqdm(total=size, unit="B", unit_scale=True, desc="Tokenising", mininterval=1))
-        files = {
-            name: stack.enter_context(ArrayFile(folder / f"{name}.npy", dtype))
-            for name, dtype in encoder.dtypes.items()
-        }
-        for batch, parts in zip(batches, loader, strict=True):
-            if isinstance(parts, UserError):
-                raise parts
-            for name, values in (item for part in parts for item in part.items()):
-                files[name].append(values)
-            progress.update(sum(block.size for block in batch))
-        if files["tokens"].count == 0:
+        progress = stack.enter_context(_progress(documents, "Tokenising"))
+        paths = {name: folder / f"{name}.{np.dtype(dtype).name}" for name, dtype in encoder.dtypes.items()}
+        files = {name: stack.enter_context(open(path, "wb")) for name, path in paths.items()}
+        for encoded in loader:
+            if isinstance(encoded, UserError):
+                raise encoded
+            for name, values in (item for part in encoded[0] for item in part.items()):
+                assert values.dtype == encoder.dtypes[name]
+                files[name].write(values)
+            progress.update(encoded[1])
+        if files["tokens"].tell() == 0:
             raise UserError(f"dataset.name={documents.name!r} has no text; choose other data")
+        progress.update((documents.size or progress.n) - progress.n)  # sizes of records are approximate
 
 
 class TokenisedData(NamedTuple):
@@ -230,7 +222,7 @@ def write_tokens(config: Config, model_config: LlamaConfig) -> TokenisedData:
         UserError: see `load_documents`, `load_tokenizer` and `SampleEncoder`.
     """
     section = config.dataset
-    documents = load_documents(section, config.training.num_samples)
+    documents = load_documents(section, config.training.num_samples, config.training.seed)
     tokenizer = load_tokenizer(config, model_config, documents)
     end = tokenizer.eos_token_id
     if section.masks_documents and not section.has_samples and end is None:
@@ -245,10 +237,8 @@ def write_tokens(config: Config, model_config: LlamaConfig) -> TokenisedData:
         key += (tokenizer.bos_token_id, tokenizer.chat_template)
 
     def write(folder: Path) -> None:
-        encoder: Encoder = TextEncoder(tokenizer, dtype)
-        if section.has_samples:
-            encoder = SampleEncoder(documents.columns, tokenizer, dtype)
-        _write_arrays(documents, encoder, section.num_proc, folder)
+        make_encoder = SampleEncoder if section.has_samples else TextEncoder
+        _write_arrays(documents, make_encoder(section.columns, tokenizer, dtype), section.num_proc, folder)
 
     arrays = cached("tokens", repr(key), write)
     key_of_tokenizer = f"{rules} {json.dumps(tokenizer.init_kwargs, default=str, sort_keys=True)}"
@@ -293,36 +283,7 @@ def load_data(config: Config, model_config: LlamaConfig) -> tuple[Text | Samples
 
 def read_arrays(config: Config, data: TokenisedData) -> Text | Samples:
     """Memory-map the arrays of a data set."""
-    arrays = {path.stem: np.load(path, mmap_mode="r") for path in data.arrays.glob("*.npy")}
+    arrays = {path.stem: np.memmap(path, path.suffix[1:], "r") for path in data.arrays.iterdir()}
     if config.dataset.has_samples:
         return Samples(**arrays)
     return Text(arrays["tokens"], data.end if config.dataset.masks_documents else None)
-
-
-class ArrayFile:
-    """A one-dimensional array in an .npy file, written part by part."""
-
-    def __init__(self, path: Path, dtype: type) -> None:
-        self.dtype, self.count = dtype, 0
-        self.file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
-        self._write_header()
-        self.start = self.file.tell()
-
-    def _write_header(self) -> None:
-        header = {"descr": np.dtype(self.dtype).str, "fortran_order": False, "shape": (self.count,)}
-        np.lib.format.write_array_header_1_0(self.file, header)
-
-    def append(self, values: np.ndarray) -> None:
-        assert values.dtype == self.dtype
-        self.file.write(values.tobytes())
-        self.count += len(values)
-
-    def __enter__(self) -> "ArrayFile":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
-        """Write the final header, which has the same size, because numpy leaves room in it for any number of items."""
-        with self.file:
-            self.file.seek(0)
-            self._write_header()
-            assert self.file.tell() == self.start

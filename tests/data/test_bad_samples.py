@@ -9,7 +9,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from picotron.console import UserError
-from picotron.data.document_files import BLOCK_BYTES
 from picotron.data.loader import split_train_eval
 from picotron.data.tokens import write_tokens
 from tests.support.chat_templates import CHATML, FORGETFUL, NO_TURNS, QUESTIONS_MARKED, SOMETIMES_MARKED, STRICT
@@ -111,14 +110,6 @@ def test_bad_records_are_reported_with_their_place(
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_lines_of_later_blocks_are_reported_with_their_number(tmp_path: Path, folder: str) -> None:
-    records = [GOOD] * 2_000
-    name = write_jsonl(tmp_path / "a.jsonl", [*records, {"q": "a"}])
-    assert Path(name).stat().st_size > 2 * BLOCK_BYTES
-    with pytest.raises(UserError, match=r"a\.jsonl, line 2,001: dataset\.completion_column"):
-        encode(config_of(name, folder))
-
-
 def test_bad_rows_of_parquet_files_are_reported_with_their_number(tmp_path: Path, folder: str) -> None:
     frame = pandas.DataFrame([{"q": "a", "a": "b", "chat": GOOD["chat"]}] * 5)
     frame.loc[3, "a"] = None
@@ -145,7 +136,7 @@ def test_bad_rows_of_parquet_files_are_reported_with_their_number(tmp_path: Path
         (
             "a.txt",
             CHAT,
-            r"dataset\.messages_column='chat', but .*a\.txt has no columns; use \.jsonl, \.json or \.parquet",
+            r"dataset\.messages_column='chat', but .*a\.txt has no columns; use \.jsonl, \.json, \.csv or \.parquet files",
         ),
         ("a.jsonl", CHAT, r"messages_column='chat' needs a chat template, but the tokenizer has none; choose another"),
         (

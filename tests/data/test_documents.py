@@ -1,7 +1,11 @@
-"""Documents of a data set: which files it has, and their blocks and pieces."""
+"""Documents of a data set: which files it has, their pieces, and mixtures."""
 
+import bz2
+import gzip
+import io
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,22 +15,22 @@ import pyarrow.parquet
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from picotron.config import Dataset
 from picotron.console import UserError
-from picotron.data import document_files
-from picotron.data.document_files import BLOCK_BYTES, WINDOW, Piece, cut
-from picotron.data.documents import Documents, load_documents
-from picotron.data.tokens import train_bpe
+from picotron.data import text as text_module
+from picotron.data.documents import ROWS, Documents, load_documents
+from picotron.data.text import PIECE, WINDOW, Piece, cut
+from picotron.data.tokens import convert
 
 
-def documents_of(path: Path | str, limit: int | None = None, **keys: str) -> Documents:
-    return load_documents(Dataset(name=str(path), **keys), limit)
+def documents_of(path: Path | str, limit: int | None = None, seed: int = 0, **keys: object) -> Documents:
+    return load_documents(Dataset.model_validate({"name": str(path), **keys}), limit, seed)
 
 
 def pieces_of(documents: Documents) -> Iterator[Piece]:
-    return (piece for block in documents.blocks for piece in documents.read(block))
+    for record in documents.records():
+        yield from convert(record, lambda value: text_module.pieces_of(value, {"text_column": "text"}))
 
 
 def texts(documents: Documents) -> Iterator[str]:
@@ -40,17 +44,12 @@ def texts(documents: Documents) -> Iterator[str]:
     assert text == ""
 
 
-@pytest.fixture(scope="module")
-def bpe() -> PreTrainedTokenizerFast:
-    return train_bpe(iter(["def f(x):\n    return x + 1\n\n\nclass A: pass\n" * 9]), 300)
-
+# -------------------------------------------------------------------------------------------------------------- pieces
 
 LONG = {
-    "code": "def f(x):\n    if x:\n        return 'a b  c'\n\n\n" * 9_000,
     "prose on one line": "the quick brown fox, it jumps. " * 9_000,
     "indented": "  deep\n    deeper\n" * 9_000,
     "one word": "x" * 300_000,
-    "wide characters": "日本語テキスト" * 40_000,
     "emoji": "🙂" * 200_000,
 }
 
@@ -62,37 +61,28 @@ def test_pieces_of_a_long_document_are_bounded_and_complete(tmp_path: Path, name
     file.write_text(text if kind == "txt" else json.dumps({"text": text}))
     documents = documents_of(file)
     assert list(texts(documents)) == [text]
-    assert max(len(piece.text) for piece in pieces_of(documents)) <= BLOCK_BYTES + WINDOW
+    assert max(len(piece.text) for piece in pieces_of(documents)) <= PIECE + WINDOW
     assert len(list(pieces_of(documents))) > 2
-    if kind == "txt":
-        assert max(block.end - block.start for block in documents.blocks) <= BLOCK_BYTES + WINDOW
-
-
-@pytest.mark.parametrize("name", ["code", "prose on one line", "indented"])
-def test_pieces_have_the_tokens_of_the_document(tmp_path: Path, name: str, bpe: PreTrainedTokenizerFast) -> None:
-    (tmp_path / "a.txt").write_text(LONG[name])
-    pieces = [piece.text for piece in pieces_of(documents_of(tmp_path / "a.txt"))]
-    assert list(itertools.chain(*bpe(pieces)["input_ids"])) == bpe(LONG[name])["input_ids"]
 
 
 @example(text="\r\n\n", size=1)
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(alphabet="ab \n\t\r é日🙂", max_size=200), size=st.integers(1, 40))
-def test_any_text_survives_blocks_of_any_size(tmp_path_factory: pytest.TempPathFactory, text: str, size: int) -> None:
-    folder = tmp_path_factory.mktemp("any")
+def test_any_text_survives_pieces_of_any_size(tmp_path_factory: pytest.TempPathFactory, text: str, size: int) -> None:
+    file = tmp_path_factory.mktemp("any") / "a.txt"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(document_files, "BLOCK_BYTES", size)
-        patch.setattr(document_files, "WINDOW", 8)
-        assert "".join(piece.text for piece in cut(text)) == text
-        (folder / "a.txt").write_text(text, newline="")
-        (folder / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in (text, "end")))
-        expected = text.replace("\r\n", "\n").replace("\r", "\n")
-        assert "".join(piece.text for piece in pieces_of(documents_of(folder / "a.txt"))) == expected
-        assert list(texts(documents_of(folder / "b.jsonl"))) == [text, "end"]
+        patch.setattr(text_module, "PIECE", size)
+        patch.setattr(text_module, "WINDOW", 8)
+        assert "".join(piece.text for piece in cut(io.StringIO(text, newline=""))) == text
+        file.write_text(text, newline="")
+        assert list(texts(documents_of(file))) == [text.replace("\r\n", "\n").replace("\r", "\n")]
+
+
+# --------------------------------------------------------------------------------------------------------------- files
 
 
 def test_a_folder_has_the_files_of_one_type_in_sorted_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in (
+    for name in [
         "train.txt",
         "a.txt",
         "test.txt",
@@ -102,135 +92,144 @@ def test_a_folder_has_the_files_of_one_type_in_sorted_order(tmp_path: Path, capl
         "a.log",
         "a.txt~",
         "x.py",
-    ):
+    ]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "linked").symlink_to(tmp_path / "deep")
     with caplog.at_level("INFO", "picotron"):
         assert list(texts(documents_of(tmp_path))) == ["a.txt", "deep/b.txt", "test.txt", "train.txt"]
     assert caplog.messages == [f"{tmp_path}: 4 .txt files, 32 bytes; ignored: 3 other files, 1 linked folders"]
+    assert list(texts(documents_of(f"{tmp_path}/t*.txt"))) == ["test.txt", "train.txt"]
+    with pytest.raises(UserError, match=r"/x\*\.txt': there is no such file or folder; check the path"):
+        documents_of(f"{tmp_path}/x*.txt")
 
 
-def test_a_folder_with_several_types_is_rejected(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.jsonl", "c.jsonl"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(
-        UserError, match=r"it has 1 \.txt and 2 \.jsonl; name a file, or a folder with files of one type"
-    ):
-        documents_of(tmp_path)
-
-
-def test_a_folder_without_data_is_rejected(tmp_path: Path) -> None:
+def test_a_folder_without_data_or_with_several_types_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("text")
-    with pytest.raises(UserError, match="but it has none"):
+    with pytest.raises(UserError, match="but it has none; name a file, a pattern or a folder with"):
+        documents_of(tmp_path)
+    for name in ("a.txt", "b.jsonl", "c.jsonl.gz"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=r"it has 2 \.jsonl and 1 \.txt; name a file"):
         documents_of(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["array", "lines"])
-def test_json_files_hold_an_array_or_a_record_per_line(tmp_path: Path, kind: str) -> None:
-    records = [{"text": text} for text in ("a", None, "b", "c")]
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (tmp_path / "a.json").write_text(json.dumps(records) if kind == "array" else lines)
-    assert list(texts(documents_of(tmp_path / "a.json"))) == ["a", "b", "c"]
-    assert list(texts(documents_of(tmp_path / "a.json", 3))) == ["a", "b"]
+RECORDS = [{"text": text} for text in ("a", "é 日\n", "007", "x" * 70_000)]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
 
 
-def test_blocks_of_parquet_files_can_be_read_in_any_order(tmp_path: Path) -> None:
-    rows = [f"row {i} {'x' * 1_000}" for i in range(1_000)]
-    pandas.DataFrame({"n": range(1_000), "text": rows}).to_parquet(
-        tmp_path / "a.parquet", row_group_size=300, compression=None, use_dictionary=False
-    )
-    documents = documents_of(tmp_path / "a.parquet")
-    assert len(documents.blocks) > 12
-    assert {300, 600, 900} < {block.start for block in documents.blocks}  # of the row groups
-    assert max(block.size for block in documents.blocks) <= BLOCK_BYTES
-    assert list(texts(documents)) == rows
-    assert list(texts(documents_of(tmp_path / "a.parquet", 437))) == rows[:437]
-    order = [3, 4, 9, 9, 2, 12, 0]
-    expected = [rows[i] for n in order for i in range(documents.blocks[n].start, documents.blocks[n].end)]
-    assert [piece.text for n in order for piece in documents.read(documents.blocks[n])] == expected
-
-
-def test_bad_rows_of_parquet_files_are_reported_with_their_number(tmp_path: Path) -> None:
-    text = pyarrow.array([b"a", b"b", b"\xff"], pyarrow.binary()).view(pyarrow.string())
-    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet, row 3: the text is not UTF-8 \(invalid start byte\)"):
-        list(pieces_of(documents_of(tmp_path / "a.parquet")))
-
-
-def test_blocks_are_only_found_when_they_are_needed(tmp_path: Path) -> None:
-    """A start with cached tokens needs only the names, sizes and times of the files."""
-    (tmp_path / "a.json").write_text("[1")
-    documents = documents_of(tmp_path / "a.json")
-    with pytest.raises(UserError, match="not valid JSON"):
-        _ = documents.blocks
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "csv"])
+def test_compressed_files_are_read(tmp_path: Path, kind: str) -> None:
+    content = LINES if kind == "jsonl" else pandas.DataFrame(RECORDS).to_csv(index=False).encode()
+    (tmp_path / f"0.{kind}").write_bytes(content)
+    (tmp_path / f"1.{kind}.gz").write_bytes(gzip.compress(content[:100]) + gzip.compress(content[100:]))
+    (tmp_path / f"2.{kind}.bz2").write_bytes(bz2.compress(content))
+    (tmp_path / f"3.{kind}.zst").write_bytes(pyarrow.compress(content, "zstd", asbytes=True))
+    plain = list(texts(documents_of(tmp_path / f"0.{kind}")))
+    assert plain == ([content.decode()] if kind == "txt" else [record["text"] for record in RECORDS])
+    assert list(texts(documents_of(tmp_path))) == plain * 4
 
 
 def test_a_changed_file_has_another_key(tmp_path: Path) -> None:
-    file = tmp_path / "a.txt"
-    file.write_text("abc")
-    keys = [documents_of(file).key, documents_of(file, 1).key, documents_of(file, text_column="body").key]
-    file.write_text("abcd")
-    keys.append(documents_of(file).key)
-    assert len(set(keys)) == 4
+    """A start with cached tokens needs only the names, sizes and times of the files."""
+    file = tmp_path / "a.json"
+    file.write_text("[1")
+    keys = [documents_of(file, *rest).key for rest in ((), (1,), (None, 1))]
+    assert keys.pop() == keys[0]  # the seed is that of mixtures only
+    keys += [documents_of(file, text_column="body").key, documents_of(file, mixture={str(file): 2}).key]
+    assert keys.pop() == keys[0]
+    file.write_text("[1,")
+    assert len({*keys, documents_of(file).key}) == 4
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.txt", b"abc\xff", r"a\.txt is not UTF-8 at byte 3 \(invalid start byte\); convert the file to UTF-8"),
-        ("a.txt", b"a" * 70_000 + b" \x80" + b"b" * 20_000, r"a\.txt is not UTF-8 at byte 70,001"),
+        ("a.txt", b"\xef\xbb\xbf" + b"a" * 70_000 + b" \x80" + b"b" * 20_000, r"a\.txt is not UTF-8 at byte 70,004"),
+        ("a.txt", "é".encode()[:1], r"a\.txt is not UTF-8 at byte 0 \(unexpected end of data\)"),
         (
-            "a.jsonl",
-            b'{"text": "a"}\n\n{"text": }\n',
-            r"a\.jsonl, line 3: the record is not valid JSON: Expecting value at column 10",
+            "a.txt.gz",
+            gzip.compress(b"a" * 70_000 + b"\xff"),
+            r"a\.txt\.gz is not UTF-8 \(invalid start byte\); convert",
         ),
+        ("a.txt.gz", b"nothing", r"a\.txt\.gz cannot be read: .*; check the file and its permissions"),
+        ("a.jsonl.zst", pyarrow.compress(LINES, "zstd", asbytes=True)[:-20], r"a\.jsonl\.zst cannot be read: "),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": }\n', r"line 3: the record is not valid JSON: .* at column 10"),
         ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a\.jsonl, line 2: expected an object \{\.\.\.\}, but found a list"),
-        (
-            "a.jsonl",
-            b'{"text": "a"}\n{"text": 1}\n',
-            r"a\.jsonl, line 2: dataset\.text_column='text' has no text there",
-        ),
+        ("a.jsonl", b'{"text": "a"}\n{"text": 1}\n', r"line 2: dataset\.text_column='text' has no text there"),
         ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', r"line 2: .*; use one of \['body'\]"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"line 1: the text has an unpaired surrogate"),
-        (
-            "a.jsonl",
-            b'{"text": "\xff"}\n',
-            r"line 1: the record is not valid JSON: 'utf-8' codec can't decode byte 0xff",
-        ),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"line 1: the record is not valid JSON: 'utf-8' codec can't decode byte"),
         ("a.jsonl", b"[" * 100_000, r"a\.jsonl, line 1: the record is nested too deeply"),
         ("a.jsonl", b"\n" * 70_000 + b"{", r"line 70,001: the record .* at column 2"),
         ("a.jsonl", b'{"text": "a", "text": "b"}\n', r"line 1: .*the key 'text' occurs twice"),
         ("a.json", b'[{"text": "a"}, {"n": 1}]', r"a\.json, record 2: dataset\.text_column='text' has no text there"),
         ("a.json", b"[1", r"a\.json is not valid JSON: Expecting ',' delimiter"),
+        ("a.csv", b'n,text\n1,"a\nb"\n2\n', r"a\.csv, line 4: the row should have 2 values; correct it"),
+        ("a.csv", b"n,text\n1,a,b\n", r"a\.csv, line 2: the row should have 2 values"),
+        ("a.csv", b'n,text\n1,a\n2,"b', r"a\.csv, after line 2: the row is not valid CSV: unexpected end of data"),
+        ("a.csv", b"n,body\n1,a\n", r"a\.csv, line 2: dataset\.text_column='text' has no text there; use one of"),
+        ("a.csv", b"n,text\n1,\xff\n", r"a\.csv is not UTF-8 at byte 9"),
         ("a.parquet", b"PAR1 nothing", r"a\.parquet is not a valid parquet file"),
         ("a.parquet", b"", r"a\.parquet is not a valid parquet file"),
     ],
 )
 def test_bad_data_are_reported_with_their_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as error:
         list(pieces_of(documents_of(tmp_path / name)))
+    assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_parquet_file_without_the_column_is_rejected(tmp_path: Path) -> None:
-    pandas.DataFrame({"n": [1], "body": ["a"]}).to_parquet(tmp_path / "a.parquet")
+def test_bad_parquet_files_are_reported_with_their_place(tmp_path: Path) -> None:
+    file, column = tmp_path / "a.parquet", [b"a"] * (ROWS + 1) + [b"\xff"]
+    text = pyarrow.array(column, pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), file)
+    with pytest.raises(UserError, match=rf"a\.parquet, row {ROWS + 2}: the text is not UTF-8 \(invalid start byte\)"):
+        list(pieces_of(documents_of(file)))
+    pandas.DataFrame({"n": [1], "body": ["a"]}).to_parquet(file)
     with pytest.raises(UserError, match=r"text_column='text': .*a\.parquet has no text there; use one of \['body'\]"):
-        list(pieces_of(documents_of(tmp_path / "a.parquet")))
+        list(pieces_of(documents_of(file)))
 
 
 def test_rows_of_a_hub_data_set_that_cannot_be_read_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    rows = datasets.Dataset.from_dict({"text": ["a"] * 150, "n": list(range(150))})
+    rows = datasets.Dataset.from_dict({"text": ["a"] * 15, "n": list(range(15))})
     monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: rows)
     monkeypatch.setattr("picotron.data.documents.connect", lambda name: None)
     documents = documents_of("somebody/data")
-    assert list(texts(documents)) == ["a"] * 150
+    assert list(texts(documents)) == ["a"] * 15
 
-    def fail(self: datasets.Dataset, key: slice) -> None:
+    def fail(self: datasets.Dataset) -> Iterator[dict[str, str]]:
+        yield from [{"text": "a"}] * 3
         raise OSError("the file is damaged")
 
-    monkeypatch.setattr(datasets.Dataset, "__getitem__", fail)
-    with pytest.raises(UserError, match=r"rows 101 to 150 of somebody/data cannot be read \(the file is damaged\)"):
-        list(documents.read(documents.blocks[1]))
+    monkeypatch.setattr(datasets.Dataset, "__iter__", fail)
+    with pytest.raises(UserError, match=r"somebody/data cannot be read after row 3 \(the file is damaged\)"):
+        list(documents.records())
+
+
+# ------------------------------------------------------------------------------------------------------------ mixtures
+
+
+def test_a_mixture_has_the_documents_of_each_part_in_order_and_in_the_ratio_of_the_weights(tmp_path: Path) -> None:
+    for name, count in (("a", 3_000), ("b", 9_000), ("c", 1)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{i}"}}\n' for i in range(count)))
+    (tmp_path / "c.txt").write_text("c " * PIECE)
+    a, b, c = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.txt"))
+    mixed = list(texts(documents_of(a, mixture={b: 0.5})))
+    counts = Counter(text[0] for text in mixed)
+    assert counts["a"] == 3_000  # it ends when the first part does
+    assert 1_350 < counts["b"] < 1_650
+    for name, count in counts.items():
+        assert [text for text in mixed if text[0] == name] == [f"{name}{i}" for i in range(count)]
+    same = [documents_of(a, mixture={a: 2, b: 1}), documents_of(a, mixture={b: 0.5})]
+    assert [list(texts(each)) for each in same] == [mixed, mixed]
+    other = documents_of(a, seed=1, mixture={b: 0.5})
+    assert list(texts(other)) != mixed
+    assert other.key != same[1].key
+    assert list(texts(documents_of(a, 7, mixture={b: 0.5}))) == mixed[:7]
+    long = [text for text in itertools.islice(texts(documents_of(a, mixture={c: 0.1})), 50) if text[0] == "c"]
+    assert long == ["c " * PIECE]

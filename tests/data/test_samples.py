@@ -251,7 +251,7 @@ def test_conversations_with_another_template_are_tokenised_again(tmp_path: Path,
 
 MEMORY = """
 import resource, sys
-from picotron.data import split_train_eval
+from picotron.data.loader import split_train_eval
 from tests.support.samples import PROMPTS, config_of, encode
 peaks = []
 for name in sys.argv[2:]:

@@ -40,7 +40,7 @@ def tokenizer(tmp_path: Path) -> str:
 
 def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
     """Tokenise the data set of a config, without a process group."""
-    return np.load(write_tokens(config, model_config).arrays / "tokens.npy", mmap_mode="r")
+    return np.memmap(write_tokens(config, model_config).arrays / "tokens.uint16", np.uint16, "r")
 
 
 def write_files(folder: Path, kind: str) -> str:
@@ -86,12 +86,12 @@ def test_tokens_are_cached_until_the_content_changes(tmp_path: Path, tokenizer: 
     )
     config = make_config(dataset__name=str(file), model__tokenizer=tokenizer, dataset__text_column="body")
     first = load_tokens(config, tiny_llama(vocab_size=300))
-    stamp = [p.stat().st_mtime_ns for p in cache.glob("*/tokens.npy")]
+    stamp = [p.stat().st_mtime_ns for p in cache.glob("*/tokens.uint16")]
     assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() == first.tolist()
-    assert [p.stat().st_mtime_ns for p in cache.glob("*/tokens.npy")] == stamp
+    assert [p.stat().st_mtime_ns for p in cache.glob("*/tokens.uint16")] == stamp
     file.write_text(json.dumps({"body": "xyz " * 60}) + "\n")
     assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() != first.tolist()
-    assert len(list(cache.glob("*/tokens.npy"))) == 2
+    assert len(list(cache.glob("*/tokens.uint16"))) == 2
 
 
 def test_tokenizers_with_different_end_tokens_do_not_share_a_cache(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
             {"dataset__name": "nobody/no-such-data"},
             "cannot be loaded .*; use a hub id, a folder, a file or 'python-stdlib'",
         ),
-        ({"dataset__name": "FOLDER/a.csvx"}, r"has file type '\.csvx'; use one of \.txt, \.jsonl, \.json, \.parquet"),
+        ({"dataset__name": "FOLDER/a.csvx"}, r"files of one of the types \.txt, \.jsonl, .*, but it has none; name"),
         (
             {"dataset__name": "FOLDER/broken.jsonl", "model__tokenizer": "TOKENIZER"},
             r"broken\.jsonl, line 1: the record is not valid JSON: Expecting ',' delimiter at column 13",
@@ -200,7 +200,7 @@ def test_tokenising_rejects_bad_data_sets_and_tokenizers(
 
 MEMORY = """
 import resource, sys
-from picotron.text.tokens import write_tokens
+from picotron.data.tokens import write_tokens
 from tests.support.oracle import make_config, tiny_llama
 peaks = []
 for name in sys.argv[2:]:

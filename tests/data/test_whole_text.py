@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from picotron.console import UserError
-from picotron.data import document_files
+from picotron.data import text as text_module
 from picotron.data.tokens import write_tokens
 from tests.support.chat_templates import MARKED, TEMPLATES
 from tests.support.oracle import make_config, tiny_llama
@@ -175,25 +175,27 @@ DOCUMENTS = {
 def test_tokens_of_a_long_document_are_those_of_its_whole_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str, file_type: str
 ) -> None:
-    monkeypatch.setattr(document_files, "BLOCK_BYTES", 2**11)
-    monkeypatch.setattr(document_files, "WINDOW", 2**9)
-    assert document_files.CONTEXT <= 2**11 // 4  # a block has at least this many characters
+    monkeypatch.setattr(text_module, "PIECE", 2**10)
+    monkeypatch.setattr(text_module, "WINDOW", 2**9)
+    assert text_module.CONTEXT <= text_module.PIECE
     tokenizer, folder = saved(tmp_path, kind)
     file, text = tmp_path / f"a.{file_type}", DOCUMENTS[name]
     file.write_text(text if file_type == "txt" else json.dumps({"text": text}))
     config = make_config(dataset__name=str(file), model__tokenizer=folder)
-    tokens = np.load(write_tokens(config, tiny_llama(vocab_size=VOCABULARY)).arrays / "tokens.npy")
+    tokens = np.fromfile(write_tokens(config, tiny_llama(vocab_size=VOCABULARY)).arrays / "tokens.uint16", np.uint16)
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokens.tolist() == [*whole, tokenizer.eos_token_id]
 
 
 def test_a_word_of_several_pieces_is_tokenised_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """WordPiece has one unknown token for a word of more than 100 characters, however long it is."""
-    monkeypatch.setattr(document_files, "BLOCK_BYTES", 2**11)
-    monkeypatch.setattr(document_files, "WINDOW", 2**9)
+    monkeypatch.setattr(text_module, "PIECE", 2**11)
+    monkeypatch.setattr(text_module, "WINDOW", 2**9)
     tokenizer, folder = saved(tmp_path, "WordPiece")
     (tmp_path / "a.txt").write_text("one " + "x" * 2**12)
     config = make_config(dataset__name=str(tmp_path / "a.txt"), model__tokenizer=folder)
-    tokens = np.load(write_tokens(config, tiny_llama(vocab_size=VOCABULARY)).arrays / "tokens.npy").tolist()
+    tokens = np.fromfile(
+        write_tokens(config, tiny_llama(vocab_size=VOCABULARY)).arrays / "tokens.uint16", np.uint16
+    ).tolist()
     word = tokenizer("one", add_special_tokens=False)["input_ids"]
     assert tokens == [*word, tokenizer.unk_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id]

@@ -91,7 +91,7 @@ def test_two_hosts_write_the_metrics_of_one_host(hosts: list[list[str]], home: P
     assert len(two) == 4
     assert two == one_host
     for i in range(2):
-        assert list(tmp_path.glob(f"cache{i}/picotron/tokens-*/tokens.npy"))
+        assert list(tmp_path.glob(f"cache{i}/picotron/tokens-*/tokens.uint16"))
 
 
 @pytest.mark.parity
