@@ -177,7 +177,7 @@ class Training(Section):
 
 class Dataset(Section):
     name: str
-    """.txt, .jsonl, .json, .csv or .parquet file, pattern (*.csv.gz), folder, hub id, or python-stdlib: Python's sources"""
+    """hub id, folder, pattern, or .txt, .jsonl, .json, .csv or .parquet file; python-stdlib: the sources of Python"""
     mixture: Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
     """weights of several data sets to mix, such as {"a.jsonl": 3, "b.jsonl": 1}; `name` has weight 1, unless listed"""
     subset_name: str | None = None

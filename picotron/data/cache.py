@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,8 @@ def _write(entry: Path, write: Callable[[Path], None]) -> None:
 
 
 def _is_intact(entry: Path, read_all: bool = False) -> bool:
-    """Return whether an entry exists, and its files are unchanged. Only files that another time of change, such as
-    copies, are read, unless all shall be.
+    """Return whether an entry exists and its files are unchanged. Files with the same size and time of change are not
+    read, unless `read_all`.
     """
     try:
         return all(
@@ -146,7 +147,7 @@ def main() -> None:
     entries = [path.with_suffix("") for path in sorted(cache_folder().glob(f"*{CHECKSUMS}"))]
     damaged = [str(entry) for entry in entries if not _is_intact(entry, read_all=True)]
     if damaged:
-        raise UserError(f"these entries are damaged; delete them: {' '.join(damaged)}")
+        sys.exit(f"error: these entries are damaged; delete them: {' '.join(damaged)}")
     print(f"{len(entries)} entries in {cache_folder()} match their checksums")
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 from filelock import FileLock
 
 from picotron.console import UserError
-from picotron.data.cache import CHECKSUMS, cache_folder, cached
+from picotron.data.cache import CHECKSUMS, cache_folder, cached, main
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +70,26 @@ def test_a_damaged_entry_is_written_again(damage: object, name: str, caplog: pyt
     assert write.calls == 2
     assert (entry / "data").read_bytes() == b"12345678" * 1_000
     assert caplog.messages == [f"{entry} is damaged and is written again"]
+
+
+def test_checksums_are_compared_on_request_and_if_times_differ(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write = Writer()
+    data = cached("kind", "key", write) / "data"
+    times = data.stat().st_atime_ns, data.stat().st_mtime_ns
+    os.utime(data)
+    assert cached("kind", "key", write) == data.parent
+    main()
+    assert capsys.readouterr().out.startswith("1 entries in ")
+    zeroed(data)
+    os.utime(data, ns=times)
+    cached("kind", "key", write)
+    with pytest.raises(SystemExit, match=f"error: these entries are damaged; delete them: {data.parent}"):
+        main()
+    data.unlink()
+    assert cached("kind", "key", write) == data.parent
+    assert write.calls == 2
 
 
 def test_a_failed_writer_leaves_nothing(folder: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from picotron.config import Config
 from picotron.console import UserError
@@ -43,40 +43,11 @@ def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
     return np.memmap(write_tokens(config, model_config).arrays / "tokens.uint16", np.uint16, "r")
 
 
-def write_files(folder: Path, kind: str) -> str:
-    """Write TEXTS as a data set of the given kind, and return its name."""
-    import pandas
-
+def write_file(folder: Path) -> str:
+    """Write TEXTS as a data set, and return its name."""
     folder.mkdir()
-    rows = pandas.DataFrame({"text": TEXTS, "n": range(len(TEXTS))})
-    if kind == "jsonl":
-        (folder / "a.jsonl").write_text("".join(json.dumps({"text": t, "n": i}) + "\n" for i, t in enumerate(TEXTS)))
-        return str(folder / "a.jsonl")
-    if kind == "parquet":
-        rows.to_parquet(folder / "a.parquet")
-        return str(folder / "a.parquet")
-    if kind == "folder of parquet":
-        rows[:2].to_parquet(folder / "train-0.parquet")
-        rows[2:].to_parquet(folder / "train-1.parquet")
-        return str(folder)
-    for i, text in enumerate(TEXTS):
-        (folder / f"{i}.txt").write_text(text)
-    return str(folder) if kind == "folder of txt" else str(folder / "0.txt")
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder of parquet", "folder of txt", "txt"])
-def test_all_file_types_give_the_same_tokens(tmp_path: Path, tokenizer: str, kind: str) -> None:
-    config = make_config(dataset__name=write_files(tmp_path / "files", kind), model__tokenizer=tokenizer)
-    tokens = load_tokens(config, tiny_llama(vocab_size=300))
-    plain = AutoTokenizer.from_pretrained(tokenizer)
-    expected = []
-    for text in TEXTS[:1] if kind == "txt" else TEXTS:
-        expected += [*plain(text)["input_ids"], plain.eos_token_id]
-    assert tokens.tolist() == expected
-    assert isinstance(tokens, np.memmap)
-    assert plain.decode(tokens[: len(expected)]).replace(END_OF_TEXT, "") == "".join(
-        TEXTS[:1] if kind == "txt" else TEXTS
-    )
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": t, "n": i}) + "\n" for i, t in enumerate(TEXTS)))
+    return str(folder / "a.jsonl")
 
 
 def test_tokens_are_cached_until_the_content_changes(tmp_path: Path, tokenizer: str, cache: Path) -> None:
@@ -103,25 +74,6 @@ def test_tokenizers_with_different_end_tokens_do_not_share_a_cache(tmp_path: Pat
         config = make_config(training__num_samples=2, model__tokenizer=str(tmp_path / end))
         streams.append(load_tokens(config, tiny_llama(vocab_size=300))[-1])
     assert streams[0] != streams[1]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder of parquet", "folder of txt"])
-def test_num_samples_selects_the_first_documents(tmp_path: Path, tokenizer: str, kind: str) -> None:
-    name = write_files(tmp_path / "files", kind)
-    config = make_config(dataset__name=name, model__tokenizer=tokenizer, training__num_samples=3)
-    tokens = load_tokens(config, tiny_llama(vocab_size=300)).tolist()
-    plain = AutoTokenizer.from_pretrained(tokenizer)
-    assert tokens == [token for text in TEXTS[:3] for token in [*plain(text)["input_ids"], plain.eos_token_id]]
-
-
-@pytest.mark.processes
-def test_number_of_tokenising_processes_does_not_change_the_tokens(tmp_path: Path, tokenizer: str, cache: Path) -> None:
-    streams = []
-    for processes in (1, 2):
-        name = write_files(tmp_path / f"files{processes}", "jsonl")
-        config = make_config(dataset__name=name, model__tokenizer=tokenizer, dataset__num_proc=processes)
-        streams.append(load_tokens(config, tiny_llama(vocab_size=300)).tolist())
-    assert streams[0] == streams[1]
 
 
 def test_python_stdlib_has_source_files_in_a_fixed_order() -> None:
@@ -187,7 +139,7 @@ def test_tokenising_rejects_bad_data_sets_and_tokenizers(
     tmp_path: Path, tokenizer: str, changes: dict[str, str], message: str
 ) -> None:
     folder = tmp_path / "files"
-    write_files(folder, "jsonl")
+    write_file(folder)
     (folder / "a.jsonl").rename(folder / "good.jsonl")
     (folder / "a.csvx").write_text("a,b")
     (folder / "broken.jsonl").write_text('{"text": "a"\n{"te')
@@ -213,7 +165,7 @@ print(*peaks)
 @pytest.mark.parity
 @pytest.mark.processes
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: str) -> None:
-    """Peak memory in MiB after a short text, and after 4 MiB of each type, in a single document and row group."""
+    """Peak memory in MiB after a short text, and after 4 MiB in one document, in many, and in one row group."""
     import pandas
 
     line = "def f(x):\n    return x + 1\n"
@@ -223,12 +175,11 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: str) -> N
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
     rows = pandas.DataFrame({"text": [line * 40] * (2**22 // len(line) // 40)})
     rows.to_parquet(tmp_path / "a.parquet", row_group_size=2**20)
-    names = [str(tmp_path / name) for name in ("short.txt", "a.txt", "a.parquet", "a.jsonl")]
+    (tmp_path / "b.jsonl").write_text((json.dumps({"text": line}) + "\n") * (2**22 // len(line)))
+    names = [str(tmp_path / name) for name in ("short.txt", "a.txt", "b.jsonl", "a.parquet", "a.jsonl")]
     result = subprocess.run(
         [sys.executable, "-c", MEMORY, tokenizer, *names], capture_output=True, text=True, check=True, timeout=240
     )
     short, *others = map(float, result.stdout.split())
-    txt, parquet, jsonl = (peak - short for peak in others)
-    assert txt < 100
-    assert parquet < 100
-    assert jsonl < 100
+    assert max(others) - short < 100
+    assert "Tokenising: 100%" in result.stderr
