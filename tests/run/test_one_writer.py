@@ -122,7 +122,9 @@ def test_processes_that_tokenise_end_with_a_run_that_is_killed(
     process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     unfinished = home / ".cache" / "picotron"
-    wait_until(lambda: any(path.stat().st_size > 10**5 for path in unfinished.glob("tokens-*.unfinished/tokens.uint16")))
+    wait_until(
+        lambda: any(path.stat().st_size > 10**5 for path in unfinished.glob("tokens-*.unfinished/tokens.uint16"))
+    )
     workers = children.read_text().split()
     assert len(workers) >= 2
     process.send_signal(number)

@@ -109,7 +109,9 @@ def test_training_starts_from_pretrained_weights(home: Path, tmp_path: Path) -> 
     result = run(home, 0, *arguments(tmp_path / "run", 1, 4, **options))
     assert result.returncode == 0, result.stderr
 
-    (tokens,) = [path for path in home.glob(".cache/picotron/tokens-*/tokens.uint16") if path.stat().st_size > 2 * 10**6]
+    (tokens,) = [
+        path for path in home.glob(".cache/picotron/tokens-*/tokens.uint16") if path.stat().st_size > 2 * 10**6
+    ]
     rows = torch.from_numpy(np.fromfile(tokens, np.uint16)[: 8 * 64 + 1].astype(np.int64))
     weights = LlamaForCausalLM.from_pretrained(tmp_path / "model").double().state_dict()
     logits = oracle_model(config, weights)(input_ids=rows[:-1].view(8, 64), use_cache=False).logits
