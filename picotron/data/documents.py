@@ -79,19 +79,27 @@ def load_documents(section: DatasetSection, limit: int | None = None, seed: int 
     key = repr(([part.key for part in parts], section.columns, limit, mixture))
 
     def read() -> Iterator[Iterable[Record]]:
-        streams = [part.read() for part in parts]
-        return itertools.islice(mix(streams, [*weights.values()], seed) if mixture else streams[0], limit)
+        streams = {part.name: part.read() for part in parts}
+        return itertools.islice(mix(streams, weights, seed) if mixture else streams[section.name], limit)
 
     size = parts[0].size if mixture is None and limit is None else None
     return Documents(section.title, hashlib.sha256(key.encode()).hexdigest(), size, read)
 
 
-def mix(streams: list[Iterator[Any]], weights: list[float], seed: int) -> Iterator[Any]:
-    """Draw each item from one of several streams, with probabilities in the ratio of the weights, until the stream that
-    is drawn has no more: the strategy "first_exhausted" of `datasets.interleave_datasets`.
+def mix(streams: dict[str, Iterator[Any]], weights: dict[str, float], seed: int) -> Iterator[Any]:
+    """Draw each document from one of several streams, with probabilities in the ratio of the weights, until the stream
+    that is drawn has no more: the strategy "first_exhausted" of `datasets.interleave_datasets`.
     """
-    draw, end = random.Random(seed), object()
-    return iter(lambda: next(draw.choices(streams, weights)[0], end), end)
+    generator, counts = random.Random(seed), dict.fromkeys(weights, 0)
+    while True:
+        (name,) = generator.choices([*weights], [*weights.values()])
+        document = next(streams[name], None)
+        if document is None:
+            read = " and ".join(f"{count:,} documents of {name}" for name, count in counts.items())
+            logger.info("the mixture ends where %s does, after %s", name, read)
+            return
+        counts[name] += 1
+        yield document
 
 
 def _load(name: str, section: DatasetSection) -> Documents:

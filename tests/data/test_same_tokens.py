@@ -19,12 +19,7 @@ TEXTS = [
     "",
     "naïve 日本語 🙂 e\u0301 \u2028 \x85 \x0b \ufeff \x00",
     "carriage\r\nreturns\rof all\n\nkinds\r\n",
-    "2020-01-01",  # which some readers would take for a date or for a number
-    "2020-01-01T10:00:00",
-    "007",
-    "1.10",
-    "NA",
-    "null",
+    *("2020-01-01", "2020-01-01T10:00:00", "007", "1.10", "NA", "null"),  # which some readers convert
     "  white space \t\n",
     "a long document of words, naïve as 日本語\r\n" * 2_200,
     "</s> <|endoftext|> <s>",
