@@ -50,7 +50,7 @@ def names(layouts: dict[str, Layout]) -> Iterable[Any]:
 def test_a_step_waits_for_the_gpu_only_once_for_its_metrics(reports_of: ReportsOf, name: str) -> None:
     config, _ = LAYOUTS[name].configs()
     layout = config.distributed
-    first = {"copy from cpu to cuda in model.py rope_frequencies": 1}  # of a run, which here is an evaluation
+    first = {"copy from cpu to cuda in llama.py rope_frequencies": 1}  # of a run, which here is an evaluation
     if layout.cp_size > 1 and layout.cp_engine == "ulysses":
         first["copy from cpu to cuda in context_parallel.py sequence_order"] = 1
     expected = {"evaluation": first, "metrics": {"copy from cuda to cpu in metrics.py end_step": 1}}
