@@ -33,7 +33,7 @@ from tests.gpu.report import Check, Content, Options, Outcome, Part
 from tests.gpu.speed import PRICES, micro_batches, priced_rows, workloads
 from tests.gpu.training import TWO_RANKS, layout_checks, layout_errors, layout_run, train_on
 from tests.parity import LAYOUTS, settings
-from tests.support.fake_cuda import fake_cuda_environment, obstacle
+from tests.support.fake_cuda import obstacle
 from tests.support.worker_pool import WorkerError, WorkerPool
 
 CPU = Options(on_gpu=False, compiled=False)
@@ -293,10 +293,12 @@ def test_speed_shows_the_prices_of_every_step() -> None:
 
 
 PRICE = """
-from picotron.hardware import HARDWARE
+from picotron.explain.hardware import HARDWARE
 from tests.gpu.prices import price
 from tests.gpu.report import Options
 from tests.gpu.speed import micro_batches
+from tests.support.fake_cuda import restart_with_fake_cuda
+restart_with_fake_cuda()
 print(*price(micro_batches(Options())[-2], HARDWARE["H200"]).values())
 """
 
@@ -304,9 +306,8 @@ print(*price(micro_batches(Options())[-2], HARDWARE["H200"]).values())
 @pytest.mark.processes
 @pytest.mark.parity
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
-def test_prices_are_those_of_the_rates_in_hardware_py(tmp_path: Path) -> None:
-    command, environment = [sys.executable, "-c", PRICE], fake_cuda_environment(tmp_path)
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+def test_prices_are_those_of_the_rates_in_hardware_py() -> None:
+    result = subprocess.run([sys.executable, "-c", PRICE], capture_output=True, text=True, check=True)
     prices = json.loads(PRICES.read_text())["NVIDIA H200"]["SmolLM-1.7B"]["16"]
     remedy = "run: python -m tests.gpu.prices"
     assert [float(word) for word in result.stdout.split()] == pytest.approx(list(prices.values()), rel=1e-4), remedy
