@@ -20,7 +20,7 @@ from picotron.optimizer import AdamW
 from picotron.parallelize import build_model
 from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy
+from picotron.tensor_parallel.cross_entropy import VocabularyShard, chunk_loss, linear_cross_entropy
 from tests.gpu.report import Content, Options, Part, header, seconds_per_call, synchronize, table_row
 from tests.gpu.speed import Workload, free_memory, random_weights, workloads
 
@@ -97,10 +97,13 @@ def loss(options: Options, tokens: int, hidden: int, vocabulary: int, kind: str)
     def torchs() -> Tensor:
         return F.cross_entropy((x @ weight.t()).flatten(0, 1).float(), targets.flatten())
 
-    functions = {"picotron": lambda: linear_cross_entropy(x, weight, targets, shard), "torch": torchs}
-    function = functions[kind.removesuffix(", compiled")]
-    if kind.endswith("compiled"):
-        function = torch.compile(function)
+    def ours() -> Tensor:
+        return linear_cross_entropy(x, weight, targets, shard, loss_fn=loss_fn)
+
+    compiled = kind.endswith("compiled")
+    loss_fn = torch.compile(chunk_loss) if compiled else chunk_loss
+    whole = torch.compile(torchs) if compiled else torchs
+    function = ours if kind.startswith("picotron") else whole
     seconds = seconds_per_call(lambda: torch.autograd.grad(function(), (x, weight)), options.device)
     work, numbers = 6 * tokens * hidden * vocabulary, x.numel() + weight.numel() + tokens * vocabulary
     return flops(seconds, work, lambda hardware: hardware.product("bfloat16", work, 6 * numbers))
@@ -183,7 +186,7 @@ def rates(options: Options) -> Iterator[Part]:
             run = functools.partial(attention, options, backend, sizes, backward)
             yield rate(f"attention, {direction}, {backend.name.removesuffix('_ATTENTION')}", size, run)
     for vocabulary in (49152, 128256) if on_gpu else (61,):
-        for which in ["picotron", "torch"] + ["torch, compiled"] * options.compiled:
+        for which in ["picotron", "torch"] + ["picotron, compiled", "torch, compiled"] * options.compiled:
             run = functools.partial(loss, options, tokens, hidden, vocabulary, which)
             size, limit = f"{tokens} x {hidden} -> {vocabulary}", COMPILATION if "compiled" in which else LIMIT
             yield rate(f"head and loss, {which}", size, run, limit=limit)
