@@ -57,9 +57,9 @@ def test_a_changed_document_leaves_all_other_logits_bit_equal() -> None:
         assert same[end:].all()
 
 
-def test_other_lengths_do_not_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(error_on_recompile=True)  # monkeypatch would remove the key from the config
+def test_other_lengths_do_not_compile_again() -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     model = our_model(tiny_llama(num_hidden_layers=1))
     (layer,) = model.model.layers.values()
     x = torch.randn(ROWS, TOKENS, 32, dtype=torch.float64)
