@@ -153,7 +153,7 @@ MISTAKES = {
     "gradients_not_divided": Mistake(
         "data_parallel",
         "Bucket.launch sums the gradients over the ranks, but does not divide by the number of ranks.",
-        {f"{DP}.bucket.Bucket.launch": launch_sum},
+        {f"{DP}.data_parallel.Bucket.launch": launch_sum},
         *STEPS_DP,
     ),
     "loss_averaged_twice": Mistake(

@@ -1,6 +1,6 @@
 """Estimate a rank's memory and idle time by formulas, without running anything. No torch here.
 
-Bytes per parameter (`data_parallel.bucket` and `optimizer` give the reasons):
+Bytes per parameter (`data_parallel` and `optimizer` give the reasons):
 
                 weight   gradient   master weight   Adam's two moments   total
     bfloat16       2         4            4                  8              18
