@@ -175,7 +175,13 @@ def run_with_fault(corner: str, case: Case, folder: Path, part: int) -> dict[str
         return run_part(case, folder, part)
 
 
-@pytest.mark.parametrize("corner", FAULTS)
+@pytest.mark.parametrize(
+    "corner",
+    [
+        name if name in ("odd length", "ignored targets") else pytest.param(name, marks=pytest.mark.parity)
+        for name in FAULTS
+    ],
+)
 def test_a_fault_put_back_is_found_and_simplified(pool: WorkerPool, corner: str) -> None:
     run = functools.partial(run_with_fault, corner)
     assert check(pool, CORNERS[corner], run).outcome == "different"

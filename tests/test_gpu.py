@@ -85,7 +85,10 @@ def sections_on_the_cpu(pool: WorkerPool, section: Section) -> Result:
     return result
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.parity) if name in ("kernels", "checkpoint") else name for name in ROWS],
+)
 def test_section_runs_on_the_cpu(pool: WorkerPool, name: str) -> None:
     result = sections_on_the_cpu(pool, SECTIONS[name])
     assert result.errors == {}
@@ -273,7 +276,9 @@ def train_without_messages_of_torch(config: Config, model_config: LlamaConfig) -
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["pp2 zbv tied kv4", "cp2 zigzag ring tied kv8"])
+@pytest.mark.parametrize(
+    "name", ["pp2 zbv tied kv4", pytest.param("cp2 zigzag ring tied kv8", marks=pytest.mark.parity)]
+)
 def test_ranks_that_share_a_device_train_with_messages_through_the_host(pool: WorkerPool, name: str) -> None:
     config, model_config = layout_run(name, CPU, {})
     with mock.patch("tests.gpu.training.train_on", train_without_messages_of_torch):

@@ -15,10 +15,7 @@ from tests.support.worker_pool import WorkerPool
 
 SOME = [
     "cp2 x tp2 sp zigzag ulysses zero1 tied kv4",
-    "dp2 x pp2 looped_bfs zero1 tied kv8",
     "pp2 x cp2 zb_h1 contiguous ring zero1 untied kv1",
-    "pp2 x tp2 zbv sp untied kv1",
-    "pp4 interleaved_1f1b tied kv8",
     "dp2 x pp2 x tp2 1f1b sp zero3 tied kv4",
     "pp4 x cp2 dualpipev zigzag ring tied kv1",
 ]

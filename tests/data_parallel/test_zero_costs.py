@@ -49,7 +49,7 @@ def sent(step: Step) -> int:
     return everything - scalars
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.parity), 8])
 def test_bytes_sent_equal_the_formulas(n: int) -> None:
     """Layers are gathered twice per micro-batch, except the last one, whose backward follows its forward."""
     weights_gathered = EMBEDDING + (2 * LAYERS - 1) * LAYER + HEAD

@@ -120,7 +120,7 @@ def test_torchrun_ends_with_the_error_of_the_user(words: list[str], message: str
     assert "usage:" not in output
 
 
-@pytest.mark.processes
+@pytest.mark.parity
 def test_torchrun_reports_a_stopped_run_as_one_without_an_error(tmp_path: Path) -> None:
     """A signal that torchrun itself has not received."""
     program = tmp_path / "stopped.py"

@@ -16,7 +16,7 @@ from picotron.drawing.__main__ import main
 from picotron.pipeline_parallel.plan import plan_pipeline, settings_of
 from picotron.schedules.actions import Schedule, parse_action
 from picotron.schedules.schedules import SCHEDULES, build
-from picotron.schedules.search import KNOBS, Greedy, Shape, fastest_schedule, fits, hand_made, shapes
+from picotron.schedules.search import KNOBS, ROUNDING, Greedy, Shape, fastest_schedule, fits, hand_made, shapes
 from picotron.schedules.simulate import Costs, memory_curves, peak_activations, simulate
 from picotron.schedules.trace import settings_line, trace_path
 from tests.drawing.test_draw import write_trace
@@ -59,7 +59,7 @@ def test_schedule_fits_runs_and_nothing_hand_made_is_faster(
     found = fastest_schedule(pp, microbatches, memory, {shape: costs})
     assert_runs(found.schedule)
     assert found.score == simulate(found.schedule, costs).step_time
-    assert max(map(peak_activations, found.schedule.programs)) <= memory * shape[0]
+    assert max(map(peak_activations, found.schedule.programs)) <= memory * shape[0] * (1 + ROUNDING)
     for schedule in hand_made(pp, microbatches, shape).values():
         if max(map(peak_activations, schedule.programs)) <= memory * shape[0]:
             assert found.score <= simulate(schedule, costs).step_time

@@ -67,11 +67,11 @@ def _layouts() -> dict[str, Layout]:
         "single head size 80": Layout({}, {"head_dim": 80}),
         "single float32": Layout({"model__dtype": "float32"}, core=True),
         "single math attention": Layout({"model__use_flash_attention": False}),
-        "single unfused": Layout({"model__use_fused_adam": False}, core=True),
-        "single checkpointing": Layout(FULL, core=True),
+        "single unfused": Layout({"model__use_fused_adam": False}),
+        "single checkpointing": Layout(FULL),
         "dp2": Layout({"dp_size": 2}),
         "dp2 tied": Layout({"dp_size": 2}, TIED),
-        "dp2 zero1": Layout({"dp_size": 2, "dp_engine": "zero1"}, core=True),
+        "dp2 zero1": Layout({"dp_size": 2, "dp_engine": "zero1"}),
         "dp2 zero3": Layout({"dp_size": 2, "dp_engine": "zero3"}, core=True),
         "dp2 tp2 zero3 checkpointing": Layout({"dp_size": 2, "tp_size": 2, "dp_engine": "zero3", **FULL}, TIED),
         "dp2 pp2 zbv zero3": Layout({"dp_size": 2, "pp_size": 2, "pp_engine": "zbv", "dp_engine": "zero3"}, TIED),
@@ -103,14 +103,14 @@ def _layouts() -> dict[str, Layout]:
     for engine in ("ring", "all_gather", "ulysses"):
         for sharding in ("zigzag", "contiguous"):
             config = {"cp_size": 2, "cp_engine": engine, "cp_sharding": sharding}
-            layouts[f"cp2 {engine} {sharding}"] = Layout(config, core=sharding == "zigzag")
+            layouts[f"cp2 {engine} {sharding}"] = Layout(config, core=(engine, sharding) == ("ring", "zigzag"))
         config = {"cp_size": 2, "cp_engine": engine}
         layouts[f"cp2 {engine} packed"] = Layout(config, core=engine == "ring", packed=True)
     for engine in ENGINES:
         config = {"pp_size": 2, "pp_engine": engine}
         layouts[f"pp2 {engine}"] = Layout(config)
         config |= {"dp_size": 2, "tp_size": 2, **SEQUENCE_PARALLEL}
-        layouts[f"dp2 pp2 tp2 {engine} tied"] = Layout(config, TIED, core=engine in ("1f1b", "zbv"))
+        layouts[f"dp2 pp2 tp2 {engine} tied"] = Layout(config, TIED, core=engine == "zbv")
     return layouts
 
 
@@ -122,7 +122,7 @@ def _memory_layouts() -> dict[str, Layout]:
     }
     llama = {"training__micro_batch_size": 2, "training__seq_length": 4096}
     layouts |= {
-        "Llama-3.2-1B": Layout(llama, SHAPES["llama-3.2-1b"], core=True),
+        "Llama-3.2-1B": Layout(llama, SHAPES["llama-3.2-1b"]),
         "Llama-3.2-1B checkpointing": Layout(llama | FULL, SHAPES["llama-3.2-1b"], core=True),
     }
     for name, config in (

@@ -128,7 +128,7 @@ def events_of_backward(sequence_parallel: bool) -> list[str]:
 
     x, weight = torch.randn(2, 4, 5, requires_grad=True), torch.randn(7, 5, requires_grad=True)
     group = pgm.process_group_manager.tp_group
-    (y,) = tensor_parallel.ColumnParallel.apply(x, group, sequence_parallel, weight)
+    (y,) = tensor_parallel.ColumnParallel.apply(x, group, sequence_parallel, tensor_parallel.Products, weight)
     for name in names:
         setattr(tensor_parallel, name, noted(name))
     try:
