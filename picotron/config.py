@@ -1,6 +1,6 @@
 """The config of a run as typed, frozen and strict objects: every key with its type, default and limits.
 
-`config_reader` reads them from a JSON file and the command line. The docstring below a key is its help text, which
+`command_line` reads them from a JSON file and the command line. The docstring below a key is its help text, which
 `train.py --help` and the JSON schema show.
 """
 
@@ -23,14 +23,8 @@ from picotron.console import InvalidValue
 from picotron.schedules.schedules import SCHEDULES, check_name
 
 Positive = Annotated[int, Field(gt=0, le=2**40)]
-
-
 NonNegative = Annotated[int, Field(ge=0, le=2**40)]
-
-
 Processes = Annotated[int, Field(gt=0, le=4096)]
-
-
 ScheduleName = Annotated[
     str,
     AfterValidator(check_name),
@@ -53,7 +47,7 @@ class Section(BaseModel):
         return value
 
     if not TYPE_CHECKING:  # type checkers would accept any name
-        # Called for keys that the object lacks, because their values are invalid, see `config_reader.parse_config`.
+        # Called for keys that the object lacks, because their values are invalid, see `command_line.parse_config`.
         def __getattr__(self, name: str) -> Any:
             if name in type(self).model_fields:
                 raise InvalidValue(name)

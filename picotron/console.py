@@ -33,15 +33,7 @@ class InvalidValue(Exception):
 
 
 class Problems:
-    """Collector of the problems of several checks, which are all reported together:
-
-    problems = Problems()
-    with problems:
-        check_one(config)
-    with problems:
-        check_another(config)
-    problems.report()
-    """
+    """Collector of the problems of several checks, each in a `with` block of its own. `report` raises them together."""
 
     def __init__(self, *found: str) -> None:
         self.found = list(found)

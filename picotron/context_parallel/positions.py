@@ -10,6 +10,10 @@ from picotron import process_group_manager as pgm
 from picotron.model.attention import PackedDocuments
 
 Block = tuple[slice, slice, bool]
+PackedBlock = tuple[slice, slice, slice, bool]
+BlocksOf = Callable[[int, int], list[PackedBlock]]  # `packed_blocks` of a cp rank and a number of tokens
+
+WHOLE_BATCH = slice(None)  # rows of a block that has the same shape in every micro-batch
 
 
 def local_chunks(seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> list[range]:
@@ -52,15 +56,6 @@ def visible_blocks(source: int, tokens: int, sharding: str) -> list[Block]:
     # Zigzag: both chunks of this rank lie between the two chunks of an earlier rank, so all queries attend to the first
     # of these. Both chunks of a later rank lie between the two of this rank, so only its second one attends to them.
     return [(full, slice(0, half), False)] if source < rank else [(slice(half, tokens), full, False)]
-
-
-WHOLE_BATCH = slice(None)  # rows of a block that has the same shape in every micro-batch
-
-
-PackedBlock = tuple[slice, slice, slice, bool]
-
-
-BlocksOf = Callable[[int, int], list[PackedBlock]]  # `packed_blocks` of a cp rank and a number of tokens
 
 
 def packed_blocks(source: int, tokens: int, sharding: str, documents: PackedDocuments | None) -> list[PackedBlock]:

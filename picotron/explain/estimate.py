@@ -271,8 +271,10 @@ Unit = tuple[int, bool]  # a stage, and whether a micro-batch keeps its activati
 def activation_peaks(config: Config, model: "LlamaConfig", plan: PipelinePlan, rank: int) -> tuple[int, int]:
     """Peak of the bytes that a rank's micro-batches save, and the peak of these and of temporary tensors together."""
     s, kept, zero3 = sizes(config, model), plan.kept_activations(rank), config.distributed.dp_engine == "zero3"
-    training = config.training.model_copy(update={"activation_checkpointing": "none"})
-    configs = {False: config, True: config.model_copy(update={"training": training})}
+    configs = {False: config}  # of forwards that drop activations as the config says, and of those that keep them all
+    if kept:
+        training = config.training.model_copy(update={"activation_checkpointing": "none"})
+        configs[True] = config.model_copy(update={"training": training})
     saved: dict[Unit, int] = {}
     deferred: dict[Unit, int] = {}
     temporary: dict[tuple[str, Unit], int] = {}

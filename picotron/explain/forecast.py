@@ -107,8 +107,8 @@ class Clock:
         if blocks > 1 and layout.cp_sharding == "contiguous":
             flops *= 2 - 1 / blocks  # the last rank attends to nearly all blocks
         merge = self.move(6 * blocks * s.queries, s.wide) if blocks > 1 else 0.0
-        forward, backward = (self.hardware.attend(self.dtype, n * flops, n > 1) for n in (1, 2.5))
-        return forward + merge, backward + merge
+        forward = self.hardware.attend(self.dtype, flops, backward=False)
+        return forward + merge, self.hardware.attend(self.dtype, 2.5 * flops, backward=True) + merge
 
     def collective(self, axis: str, sent: float, count: float = 1, all_reduce: bool = False) -> float:
         """Seconds of `count` collectives or messages in which a rank sends `sent` bytes in total."""

@@ -1,4 +1,4 @@
-"""Devices as data: the rates from which `explain.forecast` computes times, and the peak FLOP/s that MFU refers to.
+"""Devices as data: the rates from which `explain.forecast` computes times.
 
     HARDWARE["H100"]            an entry of the table below
     read_hardware("mine.json")  a JSON object with the same fields, which may begin with `"like": "H100"`
@@ -24,11 +24,7 @@ USABLE = 0.92
 
 
 Positive = Annotated[float, Field(gt=0)]
-
-
 NonNegative = Annotated[float, Field(ge=0)]
-
-
 Count = Annotated[int, Field(gt=0)]
 
 
@@ -134,8 +130,6 @@ class Hardware:
 
 # Fractions that are calibrated, see `gpu`: of a data sheet's bfloat16 FLOP/s, and of a network card's rate.
 REACHED = {"H100": 0.70, "H200": 0.70, "A100": 0.84}
-
-
 NETWORK_REACHED = 0.60
 
 

@@ -1,4 +1,5 @@
-"""Parameters and FLOPs of the parts of a Llama: a decoder layer, the embedding, and the head with the last norm."""
+"""Parameters and FLOPs of the parts of a Llama: a decoder layer, the embedding, and the head with the last norm;
+and the peak FLOP/s of devices, to which MFU refers."""
 
 import dataclasses
 from typing import TYPE_CHECKING

@@ -12,11 +12,7 @@ from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.model.llama import IGNORE_INDEX
 
 CHUNK_TOKENS = 512  # number of tokens whose logits are in memory at the same time, on a CPU
-
-
 CHUNK_LOGITS = 2**28  # number of logits in memory at the same time, on a GPU, which needs large products to be fast
-
-
 TILE = 256  # tokens by which a GPU divides a product: a chunk that is no multiple of it leaves a part of the GPU idle
 
 
