@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron.config import Config
 from picotron.console import Problems, UserError
@@ -14,9 +14,10 @@ from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucke
 from picotron.data_parallel.owned_slices import read_owned_weights
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.data_parallel.zero3 import DataParallelZero3
+from picotron.model.families import head_size
 from picotron.model.float8 import use_float8
 from picotron.model.llama import Llama, fused_attention, math_attention
-from picotron.model.model_config import load_model_config
+from picotron.model.model_config import check_window, load_model_config
 from picotron.model.weights import ReadTensor, materialise
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.plan import PipelinePlan, plan_pipeline
@@ -25,7 +26,7 @@ from picotron.tensor_parallel.cross_entropy import chunk_loss
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 
 
-def check_layout(config: Config, model_config: LlamaConfig) -> PipelinePlan:
+def check_layout(config: Config, model_config: PreTrainedConfig) -> PipelinePlan:
     """Check that the model can run in the config's layout, and return the plan of its pipeline.
 
     Raises:
@@ -36,6 +37,8 @@ def check_layout(config: Config, model_config: LlamaConfig) -> PipelinePlan:
         check_tensor_parallel(model_config, config.distributed.tp_size)
     with problems:
         plan = plan_pipeline(config, model_config)
+    with problems:
+        check_window(model_config, config.training.seq_length, "training.seq_length")
     with problems:
         check_context_parallel(model_config, config.distributed)
     with problems:
@@ -50,13 +53,13 @@ def check_layout(config: Config, model_config: LlamaConfig) -> PipelinePlan:
     return plan
 
 
-def check_float8(config: Config, model: LlamaConfig) -> None:
+def check_float8(config: Config, model: PreTrainedConfig) -> None:
     """Raise UserError if the kernels of float8 do not support the sizes of the matrices."""
     tp = config.distributed.tp_size
     sizes = {
         "hidden_size": model.hidden_size,
         "intermediate_size / tp_size": model.intermediate_size / tp,
-        "num_attention_heads * head_dim / tp_size": model.num_attention_heads * model.head_dim / tp,
+        "num_attention_heads * head_dim / tp_size": model.num_attention_heads * head_size(model) / tp,
     }
     if wrong := ", ".join(f"{name}={size:g}" for name, size in sizes.items() if size % 16):
         raise UserError(f"model.float8=true needs multiples of 16, not {wrong}; use other sizes, or float8=false")
@@ -64,7 +67,7 @@ def check_float8(config: Config, model: LlamaConfig) -> None:
 
 def build_stage(
     config: Config,
-    model_config: LlamaConfig,
+    model_config: PreTrainedConfig,
     plan: PipelinePlan,
     device: torch.device,
     dtype: torch.dtype,
@@ -92,7 +95,7 @@ def build_stage(
 
 def build_model(
     config: Config,
-    model_config: LlamaConfig,
+    model_config: PreTrainedConfig,
     plan: PipelinePlan,
     device: torch.device,
     dtype: torch.dtype,
@@ -133,7 +136,7 @@ def unwrap(model: nn.Module) -> Llama:
     return next(module for module in model.modules() if isinstance(module, Llama))
 
 
-def check_model(config: Config) -> tuple[LlamaConfig, PipelinePlan]:
+def check_model(config: Config) -> tuple[PreTrainedConfig, PipelinePlan]:
     """Load the model's config, and check that the model can run in the config's layout.
 
     Returns:
@@ -146,7 +149,7 @@ def check_model(config: Config) -> tuple[LlamaConfig, PipelinePlan]:
     return model_config, check_layout(config, model_config)
 
 
-def check_run(config: Config) -> tuple[LlamaConfig, PipelinePlan]:
+def check_run(config: Config) -> tuple[PreTrainedConfig, PipelinePlan]:
     """Check the number of processes that torchrun has started, and the model as `check_model` does."""
     problems = Problems()
     with problems:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
@@ -59,7 +59,7 @@ def train_step(model: DataParallel, data_loader: MicroBatchDataLoader, device: t
 
 
 def make_train_step(
-    config: Config, model_config: LlamaConfig, plan: PipelinePlan, device: torch.device, dtype: torch.dtype
+    config: Config, model_config: PreTrainedConfig, plan: PipelinePlan, device: torch.device, dtype: torch.dtype
 ) -> Step:
     """Return the training step that a config asks for: `train_step` without a pipeline, one of the two hand-written
     pipeline loops, or an `Executor` of any other schedule.
@@ -75,7 +75,7 @@ def make_train_step(
 
 
 def make_evaluation(
-    config: Config, model_config: LlamaConfig, plan: PipelinePlan, device: torch.device, dtype: torch.dtype
+    config: Config, model_config: PreTrainedConfig, plan: PipelinePlan, device: torch.device, dtype: torch.dtype
 ) -> Step:
     """Return a function that computes the mean loss over the loader's next micro-batches: an `Executor` of a schedule
     that has only forwards, for any number of micro-batches.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron.config import Config
 from picotron.schedules.schedules import SCHEDULES
@@ -29,87 +29,87 @@ GLOBAL_BATCH = 16  # sequences
 
 # The sizes of the axes; a schedule, with pp, and chunks2 for two stages per rank where one is the default; sp, sequence
 # parallel, with tp; how the sequence is split and attention sees the rest of it, with cp; zero1 or zero3, else bucket,
-# with dp or cp; embedding and head tied or not; how many key/value heads there are for 8 query heads.
+# with dp or cp; embedding and head tied or not; how many key/value heads there are for 8 query heads; the family.
 # test_parity shows that any two of these meet, if they can.
 LAYOUTS = """
-cp2 x tp2 sp zigzag ulysses zero1 tied kv4
-dp2 x pp2 looped_bfs zero1 tied kv8
-pp2 x cp2 afab zigzag all_gather zero3 untied kv1
-pp2 x cp2 afab zigzag ring zero1 untied kv4
-pp2 x cp2 looped_bfs contiguous ring zero3 untied kv1
-pp2 x cp2 zb_h1 contiguous ring zero1 untied kv1
-pp2 x cp2 zb_h1 zigzag all_gather zero1 tied kv8
-pp2 x tp2 dualpipev untied kv4
-pp2 x tp2 zbv sp untied kv1
-pp4 interleaved_1f1b tied kv8
-tp4 sp untied kv1
-cp2 x tp4 sp contiguous ulysses zero3 untied kv8
-cp4 x tp2 zigzag ring zero1 tied kv1
-dp2 x cp2 x tp2 contiguous all_gather tied kv1
-dp2 x pp2 x cp2 dualpipev contiguous ulysses zero3 untied kv8
-dp2 x pp2 x cp2 looped_bfs zigzag all_gather tied kv1
-dp2 x pp2 x cp2 zbv zigzag ring zero3 untied kv4
-dp2 x pp2 x tp2 1f1b sp zero3 tied kv4
-dp2 x pp2 x tp2 interleaved_1f1b sp zero1 untied kv1
-dp2 x pp2 x tp2 zbv zero1 tied kv8
-dp4 x cp2 zigzag ring untied kv8
-dp4 x pp2 1f1b zero3 tied kv1
-dp4 x pp2 afab zero1 tied kv8
-dp4 x pp2 interleaved_1f1b zero3 tied kv1
-dp4 x pp2 zb_h1 zero3 tied kv1
-pp2 x cp2 x tp2 1f1b sp contiguous ring zero1 untied kv8
-pp2 x cp2 x tp2 afab contiguous ring tied kv1
-pp2 x cp2 x tp2 interleaved_1f1b sp contiguous all_gather zero1 tied kv8
-pp2 x cp2 x tp2 zb_h1 sp zigzag ring tied kv4
-pp2 x cp2 x tp2 zb_h1 zigzag ulysses zero3 untied kv8
-pp2 x cp4 1f1b zigzag ulysses tied kv4
-pp2 x cp4 afab contiguous ulysses zero3 untied kv8
-pp2 x cp4 dualpipev zigzag all_gather zero1 tied kv1
-pp2 x cp4 interleaved_1f1b zigzag ulysses zero1 tied kv4
-pp2 x cp4 zbv contiguous ring tied kv1
-pp2 x tp4 dualpipev sp tied kv1
-pp2 x tp4 zb_h1 sp untied kv8
-pp4 x cp2 dualpipev zigzag ring tied kv1
-pp4 x cp2 interleaved_1f1b contiguous all_gather zero1 untied kv4
-pp4 x tp2 1f1b untied kv1
-pp4 x tp2 afab sp tied kv4
-pp4 x tp2 zb_h1 untied kv4
-cp4 x tp4 zigzag all_gather untied kv8
-dp2 x cp4 x tp2 sp contiguous ring zero1 tied kv8
-dp2 x pp2 x cp2 x tp2 afab sp zigzag ulysses zero3 tied kv8
-dp2 x pp2 x cp4 zb_h1 contiguous ulysses zero3 tied kv4
-dp2 x pp2 x tp4 afab zero1 untied kv4
-dp2 x pp4 x cp2 1f1b contiguous ulysses zero3 untied kv8
-dp2 x pp4 x cp2 zb_h1 zigzag all_gather untied kv8
-dp4 x cp2 x tp2 contiguous all_gather zero1 tied kv4
-dp4 x cp4 zigzag ring zero3 untied kv1
-dp4 x pp2 x cp2 dualpipev contiguous all_gather zero3 untied kv1
-dp4 x pp2 x cp2 looped_bfs zigzag ulysses zero3 untied kv4
-dp4 x pp2 x tp2 dualpipev sp zero1 tied kv4
-dp4 x pp4 zbv untied kv4
-dp4 x tp4 sp zero1 untied kv4
-pp2 x cp2 x tp4 1f1b zigzag all_gather zero3 tied kv4
-pp2 x cp2 x tp4 interleaved_1f1b zigzag ring untied kv1
-pp2 x cp2 x tp4 zbv contiguous ulysses zero3 tied kv8
-pp2 x cp4 x tp2 looped_bfs sp zigzag all_gather untied kv4
-pp4 x cp2 x tp2 dualpipev sp contiguous ring zero1 untied kv8
-pp4 x cp2 x tp2 dualpipev zigzag ulysses zero1 tied kv4
-pp4 x cp2 x tp2 looped_bfs contiguous ulysses zero3 tied kv8
-pp4 x cp2 x tp2 zbv sp zigzag all_gather tied kv1
-pp4 x cp4 zbv contiguous all_gather untied kv4
-pp4 x tp4 looped_bfs tied kv4
-pp4 auto tied kv8
-dp2 x pp2 auto zero1 untied kv4
-dp2 x pp4 x cp2 auto contiguous ulysses zero3 untied kv8
-pp2 x cp2 x tp2 auto sp zigzag ring tied kv1
-pp4 zb_h1 chunks2 tied kv1
-dp2 x pp2 x tp2 zb_h1 chunks2 sp zero3 untied kv4
-pp2 x cp2 zb_h1 chunks2 zigzag ulysses zero1 tied kv8
+cp2 x tp2 sp zigzag ulysses zero1 tied kv4 olmo2
+dp2 x pp2 looped_bfs zero1 tied kv8 qwen3
+pp2 x cp2 afab zigzag all_gather zero3 untied kv1 mistral
+pp2 x cp2 afab zigzag ring zero1 untied kv4 granite
+pp2 x cp2 looped_bfs contiguous ring zero3 untied kv1 qwen2
+pp2 x cp2 zb_h1 contiguous ring zero1 untied kv1 qwen3
+pp2 x cp2 zb_h1 zigzag all_gather zero1 tied kv8 granite
+pp2 x tp2 dualpipev untied kv4 qwen2
+pp2 x tp2 zbv sp untied kv1 qwen3
+pp4 interleaved_1f1b tied kv8 mistral
+tp4 sp untied kv1 llama
+cp2 x tp4 sp contiguous ulysses zero3 untied kv8 qwen2
+cp4 x tp2 zigzag ring zero1 tied kv1 qwen3
+dp2 x cp2 x tp2 contiguous all_gather tied kv1 qwen3
+dp2 x pp2 x cp2 dualpipev contiguous ulysses zero3 untied kv8 qwen3
+dp2 x pp2 x cp2 looped_bfs zigzag all_gather tied kv1 smollm3
+dp2 x pp2 x cp2 zbv zigzag ring zero3 untied kv4 olmo2
+dp2 x pp2 x tp2 1f1b sp zero3 tied kv4 olmo2
+dp2 x pp2 x tp2 interleaved_1f1b sp zero1 untied kv1 granite
+dp2 x pp2 x tp2 zbv zero1 tied kv8 llama
+dp4 x cp2 zigzag ring untied kv8 olmo2
+dp4 x pp2 1f1b zero3 tied kv1 qwen2
+dp4 x pp2 afab zero1 tied kv8 qwen2
+dp4 x pp2 interleaved_1f1b zero3 tied kv1 llama
+dp4 x pp2 zb_h1 zero3 tied kv1 qwen3
+pp2 x cp2 x tp2 1f1b sp contiguous ring zero1 untied kv8 qwen3
+pp2 x cp2 x tp2 afab contiguous ring tied kv1 llama
+pp2 x cp2 x tp2 interleaved_1f1b sp contiguous all_gather zero1 tied kv8 smollm3
+pp2 x cp2 x tp2 zb_h1 sp zigzag ring tied kv4 qwen3
+pp2 x cp2 x tp2 zb_h1 zigzag ulysses zero3 untied kv8 smollm3
+pp2 x cp4 1f1b zigzag ulysses tied kv4 granite
+pp2 x cp4 afab contiguous ulysses zero3 untied kv8 olmo2
+pp2 x cp4 dualpipev zigzag all_gather zero1 tied kv1 smollm3
+pp2 x cp4 interleaved_1f1b zigzag ulysses zero1 tied kv4 qwen2
+pp2 x cp4 zbv contiguous ring tied kv1 qwen2
+pp2 x tp4 dualpipev sp tied kv1 mistral
+pp2 x tp4 zb_h1 sp untied kv8 qwen3
+pp4 x cp2 dualpipev zigzag ring tied kv1 llama
+pp4 x cp2 interleaved_1f1b contiguous all_gather zero1 untied kv4 qwen3
+pp4 x tp2 1f1b untied kv1 mistral
+pp4 x tp2 afab sp tied kv4 qwen3
+pp4 x tp2 zb_h1 untied kv4 granite
+cp4 x tp4 zigzag all_gather untied kv8 olmo2
+dp2 x cp4 x tp2 sp contiguous ring zero1 tied kv8 mistral
+dp2 x pp2 x cp2 x tp2 afab sp zigzag ulysses zero3 tied kv8 smollm3
+dp2 x pp2 x cp4 zb_h1 contiguous ulysses zero3 tied kv4 olmo2
+dp2 x pp2 x tp4 afab zero1 untied kv4 granite
+dp2 x pp4 x cp2 1f1b contiguous ulysses zero3 untied kv8 llama
+dp2 x pp4 x cp2 zb_h1 zigzag all_gather untied kv8 qwen2
+dp4 x cp2 x tp2 contiguous all_gather zero1 tied kv4 granite
+dp4 x cp4 zigzag ring zero3 untied kv1 smollm3
+dp4 x pp2 x cp2 dualpipev contiguous all_gather zero3 untied kv1 mistral
+dp4 x pp2 x cp2 looped_bfs zigzag ulysses zero3 untied kv4 olmo2
+dp4 x pp2 x tp2 dualpipev sp zero1 tied kv4 olmo2
+dp4 x pp4 zbv untied kv4 smollm3
+dp4 x tp4 sp zero1 untied kv4 granite
+pp2 x cp2 x tp4 1f1b zigzag all_gather zero3 tied kv4 smollm3
+pp2 x cp2 x tp4 interleaved_1f1b zigzag ring untied kv1 olmo2
+pp2 x cp2 x tp4 zbv contiguous ulysses zero3 tied kv8 mistral
+pp2 x cp4 x tp2 looped_bfs sp zigzag all_gather untied kv4 llama
+pp4 x cp2 x tp2 dualpipev sp contiguous ring zero1 untied kv8 granite
+pp4 x cp2 x tp2 dualpipev zigzag ulysses zero1 tied kv4 olmo2
+pp4 x cp2 x tp2 looped_bfs contiguous ulysses zero3 tied kv8 granite
+pp4 x cp2 x tp2 zbv sp zigzag all_gather tied kv1 smollm3
+pp4 x cp4 zbv contiguous all_gather untied kv4 granite
+pp4 x tp4 looped_bfs tied kv4 mistral
+pp4 auto tied kv8 granite
+dp2 x pp2 auto zero1 untied kv4 mistral
+dp2 x pp4 x cp2 auto contiguous ulysses zero3 untied kv8 llama
+pp2 x cp2 x tp2 auto sp zigzag ring tied kv1 mistral
+pp4 zb_h1 chunks2 tied kv1 llama
+dp2 x pp2 x tp2 zb_h1 chunks2 sp zero3 untied kv4 granite
+pp2 x cp2 zb_h1 chunks2 zigzag ulysses zero1 tied kv8 mistral
 """.strip().splitlines()
 
 
 def features(name: str) -> dict[str, Any]:
-    """What a layout is: `dp2 x pp2 zbv untied kv4` -> {"dp": 2, "pp": 2, "cp": 1, "tp": 1, "pp_engine": "zbv", ...}."""
+    """What a layout is: `dp2 x pp2 zbv untied kv4 qwen3` -> {"dp": 2, "pp": 2, "cp": 1, "tp": 1, ...}."""
     words = name.split()
     sizes = {axis: next((int(w[2:]) for w in words if w[:2] == axis), 1) for axis in ("dp", "pp", "cp", "tp")}
     found: dict[str, Any] = dict(sizes)
@@ -124,14 +124,14 @@ def features(name: str) -> dict[str, Any]:
         found["cp_engine"] = next(word for word in words if word in ("ring", "all_gather", "ulysses"))
     if sizes["dp"] * sizes["cp"] > 1:
         found["dp_engine"] = next((word for word in words if word in ("zero1", "zero3")), "bucket")
-    return found | {"tied": "tied" in words, "kv": int(words[-1].removeprefix("kv"))}
+    return found | {"tied": "tied" in words, "kv": int(words[-2].removeprefix("kv")), "family": words[-1]}
 
 
-def settings(name: str) -> tuple[Config, LlamaConfig]:
-    """The run of a layout. In all of them a step has the same sequences."""
+def settings(name: str, layers: int | None = None) -> tuple[Config, PreTrainedConfig]:
+    """The run of a layout, with a model of as many layers as it needs. In all of them a step has the same sequences."""
     found = features(name)
     sizes = {f"distributed__{axis}_size": found.pop(axis) for axis in ("dp", "pp", "cp", "tp")}
-    tied, kv_heads = found.pop("tied"), found.pop("kv")
+    tied, kv_heads, family = found.pop("tied"), found.pop("kv"), found.pop("family")
     micro_batches = 4 if sizes["distributed__pp_size"] > 1 else 2
     config = make_config(
         **sizes,
@@ -144,16 +144,15 @@ def settings(name: str) -> tuple[Config, LlamaConfig]:
         dataset__shuffle=False,
     )
     two_chunks = "pp_chunks" in found or found.get("pp_engine") not in (None, "afab", "1f1b", "zb_h1")
-    layers = sizes["distributed__pp_size"] * (2 if two_chunks else 1)
+    layers = layers or max(2, sizes["distributed__pp_size"] * (2 if two_chunks else 1))
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": kv_heads}
-    return config, tiny_llama(num_hidden_layers=max(2, layers), tie_word_embeddings=tied, **heads)
+    return config, tiny_llama(family, num_hidden_layers=layers, tie_word_embeddings=tied, **heads)
 
 
 @functools.cache
-def expected(layers: int, kv_heads: int, tied: bool) -> dict[str, Any]:
+def expected(layers: int, kv_heads: int, tied: bool, family: str) -> dict[str, Any]:
     """The training of one process of transformers."""
-    config, model_config = settings(f"dp1 {'tied' if tied else 'untied'} kv{kv_heads}")
-    model_config.num_hidden_layers = layers
+    config, model_config = settings(f"dp1 {'tied' if tied else 'untied'} kv{kv_heads} {family}", layers)
     return oracle_training(config, model_config, random_tokens())
 
 
@@ -173,7 +172,7 @@ def largest_errors(results: list[dict[str, Any]], right: dict[str, Any]) -> dict
 def errors_of(pool: WorkerPool, name: str) -> dict[str, float]:
     """Of the training in a layout."""
     config, model = settings(name)
-    right = expected(model.num_hidden_layers, model.num_key_value_heads, model.tie_word_embeddings)
+    right = expected(model.num_hidden_layers, model.num_key_value_heads, model.tie_word_embeddings, model.model_type)
     return largest_errors(pool.run(train, config.distributed.world_size, config, model), right)
 
 
@@ -183,8 +182,8 @@ def report(rows: dict[str, dict[str, float]]) -> str:
         "",
         "Terms and symbols: [terms.md](terms.md).",
         "",
-        f"`make parity` generates this page. It trains a small model in {len(rows)} layouts with different options, on up to 16 processes.",
-        "The reference is a single process that runs transformers' `LlamaForCausalLM` with torch's `AdamW`. All of them train",
+        f"`make parity` generates this page. It trains small models in {len(rows)} layouts with different options, on up to 16 processes.",
+        "The reference is a single process that runs transformers' model with torch's `AdamW`. All of them train",
         "for ten steps in float64, from the same weights and on the same data. `make parity` fails if any error in the table",
         f"is larger than {LIMIT:g}.",
         "",
@@ -213,6 +212,7 @@ def report(rows: dict[str, dict[str, float]]) -> str:
         "| `zero1`, `zero3` | ZeRO-1 or ZeRO-3 | dp or cp > 1 and `dp_engine` is not `bucket` |",
         "| `tied`, `untied` | whether the embedding and the head share their weight | always |",
         "| `kv4` | 4 key/value heads, for 8 query heads | always |",
+        "| `llama`, `qwen3`, ... | the family of the model | always |",
         "",
         "Any two of these options that can be combined occur together in at least one layout. To check only the layouts whose",
         "names contain certain words, give these words: `python -m tests.parity dp2 zbv`.",

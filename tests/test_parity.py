@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from picotron.model.families import FAMILIES
 from picotron.schedules.schedules import SCHEDULES
 from tests.parity import LAYOUTS, LIMIT, REPORT, errors_of, features, largest_errors, report, settings
 from tests.support.worker_pool import WorkerPool
 
 SOME = [
-    "cp2 x tp2 sp zigzag ulysses zero1 tied kv4",
-    "pp2 x cp2 zb_h1 contiguous ring zero1 untied kv1",
-    "dp2 x pp2 x tp2 1f1b sp zero3 tied kv4",
-    "pp4 x cp2 dualpipev zigzag ring tied kv1",
+    "cp2 x tp2 sp zigzag ulysses zero1 tied kv4 olmo2",
+    "pp2 x cp2 zb_h1 contiguous ring zero1 untied kv1 qwen3",
+    "dp2 x pp2 x tp2 1f1b sp zero3 tied kv4 olmo2",
+    "pp4 x cp2 dualpipev zigzag ring tied kv1 llama",
 ]
 
 
@@ -40,7 +41,7 @@ def every_layout() -> Iterator[dict[str, Any]]:
     sizes, engines = (1, 2, 4), ("ring", "all_gather", "ulysses")
     wrappers = ("bucket", "zero1", "zero3")
     for dp, pp, cp, tp in itertools.product(sizes, repeat=4):
-        for schedule, sp, sharding, engine, wrapper, tied, kv in itertools.product(
+        for schedule, sp, sharding, engine, wrapper, tied, kv, family in itertools.product(
             SCHEDULES if pp > 1 else (None,),
             (False, True) if tp > 1 else (None,),
             ("zigzag", "contiguous") if cp > 1 else (None,),
@@ -48,12 +49,13 @@ def every_layout() -> Iterator[dict[str, Any]]:
             wrappers if dp * cp > 1 else (None,),
             (False, True),
             (1, 4, 8),
+            FAMILIES,
         ):
             heads_split = engine != "ulysses" or max(1, kv // tp) % cp == 0
             if 1 < dp * pp * cp * tp <= 16 and heads_split:
                 found = {"pp_engine": schedule, "sequence_parallel": sp, "cp_sharding": sharding, "cp_engine": engine}
                 found["dp_engine"] = wrapper
-                found |= {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "tied": tied, "kv": kv}
+                found |= {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "tied": tied, "kv": kv, "family": family}
                 yield {key: value for key, value in found.items() if value is not None}
 
 
@@ -82,7 +84,7 @@ def test_names_describe_the_settings() -> None:
         words += ["sp"] if layout.sequence_parallel else []
         words += [layout.cp_sharding, layout.cp_engine] if layout.cp_size > 1 else []
         words += [layout.dp_engine] if layout.dp_engine != "bucket" else []
-        words += ["tied" if model.tie_word_embeddings else "untied", f"kv{model.num_key_value_heads}"]
+        words += ["tied" if model.tie_word_embeddings else "untied", f"kv{model.num_key_value_heads}", model.model_type]
         assert name == " ".join(words)
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import xxhash
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron.checkpoint.safetensors_folder import ByteRange, SafetensorsFolder, check_range, find_folder
 from picotron.collectives import run_on_all_ranks
@@ -28,6 +28,7 @@ from picotron.config import Config, Model
 from picotron.console import UserError
 from picotron.data_parallel.owned_slices import copy_owned
 from picotron.files import read_object
+from picotron.model.families import architecture
 from picotron.model.llama import Llama
 from picotron.model.model_config import load_model_config
 from picotron.model.weights import Index, ReadTensor, parameters_and_shards
@@ -38,10 +39,6 @@ from picotron.run.run_folder import UNFINISHED, checkpoint_folders, parse_load_p
 logger = logging.getLogger("picotron")
 
 STATE_FILE = "trainer_state.json"
-ARCHITECTURE_KEYS = (  # the keys of config.json that determine what a model computes from its weights
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias", "rms_norm_eps", "rope_parameters",
-)  # fmt: skip
 
 
 class TrainerState(BaseModel):
@@ -213,19 +210,19 @@ class Checkpoint:
         optimizer.restore(trained, self.state.step, read)
 
 
-def check_same_model(folder: Path, model_config: LlamaConfig) -> None:
+def check_same_model(folder: Path, model_config: PreTrainedConfig) -> None:
     """Raise a UserError if the weights in a folder belong to a different architecture than the run's model."""
-    saved_config = load_model_config(Model(name=str(folder)))
-    for key in ARCHITECTURE_KEYS:
-        saved, expected = getattr(saved_config, key), getattr(model_config, key)
-        if saved != expected:
+    both = (load_model_config(Model(name=str(folder))), model_config)
+    saved_model, own_model = (architecture(each) | {"num_hidden_layers": each.num_hidden_layers} for each in both)
+    for key, saved in saved_model.items():
+        if saved != (expected := own_model[key]):
             raise UserError(
                 f"{folder} holds a model with {key}={saved!r}, but this run's model has {key}={expected!r}; use the "
                 f"config of the run that wrote it, or another load_path"
             )
 
 
-def find_checkpoint(config: Config, model_config: LlamaConfig) -> Checkpoint | None:
+def find_checkpoint(config: Config, model_config: PreTrainedConfig) -> Checkpoint | None:
     """Open the checkpoint or model folder that `checkpoint.load_path`, or else `model.pretrained`, selects.
 
     Every rank must call this. Returns None if training starts from initial weights.

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from picotron import process_group_manager as pgm
 from picotron.checkpoint.checkpoint import STATE_FILE, TrainerState
@@ -57,7 +58,7 @@ class CheckpointWriter:
     def __init__(
         self,
         config: Config,
-        model_config: LlamaConfig,
+        model_config: PreTrainedConfig,
         llama: Llama,
         optimizer: AdamW,
         tokenizer: Path,
@@ -208,7 +209,7 @@ class CheckpointWriter:
         }
 
 
-def model_files(model_config: LlamaConfig, dtype: str, tokenizer_folder: Path) -> dict[str, bytes]:
+def model_files(model_config: PreTrainedConfig, dtype: str, tokenizer_folder: Path) -> dict[str, bytes]:
     """Return the tokenizer's files, and a config.json and a generation_config.json with the special tokens. The first
     also has the run's dimensions and dtype.
 
@@ -216,7 +217,7 @@ def model_files(model_config: LlamaConfig, dtype: str, tokenizer_folder: Path) -
     model with another one was trained with this tokenizer's end token only.
     """
     tokenizer, config = AutoTokenizer.from_pretrained(tokenizer_folder), copy.deepcopy(model_config)
-    config.architectures, config.dtype = ["LlamaForCausalLM"], dtype
+    config.architectures, config.dtype = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]], dtype
     config.bos_token_id = tokenizer.bos_token_id
     if tokenizer.eos_token_id not in end_tokens(config):
         config.eos_token_id = tokenizer.eos_token_id

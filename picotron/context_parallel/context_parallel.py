@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_gather_single, reduce_scatter_single
@@ -42,6 +42,7 @@ from picotron.context_parallel.block_attention import block_backward, block_forw
 from picotron.context_parallel.cp_communications import ring, start_ring_step
 from picotron.context_parallel.positions import WHOLE_BATCH, BlocksOf, PackedBlock, local_positions, packed_blocks
 from picotron.model.attention import PackedDocuments
+from picotron.model.families import head_size
 from picotron.model.llama import Attention, AttentionFn
 
 
@@ -216,7 +217,7 @@ def sequence_order(length: int, size: int, sharding: str, device: torch.device) 
     return positions, positions.argsort()
 
 
-def check_context_parallel(config: LlamaConfig, layout: Distributed) -> None:
+def check_context_parallel(config: PreTrainedConfig, layout: Distributed) -> None:
     """Raise UserError if `cp_engine` cannot run this model."""
     kv_heads = max(1, config.num_key_value_heads // layout.tp_size)  # per tp rank
     if layout.cp_engine == "ulysses" and kv_heads % layout.cp_size:
@@ -225,10 +226,10 @@ def check_context_parallel(config: LlamaConfig, layout: Distributed) -> None:
             f"ranks; use a cp_size that divides {kv_heads}, or cp_engine 'ring'"
         )
     uses_blocks = layout.cp_size > 1 and layout.cp_engine != "ulysses"
-    if uses_blocks and not layout.use_cpu and (config.head_dim % 8 or config.head_dim > 256):
+    if uses_blocks and not layout.use_cpu and (head_size(config) % 8 or head_size(config) > 256):
         raise UserError(
             f"cp_engine={layout.cp_engine!r} on GPUs needs a head_dim that is a multiple of 8 and at most 256, not "
-            f"{config.head_dim}; use cp_engine 'ulysses'"
+            f"{head_size(config)}; use cp_engine 'ulysses'"
         )
 
 

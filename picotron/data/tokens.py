@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +18,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import run_on_all_ranks
@@ -78,7 +79,7 @@ def _short_words(texts: Iterator[str]) -> Iterator[str]:
             return
 
 
-def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Documents) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: Config, model_config: PreTrainedConfig, documents: Documents) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the run. If `model.tokenizer` is "bpe", train one, unless it is in the cache.
 
     Raises:
@@ -98,9 +99,8 @@ def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Documen
                 texts = _texts(documents, config.dataset.columns, progress)
                 train_bpe(texts, model_config.vocab_size).save_pretrained(folder)
 
-        return PreTrainedTokenizerFast.from_pretrained(
-            cached("bpe", f"{documents.key} {model_config.vocab_size}", write)
-        )
+        folder = cached("bpe", f"{documents.key} {model_config.vocab_size}", write)
+        return check_beside_model(PreTrainedTokenizerFast.from_pretrained(folder), config, model_config)
     name = config.model.tokenizer or config.model.name
     if not Path(name).is_dir():
         connect(name)
@@ -117,7 +117,37 @@ def load_tokenizer(config: Config, model_config: LlamaConfig, documents: Documen
             f"the tokenizer {name!r} has {tokens} tokens, but the model's vocab_size is {model_config.vocab_size}; "
             f"choose another model.tokenizer"
         )
+    return check_beside_model(tokenizer, config, model_config) if config.model.tokenizer else tokenizer
+
+
+def check_beside_model(
+    tokenizer: PreTrainedTokenizerBase, config: Config, model_config: PreTrainedConfig
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer. Raises a UserError if transformers would not read it as this one from a checkpoint: it has
+    rules of its own for some families, such as qwen2, whatever the tokenizer's files say.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        model_config.save_pretrained(folder)
+        try:
+            found: Any = AutoTokenizer.from_pretrained(folder)
+        except Exception:
+            found = None
+    if found is None or _rules(found) != _rules(tokenizer):
+        raise UserError(
+            f"transformers would not read model.tokenizer={config.model.tokenizer!r} from a checkpoint of a "
+            f"{model_config.model_type!r} model, for which it expects the tokenizer of that family; use this one, or a "
+            f"model of another family"
+        )
     return tokenizer
+
+
+def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return what determines how a tokenizer cuts texts, as values of JSON."""
+    if not tokenizer.is_fast:
+        return type(tokenizer).__name__, tokenizer.get_vocab()
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    return {key: backend[key] for key in ("normalizer", "pre_tokenizer", "model", "post_processor")}
 
 
 def _progress(documents: Documents, label: str, disable: bool = False) -> Any:
@@ -215,7 +245,7 @@ class TokenisedData(NamedTuple):
     end: int | None
 
 
-def write_tokens(config: Config, model_config: LlamaConfig) -> TokenisedData:
+def write_tokens(config: Config, model_config: PreTrainedConfig) -> TokenisedData:
     """Tokenise the data set, unless its tokens are in the cache.
 
     Raises:
@@ -245,7 +275,7 @@ def write_tokens(config: Config, model_config: LlamaConfig) -> TokenisedData:
     return TokenisedData(arrays, cached("tokenizer", key_of_tokenizer, lambda new: tokenizer.save_pretrained(new)), end)
 
 
-def load_data(config: Config, model_config: LlamaConfig) -> tuple[Text | Samples, Path]:
+def load_data(config: Config, model_config: PreTrainedConfig) -> tuple[Text | Samples, Path]:
     """Load the data set as memory-mapped arrays. One process per machine tokenises it, if necessary, and the others
     wait.
 

@@ -25,8 +25,9 @@ numbers for each of its tokens:
 The sum is 4 D + (2 H d + 2 K d + 4 F) / tp, or with sequence parallelism (4 D + 2 H d + 2 K d + 4 F) / tp. A rank has
 micro_batch_size x seq_length / cp_size tokens. With more tp ranks than key/value heads, K / tp is 1. In addition, a
 rank saves 2 + H / tp numbers per token in float32 or wider: 1 / rms of both norms, and for each head the log-sum-exp of
-a row of scores. Scores are not saved, because fused attention recomputes them. Residual additions save nothing, because
-the gradient of a sum does not depend on its terms.
+a row of scores. A norm of queries and keys saves its inputs, too: (H d + K d) / tp numbers. Scores are not saved,
+because fused attention recomputes them. Residual additions save nothing, because the gradient of a sum does not depend
+on its terms.
 
 This is the table of Korthikanti et al. 2022 (arXiv:2205.05198, section 4) for another model: SwiGLU instead of GELU,
 without dropout and scores. Without a fused kernel, or with Ulysses, autograd saves more:
@@ -76,6 +77,7 @@ import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from picotron.config import Config
+from picotron.model.families import differences, head_size
 from picotron.model.flops import part_parameters
 from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.pipeline_parallel.stages import Stage, stage_weights
@@ -83,7 +85,7 @@ from picotron.schedules.actions import Action
 from picotron.schedules.simulate import Costs, peak_activations, simulate
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import PreTrainedConfig
 
 GIB = 2**30
 
@@ -101,13 +103,17 @@ class Sizes(NamedTuple):
     kv: int  # K d / tp
     F: int  # F / tp
     vocabulary: int  # V / tp, padded
+    normed: int  # numbers of queries and keys per token that a norm inside attention reads
+    norms: int  # and how many norms these are: one per head, or one of all queries and one of all keys
 
 
-def sizes(config: Config, model: "LlamaConfig") -> Sizes:
+def sizes(config: Config, model: "PreTrainedConfig") -> Sizes:
     """Compute the symbols for a config and a model."""
     layout, training = config.distributed, config.training
     number = {"bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
-    heads = model.num_attention_heads // layout.tp_size
+    heads, kv_heads = model.num_attention_heads // layout.tp_size, max(1, model.num_key_value_heads // layout.tp_size)
+    queries, kv = heads * head_size(model), kv_heads * head_size(model)
+    norms = {None: 0, "head": heads + kv_heads, "all heads": 2}[differences(model).qk_norm]
     return Sizes(
         number=number,
         wide=max(4, number),
@@ -115,10 +121,12 @@ def sizes(config: Config, model: "LlamaConfig") -> Sizes:
         D=model.hidden_size,
         shard=model.hidden_size // (layout.tp_size if layout.sequence_parallel else 1),
         heads=heads,
-        queries=heads * model.head_dim,
-        kv=max(1, model.num_key_value_heads // layout.tp_size) * model.head_dim,
+        queries=queries,
+        kv=kv,
         F=model.intermediate_size // layout.tp_size,
         vocabulary=-(-model.vocab_size // layout.tp_size),
+        normed=queries + kv if norms else 0,
+        norms=norms,
     )
 
 
@@ -150,9 +158,9 @@ class Memory:
         return self.state + self.gathered + self.activations + self.temporary
 
 
-def norm_bytes(config: Config, s: Sizes) -> int:
-    """Bytes that a norm saves per token, without its output."""
-    return (2 * s.shard * s.wide if config.distributed.use_cpu else s.shard * s.number) + s.wide
+def norm_bytes(config: Config, s: Sizes, size: int, count: int = 1) -> int:
+    """Bytes that `count` norms of `size` numbers in total save per token, without their outputs."""
+    return (2 * size * s.wide if config.distributed.use_cpu else size * s.number) + count * s.wide
 
 
 def attention_bytes(config: Config, s: Sizes) -> int:
@@ -169,7 +177,7 @@ def attention_bytes(config: Config, s: Sizes) -> int:
 
 def layer_bytes(config: Config, s: Sizes) -> int:
     """Bytes that a layer saves per micro-batch without activation checkpointing."""
-    norms = 2 * (norm_bytes(config, s) + s.shard * s.number)
+    norms = 2 * (norm_bytes(config, s, s.shard) + s.shard * s.number) + norm_bytes(config, s, s.normed, s.norms)
     return s.tokens * (norms + attention_bytes(config, s) + 4 * s.F * s.number)
 
 
@@ -179,9 +187,9 @@ def layer_saves(config: Config, s: Sizes) -> int:
     return s.tokens * s.shard * s.number if full else layer_bytes(config, s)
 
 
-def stage_bytes(config: Config, model: "LlamaConfig", s: Sizes, stage: Stage) -> int:
+def stage_bytes(config: Config, model: "PreTrainedConfig", s: Sizes, stage: Stage) -> int:
     """Bytes that a stage saves per micro-batch."""
-    angles = s.tokens * model.head_dim * s.number
+    angles = s.tokens * head_size(model) * s.number
     return (
         len(stage.layers) * layer_saves(config, s)
         + bool(stage.layers) * angles
@@ -191,7 +199,7 @@ def stage_bytes(config: Config, model: "LlamaConfig", s: Sizes, stage: Stage) ->
 
 def head_bytes(config: Config, s: Sizes) -> int:
     """Bytes that the last norm and the loss save per micro-batch."""
-    return s.tokens * (norm_bytes(config, s) + s.D * s.number) + s.vocabulary * s.D * s.wide
+    return s.tokens * (norm_bytes(config, s, s.shard) + s.D * s.number) + s.vocabulary * s.D * s.wide
 
 
 def loss_chunk(config: Config, s: Sizes) -> int:
@@ -199,7 +207,7 @@ def loss_chunk(config: Config, s: Sizes) -> int:
     return 512 if config.distributed.use_cpu else max(512, 2**28 // s.vocabulary // 256 * 256)
 
 
-def zero3_bytes(config: Config, model: "LlamaConfig", s: Sizes, stage: Stage) -> tuple[int, int]:
+def zero3_bytes(config: Config, model: "PreTrainedConfig", s: Sizes, stage: Stage) -> tuple[int, int]:
     """Bytes of full weights and gradients in the forward of a stage's head, and in the backward of its last layer."""
     layer, _, head = part_parameters(model, config.distributed.tp_size)
     has_matrix = stage.has_head and not (model.tie_word_embeddings and stage.has_embedding)
@@ -226,7 +234,7 @@ def deferred_bytes(s: Sizes, stage: Stage) -> int:
     return len(stage.layers) * s.tokens * (2 * s.shard + 2 * s.D + 2 * s.queries + 2 * s.kv + 3 * s.F) * s.number
 
 
-def temporary_in_backward(config: Config, model: "LlamaConfig", s: Sizes, stage: Stage, split: bool) -> int:
+def temporary_in_backward(config: Config, model: "PreTrainedConfig", s: Sizes, stage: Stage, split: bool) -> int:
     """Bytes of temporary tensors in the backward of a stage, in addition to all that the stage has saved.
 
     Args:
@@ -247,7 +255,7 @@ def temporary_in_backward(config: Config, model: "LlamaConfig", s: Sizes, stage:
     return max(head_gradient, layers)
 
 
-def rank_parameters(config: Config, model: "LlamaConfig", stages: list[Stage]) -> int:
+def rank_parameters(config: Config, model: "PreTrainedConfig", stages: list[Stage]) -> int:
     """Number of parameters on a rank that holds these stages."""
     layer, embedding, head = part_parameters(model, config.distributed.tp_size)
     has_embedding, has_head = any(s.has_embedding for s in stages), any(s.has_head for s in stages)
@@ -268,7 +276,7 @@ def state_bytes(config: Config, s: Sizes, parameters: int) -> tuple[int, int, in
 Unit = tuple[int, bool]  # a stage, and whether a micro-batch keeps its activations there instead of recomputing them
 
 
-def activation_peaks(config: Config, model: "LlamaConfig", plan: PipelinePlan, rank: int) -> tuple[int, int]:
+def activation_peaks(config: Config, model: "PreTrainedConfig", plan: PipelinePlan, rank: int) -> tuple[int, int]:
     """Peak of the bytes that a rank's micro-batches save, and the peak of these and of temporary tensors together."""
     s, kept, zero3 = sizes(config, model), plan.kept_activations(rank), config.distributed.dp_engine == "zero3"
     configs = {False: config}  # of forwards that drop activations as the config says, and of those that keep them all
@@ -297,7 +305,7 @@ def activation_peaks(config: Config, model: "LlamaConfig", plan: PipelinePlan, r
     )
 
 
-def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> list[Memory]:
+def rank_memory(config: Config, model: "PreTrainedConfig", plan: PipelinePlan) -> list[Memory]:
     """Return the memory of each pp rank. All tp, cp and dp ranks of a pp rank need the same amount."""
     s, memories, layout = sizes(config, model), [], config.distributed
     zero3, by_executor = layout.dp_engine == "zero3", layout.pp_size > 1 and layout.pp_engine not in ("afab", "1f1b")
@@ -320,7 +328,7 @@ def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> lis
     return memories
 
 
-def bubble(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> float:
+def bubble(config: Config, model: "PreTrainedConfig", plan: PipelinePlan) -> float:
     """Return the idle fraction of all ranks' time, 0 to 1, if the time of a stage is proportional to its FLOPs."""
     weights = stage_weights(model, plan.stages, config.training.seq_length, plan.schedule.pp)
     return simulate(plan.schedule, Costs(weights=weights)).bubble

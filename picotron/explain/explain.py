@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron.config import Config
 from picotron.console import text_table
@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 
 def run_step(
-    model: DataParallel, data_loader: Any, config: Config, model_config: LlamaConfig, plan: PipelinePlan
+    model: DataParallel, data_loader: Any, config: Config, model_config: PreTrainedConfig, plan: PipelinePlan
 ) -> Step:
     """Run a training step of this rank, and count its bytes and messages."""
     parameters = list(model.parameters())
@@ -83,7 +83,7 @@ def run_step(
     )
 
 
-def run_rank(rank: int, config: Config, model_config: LlamaConfig, plan: PipelinePlan) -> Step:
+def run_rank(rank: int, config: Config, model_config: PreTrainedConfig, plan: PipelinePlan) -> Step:
     """Play a rank, and run its training step."""
     with fake_rank(rank, config.distributed):
         model = build_model(config, model_config, plan, META, getattr(torch, config.model.dtype), meta_weights)
@@ -92,7 +92,7 @@ def run_rank(rank: int, config: Config, model_config: LlamaConfig, plan: Pipelin
         return run_step(model, MicroBatchDataLoader(one_row, config, META), config, model_config, plan)
 
 
-def run_rank_briefly(rank: int, config: Config, model_config: LlamaConfig, plan: PipelinePlan) -> Step:
+def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, plan: PipelinePlan) -> Step:
     """Play a rank with one micro-batch and with two. Every further one has the messages that the second one adds."""
     layout, count = config.distributed, config.training.gradient_accumulation_steps
     searched = layout.pp_size > 1 and layout.pp_engine not in SCHEDULES  # or read from a file
@@ -110,7 +110,7 @@ def run_rank_briefly(rank: int, config: Config, model_config: LlamaConfig, plan:
     )
 
 
-def run_stages(config: Config, model_config: LlamaConfig, plan: PipelinePlan) -> list[Step]:
+def run_stages(config: Config, model_config: PreTrainedConfig, plan: PipelinePlan) -> list[Step]:
     """Return the step of one rank for each pp rank. Of pp ranks that do not differ, only the first one is played."""
     # Compilation and data-loader workers do not change the messages, so they are switched off.
     changes = {"training": {"compile": False}, "dataset": {"num_workers": 0}}

@@ -45,7 +45,7 @@ from picotron.pipeline_parallel.stages import Stage
 from picotron.schedules.simulate import CostKey, Costs, Timeline, simulate
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import PreTrainedConfig
 
 
 class Seconds(NamedTuple):
@@ -82,7 +82,7 @@ class Work(NamedTuple):
 class Clock:
     """The times of the actions of a config on some hardware. `kept` is the plan's `kept_fraction`."""
 
-    def __init__(self, config: Config, model: "LlamaConfig", hardware: Hardware, kept: float = 0.0) -> None:
+    def __init__(self, config: Config, model: "PreTrainedConfig", hardware: Hardware, kept: float = 0.0) -> None:
         self.config, self.model, self.hardware, self.layout = config, model, hardware, config.distributed
         self.s, self.dtype, self.kept = sizes(config, model), config.model.dtype, kept
 
@@ -229,7 +229,7 @@ class Clock:
         return max(ends) - timeline.step_time
 
 
-def forecast(config: Config, model: "LlamaConfig", plan: PipelinePlan, hardware: Hardware) -> Forecast:
+def forecast(config: Config, model: "PreTrainedConfig", plan: PipelinePlan, hardware: Hardware) -> Forecast:
     """Forecast the time of a training step. Raises a UserError if the hardware has no rate for the model's dtype."""
     clock, layout = Clock(config, model, hardware, plan.kept_fraction), config.distributed
     work = {(kind, i): clock.work(stage, kind) for i, stage in enumerate(plan.stages) for kind in "FBIW"}

@@ -1,7 +1,7 @@
-"""The Llama model (Touvron et al. 2023, arXiv:2302.13971), without parallelism.
+"""The Llama model (Touvron et al. 2023, arXiv:2302.13971) and its relatives, see `families`, without parallelism.
 
-Parameters have the names and shapes of transformers' `LlamaForCausalLM`, so state dicts need no translation. Local
-sizes are read from the weights' shapes, so a rank that holds half of the heads runs the same code.
+Parameters have the names and shapes of transformers' models, so state dicts need no translation. Local sizes are read
+from the weights' shapes, so a rank that holds half of the heads runs the same code.
 
 In shapes, B is the number of sequences, T of tokens, H of query heads, K of key/value heads, and D is the hidden size,
 d the head size, F the intermediate size, V the vocabulary size. On a rank, T, H, K, F and V can be those of a shard.
@@ -9,18 +9,22 @@ W' is the transpose of W.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig
 
 from picotron.collectives import accumulation_dtype
 from picotron.model.attention import PackedDocuments, attend_per_document, packed_attention
+from picotron.model.families import differences, head_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor, PackedDocuments | None], Tensor]
 LossFn = Callable[[Any, Tensor], Tensor]  # function of the head and its input
@@ -49,12 +53,12 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments |
         return fused_attention(q, k, v)
 
 
-def rope(config: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+def rope(config: "PreTrainedConfig", position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Compute cosine and sine of the rotary angles (Su et al. 2021, arXiv:2104.09864), in float32 like transformers.
 
     position_ids (B, T) -> cos and sin, (B, T, 1, d/2) each
     """
-    frequencies = rope_frequencies(config.head_dim, tuple(config.rope_parameters.items()), position_ids.device)
+    frequencies = rope_frequencies(head_size(config), tuple(config.rope_parameters.items()), position_ids.device)
     angles = position_ids[:, :, None, None].float() * frequencies
     return angles.cos(), angles.sin()
 
@@ -102,6 +106,13 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class HeadNorm(RMSNorm):
+    """An `RMSNorm` of each head of size d, with the same weight (d) for all heads: (B, T, heads * d)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unflatten(-1, (-1, len(self.weight)))).flatten(-2)
+
+
 class Linear(nn.Linear):
     """`torch.nn.Linear` whose function, y = x W' + b, is an attribute, so that it can be replaced."""
 
@@ -114,21 +125,38 @@ class Linear(nn.Linear):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions; H query heads share K key/value heads (GQA, arXiv:2305.13245)."""
 
-    def __init__(self, config: LlamaConfig, attention_fn: AttentionFn) -> None:
+    def __init__(self, config: "PreTrainedConfig", attention_fn: AttentionFn, layer: int = 0) -> None:
         super().__init__()
-        bias = config.attention_bias
-        self.head_dim, self.attention_fn, self.project_fn = config.head_dim, attention_fn, project
-        self.q_proj = Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias)
-        self.k_proj = Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
-        self.v_proj = Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias)
-        self.o_proj = Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias)
+        differs, self.head_dim = differences(config), head_size(config)
+        self.attention_fn, self.project_fn = attention_fn, project
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = Linear(config.hidden_size, queries, differs.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, keys, differs.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, keys, differs.qkv_bias)
+        self.o_proj = Linear(queries, config.hidden_size, differs.o_bias)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if differs.qk_norm == "head":
+            self.q_norm, self.k_norm = (HeadNorm(self.head_dim, config.rms_norm_eps) for _ in "qk")
+        elif differs.qk_norm == "all heads":
+            self.q_norm, self.k_norm = (RMSNorm(size, config.rms_norm_eps) for size in (queries, keys))
+        self.rotates = layer not in differs.unrotated
+        # `attention_fn` divides the scores by sqrt(d)
+        multiplier = differs.attention_multiplier
+        self.query_scale = 1.0 if multiplier is None else multiplier * math.sqrt(self.head_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
         B = x.size(0)
-        projected = self.project_fn(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = self.project_fn(x, self.q_proj, self.k_proj, self.v_proj)
         # H and K depend on the weights: a tp rank computes H/tp and K/tp heads.
-        q, k, v = (each.view(B, -1, each.size(-1) // self.head_dim, self.head_dim) for each in projected)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # (B, T, H, d), (B, T, K, d)
+        q, k, v = (
+            each.view(B, -1, each.size(-1) // self.head_dim, self.head_dim)
+            for each in (self.q_norm(q), self.k_norm(k), v)
+        )  # (B, T, H, d), (B, T, K, d), (B, T, K, d)
+        if self.rotates:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.query_scale != 1:
+            q = q * self.query_scale
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, H, T, d), (B, K, T, d)
         y = self.attention_fn(q, k, v, documents)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -137,12 +165,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: "PreTrainedConfig") -> None:
         super().__init__()
-        self.project_fn = project
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+        self.project_fn, bias = project, differences(config).mlp_bias
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.project_fn(x, self.gate_proj, self.up_proj)  # (B, T, F) each
@@ -150,16 +178,34 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: LlamaConfig, attention_fn: AttentionFn) -> None:
+    def __init__(self, config: "PreTrainedConfig", attention_fn: AttentionFn, layer: int = 0) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, attention_fn)
+        self.self_attn = Attention(config, attention_fn, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
+        self.residual_multiplier = differences(config).residual_multiplier
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, documents)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        y = self.self_attn(self.input_layernorm(x), cos, sin, documents)
+        x = torch.add(x, y, alpha=self.residual_multiplier)
+        y = self.mlp(self.post_attention_layernorm(x))
+        return torch.add(x, y, alpha=self.residual_multiplier)
+
+
+class PostNormLayer(nn.Module):
+    """A decoder layer with `Differences.norm_after`."""
+
+    def __init__(self, config: "PreTrainedConfig", attention_fn: AttentionFn, layer: int = 0) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, attention_fn, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+        x = x + self.post_attention_layernorm(self.self_attn(x, cos, sin, documents))
+        return x + self.post_feedforward_layernorm(self.mlp(x))
 
 
 class Head(nn.Linear):
@@ -186,13 +232,12 @@ class Head(nn.Linear):
 class Decoder(nn.Module):
     """The module that transformers calls `model`; it exists for the names of the parameters."""
 
-    def __init__(self, config: LlamaConfig, attention_fn: AttentionFn) -> None:
+    def __init__(self, config: "PreTrainedConfig", attention_fn: AttentionFn) -> None:
         super().__init__()
+        layer = PostNormLayer if differences(config).norm_after else DecoderLayer
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         # A dict by layer number, so that a layer keeps its name on a rank that removes other layers.
-        self.layers = nn.ModuleDict(
-            {str(i): DecoderLayer(config, attention_fn) for i in range(config.num_hidden_layers)}
-        )
+        self.layers = nn.ModuleDict({str(i): layer(config, attention_fn, i) for i in range(config.num_hidden_layers)})
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -207,10 +252,15 @@ class Llama(nn.Module):
     """
 
     def __init__(
-        self, config: LlamaConfig, attention_fn: AttentionFn = fused_attention, checkpoint_activations: bool = False
+        self,
+        config: "PreTrainedConfig",
+        attention_fn: AttentionFn = fused_attention,
+        checkpoint_activations: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.checkpoint_activations = config, checkpoint_activations
+        self.embedding_multiplier = differences(config).embedding_multiplier
+        self.logits_scaling = differences(config).logits_scaling
         self.model = Decoder(config, attention_fn)
         self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
@@ -249,7 +299,8 @@ class Llama(nn.Module):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embed input_ids: (B, T) -> (B, T, D)."""
-        return self.model.embed_tokens(input_ids)
+        x = self.model.embed_tokens(input_ids)
+        return x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
 
     def run_layers(
         self, x: Tensor, position_ids: Tensor, layers: Iterable[int], cu_seqlens: Tensor | None, keep: bool = False
@@ -274,6 +325,8 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Apply the final norm and the head: x (B, T, D) -> logits (B, T, V), or the loss, see `forward`."""
         x = self.model.norm(x)
+        if self.logits_scaling != 1:
+            x = x / self.logits_scaling  # the head is linear, and its input has fewer numbers than its logits
         if loss_fn is not None:
             return loss_fn(self.lm_head, x)
         return self.lm_head(x) if target_ids is None else self.lm_head.cross_entropy(x, target_ids, target_weights)

@@ -1,4 +1,4 @@
-"""Config of the model: transformers' LlamaConfig, checked to be one that `Llama` computes as transformers does."""
+"""Config of the model: that of transformers, checked to be one that `Llama` computes as transformers does."""
 
 import math
 from pathlib import Path
@@ -7,11 +7,12 @@ from typing import Annotated, Any
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from picotron.config import Model as ModelSection
 from picotron.console import UserError, first_line, invalid_value
 from picotron.files import read_object
+from picotron.model.families import FAMILIES, differences, head_size
 from picotron.model.hub import connect
 
 Size = Annotated[int, Field(ge=1, le=2**24)]
@@ -47,8 +48,8 @@ class Limits(BaseModel):
     rope_scaling: dict[str, Any] | None = None
 
 
-def load_model_config(section: ModelSection) -> LlamaConfig:
-    """Load the LlamaConfig of `model.name` (a folder or a hub id) and apply the section's overrides.
+def load_model_config(section: ModelSection) -> PreTrainedConfig:
+    """Load the config of `model.name` (a folder or a hub id) and apply the section's overrides.
 
     Raises:
         UserError: the config cannot be read, is invalid, or needs features that `Llama` does not support.
@@ -59,7 +60,7 @@ def load_model_config(section: ModelSection) -> LlamaConfig:
             data = read_object(Path(name, "config.json"))
         else:
             connect(name)
-            data, _ = PretrainedConfig.get_config_dict(name)
+            data, _ = PreTrainedConfig.get_config_dict(name)
         if not data:
             raise FileNotFoundError("file not found")
         if (ends := read_generation_config(name).get("eos_token_id")) is not None:
@@ -68,23 +69,26 @@ def load_model_config(section: ModelSection) -> LlamaConfig:
         raise UserError(
             f"{name!r} has no readable config.json ({first_line(error)}); give a hub id or a local folder"
         ) from None
-    if data.get("model_type") != "llama":
+    family = data.get("model_type")
+    if family not in FAMILIES:
         raise UserError(
-            f"model_type={data.get('model_type')!r} of {name} is not supported; picotron trains 'llama' models"
+            f"model_type={family!r} of {name} is not supported; picotron trains {', '.join(FAMILIES)} models"
         )
     for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
         if getattr(section, key) is not None:
             data[key] = getattr(section, key)
+    if section.num_hidden_layers is not None:  # the family's rule says which layers differ
+        data = {key: value for key, value in data.items() if key not in ("layer_types", "no_rope_layers")}
     try:
         Limits.model_validate(data)
-        config = LlamaConfig.from_dict(data)
+        config = CONFIG_MAPPING[family].from_dict(data)
         # As the model of transformers does: a length at the top level of the file counts only then.
         config.standardize_rope_params()
     except ValidationError as error:
         raise UserError(*(f"the config.json of {name}: {invalid_value(each)}" for each in error.errors())) from None
     except Exception as error:
         raise UserError(
-            f"the config.json of {name} is not a valid LlamaConfig: {' '.join(str(error).split())}"
+            f"the config.json of {name} is not a valid {CONFIG_MAPPING[family].__name__}: {' '.join(str(error).split())}"
         ) from None
     check_supported(config)
     return config
@@ -103,13 +107,13 @@ def read_generation_config(name: str) -> dict[str, Any]:
     return read_object(path) if path.exists() else {}
 
 
-def end_tokens(config: LlamaConfig) -> list[int]:
+def end_tokens(config: PreTrainedConfig) -> list[int]:
     """List the tokens with which a model ends a text."""
     ends = config.eos_token_id
     return [] if ends is None else ends if isinstance(ends, list) else [ends]
 
 
-def check_supported(config: LlamaConfig) -> None:
+def check_supported(config: PreTrainedConfig) -> None:
     """Raise UserError if `config` needs a feature that `Llama` would compute differently from transformers."""
     parameters = config.rope_parameters
     if config.num_attention_heads % config.num_key_value_heads:
@@ -118,8 +122,8 @@ def check_supported(config: LlamaConfig) -> None:
             f"num_key_value_heads={config.num_key_value_heads} does not divide num_attention_heads="
             f"{config.num_attention_heads}; use one of {divisors}"
         )
-    if config.head_dim % 2:
-        raise UserError(f"head_dim={config.head_dim} is odd; rotary embeddings need an even head_dim")
+    if head_size(config) % 2:
+        raise UserError(f"head_dim={head_size(config)} is odd; rotary embeddings need an even head_dim")
     if config.pad_token_id is not None and config.pad_token_id >= config.vocab_size:
         raise UserError(
             f"pad_token_id={config.pad_token_id} is not below vocab_size={config.vocab_size}; change one of them in the "
@@ -130,7 +134,6 @@ def check_supported(config: LlamaConfig) -> None:
         "attention_dropout": (config.attention_dropout, (0, None)),
         "rope_type": (parameters.get("rope_type"), ("default", "linear", "llama3")),
         "partial_rotary_factor": (parameters.get("partial_rotary_factor"), (1, None)),
-        "sliding_window": (getattr(config, "sliding_window", None), (None,)),
         "quantization_config": (getattr(config, "quantization_config", None), (None,)),
     }
     for name, (value, supported) in features.items():
@@ -143,3 +146,17 @@ def check_supported(config: LlamaConfig) -> None:
         value = parameters.get(name)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise UserError(f"{name}={value!r} in the model's rope_parameters should be a positive number")
+
+
+def check_window(config: PreTrainedConfig, length: int, what: str) -> None:
+    """Raise UserError if the model's sliding window would hide tokens of a sequence of `length` tokens.
+
+    Args:
+        what: the name of the length, for the error.
+    """
+    window = differences(config).window
+    if window is not None and length > window:
+        raise UserError(
+            f"{what}={length} is longer than the model's sliding_window={window}, which is not supported; use at most "
+            f"{window}"
+        )

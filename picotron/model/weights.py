@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron.collectives import all_reduce
 from picotron.model.llama import Llama
@@ -141,7 +141,7 @@ def materialise(model: Llama, device: torch.device, read: ReadTensor | None) -> 
     model.tie_weights()
 
 
-def initial_weights(config: LlamaConfig, seed: int) -> ReadTensor:
+def initial_weights(config: PreTrainedConfig, seed: int) -> ReadTensor:
     """Return a reader of initial weights with transformers' distribution: normal with standard deviation
     `initializer_range`; biases are 0 and norms 1.
 

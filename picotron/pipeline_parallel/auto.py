@@ -10,14 +10,14 @@ from picotron.schedules.simulate import Costs, simulate, summary
 from picotron.schedules.trace import check_recording, recorded_costs
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import PreTrainedConfig
 
     from picotron.config import Config
 
 ESTIMATED_MESSAGE = 0.02  # in forwards of a micro-batch on a rank; an assumption, where nothing is measured
 
 
-def search_schedule(config: "Config", model_config: "LlamaConfig") -> PipelinePlan:
+def search_schedule(config: "Config", model_config: "PreTrainedConfig") -> PipelinePlan:
     """Find the fastest schedule for the times of a recorded run, or for times that are estimated by FLOPs.
 
     Raises:
@@ -44,7 +44,7 @@ def search_schedule(config: "Config", model_config: "LlamaConfig") -> PipelinePl
     return PipelinePlan(schedule, stages, expectation=expectation)
 
 
-def _search_with_estimates(config: "Config", model_config: "LlamaConfig", memory: float) -> Found:
+def _search_with_estimates(config: "Config", model_config: "PreTrainedConfig", memory: float) -> Found:
     """Search with estimated times, in forwards of a micro-batch on an average rank: I and W take 1, an I that
     recomputes activations takes 2, and a message `ESTIMATED_MESSAGE`.
     """
@@ -65,7 +65,7 @@ def _search_with_estimates(config: "Config", model_config: "LlamaConfig", memory
     return fastest_schedule(layout.pp_size, training.gradient_accumulation_steps, memory, options)
 
 
-def _search_with_recording(config: "Config", model_config: "LlamaConfig", memory: float) -> Found:
+def _search_with_recording(config: "Config", model_config: "PreTrainedConfig", memory: float) -> Found:
     layout = config.distributed
     assert layout.pp_costs is not None
     recorded, costs = recorded_costs(layout.pp_costs)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
@@ -40,7 +40,7 @@ from picotron.pipeline_parallel.stages import Stage
 from picotron.process_group_manager import new_groups
 
 
-def hidden_states_shape(config: Config, model_config: LlamaConfig) -> tuple[int, int, int]:
+def hidden_states_shape(config: Config, model_config: PreTrainedConfig) -> tuple[int, int, int]:
     """Shape of the hidden states between stages: (B, T/cp, D), or (B, T/cp/tp, D) with sequence parallelism."""
     layout, training = config.distributed, config.training
     split = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)

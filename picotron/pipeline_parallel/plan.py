@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from picotron.console import UserError
+from picotron.model.families import architecture
 from picotron.pipeline_parallel.stages import (
     Stage,
     balanced_stages,
@@ -17,7 +18,7 @@ from picotron.schedules.schedule_csv import read_csv
 from picotron.schedules.schedules import build
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import PreTrainedConfig
 
     from picotron.config import Config
     from picotron.schedules.search import Shape
@@ -95,7 +96,7 @@ def _from_file(path: str, pp: int, microbatches: int, chunks: int | None) -> Sch
     return schedule
 
 
-def plan_pipeline(config: "Config", model_config: "LlamaConfig") -> PipelinePlan:
+def plan_pipeline(config: "Config", model_config: "PreTrainedConfig") -> PipelinePlan:
     """Choose the schedule and the stages of a config's pipeline.
 
     Raises:
@@ -117,7 +118,7 @@ def plan_pipeline(config: "Config", model_config: "LlamaConfig") -> PipelinePlan
     return plan
 
 
-def stages_for(config: "Config", model_config: "LlamaConfig", shape: "Shape") -> list[Stage]:
+def stages_for(config: "Config", model_config: "PreTrainedConfig", shape: "Shape") -> list[Stage]:
     """Return the stages of a config's pp_layout, or the balanced ones."""
     (chunks, placement), layout = shape, config.distributed
     if layout.pp_layout is None:
@@ -149,7 +150,6 @@ def kept_activations(program: Sequence[AnyAction], limit: int) -> set[tuple[int,
     return kept
 
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 KEYS = {
     "distributed": ("tp_size", "sequence_parallel", "cp_size", "cp_sharding", "cp_engine", "use_cpu"),
     "model": ("dtype", "float8", "use_flash_attention"),
@@ -157,12 +157,12 @@ KEYS = {
 }
 
 
-def settings_of(config: "Config", model_config: "LlamaConfig", stages: Sequence[Stage]) -> dict[str, Any]:
+def settings_of(config: "Config", model_config: "PreTrainedConfig", stages: Sequence[Stage]) -> dict[str, Any]:
     """Return what the time of an action of a stage depends on: not the schedule, nor the number of micro-batches."""
     layout, compiled = config.distributed, config.training.compile
     keys = {f"{name}.{key}": getattr(getattr(config, name), key) for name, section in KEYS.items() for key in section}
     return {
-        **{f"{key} of the model": getattr(model_config, key) for key in (*SIZES, "attention_bias", "mlp_bias")},
+        **{f"{key} of the model": value for key, value in architecture(model_config).items()},
         **keys,
         "training.compile": not layout.use_cpu if compiled is None else compiled,
         "distributed.pp_keep_activations": layout.pp_keep_activations,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
@@ -65,7 +65,7 @@ def record_action(name: str) -> Iterator[None]:
 def record_steps(
     take_step: Callable[..., Tensor],
     config: Config,
-    model_config: LlamaConfig,
+    model_config: PreTrainedConfig,
     plan: PipelinePlan,
     device: torch.device,
     done: int,

@@ -22,7 +22,7 @@ from picotron.model.flops import Cost, part_costs
 from picotron.schedules.actions import Placement, rank_of
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import PreTrainedConfig
 
 MAX_SYMBOLS = 10_000  # in one repetition of a pp_layout, written out
 
@@ -40,7 +40,7 @@ class Stage:
 
 
 def balanced_layers(
-    config: "LlamaConfig", num_stages: int, seq_length: int, ranks: Sequence[int] | None = None
+    config: "PreTrainedConfig", num_stages: int, seq_length: int, ranks: Sequence[int] | None = None
 ) -> list[range]:
     """Assign at least one layer to each stage, such that the slowest rank, which sets the pace of the pipeline, is as
     fast as possible. The first stage also has the embedding, and the last one the head, so they may get fewer layers.
@@ -79,7 +79,7 @@ def _assign_layers(
 
 
 def balanced_stages(
-    config: "LlamaConfig", seq_length: int, pp: int, chunks: int = 1, placement: Placement = "loop"
+    config: "PreTrainedConfig", seq_length: int, pp: int, chunks: int = 1, placement: Placement = "loop"
 ) -> list[Stage]:
     """Return the default stages of a model, see `balanced_layers`.
 
@@ -176,7 +176,7 @@ def _contents(stage: Stage) -> str:
     return ", ".join(filter(None, parts)) or "nothing"
 
 
-def stage_weights(config: "LlamaConfig", stages: Sequence[Stage], seq_length: int, pp: int) -> list[float]:
+def stage_weights(config: "PreTrainedConfig", stages: Sequence[Stage], seq_length: int, pp: int) -> list[float]:
     """Return the relative times of the stages by their FLOPs, for `simulate.Costs`; the ranks' average is 1.
 
     `Costs` assumes that W takes as long as I. This is true of matrices, but not of attention, which has no weights.

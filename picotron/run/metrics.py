@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce, run_on_all_ranks
@@ -99,7 +99,7 @@ class Metrics:
     def __init__(
         self,
         config: Config,
-        model_config: LlamaConfig,
+        model_config: PreTrainedConfig,
         device: torch.device,
         dtype: torch.dtype,
         records: Sequence[dict[str, Any]] = (),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron.command_line import override, parse_config
 from picotron.config import Config, Logging
@@ -106,7 +106,7 @@ def plan_job(job: Job, base: dict[str, Any], combination: Combination, hardware:
 
 
 @functools.cache
-def load_cached(section: ModelSection) -> LlamaConfig | UserError:
+def load_cached(section: ModelSection) -> PreTrainedConfig | UserError:
     """Load a model's config. An error is returned, and thus cached: an unreachable hub takes long to fail."""
     try:
         return load_model_config(section)
@@ -114,7 +114,7 @@ def load_cached(section: ModelSection) -> LlamaConfig | UserError:
         return error
 
 
-def check_cached(config: Config) -> tuple[LlamaConfig, PipelinePlan]:
+def check_cached(config: Config) -> tuple[PreTrainedConfig, PipelinePlan]:
     """Do the same as `check_model`, but load each model's config only once."""
     model_config = load_cached(config.model)
     if isinstance(model_config, UserError):
@@ -151,7 +151,7 @@ def candidates(base: dict[str, Any], layouts: Sequence[Combination]) -> Iterator
                 yield combination, config
 
 
-def what_fits(config: Config, model_config: LlamaConfig, gib: float) -> str:
+def what_fits(config: Config, model_config: PreTrainedConfig, gib: float) -> str:
     """Return the smallest change with which a config fits into `gib`: recomputation, ZeRO, or also more ranks."""
     full, zero3 = {"activation_checkpointing": "full"}, {"dp_engine": "zero3"}
     dp = config.distributed.dp_size

@@ -14,14 +14,14 @@ from picotron.schedules.schedules import build
 from picotron.schedules.simulate import Costs, simulate
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import PreTrainedConfig
 
 IDLE = {"1f1b": 1.0, "interleaved_1f1b": 1 / 2, "zbv": 1 / 6}  # of (p - 1) times the work of a micro-batch
 Values = dict[str, Any]  # of the keys that distinguish a config from others
 Least = tuple[float, int, Values, Config | None]  # GiB, number and values of the config that needs least
 
 
-def bounds(config: Config, model: "LlamaConfig", hardware: Hardware) -> tuple[float, float]:
+def bounds(config: Config, model: "PreTrainedConfig", hardware: Hardware) -> tuple[float, float]:
     """Return lower bounds of the seconds and of the GiB, from the first pp rank, the average, and the idle time."""
     layout, m = config.distributed, config.training.gradient_accumulation_steps
     layers, pp, engine = model.num_hidden_layers, layout.pp_size, layout.pp_engine
@@ -43,7 +43,7 @@ def bounds(config: Config, model: "LlamaConfig", hardware: Hardware) -> tuple[fl
 
 
 def best_configs(
-    configs: Iterable[tuple[Values, Config]], model: "LlamaConfig", hardware: Hardware, gib: float, count: int
+    configs: Iterable[tuple[Values, Config]], model: "PreTrainedConfig", hardware: Hardware, gib: float, count: int
 ) -> tuple[list[Values], Least]:
     """Return the `count` fastest configs that fit into `gib`, best first, and the smallest. All pass all checks."""
     ordered = sorted(

@@ -26,11 +26,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
+from picotron.collectives import accumulation_dtype
 from picotron.console import UserError
-from picotron.model.llama import Llama, RMSNorm
+from picotron.model.families import differences, head_size
+from picotron.model.llama import HeadNorm, Llama, RMSNorm
 from picotron.model.split_backward import compute_or_defer, gradient_edges, is_deferring
 from picotron.model.weights import Shard
 from picotron.process_group_manager import new_groups
@@ -46,6 +48,7 @@ from picotron.tensor_parallel.tp_communications import (
     AllGather,
     CopyToRanks,
     GatherFromRanks,
+    ReduceFromRanks,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -164,6 +167,27 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class NormOverRanks(nn.Module):
+    """An `RMSNorm` over all heads, of which each rank holds some: x (B, T, heads * d).
+
+    The mean of the squares is that of the ranks' means, because all ranks hold equally many heads. Several ranks that
+    hold the same head change nothing, because then each head is held equally often.
+    """
+
+    def __init__(self, norm: RMSNorm, shard: Shard, replica_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.group, self.eps = pgm.process_group_manager.tp_group, norm.eps
+        self.partial_gradients = {} if replica_group is None else {"weight": replica_group}
+        self.shards = {"weight": shard}
+        self.weight = nn.Parameter(norm.weight.new_empty(shard.size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(accumulation_dtype(x))
+        mean = wide.square().mean(-1, keepdim=True) / dist.get_world_size(self.group)  # (B, T, 1), partial
+        mean = CopyToRanks.apply(ReduceFromRanks.apply(mean, self.group), self.group)  # each rank uses all of it
+        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight
+
+
 class VocabParallelEmbedding(nn.Module):
     """An embedding of which each rank holds the rows of some tokens, (V/tp, D): input_ids (B, T) -> y (B, T, D), or its
     shard (B, T/tp, D) with sequence parallelism.
@@ -223,7 +247,7 @@ class VocabParallelHead(ColumnParallelLinear):
         return AllGather.apply(x, SEQUENCE, self.group) if self.sequence_parallel else CopyToRanks.apply(x, self.group)
 
 
-def check_tensor_parallel(config: LlamaConfig, tp_size: int) -> None:
+def check_tensor_parallel(config: PreTrainedConfig, tp_size: int) -> None:
     """Raise UserError if the model cannot be split over tp_size ranks."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
 
@@ -274,8 +298,8 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
         model.tie_weights()
         return model
 
-    queries = _even_shard(config.num_attention_heads * config.head_dim)
-    kv = _kv_shard(config.num_key_value_heads, config.head_dim)
+    queries = _even_shard(config.num_attention_heads * head_size(config))
+    kv = _kv_shard(config.num_key_value_heads, head_size(config))
     hidden = _even_shard(config.intermediate_size)
     # In the grid, tp is the last axis, so the ranks that hold the same key/value head are consecutive.
     grid = pgm.process_group_manager.grid
@@ -292,9 +316,12 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, hidden, sequence_parallel)
         mlp.up_proj = ColumnParallelLinear(mlp.up_proj, hidden, sequence_parallel)
         mlp.down_proj = RowParallelLinear(mlp.down_proj, dataclasses.replace(hidden, dim=1), sequence_parallel)
-    if sequence_parallel:
-        norms: list[Any] = [module for module in model.modules() if isinstance(module, RMSNorm)]
-        for each in norms:  # each rank applies its weight to different tokens
+        if differences(config).qk_norm == "all heads":
+            attention.q_norm = NormOverRanks(attention.q_norm, queries)
+            attention.k_norm = NormOverRanks(attention.k_norm, kv, replica_group)
+    norms: list[Any] = [module for module in model.modules() if isinstance(module, RMSNorm)]
+    for each in norms:  # each rank applies the weight to different heads, or with sequence parallelism to other tokens
+        if sequence_parallel or isinstance(each, HeadNorm):
             each.partial_gradients = {"weight": pgm.process_group_manager.tp_group}
     model.tie_weights()
     return model

@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from picotron.model.families import FAMILIES
 from picotron.schedules.schedules import SCHEDULES
 from tests.support.chat_templates import TEMPLATES
 from tests.support.tokenizer_kinds import KINDS
@@ -22,7 +23,7 @@ STEPS = 3
 def draw_case(seed: int, number: int) -> Case:
     """Return case `number` of a seed. Its keys:
 
-    - model: sizes and options of a `LlamaConfig`;
+    - model: family, sizes and options of a model;
     - config: dotted keys of the config;
     - resume: steps before a checkpoint, and the changed keys of the layout that continues, or None;
     - data: kind of the data, seed, and what this kind needs;
@@ -36,7 +37,7 @@ def draw_case(seed: int, number: int) -> Case:
     kind = dice.choice(DATA)
     length = draw_length(dice, layouts, LENGTHS if kind in ("own", "text") else LONG_LENGTHS)
     set_batch(dice, layouts, is_paired=kind == "own")
-    model = draw_model(dice, layouts)
+    model = draw_model(dice, layouts) | draw_family(random.Random(f"{seed} {number} family"))
     config = {**draw_training(dice), **layouts[0], "training.seq_length": length}
     if kind != "own":
         config["dataset.shuffle"] = dice.random() < 0.5
@@ -211,6 +212,20 @@ def draw_model(dice: random.Random, layouts: list[dict[str, Any]]) -> dict[str, 
     }  # fmt: skip
 
 
+def draw_family(dice: random.Random) -> dict[str, Any]:
+    """Draw a family, with the options that only this family has."""
+    family = dice.choice(("llama", "llama", *FAMILIES))
+    window = {"sliding_window": 64}  # the longest row
+    multipliers = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    options: dict[str, dict[str, Any]] = {
+        "mistral": dice.choice(({"sliding_window": None}, window)),
+        "qwen2": dice.choice(({}, {"use_sliding_window": True, "max_window_layers": 1, **window})),
+        "smollm3": {"no_rope_layer_interval": dice.choice((1, 2, 3))},
+        "granite": {name: dice.choice((0.25, 1.0, 1.5)) for name in multipliers},
+    }
+    return {"family": family, **options.get(family, {})}
+
+
 def draw_training(dice: random.Random) -> dict[str, Any]:
     full = dice.random() < 0.4
     return {
@@ -245,7 +260,7 @@ def smaller(case: Case) -> Iterator[Case]:
     """Yield simpler variants of a case, the simplest first."""
     defaults = {
         "model": {
-            "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "pad_token_id": None,
+            "family": "llama", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "pad_token_id": None,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rms_norm_eps": 1e-6,
         },
         "data": {"weights": False, "ignored": 0.0, "documents": False, "scope": "global", "loss": "cross_entropy"},

@@ -3,11 +3,12 @@
 import functools
 import json
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from picotron.command_line import override, parse_config
 from picotron.config import Config
@@ -21,11 +22,14 @@ VOCABULARY = 480  # of tokenizers
 cached_tokenizer = functools.cache(make_tokenizer)
 
 
-def model_config(case: Case) -> LlamaConfig:
-    sizes = case["model"]
+def model_config(case: Case) -> PreTrainedConfig:
+    sizes = {"family": "llama"} | case["model"]
     if case["data"]["kind"] != "own":
         sizes = sizes | {"vocab_size": VOCABULARY + sizes["vocab_size"]}
-    return LlamaConfig(**sizes, max_position_embeddings=128, initializer_range=0.2)
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id"))
+    return AutoConfig.for_model(
+        sizes.pop("family"), **sizes, **tokens, max_position_embeddings=128, initializer_range=0.2
+    )
 
 
 def config_of(case: Case, folder: Path, part: int = 0) -> Config:
@@ -58,15 +62,23 @@ def config_of(case: Case, folder: Path, part: int = 0) -> Config:
 
 
 def tokenizer_of(case: Case) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that transformers reads from the model's folder: for qwen2 not the one that was saved."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(case, Path(folder))
+        return AutoTokenizer.from_pretrained(folder)
+
+
+def write_model(case: Case, folder: Path) -> None:
+    """Write the model's config and its tokenizer."""
     tokenizer = cached_tokenizer(case["data"].get("tokenizer", "byte-level"), VOCABULARY)
     tokenizer.chat_template = TEMPLATES.get(case["data"].get("template"))
-    return tokenizer
+    tokenizer.save_pretrained(folder)
+    model_config(case).save_pretrained(folder)
 
 
 def write_files(case: Case, folder: Path) -> None:
     """Write the model folder and the data set."""
-    model_config(case).save_pretrained(folder / "model")
-    tokenizer_of(case).save_pretrained(folder / "model")
+    write_model(case, folder / "model")
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records_of(case)))
 
 

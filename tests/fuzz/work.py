@@ -21,7 +21,6 @@ from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
 from picotron.data.tokens import load_data
 from picotron.model.model_config import load_model_config
-from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model, check_layout, unwrap
 from picotron.process_group_manager import setup_process_group_manager
@@ -32,6 +31,7 @@ from picotron.train_step import make_evaluation, make_train_step
 from tests.fuzz.cases import Case
 from tests.fuzz.files import config_of, own_batch
 from tests.fuzz.losses import LOSSES
+from tests.support.oracle import drawn_weights
 from tests.support.training import all_stages
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     if not is_own:
         loader = MicroBatchDataLoader(train_rows, config, CPU, progress.samples)
 
-    weights = checkpoint.weights() if checkpoint else initial_weights(model_config, training.seed)
+    weights = checkpoint.weights() if checkpoint else drawn_weights(model_config, training.seed)
     with frozen_stages(case) if case["freezes_early"] else contextlib.nullcontext():
         model = build_model(config, model_config, plan, CPU, torch.float64, weights)
     llama = unwrap(model)

@@ -13,11 +13,10 @@ from transformers import LlamaConfig
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.model.weights import initial_weights
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.oracle import make_config, tiny_llama
+from tests.support.oracle import drawn_weights, make_config, tiny_llama
 from tests.support.training import CPU, all_stages, train_steps
 from tests.support.worker_pool import WorkerPool
 
@@ -62,7 +61,7 @@ def train(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[st
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     checkpoint = find_checkpoint(config, model_config)
-    weights = checkpoint.weights() if checkpoint else initial_weights(model_config, config.training.seed)
+    weights = checkpoint.weights() if checkpoint else drawn_weights(model_config, config.training.seed)
     plan, dtype = plan_pipeline(config, model_config), getattr(torch, config.model.dtype)
     model = build_model(config, model_config, plan, CPU, dtype, weights)
     losses, norms, _ = train_steps(model, config, model_config, checkpoint=checkpoint, tokenizer=tokenizer)

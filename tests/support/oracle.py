@@ -1,5 +1,6 @@
-"""Reference for all comparisons: a plain training loop on one process, with transformers' Llama and torch's AdamW."""
+"""Reference for all comparisons: a plain training loop on one process, with transformers' model and torch's AdamW."""
 
+import hashlib
 import math
 from typing import Any
 
@@ -8,19 +9,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from picotron.collectives import accumulation_dtype
 from picotron.command_line import parse_config
 from picotron.config import Config
 from picotron.data.rows import TextRows
 from picotron.model.llama import Llama
-from picotron.model.weights import initial_weights, materialise
+from picotron.model.weights import Index, ReadTensor, initial_weights, materialise
 
 CPU = torch.device("cpu")
 
 
-def tiny_llama(**changes: Any) -> LlamaConfig:
+# What families can have besides a Llama's options, chosen so that it shows in the numbers.
+FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 64},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+    "qwen3": {"head_dim": 12},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "olmo2": {},
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+}
+
+
+def tiny_llama(family: str = "llama", **changes: Any) -> PreTrainedConfig:
     """Return the config of a small model with odd sizes, grouped-query attention and untied embeddings."""
     sizes: dict[str, Any] = {
         "vocab_size": 61,
@@ -31,9 +49,11 @@ def tiny_llama(**changes: Any) -> LlamaConfig:
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
         "initializer_range": 0.2,  # large, so that any mistake changes the loss
-        "pad_token_id": None,
+        "tie_word_embeddings": False,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
-    return LlamaConfig(**sizes | changes)
+    keys = sizes | FAMILY_OPTIONS[family] | changes
+    return AutoConfig.for_model(family, **keys)
 
 
 def make_config(**changes: Any) -> Config:
@@ -50,28 +70,41 @@ def make_config(**changes: Any) -> Config:
     return parse_config(data)
 
 
-def our_model(config: LlamaConfig, dtype: torch.dtype = torch.float64, seed: int = 0, **arguments: Any) -> Llama:
+def drawn_weights(config: PreTrainedConfig, seed: int) -> ReadTensor:
+    """Return a reader of initial weights of which no bias is 0 and no norm is 1: that would hide mistakes."""
+    initial = initial_weights(config, seed)
+
+    def draw(name: str, shape: torch.Size, index: Index) -> Tensor:
+        if len(shape) > 1:
+            return initial(name, shape, index)
+        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little"))
+        return initial(name, shape, index) + (0.3 * torch.randn(shape, generator=generator))[index]
+
+    return draw
+
+
+def our_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0, **arguments: Any) -> Llama:
     with torch.device("meta"):
         model = Llama(config, **arguments).to(dtype)
-    materialise(model, torch.device("cpu"), initial_weights(config, seed))
+    materialise(model, torch.device("cpu"), drawn_weights(config, seed))
     return model
 
 
 def oracle_model(
-    config: LlamaConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64, device: torch.device = CPU
-) -> LlamaForCausalLM:
+    config: PreTrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64, device: torch.device = CPU
+) -> PreTrainedModel:
     """Return transformers' model with these weights, exact in float64."""
     with device:  # the rotary frequencies, too, are computed there: in float32, devices round differently
-        model = LlamaForCausalLM(config).to(dtype)
+        model = AutoModelForCausalLM.from_config(config).to(dtype)
     model.load_state_dict(weights, strict=True)
     return with_exact_norms(model)
 
 
-def with_exact_norms(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
     """Replace transformers' RMSNorm, which computes in float32 for every dtype, with torch's."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child).__name__ == "LlamaRMSNorm":
+            if type(child).__name__.endswith("RMSNorm"):
                 norm = nn.RMSNorm(child.weight.shape, child.variance_epsilon)
                 norm.weight = child.weight
                 setattr(parent, name, norm)
@@ -89,7 +122,7 @@ def random_rows(config: Config, **arguments: int) -> TextRows:
 
 def oracle_training(
     config: Config,
-    model_config: LlamaConfig,
+    model_config: PreTrainedConfig,
     tokens: np.ndarray,
     dtype: torch.dtype = torch.float64,
     device: torch.device = CPU,

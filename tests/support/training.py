@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
 from picotron.checkpoint.checkpoint import Checkpoint
@@ -17,7 +17,7 @@ from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.data_parallel.owned_slices import owned_slice
-from picotron.model.weights import initial_weights, main_grad, parameters_and_shards
+from picotron.model.weights import main_grad, parameters_and_shards
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
@@ -25,7 +25,7 @@ from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.progress import Progress
 from picotron.train_step import make_train_step
-from tests.support.oracle import make_config, random_rows
+from tests.support.oracle import drawn_weights, make_config, random_rows
 
 CPU = torch.device("cpu")
 
@@ -55,21 +55,21 @@ def pipeline_config(engine: str, pp: int, micro_batches: int = 3, **changes: Any
 # --------------------------------------------------------------------------------------------------- a rank's shard
 
 
-def wrapped(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> DataParallel:
+def wrapped(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> DataParallel:
     """Build this rank's shard of the model as train.py does."""
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    weights = initial_weights(model_config, config.training.seed)
+    weights = drawn_weights(model_config, config.training.seed)
     plan, device = plan_pipeline(config, model_config), device_of(config)
     return build_model(config, model_config, plan, device, dtype, weights)
 
 
-def stage_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> PipelineParallel:
+def stage_of(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> PipelineParallel:
     """Build the same model as `wrapped`, without the data-parallel wrapper."""
     return wrapped(config, model_config, dtype).module
 
 
-def step_of(config: Config, model_config: LlamaConfig, dtype: torch.dtype = torch.float64) -> Any:
+def step_of(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> Any:
     """Return the training step of train.py."""
     return make_train_step(config, model_config, plan_pipeline(config, model_config), device_of(config), dtype)
 
@@ -137,7 +137,7 @@ def train_steps(
     return losses, norms, found[0] if found else None
 
 
-def train(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
+def train(config: Config, model_config: PreTrainedConfig) -> dict[str, Any]:
     """Train as train.py does.
 
     Returns losses and gradient norms, and the full gradients of the first step and full weights at the end.

@@ -1,0 +1,116 @@
+"""Families of models: what each of them computes differently from Llama, in one table. No torch here."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Differences:
+    """The differences of a model from a Llama without biases.
+
+    Attributes:
+        qkv_bias: whether q_proj, k_proj and v_proj have a bias; o_bias and mlp_bias: the same of the other matrices.
+        qk_norm: an RMSNorm of the queries and keys before they are rotated: of each head, or of all heads together.
+        norm_after: whether attention's and MLP's outputs are normalised, instead of their inputs.
+        unrotated: layers without rotary positions (NoPE).
+        window: number of positions, up to its own one, to which a token attends; None for all. A model with a window
+            is a Llama for sequences that are not longer.
+        attention_multiplier: factor of the scores q k'; by default 1 / sqrt(d).
+        embedding_multiplier, residual_multiplier: factors of the embedded tokens, and of what a block adds to x.
+        logits_scaling: divisor of the logits.
+    """
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: Literal["head", "all heads"] | None = None
+    norm_after: bool = False
+    unrotated: tuple[int, ...] = ()
+    window: int | None = None
+    attention_multiplier: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+
+def _llama(config: Any) -> Differences:
+    return Differences(config.attention_bias, config.attention_bias, config.mlp_bias)
+
+
+def _mistral(config: Any) -> Differences:
+    return Differences(window=config.sliding_window)
+
+
+def _qwen2(config: Any) -> Differences:
+    """Qwen2 and Qwen2.5 (arXiv:2412.15115)."""
+    return Differences(qkv_bias=True, window=_window(config))
+
+
+def _qwen3(config: Any) -> Differences:
+    """Qwen3 (arXiv:2505.09388)."""
+    return Differences(config.attention_bias, config.attention_bias, qk_norm="head", window=_window(config))
+
+
+def _smollm3(config: Any) -> Differences:
+    """SmolLM3: every fourth layer has no rotary positions (Yang et al. 2025, arXiv:2501.18795)."""
+    unrotated = tuple(i for i, rotates in enumerate(config.no_rope_layers) if not rotates)
+    return dataclasses.replace(_llama(config), unrotated=unrotated, window=_window(config))
+
+
+def _olmo2(config: Any) -> Differences:
+    """OLMo 2 (arXiv:2501.00656)."""
+    return Differences(config.attention_bias, config.attention_bias, qk_norm="all heads", norm_after=True)
+
+
+def _granite(config: Any) -> Differences:
+    """Granite 3: multipliers as in the maximal update parametrisation (Yang et al. 2022, arXiv:2203.03466)."""
+    names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    return dataclasses.replace(_llama(config), **{name: getattr(config, name) for name in names})
+
+
+FAMILIES: dict[str, Callable[[Any], Differences]] = {  # by the `model_type` of a config.json
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "smollm3": _smollm3,
+    "olmo2": _olmo2,
+    "granite": _granite,
+}
+
+
+def differences(config: "PreTrainedConfig") -> Differences:
+    """Return what a model computes differently from a Llama without biases."""
+    return FAMILIES[config.model_type](config)
+
+
+def head_size(config: "PreTrainedConfig") -> int:
+    """Return the size d of an attention head. Not every family's config has a `head_dim`."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def architecture(config: "PreTrainedConfig") -> dict[str, Any]:
+    """Return all that determines what a model computes from its weights, except for its number of layers. The values
+    can be written as JSON.
+    """
+    keys = (
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    others = ("tie_word_embeddings", "rms_norm_eps", "rope_parameters")
+    values = {key: getattr(config, key) for key in (*keys, *others)}
+    own = dataclasses.asdict(differences(config))
+    return values | {"head_dim": head_size(config)} | own | {"unrotated": list(own["unrotated"])}
+
+
+def _window(config: Any) -> int | None:
+    """Return the sliding window of a model of which some layers may have one."""
+    return config.sliding_window if "sliding_attention" in config.layer_types else None
