@@ -14,7 +14,7 @@ from picotron.data.text import check_characters
 from picotron.files import parse_json
 
 Prompt = dict[str, Any]
-"""{"prompt": text} or {"messages": [{"role": text, "content": text}, ...], "tools": [...] or None}"""
+"""{"prompt": text}, or {"messages": [{"role": text, "content": text}, ...]}, which may also have "tools": [...]"""
 
 
 def read_prompts(path: Path) -> dict[str, Prompt]:
@@ -149,10 +149,10 @@ class Encoder:
 class CompletionPrinter:
     """Printer of a completion while its tokens are drawn.
 
-    The tokens of a completion are decoded together, because their texts depend on each other. The bytes of a character
-    can be divided among several tokens; until the last of them is there, they are decoded as U+FFFD and not printed.
-    (transformers' TextStreamer also waits for the end of each word, and loses the first space of a line with some
-    tokenizers. DecodeStream of tokenizers works only with tokenizers of that library.)
+    All tokens so far are decoded together, because the text of a token can depend on those before it. The bytes of a
+    character can be split over several tokens. Until the last one is there, they decode to U+FFFD, which is held back.
+    (transformers' TextStreamer waits for the end of each word and, with SentencePiece, drops the first space of a line;
+    DecodeStream of tokenizers does not know tokenizers written in Python, and drops a character that stays partial.)
     """
 
     def __init__(self, encoder: Encoder, prompt: Sequence[int]) -> None:

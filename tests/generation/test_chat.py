@@ -70,10 +70,17 @@ def answers_of_transformers(folder: Path, *questions: str, tokens: int = 20) -> 
     return contents[1::2]
 
 
-def chat(monkeypatch: pytest.MonkeyPatch, folder: Path, terminal: str, *words: object) -> None:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def chat(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, lines: str, *words: object, stdin: type[io.StringIO] = io.StringIO
+) -> None:
     arguments = ["--checkpoint", folder, "--chat", "--max_new_tokens", 20, *words]
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
-    monkeypatch.setattr(sys, "stdin", io.StringIO(terminal))
+    monkeypatch.setattr(sys, "stdin", stdin(lines))
     program.main()
 
 
@@ -145,6 +152,14 @@ def test_answers_are_those_of_transformers_to_the_whole_conversation(
     assert answers_of_transformers(folder, questions[1]) != [second]
 
 
+def test_terminal_shows_the_lines_itself(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat(monkeypatch, folder, "hello\n", stdin=Terminal)
+    (answer,) = answers_of_transformers(folder, "hello")
+    assert capsys.readouterr().out == f"> {answer}\n> \n"
+
+
 def test_answer_ends_at_the_tokenizers_end_token_although_the_model_has_another(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,7 +191,7 @@ def test_draws_depend_on_the_seed_and_on_the_turn(
 
 
 @pytest.mark.parametrize(
-    ("keys", "terminal", "message"),
+    ("keys", "lines", "message"),
     [
         ({"chat_template": None}, "", r"the tokenizer of .*model has no chat template, which renders messages; use a"),
         ({"chat_template": STRICT}, "hello\n", r"the chat template fails for these messages: roles must alternate"),
@@ -189,11 +204,11 @@ def test_draws_depend_on_the_seed_and_on_the_turn(
     ],
 )
 def test_mistakes_are_one_sentence(
-    folder: Path, keys: dict[str, Any], terminal: str, message: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, keys: dict[str, Any], lines: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change(folder, **keys)
     with pytest.raises(UserError, match=f"^{message}"):
-        chat(monkeypatch, folder, terminal)
+        chat(monkeypatch, folder, lines)
 
 
 def test_answer_is_no_longer_than_the_model_allows(
