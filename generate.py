@@ -4,27 +4,31 @@ The model is a checkpoint, the newest checkpoint of a run folder, or a Hugging F
 its layers (pp_size), its matrices (tp_size) and, with the remaining factor of their number, the prompts of a file:
 
     torchrun --nproc_per_node 4 generate.py --checkpoint DIR --pp_size 2 --prompts prompts.txt --output out.jsonl
+
+With --chat, the user and a model that was trained on conversations take turns in the terminal.
 """
 
 import argparse
-import codecs
+import dataclasses
+import datetime
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import LlamaConfig
 
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.safetensors_folder import find_folder
 from picotron.command_line import parse_config
 from picotron.config import Model
-from picotron.console import Parser, UserError, first_line, number, print_line
-from picotron.files import parse_json
+from picotron.console import Parser, UserError, number, print_line
+from picotron.generation.prompts import CompletionPrinter, Encoder, Prompt, read_prompts
 from picotron.generation.rotation import Completion, check_prompt, generate
 from picotron.generation.sampling import Sampling
 from picotron.model.model_config import end_tokens, load_model_config
@@ -90,81 +94,6 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> PipelinePara
     return build_stage(config, model_config, plan, device, model_config.dtype, weights)
 
 
-def read_prompts(path: Path) -> dict[str, str]:
-    """Read a prompt from each line of a .txt file, or from the key "prompt" of each line of a .jsonl file.
-
-    Returns:
-        The prompts, in order, by the name of their line.
-
-    Raises:
-        UserError: the file cannot be read, or a line has no prompt.
-    """
-    if path.suffix not in (".txt", ".jsonl"):
-        raise UserError(f"--prompts {path} should be a .txt file or a .jsonl file")
-    try:
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read --prompts {path}: {error.strerror}; check the path") from None
-    prompts = {}
-    for name, line in ((f"{path}, line {row},", line) for row, line in enumerate(lines, 1)):
-        if path.suffix == ".jsonl" and not line.strip():
-            continue
-        try:
-            prompt = line.decode() if path.suffix == ".txt" else parse_json(line, name)["prompt"]
-            prompt.encode()  # JSON can have half of a pair of surrogates
-        except UnicodeError:
-            raise UserError(f"{name} is not valid UTF-8; save the file as UTF-8") from None
-        except (KeyError, TypeError, AttributeError):
-            raise UserError(f'{name} should be an object with a text "prompt": {{"prompt": "..."}}') from None
-        prompts[name] = prompt
-    if not prompts:
-        raise UserError(f"--prompts {path} has no prompts; write one on each line")
-    return prompts
-
-
-class Encoder:
-    """The tokenizer of a model's folder.
-
-    Raises:
-        UserError: the folder has no tokenizer.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        except Exception as error:
-            raise UserError(f"no tokenizer in {folder} ({first_line(error)}); save one there") from None
-
-    def encode(self, prompt: str) -> list[int]:
-        """Return the tokens of a prompt, with the tokenizer's start token, and without the end token that some
-        tokenizers append to a text (T5's).
-        """
-        end = self.tokenizer.eos_token_id
-        ids = self.tokenizer(prompt)["input_ids"] or [end]
-        if ids[-1] == end and len(ids) > 1 and not prompt.endswith(self.tokenizer.eos_token):
-            ids = ids[:-1]
-        if ids == [None]:
-            raise UserError(
-                f"the tokenizer of {self.folder} has no end-of-sequence token, which an empty prompt needs; use a prompt "
-                f"with text"
-            )
-        return ids
-
-    @property
-    def ends(self) -> list[int]:
-        """The end token, if the tokenizer has one."""
-        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-    def completion(self, prompt: list[int], new: list[int]) -> str:
-        """Return the text of new tokens. (Alone, some tokenizers decode it without its first space.)"""
-        before, text = self.decode(prompt), self.decode(prompt + new)
-        return text.removeprefix(before) if text.startswith(before) else self.decode(new)
-
-
 def without_end(completion: Completion, ends: tuple[int, ...]) -> Completion:
     """Drop the end token of a completion."""
     if completion.tokens and completion.tokens[-1] in ends:
@@ -185,12 +114,11 @@ def write_output(path: Path, text: str, mode: str) -> None:
         raise UserError(f"cannot write --output {path}: {error.strerror}; choose another file") from None
 
 
-def as_lines(texts: list[str], prompts: list[list[int]], completions: list[Completion], encoder: Encoder) -> str:
+def as_lines(records: list[Prompt], prompts: list[list[int]], completions: list[Completion], encoder: Encoder) -> str:
     """Format a line of JSON for each completion, whose tokens do not include an end token."""
     lines = []
-    for text, prompt, (tokens, log_probs) in zip(texts, prompts, completions, strict=True):
-        completion = encoder.completion(prompt, tokens)
-        line = {"prompt": text, "text": completion, "tokens": tokens, "log_probs": log_probs}
+    for record, prompt, (tokens, log_probs) in zip(records, prompts, completions, strict=True):
+        line = {**record, "text": encoder.completion(prompt, tokens), "tokens": tokens, "log_probs": log_probs}
         lines.append(json.dumps(line) + "\n")
     return "".join(lines)
 
@@ -207,15 +135,18 @@ def utf8(word: str) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(description="Generate text with a checkpoint or a Hugging Face Llama.")
 
-    def add(name: str, type: Any, default: Any, text: str) -> None:
-        parser.add_argument(name, type=type, default=default, help=f"{text} [{default}]")
+    def add(names: str, type: Any, default: Any, text: str) -> None:
+        parser.add_argument(*names.split(), type=type, default=default, help=f"{text} [{default}]")
 
     parser.add_argument(
         "--checkpoint", required=True, help="checkpoint, run folder (for its newest checkpoint) or hub id"
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--prompt", type=utf8, default="", help="beginning of the text [empty: a new document]")
-    what.add_argument("--prompts", type=Path, help='file of prompts: .txt, one per line, or .jsonl, with "prompt"')
+    what.add_argument(
+        "--prompts", type=Path, help='file of prompts: .txt, one per line, or .jsonl, with "prompt" or "messages"'
+    )
+    what.add_argument("--chat", action="store_true", help="hold a conversation; Ctrl-D ends it")
     parser.add_argument("--output", type=Path, help=".jsonl file for the completions of --prompts")
     add("--batch_size", number(int, 1), 64, "number of prompts of a file that are continued at the same time")
     add("--max_new_tokens", number(int, 0, 2**24), 100, "maximum number of new tokens")
@@ -223,14 +154,86 @@ def parse_arguments() -> argparse.Namespace:
     add("--top_k", number(int, 0), 0, "number of likeliest tokens to draw from; 0: all")
     add("--top_p", number(float, 0, 1), 1.0, "draw from the likeliest tokens with this probability in total; 1: all")
     add("--seed", number(int, 0, 2**63 - 1), 0, "seed of the random draws")
-    add("--pp_size", number(int, 1), 1, "number of pipeline ranks, each of which holds some of the layers")
-    add("--tp_size", number(int, 1), 1, "number of tensor-parallel ranks, each of which holds a shard of every matrix")
+    add("--pp_size --distributed.pp_size", number(int, 1), 1, "number of pipeline ranks, which split the layers")
+    add("--tp_size --distributed.tp_size", number(int, 1), 1, "number of tensor-parallel ranks, which split matrices")
     options = parser.parse_args()
     if (options.prompts is None) != (options.output is None):
         parser.error("--prompts and --output need each other: a file of prompts and a file for their completions")
     if options.output is not None and options.output.resolve() == options.prompts.resolve():
         parser.error("--output would overwrite --prompts; choose another file")
     return options
+
+
+def complete(
+    model: PipelineParallel,
+    encoder: Encoder,
+    records: list[Prompt],
+    prompts: list[list[int]],
+    sampling: Sampling,
+    options: argparse.Namespace,
+) -> None:
+    """Continue prompts, and print the text, or write the file of completions."""
+    is_first, limit = dist.get_rank() == 0, model.module.config.max_position_embeddings
+    if is_first and max(map(len, prompts)) + sampling.max_new_tokens > limit:
+        logger.warning("the text may exceed %d tokens, the maximum sequence length of the model", limit)
+    output = options.output if is_first else None
+    progress = tqdm(total=len(prompts), desc="Generating", unit=" prompts", disable=output is None)
+    for start in range(0, len(prompts), options.batch_size):
+        batch = slice(start, start + options.batch_size)
+        try:
+            completions = [
+                without_end(each, sampling.ends) for each in generate(model, prompts[batch], sampling, start)
+            ]
+        except UserError as error:
+            raise UserError(f"{encoder.folder}: {error}") from None
+        if output is not None:
+            write_output(output, as_lines(records[batch], prompts[batch], completions, encoder), "a" if start else "w")
+        progress.update(len(prompts[batch]))
+    progress.close()
+    if is_first and options.output is None:
+        print_line(f"{encoder.folder}:\n{encoder.decode(prompts[0] + completions[0].tokens)}")
+    elif is_first:
+        print_line(f"{len(prompts):,} completions in {options.output}")
+
+
+def chat(model: PipelineParallel, encoder: Encoder, sampling: Sampling) -> None:
+    """Hold a conversation with the user, until the input ends (Ctrl-D)."""
+    is_first, limit = dist.get_rank() == 0, model.module.config.max_position_embeddings
+    # A separate group with a long timeout, because users may think longer than the default timeout of collectives.
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
+    messages: list[dict[str, str]] = []
+    while line := read_line(group):
+        messages.append({"role": "user", "content": line})
+        prompt = encoder.encode_messages(messages)
+        room = limit - len(prompt)
+        if room < 1:
+            raise UserError(
+                f"the conversation has {len(prompt):,} tokens, and the model's maximum sequence length is {limit:,}; "
+                f"begin a new conversation"
+            )
+        turn = dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        printer = CompletionPrinter(encoder, prompt)
+        (completion,) = generate(model, [prompt], turn, len(messages) // 2, printer.put if is_first else None)
+        answer = encoder.completion(prompt, without_end(completion, turn.ends).tokens)
+        if is_first:
+            printer.end(answer)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def read_line(group: dist.ProcessGroup) -> str:
+    """Read a line with text from the terminal of rank 0. Returns it on all ranks, and "" at the end of the input."""
+    lines = [""]
+    if dist.get_rank() == 0:
+        print_line("> ", end="")
+        try:
+            lines = [next(filter(str.strip, sys.stdin), "").strip()]
+            lines[0].encode()  # bytes that are not UTF-8 can be half surrogates
+        except UnicodeError:
+            raise UserError("the line is not valid UTF-8; check the encoding of the terminal") from None
+        if not lines[0] or not sys.stdin.isatty():  # a terminal shows the lines itself, and nothing for Ctrl-D
+            print_line(lines[0])
+    dist.broadcast_object_list(lines, group=group)
+    return lines[0]
 
 
 def main() -> None:
@@ -241,37 +244,24 @@ def main() -> None:
             f"{folder} is a run folder without checkpoints; train with checkpoint.save_frequency of 1 or more"
         )
     model_config, encoder = read_model_config(folder), Encoder(folder)
-    texts = {"--prompt": options.prompt} if options.prompts is None else read_prompts(options.prompts)
-    prompts = [encoder.encode(text) for text in texts.values()]
-    for name, prompt in zip(texts, prompts, strict=True):
+    records: dict[str, Prompt] = {}
+    if options.chat:
+        encoder.check_chat_template()
+    else:
+        records = read_prompts(options.prompts) if options.prompts else {"--prompt": {"prompt": options.prompt}}
+    prompts = {name: encoder.encode(name, record) for name, record in records.items()}
+    for name, prompt in prompts.items():
         check_prompt(name, prompt, model_config.vocab_size)
-    ends = tuple(end_tokens(model_config) or encoder.ends)
+    ends = tuple({*end_tokens(model_config), *encoder.ends})
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed, ends)
-    is_first, limit = int(os.environ.get("RANK", 0)) == 0, model_config.max_position_embeddings
-    output = options.output if is_first else None
-    if output is not None:
-        write_output(
-            output, "", "a"
-        )  # an error comes before anything expensive starts, and the old file stays until then
+    if options.output is not None and int(os.environ.get("RANK", 0)) == 0:
+        # An error comes before anything expensive starts, and the old file stays until the first completions.
+        write_output(options.output, "", "a")
     model = load_model(folder, options.pp_size, options.tp_size)
-    if is_first and max(map(len, prompts)) + options.max_new_tokens > limit:
-        logger.warning("the text may exceed %d tokens, the maximum sequence length of the model", limit)
-    progress = tqdm(total=len(prompts), desc="Generating", unit=" prompts", disable=output is None)
-    for start in range(0, len(prompts), options.batch_size):
-        batch = slice(start, start + options.batch_size)
-        try:
-            completions = [without_end(each, ends) for each in generate(model, prompts[batch], sampling, start)]
-        except UserError as error:
-            raise UserError(f"{folder}: {error}") from None
-        if output is not None:
-            lines = as_lines([*texts.values()][batch], prompts[batch], completions, encoder)
-            write_output(output, lines, "a" if start else "w")
-        progress.update(len(prompts[batch]))
-    progress.close()
-    if is_first and options.output is None:
-        print_line(f"{folder}:\n{encoder.decode(prompts[0] + completions[0].tokens)}")
-    elif is_first:
-        print_line(f"{len(prompts):,} completions in {options.output}")
+    if options.chat:
+        chat(model, encoder, sampling)
+    else:
+        complete(model, encoder, [*records.values()], [*prompts.values()], sampling, options)
     dist.destroy_process_group()
 
 

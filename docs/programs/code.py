@@ -39,7 +39,7 @@ picotron/run: launch run_folder metrics progress
 picotron/schedules: actions schedules order checker simulate search generation schedule_csv trace
 picotron/drawing: __main__ draw draw_text draw_svg
 generate.py
-picotron/generation: rotation kv_cache sampling
+picotron/generation: rotation kv_cache sampling prompts
 picotron/explain: explain estimate forecast hardware measure fake_group
 create_config.py
 submit_slurm_jobs.py

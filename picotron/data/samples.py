@@ -4,7 +4,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jinja2
 import numpy as np
@@ -117,6 +117,32 @@ def is_marked(template: str) -> bool:
     )
 
 
+def is_conversation(messages: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Return whether a value is a list of messages, each with a role, and with a text as content unless it is null."""
+    return isinstance(messages, list) and all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str | None)
+        for message in messages
+    )
+
+
+def tools_of(record: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the tools of a record, which may also be a JSON text, or None."""
+    tools = record.get(TOOLS)
+    if isinstance(tools, str):
+        tools = parse_json(tools, f"the text in column {TOOLS!r}")
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(
+            f"the column {TOOLS!r} should have a list of JSON schemas there, or nothing; rename the column if it has "
+            f"another purpose"
+        )
+    _check_texts(tools)
+    return tools
+
+
 class Conversations:
     """Converter of records with a list of messages, and any tools, through the tokenizer's chat template.
 
@@ -136,7 +162,7 @@ class Conversations:
             ) from None
 
     def __call__(self, record: Any) -> Iterator[Sample]:
-        messages, tools = self.messages(record), self.tools(record)
+        messages, tools = self.messages(record), tools_of(record)
         try:
             template = self.tokenizer.get_chat_template(tools=tools)
             marks = is_marked(template)
@@ -156,12 +182,7 @@ class Conversations:
     def messages(self, record: Any) -> list[dict[str, Any]]:
         """Return the messages of a record up to the assistant's last one, after which the loss counts nothing."""
         messages = record.get(self.column) if isinstance(record, dict) else None
-        if not isinstance(messages, list) or not all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str | None)
-            for message in messages
-        ):
+        if not is_conversation(messages):
             raise UserError(
                 f"dataset.messages_column={self.column!r} should have a list of messages there, each an object with the "
                 f"texts 'role' and 'content'"
@@ -171,21 +192,6 @@ class Conversations:
         if not by_assistant:
             raise UserError("no message has the role 'assistant'; remove the record")
         return messages[: by_assistant[-1] + 1]
-
-    def tools(self, record: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """Return the tools of a record, which may also be a JSON text, or None."""
-        tools = record.get(TOOLS)
-        if isinstance(tools, str):
-            tools = parse_json(tools, f"the text in column {TOOLS!r}")
-        if tools is None:
-            return None
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise UserError(
-                f"the column {TOOLS!r} should have a list of JSON schemas there, or nothing; rename the column if it has "
-                f"another purpose"
-            )
-        _check_texts(tools)
-        return tools
 
     def marked(self, template: str, messages: Any, tools: Any) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation. Returns the text, and the ranges of characters that the template marks."""

@@ -20,7 +20,7 @@ Data-parallel and context-parallel ranks generate for different prompts.
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeGuard
 
@@ -53,7 +53,11 @@ class Completion(NamedTuple):
 
 @torch.no_grad()
 def generate(
-    model: PipelineParallel, prompts: Sequence[Sequence[int]], sampling: Sampling, first: int = 0
+    model: PipelineParallel,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    first: int = 0,
+    on_token: Callable[[int, int], None] | None = None,
 ) -> list[Completion]:
     """Continue prompts. Every rank of the layout calls this with the same arguments.
 
@@ -62,6 +66,8 @@ def generate(
         prompts: tokens of each prompt.
         first: number of the first prompt. The draws of a prompt depend on its number and on the seed, and neither on
             the other prompts nor on the layout.
+        on_token: function of the number of a prompt and its newest token, called when this rank reads the token to
+            compute the next one: for each token except an end token and the last of `max_new_tokens`.
 
     Returns:
         The completion of each prompt, in order, on every rank.
@@ -75,7 +81,9 @@ def generate(
     schedule = generation(plan.pp, plan.pp, 1, plan.chunks, plan.placement)
     device = next(model.parameters()).device
     mine = range(grid.cp_dp_rank, len(prompts) if sampling.max_new_tokens else 0, grid.cp_dp_world_size)
-    groups = [Group({n: prompts[n] for n in mine[i :: plan.pp]}, sampling, first, device) for i in range(plan.pp)]
+    groups = [
+        Group({n: prompts[n] for n in mine[i :: plan.pp]}, sampling, first, device, on_token) for i in range(plan.pp)
+    ]
     with generating(model):
         Rotation(model, schedule, groups, sampling.max_new_tokens).run()
 
@@ -94,7 +102,7 @@ class Group:
 
     Args:
         prompts: tokens of each prompt, by its number.
-        sampling, first: see `generate`.
+        sampling, first, on_token: see `generate`.
 
     Attributes:
         numbers: prompts whose sequences have not ended.
@@ -102,8 +110,15 @@ class Group:
         drawn: on the rank with the last stage, the numbers, tokens and log-probabilities of each round.
     """
 
-    def __init__(self, prompts: dict[int, Sequence[int]], sampling: Sampling, first: int, device: torch.device) -> None:
-        self.sampling, self.device = sampling, device
+    def __init__(
+        self,
+        prompts: dict[int, Sequence[int]],
+        sampling: Sampling,
+        first: int,
+        device: torch.device,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.sampling, self.device, self.on_token = sampling, device, on_token
         self.numbers, self.lengths = list(prompts), [len(prompt) for prompt in prompts.values()]
         self.streams = {number: random.Random(f"{sampling.seed} {first + number}") for number in prompts}
         self.ends = self._integers(list(sampling.ends))
@@ -128,6 +143,9 @@ class Group:
         if len(rows) < len(newest):
             self.numbers, self.lengths = [self.numbers[row] for row in rows], [self.lengths[row] for row in rows]
             self.cache.keep(rows)
+        if self.on_token:
+            for number, row in zip(self.numbers, rows, strict=True):
+                self.on_token(number, newest[row])
         self.cache.append(dtype, self.device)
         self.inputs = {
             "input_ids": self._integers([newest[row] for row in rows])[:, None],

@@ -15,6 +15,7 @@ import generate as program
 from generate import load_model
 from picotron.console import UserError
 from picotron.data.tokens import train_bpe
+from picotron.generation.prompts import Encoder
 from picotron.generation.rotation import generate
 from picotron.generation.sampling import Sampling
 from tests.checkpoint.test_safetensors_folder import break_folder
@@ -186,11 +187,11 @@ def test_dtypes_of_weights_that_cannot_be_computed_with_are_rejected(
 def test_prompt_has_the_start_token_and_no_end_token(tmp_path: Path) -> None:
     make_tokenizer("metaspace first").save_pretrained(tmp_path / "start")
     make_tokenizer("ByT5").save_pretrained(tmp_path / "end")
-    start, end = program.Encoder(tmp_path / "start"), program.Encoder(tmp_path / "end")
-    assert start.encode("ab")[0] == start.tokenizer.bos_token_id
-    assert end.encode("ab") == end.tokenizer("ab", add_special_tokens=False)["input_ids"]
-    assert end.encode("") == [end.tokenizer.eos_token_id]
-    assert end.encode("ab</s>")[-1] == end.tokenizer.eos_token_id  # asked for
+    start, end = Encoder(tmp_path / "start"), Encoder(tmp_path / "end")
+    assert start.encode_text("ab")[0] == start.tokenizer.bos_token_id
+    assert end.encode_text("ab") == end.tokenizer("ab", add_special_tokens=False)["input_ids"]
+    assert end.encode_text("") == [end.tokenizer.eos_token_id]
+    assert end.encode_text("ab</s>")[-1] == end.tokenizer.eos_token_id  # asked for
 
 
 def test_program_rejects_unknown_models(monkeypatch: pytest.MonkeyPatch) -> None:

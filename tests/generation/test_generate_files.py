@@ -14,9 +14,9 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import generate as program
-from generate import read_prompts
 from picotron.console import UserError
 from picotron.data.tokens import train_bpe
+from picotron.generation.prompts import read_prompts
 from tests.support.oracle import tiny_llama
 from tests.support.program import TORCHRUN
 
@@ -133,9 +133,27 @@ def test_a_killed_rank_ends_the_run(folder: Path, tmp_path: Path) -> None:
     [
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": \n', r"p.jsonl, line 2, is not valid JSON: .* column 12"),
         ("p.jsonl", b'{"prompt": "a"}\n\n{"text": "a"}\n', r'line 3, should be an object with a text "prompt"'),
+        ("p.jsonl", b'{"prompt": "\xff"}\n', r"line 1, is not valid UTF-8; save the file as UTF-8"),
         ("p.jsonl", b'["prompt"]\n', r'line 1, should be an object with a text "prompt"'),
         ("p.jsonl", b'{"prompt": 5}\n', r'line 1, should be an object with a text "prompt"'),
-        ("p.jsonl", b'{"prompt": "\\ud800"}\n', r"line 1, is not valid UTF-8; save the file as UTF-8"),
+        ("p.jsonl", b'{"prompt": "\\ud800"}\n', r"line 1, the text has an unpaired surrogate"),
+        (
+            "p.jsonl",
+            b'{"prompt": "a", "messages": []}\n',
+            r'line 1, should be an object with a text "prompt", or with a list',
+        ),
+        (
+            "p.jsonl",
+            b'{"messages": []}\n',
+            r'line 1, should have a list of "messages", each with two texts: {"messages": ',
+        ),
+        ("p.jsonl", b'{"messages": [{"role": "user", "content": 5}]}\n', r'line 1, should have a list of "messages"'),
+        ("p.jsonl", b'{"messages": [{"role": "user", "content": "\\ud800"}]}\n', r"line 1, the text has an unpaired"),
+        (
+            "p.jsonl",
+            b'{"messages": [{"role": "user", "content": "a"}], "tools": 5}\n',
+            r"line 1, the column 'tools' should have a list of JSON schemas",
+        ),
         ("p.txt", b"a\nb\xff\n", r"p.txt, line 2, is not valid UTF-8; save the file as UTF-8"),
         ("p.txt", b"", r"p.txt has no prompts; write one on each line"),
         ("p.csv", b"a\n", r"p.csv should be a .txt file or a .jsonl file"),
@@ -177,8 +195,12 @@ def test_options_that_do_not_fit_together(
             "pp_size=2 x tp_size=1 needs a multiple of 2 processes, but 1 started; use torchrun .* 2",
         ),
         (6, ["--pp_size", "2", "--tp_size", "2"], "needs a multiple of 4 processes, but 6 started"),
-        (4, ["--pp_size", "4"], "needs at least 4 layers, one per stage, but num_hidden_layers=3"),
-        (3, ["--tp_size", "3"], r"tp_size=3 does not split num_attention_heads=4, .*; use one of \[1, 2, 4\]"),
+        (4, ["--distributed.pp_size", "4"], "needs at least 4 layers, one per stage, but num_hidden_layers=3"),
+        (
+            3,
+            ["--distributed.tp_size", "3"],
+            r"tp_size=3 does not split num_attention_heads=4, .*; use one of \[1, 2, 4\]",
+        ),
         (1, ["--top_p", "0"], "top_p=0.0 should be above 0 and at most 1"),
         (1, ["--top_p", "0.5"], "top_p=0.5 has no effect at temperature 0"),
         (1, ["--output", "no/such/folder"], "cannot write --output no/such/folder: No such file or directory"),
@@ -199,7 +221,8 @@ def test_layouts_and_outputs_that_do_not_work(
 
 def test_a_byte_order_mark_is_not_a_part_of_the_first_prompt(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfa\nb\n")
-    assert read_prompts(tmp_path / "p.txt") == {f"{tmp_path}/p.txt, line 1,": "a", f"{tmp_path}/p.txt, line 2,": "b"}
+    prompts = read_prompts(tmp_path / "p.txt")
+    assert prompts == {f"{tmp_path}/p.txt, line {row},": {"prompt": text} for row, text in ((1, "a"), (2, "b"))}
 
 
 def test_a_token_that_the_model_does_not_have_is_named_before_anything_is_generated(
