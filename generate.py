@@ -1,6 +1,6 @@
 """Generate text:  python generate.py --checkpoint runs/quickstart --prompt "def main("
 
-The model is a checkpoint, the newest checkpoint of a run folder, or a Hugging Face Llama. Several processes can divide
+The model is a checkpoint, the newest checkpoint of a run folder, or one of Hugging Face. Several processes can divide
 its layers (pp_size), its matrices (tp_size) and, with the remaining factor of their number, the prompts of a file:
 
     torchrun --nproc_per_node 4 generate.py --checkpoint DIR --pp_size 2 --prompts prompts.txt --output out.jsonl
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.safetensors_folder import find_folder
@@ -31,6 +31,7 @@ from picotron.console import Parser, UserError, number, print_line
 from picotron.generation.prompts import CompletionPrinter, Encoder, Prompt, read_prompts
 from picotron.generation.rotation import Completion, check_prompt, generate
 from picotron.generation.sampling import Sampling
+from picotron.model.families import differences
 from picotron.model.model_config import end_tokens, load_model_config
 from picotron.parallelize import build_stage, check_layout
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
@@ -43,7 +44,7 @@ logger = logging.getLogger("picotron")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def read_model_config(folder: Path) -> LlamaConfig:
+def read_model_config(folder: Path) -> PreTrainedConfig:
     """Load the config of the model in a folder, with a dtype: by default float32.
 
     Raises:
@@ -64,7 +65,7 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> PipelinePara
     has started.
 
     Raises:
-        UserError: the folder holds no Llama, its files are damaged, or the model does not fit the layout.
+        UserError: the folder holds no supported model, its files are damaged, or the model does not fit the layout.
     """
     dp_size, left = divmod(int(os.environ.get("WORLD_SIZE", 1)), pp_size * tp_size)
     if left or not dp_size:
@@ -81,6 +82,7 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> PipelinePara
                 "use_cpu": not torch.cuda.is_available(),
             },
             "model": {"name": str(folder)},
+            "training": {"seq_length": 1},  # `generate` checks lengths
             "dataset": {"name": "none"},
             "environment": {"OMP_NUM_THREADS": torch.get_num_threads()},
         }
@@ -133,7 +135,7 @@ def utf8(word: str) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(description="Generate text with a checkpoint or a Hugging Face Llama.")
+    parser = Parser(description="Generate text with a checkpoint or a model of Hugging Face.")
 
     def add(names: str, type: Any, default: Any, text: str) -> None:
         parser.add_argument(*names.split(), type=type, default=default, help=f"{text} [{default}]")
@@ -198,7 +200,8 @@ def complete(
 
 def chat(model: PipelineParallel, encoder: Encoder, sampling: Sampling) -> None:
     """Hold a conversation with the user, until the input ends (Ctrl-D)."""
-    is_first, limit = dist.get_rank() == 0, model.module.config.max_position_embeddings
+    is_first, config = dist.get_rank() == 0, model.module.config
+    limit = min(config.max_position_embeddings, differences(config).window or config.max_position_embeddings)
     # A separate group with a long timeout, because users may think longer than the default timeout of collectives.
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
     messages: list[dict[str, str]] = []

@@ -33,6 +33,7 @@ from picotron.collectives import accumulation_dtype
 from picotron.console import UserError
 from picotron.generation.kv_cache import KVCache
 from picotron.generation.sampling import Sampling, draw
+from picotron.model.model_config import check_window
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.recorder import record_action
 from picotron.schedules.actions import Action
@@ -73,10 +74,11 @@ def generate(
         The completion of each prompt, in order, on every rank.
 
     Raises:
-        UserError: a prompt is empty or has a token that is not in the vocabulary, weights are not in memory (zero3),
-            the stages are placed in a V with an odd number of chunks, or logits are NaN or infinite.
+        UserError: a prompt is empty, has a token that is not in the vocabulary, or can become longer than the model's
+            sliding window; weights are not in memory (zero3); the stages are placed in a V with an odd number of
+            chunks; or logits are NaN or infinite.
     """
-    _check(model, prompts)
+    _check(model, prompts, sampling.max_new_tokens)
     grid, plan = pgm.process_group_manager, model.plan.schedule
     schedule = generation(plan.pp, plan.pp, 1, plan.chunks, plan.placement)
     device = next(model.parameters()).device
@@ -308,9 +310,12 @@ def check_prompt(name: str, prompt: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def _check(model: PipelineParallel, prompts: Sequence[Sequence[int]]) -> None:
+def _check(model: PipelineParallel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     for number, prompt in enumerate(prompts):
-        check_prompt(f"prompts[{number}]", prompt, model.module.config.vocab_size)
+        name = f"prompts[{number}]"
+        check_prompt(name, prompt, model.module.config.vocab_size)
+        length = f"the length of {name} with max_new_tokens={max_new_tokens}"
+        check_window(model.module.config, len(prompt) + max_new_tokens, length)
     if any(parameter.untyped_storage().size() == 0 for parameter in model.parameters()):
         raise UserError(
             "the weights of this rank are not in memory, because dp_engine='zero3' divides them; use another dp_engine "

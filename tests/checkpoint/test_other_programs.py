@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 import generate as program
+from picotron.model.families import FAMILIES
 from tests.support.chat_templates import CHATML
 from tests.support.checkpoints import first_half, run
 from tests.support.oracle import tiny_llama
@@ -21,13 +22,16 @@ PROMPT, MESSAGES = "def f(x)", [{"role": "user", "content": "hello"}]
 
 
 @pytest.mark.usefixtures("_end_process_group")
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[] if each == "qwen3" else pytest.mark.parity) for each in FAMILIES]
+)
 def test_transformers_generates_the_text_of_generate_py(
-    pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = make_tokenizer("byte-level")
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    model_config = tiny_llama(vocab_size=len(tokenizer), initializer_range=0.5, eos_token_id=7)
+    model_config = tiny_llama(family, vocab_size=len(tokenizer), initializer_range=0.5, eos_token_id=7)
     run(pool, first_half(tmp_path / "run", {"pp_size": 2}), model_config, tmp_path / "tokenizer")
 
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, [{"prompt": PROMPT}, {"messages": MESSAGES}])))
@@ -40,7 +44,7 @@ def test_transformers_generates_the_text_of_generate_py(
     folder = tmp_path / "run" / "step_00000005"
     assert GenerationConfig.from_pretrained(folder).eos_token_id == tokenizer.eos_token_id
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert model.dtype == torch.float64
+    assert (model.config.model_type, model.dtype) == (family, torch.float64)
     inputs = tokenizer(PROMPT, return_tensors="pt")
     output = model.generate(**inputs, **GREEDY)[0, inputs["input_ids"].size(1) :]
     assert tokenizer.decode(output, skip_special_tokens=True) == texts[0]

@@ -183,3 +183,12 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: str) -> N
     short, *others = map(float, result.stdout.split())
     assert max(others) - short < 100
     assert "Tokenising: 100%" in result.stderr
+
+
+def test_tokenizer_that_transformers_would_read_as_another_one_is_rejected(tmp_path: Path) -> None:
+    """transformers reads every tokenizer beside a qwen2 model as a Qwen2Tokenizer."""
+    train_bpe(iter(TEXTS), 300).save_pretrained(tmp_path / "bpe")
+    config = make_config(model__tokenizer=str(tmp_path / "bpe"), training__num_samples=30)
+    write_tokens(config, tiny_llama("qwen3", vocab_size=300))
+    with pytest.raises(UserError, match=r"would not read model.tokenizer=.*bpe' from a checkpoint of a 'qwen2' model"):
+        write_tokens(config, tiny_llama("qwen2", vocab_size=300))

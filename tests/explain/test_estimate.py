@@ -13,6 +13,7 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.explain.estimate import bubble, layer_bytes, loss_chunk, rank_memory, sizes
+from picotron.model.families import FAMILIES
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW
 from picotron.parallelize import build_model, check_layout
@@ -123,7 +124,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [  # changes of the config,
     ({"model__dtype": "bfloat16", "distributed__tp_size": 2}, {"num_key_value_heads": 1}),
     ({"distributed__tp_size": 2, "distributed__sequence_parallel": True}, {"attention_bias": True, "mlp_bias": True}),
     ({"distributed__cp_size": 2, "model__dtype": "bfloat16"}, {}),
-    ({"distributed__cp_size": 2, "distributed__cp_engine": "ulysses"}, {}),
+    ({"distributed__cp_size": 2, "distributed__cp_engine": "ulysses"}, {"family": "qwen2"}),
+    ({"distributed__tp_size": 2, "model__dtype": "bfloat16"}, {"family": "qwen3", "num_key_value_heads": 1}),
     ({"distributed__pp_size": 2, "distributed__pp_engine": "1f1b"}, {"tie_word_embeddings": True}),
     ({"distributed__pp_size": 2, "distributed__pp_engine": "interleaved_1f1b"}, {}),
     ({"training__activation_checkpointing": "full", "distributed__pp_size": 2, "distributed__pp_engine": "afab"}, {}),
@@ -134,19 +136,22 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [  # changes of the config,
     ({"distributed__dp_size": 2, "distributed__dp_engine": "zero3", "model__dtype": "bfloat16"}, {}),
 ]  # fmt: skip
 MORE = [
-    ({**layout, "model__dtype": dtype}, {})
-    for dtype in ("bfloat16", "float32")
-    for layout in (
-        {},
-        {"distributed__tp_size": 2, "distributed__cp_size": 2, "distributed__sequence_parallel": True},
-        {"distributed__cp_size": 2, "distributed__cp_engine": "all_gather"},
-        {"distributed__cp_size": 2, "distributed__cp_engine": "ulysses", "model__use_flash_attention": False},
-        # Not zb_h1 and dualpipev: autograd does not hold the tensors that W needs, see `split_backward`.
-        *({"distributed__pp_size": 2, "distributed__pp_engine": name} for name in ("afab", "looped_bfs", "zbv")),
-        {"distributed__dp_size": 2, "distributed__pp_size": 2, "distributed__pp_layout": "Et|tttL"},
-        {"distributed__cp_size": 2, "distributed__pp_size": 2, "distributed__dp_engine": "zero1"},
-        {"distributed__dp_size": 2, "distributed__pp_size": 2, "distributed__dp_engine": "zero3"},
-    )
+    *(({"distributed__tp_size": tp}, {"family": family}) for family in FAMILIES for tp in (1, 2) if family != "llama"),
+    *(
+        ({**layout, "model__dtype": dtype}, {})
+        for dtype in ("bfloat16", "float32")
+        for layout in (
+            {},
+            {"distributed__tp_size": 2, "distributed__cp_size": 2, "distributed__sequence_parallel": True},
+            {"distributed__cp_size": 2, "distributed__cp_engine": "all_gather"},
+            {"distributed__cp_size": 2, "distributed__cp_engine": "ulysses", "model__use_flash_attention": False},
+            # Not zb_h1 and dualpipev: autograd does not hold the tensors that W needs, see `split_backward`.
+            *({"distributed__pp_size": 2, "distributed__pp_engine": name} for name in ("afab", "looped_bfs", "zbv")),
+            {"distributed__dp_size": 2, "distributed__pp_size": 2, "distributed__pp_layout": "Et|tttL"},
+            {"distributed__cp_size": 2, "distributed__pp_size": 2, "distributed__dp_engine": "zero1"},
+            {"distributed__dp_size": 2, "distributed__pp_size": 2, "distributed__dp_engine": "zero3"},
+        )
+    ),
 ]
 
 

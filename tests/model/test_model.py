@@ -15,11 +15,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from picotron.config import Model
 from picotron.console import UserError
 from picotron.model import weights
-from picotron.model.families import FAMILIES
+from picotron.model.families import FAMILIES, differences
+from picotron.model.flops import model_cost
 from picotron.model.llama import Llama, math_attention, rope, rope_frequencies
 from picotron.model.model_config import check_supported, load_model_config
 from picotron.model.weights import ALL, initial_weights
-from tests.support.oracle import assert_close, oracle_model, our_model, tiny_llama, with_exact_norms
+from picotron.parallelize import check_layout
+from tests.support.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama, with_exact_norms
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -289,3 +291,32 @@ def test_template_is_a_small_llama() -> None:
     config = load_model_config(Model(name="template/tiny-llama"))
     assert isinstance(config, LlamaConfig)
     assert 5e5 < sum(p.numel() for p in our_model(config).parameters()) < 2e6
+
+
+def test_window_is_accepted_where_it_cannot_act(tmp_path: Path) -> None:
+    """transformers' logits are those without a window up to its length, and differ beyond it."""
+    config = tiny_llama("mistral", sliding_window=12)
+    model = our_model(config)
+    ids = batch("from 0")[0]
+    for length, same in ((12, True), (13, False)):
+        expected = oracle_model(config, model.state_dict())(input_ids=ids[:, :length], use_cache=False).logits
+        assert torch.allclose(model(ids[:, :length]), expected, rtol=1e-9) == same
+    check_layout(make_config(training__seq_length=12), config)
+    with pytest.raises(UserError, match=r"training.seq_length=13 is longer than .* sliding_window=12, .* at most 12"):
+        check_layout(make_config(training__seq_length=13), config)
+
+
+@pytest.mark.parametrize(("key", "layers"), [("layer_types", 5), ("no_rope_layers", 2)])
+def test_number_of_layers_can_be_changed_beside_a_list_of_layers(tmp_path: Path, key: str, layers: int) -> None:
+    tiny_llama("smollm3", num_hidden_layers=3).save_pretrained(tmp_path)
+    assert len(json.loads((tmp_path / "config.json").read_text())[key]) == 3
+    config = load_model_config(Model(name=str(tmp_path), num_hidden_layers=layers))
+    assert len(getattr(config, key)) == config.num_hidden_layers == layers
+    assert differences(config).unrotated == tuple(range(1, layers, 2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_as_many_as_in_transformers(family: str) -> None:
+    config = tiny_llama(family)
+    parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+    assert model_cost(config, 16).parameters == parameters
