@@ -32,8 +32,8 @@ logger = logging.getLogger("picotron")
 RATE = "tokens_per_second_per_gpu"
 COLUMNS = (
     "name", "status", "dp", "pp", "cp", "tp", "pp_engine", "micro_batch_size", "gradient_accumulation_steps",
-    "global_batch_size", "seq_length", "step", "total_train_steps", "final_loss", "eval_loss", f"mean_{RATE}",
-    f"median_{RATE}", f"forecast_{RATE}", "mfu", "forecast_mfu", "memory_gb", "forecast_memory_gb", "problem",
+    "global_batch_size", "seq_length", "step", "total_train_steps", "final_loss", "eval_loss", "bits_per_byte",
+    f"mean_{RATE}", f"median_{RATE}", f"forecast_{RATE}", "mfu", "forecast_mfu", "memory_gb", "forecast_memory_gb", "problem",
 )  # fmt: skip
 
 
@@ -116,6 +116,7 @@ def table_row(run: Run, warmup: int) -> dict[str, Any]:
         ("step", "step", run.records, max),
         ("final_loss", "loss", run.records, last),
         ("eval_loss", "eval_loss", run.records, last),
+        ("bits_per_byte", "bits_per_byte", run.records, last),
         (f"mean_{RATE}", RATE, timed, fmean),
         (f"median_{RATE}", RATE, timed, median),
         ("mfu", "mfu", timed, fmean),

@@ -57,12 +57,12 @@ def test_row_of_a_completed_run_summarises_its_steps_after_warm_up(
 ) -> None:
     rates = [10.0, 90.0, 50.0, 101.0, 103.0, 99.0, 1000.0]
     records = [record(i + 1, rate, 9 - i, mfu=0.1 + i / 100) for i, rate in enumerate(rates)]
-    records[3]["eval_loss"] = 6.5
+    records[3] |= {"eval_loss": 6.5, "bits_per_byte": 2.5}
     job(tmp_path / "dp2_tp2", records, "completed")
     assert extract(tmp_path)["dp2_tp2"] == {
         "name": "dp2_tp2", "status": "completed", "dp": "2", "pp": "1", "cp": "1", "tp": "2", "pp_engine": "1f1b",
         "micro_batch_size": "3", "gradient_accumulation_steps": "4", "global_batch_size": "24", "seq_length": "16",
-        "step": "7", "total_train_steps": "9", "final_loss": "3", "eval_loss": "6.5",
+        "step": "7", "total_train_steps": "9", "final_loss": "3", "eval_loss": "6.5", "bits_per_byte": "2.5",
         "mean_tokens_per_second_per_gpu": str(fmean(rates[3:])), "median_tokens_per_second_per_gpu": str(median(rates[3:])),
         "mfu": str(fmean([0.13, 0.14, 0.15, 0.16])), "memory_gb": "1.7", "problem": "",
         "forecast_tokens_per_second_per_gpu": "", "forecast_mfu": "", "forecast_memory_gb": "",
