@@ -124,9 +124,10 @@ def sizes(config: Config, model: "LlamaConfig") -> Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The memory of a rank in bytes, and its number of parameters.
+    """The memory of a rank in bytes.
 
     Args:
+        parameters: number of parameters that the rank holds between steps: of its stages, or its slices of them.
         gathered: full weights that exist during a step, in addition to slices of them.
         activations: peak of the tensors that autograd saves.
         temporary: difference to the peak of saved and temporary tensors together.
@@ -308,7 +309,7 @@ def rank_memory(config: Config, model: "LlamaConfig", plan: PipelinePlan) -> lis
         activations, with_temporary = activation_peaks(config, model, plan, rank)
         memories.append(
             Memory(
-                parameters=parameters,
+                parameters=weights // s.number,
                 weights=weights,
                 gradients=gradients,
                 optimizer=optimizer,
