@@ -18,10 +18,10 @@ help: ## list the targets
 $(STAMP): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; try make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv || { echo "cannot create .venv; on Debian: apt install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt --editable .
 	@touch $@
 
-setup: $(STAMP) ## create .venv and install requirements.txt into it
+setup: $(STAMP) ## create .venv, install requirements.txt into it, and a link to this folder's picotron
 
 train: $(STAMP) ## train a tiny Llama on Python's standard library, without a GPU, in 3 minutes
 	$(BIN)/torchrun --nproc_per_node $(NPROC) train.py --config $(CONFIG) $(ARGS)
@@ -95,4 +95,4 @@ playground-browser: $(STAMP)
 	$(BIN)/python -m playground.build --pyodide playground/node_modules/pyodide
 
 clean: ## remove .venv and the tools' caches, not the outputs of runs
-	rm -rf .venv $(OLDEST) .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv $(OLDEST) .pytest_cache .ruff_cache .mypy_cache build picotron.egg-info

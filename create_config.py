@@ -264,7 +264,7 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
         assert hardware is not None
         chosen = find_best(options, choices, base, hardware)
     planned = []
-    for combination, name in zip(chosen, folder_names(chosen), strict=True):
+    for combination, name in zip(chosen, folder_names(chosen, brief=options.best is not None), strict=True):
         try:
             planned.append(plan_job(Job(folder / name, name or options.exp_name), base, combination, hardware))
         except UserError as error:
@@ -276,10 +276,10 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
     unchanged = write_configs(planned, folder, options.overwrite)
     if hardware is not None:
         print_line(header(planned, hardware, inherited(base, chosen[0]) if options.config is None else {}))
-    print_line(table(planned))
+    print_line(table(planned, brief=options.best is not None))
     print_line(
-        "(GiB/rank: weights, gradients and optimizer + activations and temporary tensors, on the rank that needs most; "
-        f"formulas in picotron/explain/estimate.py)\n\n{len(planned)} configs in {folder}: {len(planned) - unchanged} written, "
+        "(sequences/step: dp x micro-batch x micro-batches. GiB/rank, on the rank that needs most: weights, gradients and\n"
+        f"optimizer + activations and temporary tensors; formulas in picotron/explain/estimate.py)\n\n{len(planned)} configs in {folder}: {len(planned) - unchanged} written, "
         f"{unchanged} unchanged; {len(chosen) - len(planned)} of {len(chosen)} combinations left out. "
         f"To {'run them on this machine' if runs_here(planned) else 'submit them to Slurm'}:"
     )

@@ -25,6 +25,7 @@ from picotron.config import Config
 from picotron.console import UserError, number, print_line, text_table
 from picotron.files import read_object, write_atomically
 from picotron.run.run_folder import read_records
+from picotron.sweep.combinations import canonical_json
 from picotron.sweep.jobs import Job, find_jobs
 
 logger = logging.getLogger("picotron")
@@ -32,9 +33,11 @@ logger = logging.getLogger("picotron")
 RATE = "tokens_per_second_per_gpu"
 COLUMNS = (
     "name", "status", "dp", "pp", "cp", "tp", "pp_engine", "micro_batch_size", "gradient_accumulation_steps",
-    "global_batch_size", "seq_length", "step", "total_train_steps", "final_loss", "eval_loss", f"mean_{RATE}",
-    f"median_{RATE}", f"forecast_{RATE}", "mfu", "forecast_mfu", "memory_gb", "forecast_memory_gb", "problem",
+    "global_batch_size", "seq_length", "step", "total_train_steps", "final_loss", "eval_loss", "bits_per_byte",
+    f"mean_{RATE}", f"median_{RATE}", f"forecast_{RATE}", "mfu", "forecast_mfu", "memory_gb", "forecast_memory_gb", "problem",
 )  # fmt: skip
+
+STYLES = ("-", "--", "-.", ":")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,16 @@ class Run:
             return "?"
         d = self.config.distributed
         return f"dp{d.dp_size} pp{d.pp_size} cp{d.cp_size} tp{d.tp_size}"
+
+    @property
+    def computation(self) -> str:
+        """What the losses depend on, whatever the layout: the model, the training and the data."""
+        if self.config is None:
+            return "?"
+        data = self.config.model_dump(include={"model", "training", "dataset"})
+        for key in ("micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "compile"):
+            del data["training"][key]
+        return canonical_json(data | {"global_batch_size": self.config.global_batch_size})
 
 
 def read_run(job: Job) -> Run:
@@ -116,6 +129,7 @@ def table_row(run: Run, warmup: int) -> dict[str, Any]:
         ("step", "step", run.records, max),
         ("final_loss", "loss", run.records, last),
         ("eval_loss", "eval_loss", run.records, last),
+        ("bits_per_byte", "bits_per_byte", run.records, last),
         (f"mean_{RATE}", RATE, timed, fmean),
         (f"median_{RATE}", RATE, timed, median),
         ("mfu", "mfu", timed, fmean),
@@ -158,13 +172,40 @@ def escape_dollars(name: str) -> str:
     return name.encode(errors="replace").decode().replace("$", r"\$")
 
 
+def colours(count: int) -> list[Any]:
+    """Return colours that can be told apart."""
+    from matplotlib import colormaps
+
+    if count <= 10:
+        return [colormaps["tab10"](i) for i in range(count)]
+    return [colormaps["turbo"](0.05 + 0.9 * i / (count - 1)) for i in range(count)]  # its ends are nearly black
+
+
 def draw_losses(runs: Sequence[Run], axes: Any) -> None:
-    """Plot the loss of each run against its steps."""
-    axes.set(xlabel="step", ylabel="loss")
-    for run in runs:
-        if run.records:
+    """Plot the losses of each run against its steps.
+
+    Runs that compute the same in several layouts have coinciding curves: lines of one colour (of several, if there are
+    no other runs), each narrower than the one below.
+    """
+    same = defaultdict(list)
+    for run in filter(lambda run: run.records, runs):
+        same[run.computation].append(run)
+    groups = list(same.values())
+    palette = colours(len(groups) if len(groups) > 1 else len(runs))
+    for j, group in enumerate(groups):
+        for i, run in enumerate(group):
+            colour, above = palette[j if len(groups) > 1 else i], len(group) - 1 - i
+            tint = [1 - (0.4 if above else 1) * (1 - part) for part in colour[:3]]  # lighter below other lines
             steps, losses = field_values(run.records, "step"), field_values(run.records, "loss")
-            axes.plot(steps, losses, label=escape_dollars(run.name), linewidth=1)
+            axes.plot(
+                steps, losses, STYLES[i % len(STYLES)], color=tint, linewidth=1.2 + min(2.5, 5 / len(group)) * above,
+                label=escape_dollars(run.name),
+            )  # fmt: skip
+            evaluated = [record for record in run.records if record.get("eval_loss") is not None]
+            steps, losses = field_values(evaluated, "step"), field_values(evaluated, "eval_loss")
+            axes.plot(steps, losses, "o", color=colour, markersize=5, markeredgecolor="black")
+    evaluations = any("eval_loss" in record for run in runs for record in run.records)
+    axes.set(xlabel="step\nline: training; dot: evaluation" if evaluations else "step", ylabel="loss")
 
 
 def draw_throughput(runs: Sequence[Run], rows: Sequence[dict[str, Any]], axes: Any) -> None:
@@ -174,7 +215,7 @@ def draw_throughput(runs: Sequence[Run], rows: Sequence[dict[str, Any]], axes: A
         if f"median_{RATE}" in row:
             rates[run.layout].append(row[f"median_{RATE}"])
     layouts = sorted(rates, key=lambda layout: max(rates[layout]))
-    axes.set(xlabel="tokens/s per device, median of steps")
+    axes.set(xlabel="tokens/s per device, median of steps\ndot: a run; bar: the fastest run of a layout")
     axes.barh(layouts, [max(rates[layout]) for layout in layouts], color="lightsteelblue")
     for layout in layouts:
         axes.plot(rates[layout], [layout] * len(rates[layout]), "o", color="black", markersize=3)
@@ -187,28 +228,27 @@ def draw_memory(runs: Sequence[Run], rows: Sequence[dict[str, Any]], axes: Any) 
         if f"median_{RATE}" in row and "memory_gb" in row:
             points_of_layout[run.layout].append((row["memory_gb"], row[f"median_{RATE}"]))
     axes.set(xlabel="peak memory per device in GB, on the rank that needs most", ylabel="tokens/s per device")
-    for layout, points in sorted(points_of_layout.items()):
-        axes.plot(*zip(*points, strict=True), "o", label=layout)
+    for (layout, points), colour in zip(sorted(points_of_layout.items()), colours(len(points_of_layout)), strict=True):
+        axes.plot(*zip(*points, strict=True), "o", label=layout, color=colour)
+    axes.set_xlim(left=0)
 
 
 def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write the three plots."""
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     layouts = len({run.layout for run in runs})
-    for name, height, colours, plot in (
-        ("loss", 4.5, len(runs), lambda axes: draw_losses(runs, axes)),
-        ("throughput", 1 + 0.3 * layouts, 1, lambda axes: draw_throughput(runs, rows, axes)),
-        ("memory", 4.5, layouts, lambda axes: draw_memory(runs, rows, axes)),
+    for name, height, plot in (
+        ("loss", 4.5, lambda axes: draw_losses(runs, axes)),
+        ("throughput", 1.2 + 0.3 * layouts, lambda axes: draw_throughput(runs, rows, axes)),
+        ("memory", 4.5, lambda axes: draw_memory(runs, rows, axes)),
     ):
         figure = Figure(figsize=(8, height), layout="constrained")
         axes = figure.add_subplot(title=escape_dollars(folder.resolve().name), axisbelow=True)
-        axes.set_prop_cycle(color=colormaps["turbo"].resampled(colours)(range(colours)))
         axes.grid(alpha=0.3)
         plot(axes)
-        if axes.get_legend_handles_labels()[1]:
-            figure.legend(loc="outside right upper", fontsize=7, ncols=1 + len(axes.lines) // 30)
+        if labels := axes.get_legend_handles_labels()[1]:
+            figure.legend(loc="outside right upper", fontsize=7, ncols=1 + len(labels) // 30)
         image = io.BytesIO()
         figure.savefig(image, dpi=150)
         write_atomically(folder / f"{name}.png", image.getvalue())

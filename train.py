@@ -13,7 +13,7 @@ from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.command_line import parse_command_line, parse_config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
-from picotron.data.tokens import load_data
+from picotron.data.tokens import load_data, targets_and_bytes
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, make_scheduler, update_weights
 from picotron.parallelize import build_model, check_model, check_run, unwrap
@@ -27,7 +27,7 @@ from picotron.run.launch import (
     set_up_device,
     set_up_logging,
 )
-from picotron.run.metrics import Metrics, global_mean
+from picotron.run.metrics import Metrics, evaluation_record
 from picotron.run.progress import Progress
 from picotron.run.run_folder import begin_run, claim_save_dir
 from picotron.train_step import make_evaluation, make_train_step
@@ -66,6 +66,7 @@ def main() -> None:
     eval_loader = None
     if eval_rows:
         eval_loader = MicroBatchDataLoader(eval_rows, config, device, shuffle=False, batches=training.eval_steps)
+        evaluated = targets_and_bytes(eval_rows, tokenizer)
 
     # This rank's part of the model, with the four parallelisms applied, and its optimizer.
     weights = checkpoint.weights() if checkpoint else initial_weights(model_config, training.seed)
@@ -100,7 +101,7 @@ def main() -> None:
             progress = progress.after_step(config)
             record, stop = metrics.end_step(progress, loss, grad_norm, learning_rate, signals.number())
             if eval_loader and progress.step % training.eval_frequency == 0:
-                record["eval_loss"] = global_mean(evaluate(model, eval_loader)).item()
+                record |= evaluation_record(evaluate(model, eval_loader), *evaluated)
             metrics.log(record)
             writer.check()
             if writer.is_due(progress) or stop:

@@ -137,10 +137,20 @@ def _valid_part(data: dict[str, Any], invalid: set[tuple[Any, ...]]) -> Config:
 
 def type_of(key: str) -> Any:
     """Type of a dotted key's values; None if the key is unknown."""
+    leaf = _leaf(key)
+    return leaf and leaf.annotation
+
+
+def default_of(key: str) -> Any:
+    """Default of a dotted key; None if the key is unknown."""
+    leaf = _leaf(key)
+    return leaf and leaf.default
+
+
+def _leaf(key: str) -> Any:
     section, _, name = key.partition(".")
     field = Config.model_fields.get(section)
-    leaf = getattr(field and field.annotation, "model_fields", {}).get(name)
-    return leaf and leaf.annotation
+    return getattr(field and field.annotation, "model_fields", {}).get(name)
 
 
 def read_value(key: str, word: str) -> Any:

@@ -5,6 +5,7 @@
 """
 
 import json
+import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -143,12 +144,14 @@ class Training(Section):
     """use only the first N documents of the data set; null: all"""
     max_tokens: Positive | None = None
     """end the run after N tokens, if that comes before total_train_steps; null: no limit"""
-    lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
-    """shape of the learning rate's decay after the warm-up"""
+    lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """shape of the learning rate's decay after the warm-up; wsd: constant, then linear in the last decay_steps"""
     warmup_steps: NonNegative = 0
     """steps over which the learning rate first rises linearly"""
+    decay_steps: Positive | None = None
+    """last steps, in which wsd decays; a run resumed before them may change total_train_steps; null: a tenth of that"""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """final learning rate of cosine and linear, as a fraction of learning_rate"""
+    """final learning rate of all schedules but constant, as a fraction of learning_rate"""
     weight_decay: float = Field(0.1, ge=0)
     """weight decay of matrices; norms and biases have none"""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
@@ -167,6 +170,11 @@ class Training(Section):
     """steps between evaluations of the loss on held-out data; 0: no evaluation"""
     eval_steps: Positive = 10
     """global batches per evaluation, held out from the end of the training data"""
+
+    @property
+    def decay(self) -> int:
+        """Number of steps in which the schedule wsd decays."""
+        return self.decay_steps or math.ceil(self.total_train_steps / 10)
 
 
 class Dataset(Section):

@@ -63,6 +63,20 @@ def check_warmup(config: Config) -> None:
         )
 
 
+def check_decay(config: Config) -> None:
+    training = config.training
+    warmup, decay, steps = training.warmup_steps, training.decay, training.total_train_steps
+    if training.decay_steps and training.lr_scheduler != "wsd":
+        raise UserError(
+            f"training.decay_steps={decay} is for lr_scheduler='wsd', not {training.lr_scheduler!r}; remove it"
+        )
+    if training.lr_scheduler == "wsd" and warmup < steps < warmup + decay:
+        raise UserError(
+            f"training.warmup_steps={warmup} and the {decay} decay_steps exceed total_train_steps={steps}; set decay_steps to "
+            f"at most {steps - warmup}"
+        )
+
+
 def check_evaluation(config: Config) -> None:
     frequency, steps = config.training.eval_frequency, config.training.total_train_steps
     if frequency > steps:
@@ -153,6 +167,7 @@ CHECKS: list[Callable[[Config], None]] = [
     check_group_size,
     check_kept_activations,
     check_warmup,
+    check_decay,
     check_evaluation,
     check_columns,
     check_long_samples,

@@ -63,7 +63,7 @@ BAD = [
     (changed(training__max_grad_norm=0), r"training\.max_grad_norm=0: it should be greater than 0"),
     (
         changed(training__lr_scheduler="step"),
-        r"training\.lr_scheduler=\"step\": it should be 'cosine', 'linear' or 'constant'",
+        r"training\.lr_scheduler=\"step\": it should be 'cosine', 'linear', 'constant' or 'wsd'",
     ),
     (
         changed(training__activation_checkpointing="some"),
@@ -72,6 +72,15 @@ BAD = [
     (
         changed(training__warmup_steps=200),
         r"training\.warmup_steps=200 must be less than total_train_steps=200; use at most 199$",
+    ),
+    (changed(training__decay_steps=0), r"training\.decay_steps=0: it should be greater than 0"),
+    (
+        changed(training__decay_steps=9),
+        r"training\.decay_steps=9 is for lr_scheduler='wsd', not 'cosine'; remove it$",
+    ),
+    (
+        changed(training__lr_scheduler="wsd", training__warmup_steps=185),
+        r"training\.warmup_steps=185 and the 20 decay_steps exceed total_train_steps=200; set decay_steps to at most 15$",
     ),
     (changed(logging__log_frequency=0), r"logging\.log_frequency=0: it should be greater than 0"),
     (

@@ -1,4 +1,6 @@
-"""The optimizer: learning rates, weight decay, float32 master weights and clipping equal those of torch."""
+"""The optimizer: learning rates, weight decay, float32 master weights and clipping equal those of torch, and the
+schedule WSD that of transformers.
+"""
 
 import math
 
@@ -6,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+from transformers import get_wsd_schedule
 
 from picotron.config import Training
 from picotron.model.weights import main_grad, set_main_grad
-from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from picotron.optimizer import AdamW, clip_grad_norm, learning_rate_factor, make_scheduler
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.oracle import assert_close, make_config
 from tests.support.worker_pool import WorkerPool
@@ -55,6 +58,22 @@ def test_learning_rates_equal_torch_schedulers(shape: str, ratio: float, warmup:
         optimizer.step()
         scheduler.step()
     assert_close(rates, torch_schedule(config), 1e-12)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("decay", [None, 1, 8, 23])
+def test_wsd_equals_that_of_transformers(decay: int | None, ratio: float, warmup: int) -> None:
+    """Transformers' warm-up starts at `min_lr_ratio`, and has one more step, the first one, with the rate 0."""
+    config = training(
+        lr_scheduler="wsd", decay_steps=decay, min_lr_ratio=ratio, warmup_steps=warmup, total_train_steps=30
+    )
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    steps = {"num_warmup_steps": warmup + 1, "num_decay_steps": decay or 3, "num_training_steps": 31}
+    for low, first in ((0.0, 0), (ratio, warmup)):
+        factor = learning_rate_factor(config.model_copy(update={"min_lr_ratio": low}))
+        (theirs,) = get_wsd_schedule(optimizer, **steps, decay_type="linear", min_lr_ratio=low).lr_lambdas
+        assert_close([factor(i) for i in range(first, 32)], [theirs(i + 1) for i in range(first, 32)], 1e-12)
 
 
 def test_weight_decay_applies_to_matrices_only() -> None:

@@ -5,16 +5,16 @@ from collections.abc import Callable
 from picotron.config import Training
 
 
-def warmup_stable_decay(training: Training, decay_steps: int) -> Callable[[int], float]:
-    """Return a learning-rate factor that rises, stays at 1, and falls linearly to `min_lr_ratio` in the last
-    `decay_steps` steps.
+def wsd_sqrt(training: Training) -> Callable[[int], float]:
+    """Return the learning-rate factor of WSD with a decay to `min_lr_ratio` that has the shape 1 - sqrt(x) (Hägele et
+    al. 2024, arXiv:2405.18392).
     """
     warmup, total, low = training.warmup_steps, training.total_train_steps, training.min_lr_ratio
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        remaining = min(1.0, (total - step) / decay_steps)
-        return low + (1 - low) * remaining
+        decayed = min(1.0, max(0.0, 1 - (total - step) / training.decay))
+        return low + (1 - low) * (1 - decayed**0.5)
 
     return factor

@@ -26,7 +26,7 @@ from picotron.config import Config
 from picotron.console import UserError, first_line
 from picotron.data.cache import cached, checksums
 from picotron.data.documents import Documents, Record, load_documents
-from picotron.data.rows import Samples, Text
+from picotron.data.rows import Rows, Samples, Text
 from picotron.data.samples import SampleEncoder
 from picotron.data.text import Columns, TextEncoder, pieces_of
 from picotron.files import parse_json
@@ -317,3 +317,18 @@ def read_arrays(config: Config, data: TokenisedData) -> Text | Samples:
     if config.dataset.has_samples:
         return Samples(**arrays)
     return Text(arrays["tokens"], data.end if config.dataset.masks_documents else None)
+
+
+def targets_and_bytes(rows: Rows, tokenizer_folder: Path) -> tuple[int, int]:
+    """Count the targets that the loss counts, and the bytes of their text in UTF-8. Special tokens, such as the
+    end-of-sequence token, are targets without text.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    targets = size = 0
+    for batch in in_batches((rows[i] for i in range(len(rows))), lambda row: len(row.target_ids)):
+        # Decoded together, because rows of text can begin and end within a character, such as the bytes of an emoji.
+        parts = [row.target_ids if row.counted is None else row.target_ids[row.counted > 0] for row in batch]
+        ids = np.concatenate(parts).tolist()
+        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        targets, size = targets + len(ids), size + len(text.encode())
+    return targets, size

@@ -132,9 +132,10 @@ def sizes(config: Config, model: "PreTrainedConfig") -> Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The memory of a rank in bytes, and its number of parameters.
+    """The memory of a rank in bytes.
 
     Args:
+        parameters: number of parameters that the rank holds between steps: of its stages, or its slices of them.
         gathered: full weights that exist during a step, in addition to slices of them.
         activations: peak of the tensors that autograd saves.
         temporary: difference to the peak of saved and temporary tensors together.
@@ -316,7 +317,7 @@ def rank_memory(config: Config, model: "PreTrainedConfig", plan: PipelinePlan) -
         activations, with_temporary = activation_peaks(config, model, plan, rank)
         memories.append(
             Memory(
-                parameters=parameters,
+                parameters=weights // s.number,
                 weights=weights,
                 gradients=gradients,
                 optimizer=optimizer,

@@ -75,7 +75,7 @@ def run_step(
 
     return Step(
         layers=len(unwrap(model).model.layers),
-        parameters=sum(p.numel() for p in parameters),
+        parameters=weights // first.element_size(),
         weights=weights,
         gradients=gradients,
         optimizer=sum(tensor.nbytes for p in parameters for tensor in optimizer.state_of(p).values()),

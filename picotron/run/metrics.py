@@ -61,6 +61,18 @@ def global_mean(loss: Tensor) -> Tensor:
     return mean
 
 
+def evaluation_record(loss: Tensor, targets: int, text_bytes: int) -> dict[str, Any]:
+    """Return the fields of an evaluation: the loss in nats per target, and in bits per byte of the targets' text, which
+    models with different tokenizers have in common. Without text, the latter is None.
+
+    Args:
+        loss: mean loss of this rank's targets, see `global_mean`.
+        targets, text_bytes: see `targets_and_bytes`.
+    """
+    mean = global_mean(loss).item()
+    return {"eval_loss": mean, "bits_per_byte": mean * targets / (text_bytes * math.log(2)) if text_bytes else None}
+
+
 def _start_wandb(config: Config, run_id: str | None) -> Any:
     """Start a wandb run, or resume the one with the id `run_id`. It is offline without a login or network."""
     import wandb
@@ -205,7 +217,8 @@ class Metrics:
                 f"{record['tokens_per_second']:,.0f} tokens/s{mfu} | {record['memory_gb']:.2f} GB"
             )
         if evaluated:
-            print_line(f"step {record['step']:>4} | eval loss {record['eval_loss']:.4f}")
+            bits = "" if record["bits_per_byte"] is None else f" | {record['bits_per_byte']:.4f} bits per byte"
+            print_line(f"step {record['step']:>4} | eval loss {record['eval_loss']:.4f}{bits}")
 
     def close(self) -> None:
         """Finish the wandb run, and log the first and last loss and the folder of the outputs."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from picotron.command_line import leaf_keys
+from picotron.command_line import default_of, leaf_keys
 from picotron.console import UserError
 
 AXES = {axis: f"distributed.{axis}_size" for axis in ("dp", "pp", "cp", "tp")}
@@ -28,6 +28,12 @@ FLAGS = AXES | {
     "use_wandb": "logging.use_wandb",
     "use_cpu": "distributed.use_cpu",
     "use_fused_adam": "model.use_fused_adam",
+}
+BRIEF = {  # parts of brief names, with the value as {}
+    "distributed.dp_engine": "{}",
+    "distributed.pp_engine": "{}",
+    "distributed.sequence_parallel": "sp",
+    "training.activation_checkpointing": "recompute",
 }
 
 MAX_COMBINATIONS = 10_000
@@ -125,9 +131,9 @@ def _layouts(choices: Choices, world_sizes: Sequence[int], base: dict[str, Any])
     return layouts
 
 
-def folder_names(chosen: Sequence[Combination]) -> list[str]:
+def folder_names(chosen: Sequence[Combination], brief: bool = False) -> list[str]:
     """Name each combination after the keys that vary and their values, like dp2_tp4_mbs8. The name of a single
-    combination is "".
+    combination is "". A brief name omits defaults, such as axes of size 1, and the keys of BRIEF: dp32_pp2_zero3_zbv.
 
     Characters that are special to a shell or a file system become dashes. Values that can then no longer be
     distinguished, ignoring case, get some digits of a hash. No value contains a `_`, so different combinations have
@@ -142,8 +148,11 @@ def folder_names(chosen: Sequence[Combination]) -> list[str]:
             if lower_case.count(word.lower()) > 1:
                 safe[s] = f"{word}-{hashlib.sha256(s.encode()).hexdigest()[:8]}"
         if len(values) > 1:
-            labels[key] = {s: short_name(key) + word for s, word in safe.items()}
-    names = ["_".join(labels[key][canonical_json(combination[key])] for key in labels) for combination in chosen]
+            part = BRIEF.get(key, short_name(key) + "{}") if brief else short_name(key) + "{}"
+            default = canonical_json(default_of(key)) if brief else None
+            labels[key] = {s: "" if s == default else part.format(word) for s, word in safe.items()}
+    parts = [[labels[key][canonical_json(combination[key])] for key in labels] for combination in chosen]
+    names = ["_".join(filter(None, each)) or "default" * brief * (len(chosen) > 1) for each in parts]
     assert len({name.lower() for name in names}) == len(chosen)
     return names
 

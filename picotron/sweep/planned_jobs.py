@@ -195,22 +195,29 @@ def _fits(config: Config) -> bool:
     return True
 
 
-def table(planned: Sequence[PlannedJob]) -> str:
-    """Format the layout, batch, bubble and memory of each job; memory is that of the rank that needs most."""
+def table(planned: Sequence[PlannedJob], brief: bool = False) -> str:
+    """Format the layout, batch, bubble and memory of each job; memory is that of the rank that needs most.
+
+    Args:
+        brief: whether to omit the layout, which is in the names of `--best`, and the tokens of a step, which are equal.
+    """
     times = ("s/step", "tokens/s", "MFU") if planned[0].forecast is not None else ()
-    rows = [("", "dp pp cp tp", "sequences/step", "tokens/step", "parameters/rank", "bubble", "GiB/rank", *times)]
+    sizes = ("sequences/step",) if brief else ("dp pp cp tp", "sequences/step", "tokens/step")
+    rows: list[tuple[str, ...]] = [("", *sizes, "parameters/rank", "bubble", "GiB/rank", *times)]
+    digits = 1 if min(p.peak for p in planned) > 4 * GIB else 3
     for p in planned:
         layout, training = p.config.distributed, p.config.training
         dp, mbs, steps = layout.dp_size, training.micro_batch_size, training.gradient_accumulation_steps
         heaviest = max(p.memory, key=lambda memory: memory.total)
+        amounts = (heaviest.state, heaviest.total - heaviest.state, heaviest.total)
+        batch = f"{p.config.global_batch_size} = {dp} x {mbs} x {steps}"
+        axes = f"{dp:2} {layout.pp_size:2} {layout.cp_size:2} {layout.tp_size:2}"
         rows.append((
             p.job.name,
-            f"{dp:2} {layout.pp_size:2} {layout.cp_size:2} {layout.tp_size:2}",
-            f"{p.config.global_batch_size} = {dp} x {mbs} x {steps}",
-            f"{p.config.global_batch_size * training.seq_length:,}",
+            *((batch,) if brief else (axes, batch, f"{p.config.global_batch_size * training.seq_length:,}")),
             f"{max(memory.parameters for memory in p.memory):,}",
             f"{p.bubble:.1%}",
-            f"{heaviest.state / GIB:.3f} + {(heaviest.total - heaviest.state) / GIB:.3f} = {heaviest.total / GIB:.3f}",
+            "{} + {} = {}".format(*(f"{amount / GIB:.{digits}f}" for amount in amounts)),
             *(() if p.forecast is None else (
                 f"{p.forecast.step_time:.3f}",
                 f"{p.forecast.tokens_per_second:,.0f}",

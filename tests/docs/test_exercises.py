@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import get_wsd_schedule
 
 from docs.programs import count
 from docs.programs.mistakes import MISTAKES, run_test
@@ -164,13 +165,13 @@ def test_stripes_are_nearly_balanced(cp: int) -> None:
     assert busiest["zigzag"] == 1 < busiest["striped"] < 1.12 < busiest["contiguous"]
 
 
-def test_warmup_stable_decay_has_three_phases() -> None:
-    training = Training(total_train_steps=100, warmup_steps=10, min_lr_ratio=0.1)
-    factor, ours = training_step.warmup_stable_decay(training, 20), learning_rate_factor(training)
-    assert [factor(step) for step in range(11)] == [ours(step) for step in range(11)]
-    assert {factor(step) for step in range(10, 81)} == {1.0}
-    assert factor(90) == pytest.approx(0.55)
-    assert factor(100) == pytest.approx(0.1)
+def test_wsd_with_a_root_equals_that_of_transformers() -> None:
+    training = Training(total_train_steps=100, warmup_steps=10, min_lr_ratio=0.1, lr_scheduler="wsd", decay_steps=20)
+    factor, linear = training_step.wsd_sqrt(training), learning_rate_factor(training)
+    assert [factor(step) for step in range(81)] == [linear(step) for step in range(81)]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    theirs = get_wsd_schedule(optimizer, 10, 20, 100, decay_type="1-sqrt", min_lr_ratio=0.1).lr_lambdas[0]
+    assert_close([factor(step) for step in range(10, 101)], [theirs(step) for step in range(10, 101)], 1e-12)
 
 
 def test_safetensors_rows_and_sizes_are_read(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def measure_rank(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     weights, gradients = model.bytes_held()
     return {
         "rank": pgm.process_group_manager.pp_rank,
-        "parameters": sum(p.numel() for p in parameters),
+        "parameters": weights // dtype.itemsize,
         "weights": weights,
         "gradients": gradients,
         "optimizer": sum(tensor.nbytes for p in parameters for tensor in optimizer.state_of(p).values()),
@@ -166,9 +166,8 @@ def test_estimated_memory_matches_measured_bytes(
     estimates = rank_memory(config, model_config, check_layout(config, model_config))
     for measured in pool.run(measure_rank, config.distributed.world_size, config, model_config):
         estimate = estimates[measured["rank"]]
-        assert estimate.parameters == measured["parameters"]
         padding = 0.001 if config.distributed.dp_engine.startswith("zero") else 0
-        for field in ("weights", "gradients", "optimizer"):
+        for field in ("parameters", "weights", "gradients", "optimizer"):
             assert getattr(estimate, field) == pytest.approx(measured[field], rel=padding, abs=0), field
         assert estimate.activations == pytest.approx(measured["activations"], rel=0.02)
 

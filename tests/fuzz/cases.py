@@ -233,7 +233,7 @@ def draw_training(dice: random.Random) -> dict[str, Any]:
         "training.max_grad_norm": dice.choice((None, 0.1, 1.0)),
         "training.weight_decay": dice.choice((0.0, 0.1)),
         "training.adam_eps": dice.choice((1e-4, 1e-3)),  # larger than rounding errors of gradients that should be 0
-        "training.lr_scheduler": dice.choice(("cosine", "linear", "constant")),
+        "training.lr_scheduler": dice.choice(("cosine", "linear", "constant", "wsd")),
         "training.warmup_steps": dice.choice((0, 0, 1)),
         "training.seed": dice.randrange(100),
         "model.use_fused_adam": dice.random() < 0.5,

@@ -84,10 +84,12 @@ def learning_rate(training: Training, step: int) -> float:
     peak, warmup, low = training.learning_rate, training.warmup_steps, training.min_lr_ratio
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
-    done = (step - warmup) / (training.total_train_steps - warmup)
+    total = training.total_train_steps
+    done = (step - warmup) / (total - warmup)
     decay = {
         "constant": 1.0,
         "linear": 1 - (1 - low) * done,
+        "wsd": low + (1 - low) * min(1.0, (total - step) / training.decay),
         "cosine": low + (1 - low) * (1 + math.cos(math.pi * done)) / 2,
     }
     return peak * decay[training.lr_scheduler]

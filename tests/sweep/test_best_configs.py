@@ -67,6 +67,26 @@ def test_a_gpu_means_bfloat16_and_no_cpu(tmp_path: Path, capsys: pytest.CaptureF
     assert same == times
 
 
+def test_table_of_the_best_layouts_fits_into_120_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names have only what differs and is not the default. With ZeRO-3, a rank holds its slices of the parameters."""
+    words = ["--model_name", "docs/llama-3.1-8b", "--world_size", 64, "--hardware", "H100", "--seq_len", 8192]
+    words += ["--global_batch_size", 512, "--best", 5, "--cp", 1, "--mbs", 1, "--tp", 1, 2, "--pp", 1, 2]
+    create_config.main(["--out_dir", str(tmp_path), "--exp_name", "best", *map(str, words)])
+    names = [
+        "dp64_zero3",
+        "dp32_pp2_zero3_zbv",
+        "dp32_pp2_zero1_zbv",
+        "dp32_pp2_zero3_interleaved-1f1b",
+        "dp32_tp2_zero3_sp",
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    table = [line for line in lines if line.split(" ")[0] in names]
+    assert [line.split()[0] for line in table] == names
+    assert max(map(len, table)) <= 120
+    assert [line.split()[8] for line in table][:2] == [f"{8_030_261_248 // 64:,}", f"{-(-4_322_357_248 // 32):,}"]
+    assert {p.parent.name for p in (tmp_path / "best").glob("*/config.json")} == set(names)
+
+
 def test_configs_for_cpus_run_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     create(tmp_path, "--tp", 1, 2)
     assert capsys.readouterr().out.rstrip().endswith("--local")

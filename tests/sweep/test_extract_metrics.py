@@ -8,6 +8,8 @@ from statistics import fmean, median
 from typing import Any
 
 import pytest
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 
 import extract_metrics
 from picotron.sweep.jobs import Job
@@ -57,12 +59,12 @@ def test_row_of_a_completed_run_summarises_its_steps_after_warm_up(
 ) -> None:
     rates = [10.0, 90.0, 50.0, 101.0, 103.0, 99.0, 1000.0]
     records = [record(i + 1, rate, 9 - i, mfu=0.1 + i / 100) for i, rate in enumerate(rates)]
-    records[3]["eval_loss"] = 6.5
+    records[3] |= {"eval_loss": 6.5, "bits_per_byte": 2.5}
     job(tmp_path / "dp2_tp2", records, "completed")
     assert extract(tmp_path)["dp2_tp2"] == {
         "name": "dp2_tp2", "status": "completed", "dp": "2", "pp": "1", "cp": "1", "tp": "2", "pp_engine": "1f1b",
         "micro_batch_size": "3", "gradient_accumulation_steps": "4", "global_batch_size": "24", "seq_length": "16",
-        "step": "7", "total_train_steps": "9", "final_loss": "3", "eval_loss": "6.5",
+        "step": "7", "total_train_steps": "9", "final_loss": "3", "eval_loss": "6.5", "bits_per_byte": "2.5",
         "mean_tokens_per_second_per_gpu": str(fmean(rates[3:])), "median_tokens_per_second_per_gpu": str(median(rates[3:])),
         "mfu": str(fmean([0.13, 0.14, 0.15, 0.16])), "memory_gb": "1.7", "problem": "",
         "forecast_tokens_per_second_per_gpu": "", "forecast_mfu": "", "forecast_memory_gb": "",
@@ -141,6 +143,30 @@ def test_run_started_by_hand_has_a_row_without_status(tmp_path: Path) -> None:
     for folder in (tmp_path, new_job.folder):
         row = extract(folder)["quickstart"]
         assert (row["status"], row["step"], row["dp"]) == ("", "8", "2")
+
+
+def test_losses_of_layouts_that_compute_the_same_have_one_colour(tmp_path: Path) -> None:
+    """Two runs have the same global batch, a third one another; evaluations are dots."""
+    records = [record(i, 10.0) for i in range(1, 9)]
+    records[3] |= {"eval_loss": 6.5}
+    jobs = [job(tmp_path / f"dp{dp}", records, dp=dp) for dp in (2, 4, 8)]
+    config = json.loads(jobs[1].config_file.read_text())
+    config["training"]["gradient_accumulation_steps"] = 2
+    config["logging"] = {"run_name": "another"}
+    jobs[1].config_file.write_text(json.dumps(config))
+    axes = Figure().add_subplot()
+    extract_metrics.draw_losses([extract_metrics.read_run(each) for each in jobs], axes)
+    wide, dots, narrow, _, other, _ = axes.lines
+    assert [line.get_label() for line in (wide, narrow, other)] == ["dp2", "dp4", "dp8"]
+    assert wide.get_linewidth() > narrow.get_linewidth() == other.get_linewidth()
+    assert wide.get_linestyle() != narrow.get_linestyle()
+    tab10 = colormaps["tab10"].colors
+    assert [tuple(line.get_color()[:3]) for line in (dots, narrow, other)] == [
+        *[pytest.approx(tab10[0])] * 2,
+        pytest.approx(tab10[1]),
+    ]
+    assert (dots.get_xdata(), dots.get_ydata()) == ([4], [6.5])
+    assert axes.get_xlabel() == "step\nline: training; dot: evaluation"
 
 
 def test_forty_runs_can_be_plotted(tmp_path: Path) -> None:
