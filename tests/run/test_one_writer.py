@@ -25,6 +25,17 @@ def wait_until(condition: Callable[[], object], seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
+@pytest.fixture(autouse=True)
+def _signals_act() -> Iterator[None]:
+    """Let signals act in the processes of a test: those of a shell's background job, or of nohup, ignore some."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def start(home: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Function that starts train.py, with the given words before it, and waits for its first step."""
@@ -118,7 +129,6 @@ def test_processes_that_tokenise_end_with_a_run_that_is_killed(
     words = [sys.executable, "train.py", "--config", "template/base_config.json", "--dataset.name", str(data)]
     words += arguments(tmp_path / "run", 1, 1, **MANY_STEPS, **{"dataset.num_proc": 2, "training.max_tokens": 64})
     environment = {**os.environ, "HOME": str(home)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and its children, ignore it
     process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     unfinished = home / ".cache" / "picotron"
