@@ -2,7 +2,7 @@
 
     python -m docs.programs.mistakes data_parallel
 
-The other pages are tensor_parallel, pipeline_parallel, context_parallel, zero and generation.
+The other pages are tensor_parallel, families, pipeline_parallel, context_parallel, zero and generation.
 
 A mistake replaces functions of picotron in the processes that run a test, for the time of this test.
 """
@@ -144,6 +144,12 @@ DP, TP = "picotron.data_parallel", "picotron.tensor_parallel"
 PP, CP = "picotron.pipeline_parallel.pipeline_parallel", "picotron.context_parallel.context_parallel"
 # Tests with their arguments after the pool.
 STEPS_DP = (test_data_parallel.test_ten_steps_equal_one_process, (2, "bucket", 1, False))
+
+
+def own_heads_only(x: Tensor, group: Any) -> Tensor:
+    return x
+
+
 MODEL = "gqa, padded vocabulary"
 GRADIENTS_TP = (test_tensor_parallel.test_loss_logits_and_gradients_equal_transformers, (MODEL, 2, False, False))
 GRADIENTS_PP = (test_pipeline_parallel.test_loss_and_gradients_equal_transformers, ("1f1b", False, {"pp_size": 3}))
@@ -193,6 +199,20 @@ MISTAKES = {
         {"picotron.data_parallel.data_parallel.sum_partial_gradients": leave_partial},
         test_tensor_parallel.test_loss_logits_and_gradients_equal_transformers,
         (MODEL, 2, True, False),
+    ),
+    "head_norms_not_summed": Mistake(
+        "families",
+        "Qwen3: the gradients of the norms inside heads are not summed over the ranks.",
+        {"picotron.data_parallel.data_parallel.sum_partial_gradients": leave_partial},
+        test_tensor_parallel.test_loss_logits_and_gradients_equal_transformers,
+        ("qwen3", 2, False, False),
+    ),
+    "norm_of_own_heads": Mistake(
+        "families",
+        "OLMo 2: each rank normalises its own heads, instead of all heads together.",
+        {"picotron.tensor_parallel.tensor_parallel.mean_over_ranks": own_heads_only},
+        test_tensor_parallel.test_loss_logits_and_gradients_equal_transformers,
+        ("olmo2", 2, False, False),
     ),
     "micro_batches_not_divided": Mistake(
         "pipeline_parallel",

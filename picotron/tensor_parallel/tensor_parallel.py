@@ -48,7 +48,7 @@ from picotron.tensor_parallel.tp_communications import (
     AllGather,
     CopyToRanks,
     GatherFromRanks,
-    ReduceFromRanks,
+    mean_over_ranks,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -183,8 +183,7 @@ class NormOverRanks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(accumulation_dtype(x))
-        mean = wide.square().mean(-1, keepdim=True) / dist.get_world_size(self.group)  # (B, T, 1), partial
-        mean = CopyToRanks.apply(ReduceFromRanks.apply(mean, self.group), self.group)  # each rank uses all of it
+        mean = mean_over_ranks(wide.square().mean(-1, keepdim=True), self.group)  # (B, T, 1)
         return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight
 
 

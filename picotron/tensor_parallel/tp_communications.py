@@ -147,3 +147,9 @@ class ReduceScatter(torch.autograd.Function):
 def sum_over_ranks(partial: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
     """Sum partial (B, T, D) over the ranks: to (B, T, D), or with sequence parallelism to a shard, (B, T/tp, D)."""
     return ReduceScatter.apply(partial, SEQUENCE, group) if sequence_parallel else ReduceFromRanks.apply(partial, group)
+
+
+@torch.compiler.disable
+def mean_over_ranks(x: Tensor, group: Group) -> Tensor:
+    """Compute the mean of the ranks' tensors, which each rank uses in a different computation."""
+    return CopyToRanks.apply(ReduceFromRanks.apply(x / dist.get_world_size(group), group), group)

@@ -13,12 +13,13 @@ from picotron.checkpoint.safetensors_folder import SafetensorsFolder
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.llama import Llama, rope
-from picotron.model.weights import initial_weights, materialise
+from picotron.model.weights import materialise
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from tests.support.oracle import (
     assert_close,
     assert_equals_training,
+    drawn_weights,
     make_config,
     oracle_model,
     oracle_training,
@@ -38,6 +39,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "vocabulary that divides": {"vocab_size": 64, "num_key_value_heads": 4},
     "tied, explicit head_dim": {"tie_word_embeddings": True, "head_dim": 6},
+    "qwen3": {"family": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 2},
+    "olmo2": {"family": "olmo2", "num_attention_heads": 8, "num_key_value_heads": 2},
 }  # fmt: skip
 
 
@@ -48,7 +51,7 @@ def model_of(name: str) -> LlamaConfig:
 def parallel_model(config: LlamaConfig, sequence_parallel: bool, **arguments: Any) -> Llama:
     with torch.device("meta"):
         model = apply_tensor_parallel(Llama(config, **arguments).to(torch.float64), sequence_parallel)
-    materialise(model, CPU, initial_weights(config, 42))
+    materialise(model, CPU, drawn_weights(config, 42))
     return model
 
 
@@ -183,7 +186,7 @@ def bfloat16_gradients(config: LlamaConfig, tp: int, sequence_parallel: bool, ch
     with torch.device("meta"):
         model = Llama(config, checkpoint_activations=checkpointed).to(torch.bfloat16)
         model = apply_tensor_parallel(model, sequence_parallel)
-    materialise(model, CPU, initial_weights(config, 42))
+    materialise(model, CPU, drawn_weights(config, 42))
     wrapped = DataParallelBucket(model)
     ids, targets = batch()
     for i in range(3):
