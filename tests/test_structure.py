@@ -26,6 +26,7 @@ LAYERS = """
     parallelize train_step
     checkpoint check_batches
     batches generation
+    trainer
     explain
     sweep
 """

@@ -32,6 +32,7 @@ picotron/train_step.py
 picotron/optimizer.py
 picotron/batches.py
 picotron/check_batches.py
+picotron/trainer.py
 picotron/data: documents text samples spans tokens cache rows loader
 picotron/checkpoint: checkpoint writer stage_files safetensors_folder host_buffers
 picotron/run: launch run_folder metrics progress

@@ -49,7 +49,7 @@ class CheckpointWriter:
         config, model_config: config of the run and of its model.
         llama: this rank's part of the model.
         optimizer: optimizer of its parameters.
-        tokenizer: folder with the tokenizer's files, used on rank 0.
+        tokenizer: folder with the tokenizer's files, used on rank 0; None: checkpoints have no tokenizer.
         fingerprint: fingerprint of the training data, see `data_fingerprint`.
         wandb_run_id: id of the wandb run, used on rank 0.
         held_out: number of rows at the end of the data that are not trained on.
@@ -61,7 +61,7 @@ class CheckpointWriter:
         model_config: PreTrainedConfig,
         llama: Llama,
         optimizer: AdamW,
-        tokenizer: Path,
+        tokenizer: Path | None,
         fingerprint: str,
         wandb_run_id: str | None = None,
         held_out: int = 0,
@@ -209,20 +209,22 @@ class CheckpointWriter:
         }
 
 
-def model_files(model_config: PreTrainedConfig, dtype: str, tokenizer_folder: Path) -> dict[str, bytes]:
-    """Return the tokenizer's files, and a config.json and a generation_config.json with the special tokens. The first
-    also has the run's dimensions and dtype.
+def model_files(model_config: PreTrainedConfig, dtype: str, tokenizer_folder: Path | None) -> dict[str, bytes]:
+    """Return the tokenizer's files, if there is one, and a config.json and a generation_config.json with the special
+    tokens. The first also has the run's dimensions and dtype.
 
     The model's own end tokens, of which a chat model has several, stay if the tokenizer's end token is one of them. A
     model with another one was trained with this tokenizer's end token only.
     """
-    tokenizer, config = AutoTokenizer.from_pretrained(tokenizer_folder), copy.deepcopy(model_config)
+    config, files = copy.deepcopy(model_config), {}
     config.architectures, config.dtype = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]], dtype
-    config.bos_token_id = tokenizer.bos_token_id
-    if tokenizer.eos_token_id not in end_tokens(config):
-        config.eos_token_id = tokenizer.eos_token_id
-    paths = [path for path in tokenizer_folder.rglob("*") if path.is_file()]  # chat templates may be in a subfolder
-    files = {path.relative_to(tokenizer_folder).as_posix(): path.read_bytes() for path in paths}
+    if tokenizer_folder is not None:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        config.bos_token_id = tokenizer.bos_token_id
+        if tokenizer.eos_token_id not in end_tokens(config):
+            config.eos_token_id = tokenizer.eos_token_id
+        paths = [path for path in tokenizer_folder.rglob("*") if path.is_file()]  # chat templates may be in a subfolder
+        files = {path.relative_to(tokenizer_folder).as_posix(): path.read_bytes() for path in paths}
     files["config.json"] = config.to_json_string().encode()
     files["generation_config.json"] = GenerationConfig.from_model_config(config).to_json_string().encode()
     return files

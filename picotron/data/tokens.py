@@ -101,6 +101,15 @@ def load_tokenizer(config: Config, model_config: PreTrainedConfig, documents: Do
 
         folder = cached("bpe", f"{documents.key} {model_config.vocab_size}", write)
         return check_beside_model(PreTrainedTokenizerFast.from_pretrained(folder), config, model_config)
+    return read_tokenizer(config, model_config)
+
+
+def read_tokenizer(config: Config, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of a run from a folder, or from the hub.
+
+    Raises:
+        UserError: the tokenizer cannot be read, does not fit the model's family, or has more tokens than the model.
+    """
     name = config.model.tokenizer or config.model.name
     if not Path(name).is_dir():
         connect(name)
@@ -140,6 +149,17 @@ def check_beside_model(
             f"model of another family"
         )
     return tokenizer
+
+
+def tokenizer_folder(tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Return a folder in the cache that has the tokenizer's files only."""
+    settings = json.dumps(tokenizer.init_kwargs, default=str, sort_keys=True)
+    return cached("tokenizer", f"{_encoding(tokenizer)} {settings}", lambda new: tokenizer.save_pretrained(new))
+
+
+def _encoding(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a text that differs between tokenizers that encode texts differently."""
+    return tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -260,9 +280,8 @@ def write_tokens(config: Config, model_config: PreTrainedConfig) -> TokenisedDat
             "dataset.mask_documents=true, but the tokenizer has no end-of-sequence token, which ends documents; set it "
             "to false, or choose another model.tokenizer"
         )
-    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     dtype = np.uint16 if model_config.vocab_size <= 2**16 else np.uint32
-    key: tuple[Any, ...] = (VERSION, documents.key, rules, end, dtype.__name__)
+    key: tuple[Any, ...] = (VERSION, documents.key, _encoding(tokenizer), end, dtype.__name__)
     if section.has_samples:
         key += (tokenizer.bos_token_id, tokenizer.chat_template)
 
@@ -271,8 +290,7 @@ def write_tokens(config: Config, model_config: PreTrainedConfig) -> TokenisedDat
         _write_arrays(documents, make_encoder(section.columns, tokenizer, dtype), section.num_proc, folder)
 
     arrays = cached("tokens", repr(key), write)
-    key_of_tokenizer = f"{rules} {json.dumps(tokenizer.init_kwargs, default=str, sort_keys=True)}"
-    return TokenisedData(arrays, cached("tokenizer", key_of_tokenizer, lambda new: tokenizer.save_pretrained(new)), end)
+    return TokenisedData(arrays, tokenizer_folder(tokenizer), end)
 
 
 def load_data(config: Config, model_config: PreTrainedConfig) -> tuple[Text | Samples, Path]:

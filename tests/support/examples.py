@@ -1,0 +1,50 @@
+"""Runs of the programs in examples/, in tests: a model to start from, and their records and weights in any layout."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from picotron.parallelize import unwrap
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.trainer import Data, Trainer
+from tests.support.oracle import our_model, tiny_llama
+from tests.support.samples import write_tokenizer
+from tests.support.training import CPU, all_stages
+
+LAYOUTS: list[dict[str, int]] = [{}, {"dp_size": 2}, {"pp_size": 2}, {"tp_size": 2}, {"cp_size": 2}]
+
+
+def save_model(folder: Path, seed: int = 0, **changes: Any) -> str:
+    """Save a model of 300 tokens in float64 with transformers, and a tokenizer. Returns the name of the folder."""
+    config = tiny_llama(**{"vocab_size": 300, **changes})
+    model = LlamaForCausalLM(config).double()
+    model.load_state_dict(our_model(config, seed=seed).state_dict())
+    model.save_pretrained(folder)
+    return write_tokenizer(folder)
+
+
+def words(layout: dict[str, int], batch: int, **keys: Any) -> list[str]:
+    """Return the command line of a run in float64 with two micro-batches; `training__seed=1` sets training.seed."""
+    sizes = {"dp_size": 1, "pp_size": 1, "tp_size": 1, "cp_size": 1} | layout
+    keys = {f"distributed__{key}": value for key, value in sizes.items()} | keys
+    keys |= {"training__micro_batch_size": batch // (2 * sizes["dp_size"]), "training__gradient_accumulation_steps": 2}
+    keys |= {"model__dtype": "float64"}
+    return [word for key, value in keys.items() for word in (f"--{key.replace('__', '.')}", str(value))]
+
+
+def make_trainer(config: Any, data: Data, frozen: Callable[[str], bool] = lambda name: False) -> Trainer:
+    """Return a Trainer in the process group of a pool."""
+    layout = config.distributed
+    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    Path(config.checkpoint.save_dir).mkdir(exist_ok=True)
+    return Trainer(config, CPU, data, frozen)
+
+
+def results(trainer: Trainer) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Return the records of a run, and the full weights at its end."""
+    lines = Path(trainer.config.checkpoint.save_dir, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], all_stages(unwrap(trainer.model), "data")

@@ -1,0 +1,102 @@
+"""set_up: a loop of one's own trains as train.py does, resumes, freezes parameters and stops."""
+
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from picotron.batches import cross_entropy
+from picotron.config import Config
+from picotron.console import UserError
+from picotron.data.loader import epoch_order
+from picotron.run.launch import StopSignals
+from picotron.trainer import Data, check_used
+from tests.support.examples import make_trainer, results
+from tests.support.oracle import assert_close, make_config, oracle_training, random_rows, random_tokens, tiny_llama
+from tests.support.worker_pool import WorkerPool
+
+
+def config_of(folder: Path, **keys: Any) -> Config:
+    """Return the config of four steps of a model without a tokenizer."""
+    tiny_llama().save_pretrained(folder / "model")
+    keys = {"training__total_train_steps": 4, "training__warmup_steps": 2, **keys}
+    return make_config(model__name=str(folder / "model"), checkpoint__save_dir=str(folder / "run"), **keys)
+
+
+def train(config: Config) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    trainer = make_trainer(config, Data("", None, random_rows(config)))
+    for _ in trainer.steps():
+        trainer.log(trainer.train(trainer.next_batches()))
+    return results(trainer)
+
+
+def test_losses_and_weights_are_those_of_transformers_also_after_a_resume(pool: WorkerPool, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"dataset__shuffle": False, "checkpoint__save_frequency": 2}
+    half = config_of(tmp_path, distributed__dp_size=2, training__max_tokens=2 * 4 * 16, **keys)
+    assert len(pool.run(train, 2, half)[0][0]) == 2
+    layout = {"distributed__tp_size": 2, "training__micro_batch_size": 4}
+    config = config_of(tmp_path, **layout, **keys, checkpoint__load_path="latest")
+    records, weights = pool.run(train, 2, config)[0]
+    expected = oracle_training(config, tiny_llama(), random_tokens())
+    assert_close([record["loss"] for record in records], expected["losses"])
+    assert_close([record["grad_norm"] for record in records], expected["grad_norms"])
+    for name, weight in expected["weights"].items():
+        assert_close(weights[name], weight, what=name)
+
+
+def freeze_and_stop(config: Config) -> None:
+    trainer = make_trainer(config, Data(), lambda name: "lm_head" not in name)
+    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    batch = {"input_ids": torch.arange(32).view(2, 16), "target_ids": torch.arange(1, 33).view(2, 16)}
+    for step in trainer.steps():
+        record = trainer.train(trainer.split(batch), cross_entropy)
+        assert record["step"] == step + 1
+        StopSignals.received = signal.SIGTERM if step == 1 else 0
+    changed = [name for name, parameter in trainer.model.named_parameters() if not parameter.equal(before[name])]
+    assert [name.split(".")[-2] for name in changed] == ["lm_head"]
+    assert (trainer.stop, trainer.progress.step) == (signal.SIGTERM, 2)
+    StopSignals.received = 0
+
+    def nan(head: Any, x: Tensor, batch: Any) -> Tensor:
+        return cross_entropy(head, x, batch) * math.nan
+
+    with pytest.raises(UserError, match=r"step 3: loss is nan; try a lower learning_rate than 0\.01"):
+        trainer.train(trainer.split(batch), nan)
+
+
+def test_frozen_parameters_stay_and_a_signal_ends_the_loop_with_a_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(freeze_and_stop, 1, config_of(tmp_path, training__lr_scheduler="constant", training__warmup_steps=0))
+    assert (tmp_path / "run" / "step_00000002" / "model.safetensors").exists()
+    assert not (tmp_path / "run" / "step_00000002" / "tokenizer.json").exists()
+
+
+def numbers_of_samples(config: Config) -> list[list[int]]:
+    trainer, found = make_trainer(config, Data()), []
+    for _ in range(4):
+        found.append(trainer.next_samples(5, rows=2))
+        trainer.progress = trainer.progress.after_step(config)
+    return found
+
+
+def test_each_sample_occurs_once_in_an_epoch(pool: WorkerPool, tmp_path: Path) -> None:
+    (found,) = pool.run(numbers_of_samples, 1, config_of(tmp_path, training__micro_batch_size=8))
+    assert [len(numbers) for numbers in found] == [4] * 4
+    expected = [int(i) for epoch in range(4) for i in epoch_order(5, 42, epoch)]
+    assert [number for numbers in found for number in numbers] == expected[:16]
+
+
+def test_keys_without_an_effect_are_reported_together() -> None:
+    with pytest.raises(UserError) as error:
+        check_used(
+            make_config(training__eval_frequency=5, training__eval_steps=2, logging__use_wandb=True),
+            "training.eval_steps",
+        )
+    assert str(error.value).splitlines() == [
+        "2 problems:",
+        "  - training.eval_frequency=5 has no effect in this program; remove it",
+        "  - logging.use_wandb=True has no effect in this program; remove it",
+    ]
