@@ -1,0 +1,183 @@
+"""examples/dpo.py: loss and weights are those of the paper's formula with transformers' model, in every layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from examples.dpo import batch_of, learn, read_config, read_pairs
+from picotron.config import Config
+from picotron.console import UserError
+from picotron.data.tokens import tokenizer_folder
+from picotron.trainer import Data, fingerprint
+from tests.support.chat_templates import CHATML
+from tests.support.examples import LAYOUTS, make_trainer, results, save_model, words
+from tests.support.oracle import assert_close, with_exact_norms
+from tests.support.samples import messages, with_template, write_jsonl
+from tests.support.training import layout_name
+from tests.support.worker_pool import WorkerPool
+
+BETA, LENGTH = 0.3, 24
+PAIRS = [
+    {"prompt": "What is 2 + 2?", "chosen": " It is 4.", "rejected": " It is 2 + 2, is it?"},
+    {"prompt": "def f(x):\n", "chosen": "    return x + 1\n", "rejected": "    x\n"},
+    {"prompt": "def g(x):\n", "chosen": "    return x", "rejected": " user user user"},
+    {"prompt": "What is it?", "chosen": " It", "rejected": ""},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a model and with pairs: one global batch."""
+    folder = tmp_path_factory.mktemp("dpo")
+    save_model(folder / "model")
+    write_jsonl(folder / "pairs.jsonl", PAIRS)
+    return folder
+
+
+def config_of(folder: Path, save_dir: Path, layout: dict[str, int], steps: int = 3, **keys: Any) -> Config:
+    keys = {"dataset__name": folder / "pairs.jsonl", "model__name": folder / "model", **keys}
+    keys |= {"training__warmup_steps": 0, "training__lr_scheduler": "constant"}
+    keys |= {"checkpoint__save_dir": save_dir, "training__seq_length": LENGTH, "training__total_train_steps": steps}
+    config, beta = read_config([*words(layout, 2 * len(PAIRS), **keys), "--beta", str(BETA)])
+    assert beta == BETA
+    return config
+
+
+def train(config: Config) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    tokenizer = AutoTokenizer.from_pretrained(config.model.name)
+    pairs = read_pairs(config, tokenizer)
+    trainer = make_trainer(config, Data(fingerprint(config, pairs), tokenizer_folder(tokenizer)))
+    learn(trainer, pairs, BETA)
+    return results(trainer)
+
+
+def log_prob(model: LlamaForCausalLM, tokenizer: Any, prompt: str, answer: str) -> Tensor:
+    """Return the log-probability of an answer with its end token: one text, one model, no padding."""
+    text = tokenizer(prompt + answer, return_offsets_mapping=True)
+    ids = torch.tensor([*text["input_ids"], tokenizer.eos_token_id])
+    first = sum(end <= len(prompt) for _, end in text["offset_mapping"])
+    log_probs = model(ids[None, :-1]).logits[0].log_softmax(-1)
+    return log_probs[range(first - 1, len(ids) - 1), ids[first:]].sum()
+
+
+def expected(config: Config) -> tuple[list[float], dict[str, Tensor]]:
+    """Train with transformers' model, torch's AdamW and equation 7 of the paper. Returns losses and weights."""
+    model, reference = (
+        with_exact_norms(LlamaForCausalLM.from_pretrained(config.model.name, dtype=torch.float64)) for _ in range(2)
+    )
+    tokenizer, training = AutoTokenizer.from_pretrained(config.model.name), config.training
+    optimizer = torch.optim.AdamW(
+        model.parameters(), training.learning_rate, (training.adam_beta1, training.adam_beta2), training.adam_eps, 0.0
+    )
+    losses = []
+    for _ in range(training.total_train_steps):
+        terms = []
+        for pair in PAIRS:
+            gains = [
+                log_prob(model, tokenizer, pair["prompt"], pair[answer])
+                - log_prob(reference, tokenizer, pair["prompt"], pair[answer]).detach()
+                for answer in ("chosen", "rejected")
+            ]
+            terms.append(-F.logsigmoid(BETA * gains[0] - BETA * gains[1]))
+        loss = torch.stack(terms).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def of_transformers(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    return expected(config_of(folder, folder, {}))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+def test_losses_and_weights_are_those_of_the_paper_with_transformers(
+    pool: WorkerPool, folder: Path, tmp_path: Path, layout: dict[str, int], of_transformers: Any
+) -> None:
+    config = config_of(folder, tmp_path / "run", layout, checkpoint__save_frequency=3)
+    records, weights = pool.run(train, config.distributed.world_size, config)[0]
+    losses, expected_weights = of_transformers
+    assert_close([record["loss"] for record in records], losses)
+    assert losses[-1] < losses[0]
+    assert records[0]["margin"] == 0
+    assert records[2]["accuracy"] > 0.5
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "run" / "step_00000003", dtype=torch.float64)
+    for name, weight in expected_weights.items():
+        assert_close(weights[name], weight, what=name)
+        assert torch.equal(saved.state_dict()[name], weights[name])
+
+
+def test_a_resumed_run_continues_with_the_same_reference_and_pairs(
+    pool: WorkerPool, folder: Path, tmp_path: Path
+) -> None:
+    def config(name: str, **keys: Any) -> Config:
+        return config_of(
+            folder, tmp_path / name, {}, 4, training__micro_batch_size=2, checkpoint__save_frequency=2, **keys
+        )
+
+    whole = pool.run(train, 1, config("whole"))[0]
+    half = config("half", training__max_tokens=2 * 8 * LENGTH)
+    assert len(pool.run(train, 1, half)[0][0]) == 2
+    records, weights = pool.run(train, 1, config("half", checkpoint__load_path="latest"))[0]
+    assert records == whole[0]
+    assert all(torch.equal(weights[name], weight) for name, weight in whole[1].items())
+
+
+def test_conversations_count_the_last_turn_only(folder: Path, tmp_path: Path) -> None:
+    save_model(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(with_template(str(tmp_path), CHATML))
+    prompt = messages([("user", "What is 2 + 2?"), ("assistant", "It is 4."), ("user", "user?")])
+    chosen, rejected = messages([("assistant", "is")]), messages([("assistant", "What")])
+    path = write_jsonl(tmp_path / "chats.jsonl", [{"prompt": prompt, "chosen": chosen, "rejected": rejected}])
+    config = config_of(folder, tmp_path, {}, dataset__name=path)
+    config = config.model_copy(update={"training": config.training.model_copy(update={"seq_length": 120})})
+    batch = batch_of(read_pairs(config, tokenizer), 120)
+    before = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    for row, answer in enumerate((chosen, rejected)):
+        text = tokenizer.apply_chat_template(prompt + answer, tokenize=False)
+        inputs, targets = batch["input_ids"][row], batch["target_ids"][row]
+        ids = tokenizer(text)["input_ids"]
+        assert inputs[: len(ids) - 1].tolist() == ids[:-1]
+        assert tokenizer.decode(targets[targets != -100]) == text.removeprefix(before)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"training__micro_batch_size": 3}, "training.micro_batch_size=3 is odd"),
+        ({"model__pretrained": "false"}, "model.pretrained=false, but DPO starts from a trained model"),
+        ({"training__eval_frequency": 2}, "training.eval_frequency=2 has no effect in this program"),
+    ],
+)
+def test_mistakes_in_the_config(keys: dict[str, Any], message: str) -> None:
+    arguments = [word for key, value in keys.items() for word in (f"--{key.replace('__', '.')}", str(value))]
+    with pytest.raises(UserError, match=message):
+        read_config(arguments)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "line 1: there should be a prompt, chosen and rejected: three texts, or"),
+        ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "three texts, or three lists of messages"),
+        (
+            {"prompt": "a" * 999, "chosen": "b", "rejected": "c"},
+            "none of the 1 pairs in .* fits into training.seq_length=24",
+        ),
+        ([1], "there should be a prompt"),
+    ],
+)
+def test_mistakes_in_the_pairs(folder: Path, tmp_path: Path, record: Any, message: str) -> None:
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(record) + "\n")
+    config = config_of(folder, tmp_path, {}, dataset__name=tmp_path / "pairs.jsonl")
+    with pytest.raises(UserError, match=message):
+        read_pairs(config, AutoTokenizer.from_pretrained(folder / "model"))
