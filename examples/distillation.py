@@ -1,0 +1,79 @@
+"""Train a small model to predict as a large one:  torchrun --nproc_per_node 2 -m examples.distillation --teacher DIR
+
+The loss is the mean over tokens of the Kullback-Leibler divergence between the teacher's and the student's predictions,
+both at a temperature, times its square (Hinton et al. 2015, arXiv:1503.02531). Data and model are those of the config,
+examples/distillation.json, and all options of train.py can be given. Both models have the same tokenizer and layout.
+"""
+
+import functools
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from picotron import process_group_manager as pgm
+from picotron.batches import Batch
+from picotron.collectives import all_reduce
+from picotron.command_line import load_config
+from picotron.config import Config
+from picotron.console import Parser, UserError, number
+from picotron.parallelize import check_run
+from picotron.run.launch import exit_on_error, set_up_logging
+from picotron.tensor_parallel.tp_communications import sum_over_ranks
+from picotron.trainer import FrozenModel, Trainer, set_up
+
+
+def divergence(head: Any, x: Tensor, batch: Batch, temperature: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the sum of the losses of all counted tokens, and their number.
+
+    No rank holds all logits of a token: the tp ranks sum the terms of their shards of the vocabulary. The denominators
+    of the two softmaxes are outside of this sum: inside, a rank would pass back only its own part of their gradients.
+    """
+    group = pgm.process_group_manager.tp_group
+
+    def log_denominator(logits: Tensor) -> Tensor:
+        top = logits.detach().amax(-1)  # keeps the exponentials small
+        all_reduce(top, group, dist.ReduceOp.MAX)
+        return sum_over_ranks((logits - top[..., None]).exp().sum(-1), group, False).log() + top
+
+    teacher, student = (each / temperature for each in (batch["teacher"], head.local_logits(x)))  # (B, T/cp, V/tp)
+    of_teacher, of_student = log_denominator(teacher), log_denominator(student)  # (B, T/cp)
+    probabilities = (teacher - of_teacher[..., None]).exp()
+    difference = sum_over_ranks((probabilities * (teacher - student)).sum(-1), group, False)
+    losses = (difference + of_student - of_teacher) * temperature**2
+    counted = batch.get("target_weights", torch.ones_like(losses)) > 0  # not prompts
+    return (losses * counted).sum(), counted.sum(), {}
+
+
+def learn(trainer: Trainer, folder: str, temperature: float) -> None:
+    teacher = FrozenModel(trainer.config, folder, trainer.device)
+    sizes = [each.vocab_size for each in (teacher.model_config, trainer.model_config)]
+    if sizes[0] != sizes[1]:
+        raise UserError(f"the teacher has {sizes[0]} tokens, but the student {sizes[1]}; use models with one tokenizer")
+    loss_fn = functools.partial(divergence, temperature=temperature)
+    for _ in trainer.steps():
+        batches = teacher.add_to(trainer.next_batches(), "teacher", lambda head, x, batch: head.local_logits(x))
+        trainer.log(trainer.train(batches, loss_fn))
+
+
+def read_config(arguments: list[str]) -> tuple[Config, str, float]:
+    """Return the config of a command line, the folder of the teacher and the temperature."""
+    parser = Parser(description="Train with a teacher. All options of train.py can be given, too.", allow_abbrev=False)
+    parser.add_argument("--teacher", required=True, help="folder or hub id of the teacher")
+    parser.add_argument("--temperature", type=number(float, 1e-3), default=2.0, help="divisor of the logits [2.0]")
+    options, others = parser.parse_known_args(arguments)
+    config = load_config(["--config", "examples/distillation.json", *others], check_run)
+    return config, options.teacher, options.temperature
+
+
+def main() -> None:
+    set_up_logging()
+    config, teacher, temperature = read_config(sys.argv[1:])
+    with set_up(config) as trainer:
+        learn(trainer, teacher, temperature)
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

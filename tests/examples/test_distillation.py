@@ -1,0 +1,76 @@
+"""examples/distillation.py: loss and weights are those of transformers' models and torch's divergence."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from examples.distillation import learn, read_config
+from picotron.config import Config
+from picotron.console import UserError
+from picotron.data.rows import TextRows
+from picotron.trainer import Data
+from tests.support.examples import make_trainer, results, save_model, words
+from tests.support.oracle import assert_close, with_exact_norms
+from tests.support.training import layout_name
+from tests.support.worker_pool import WorkerPool
+
+ROWS, LENGTH, TEMPERATURE = 8, 16, 3.0
+
+
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(300, size=ROWS * LENGTH + 1).astype(np.uint16)
+
+
+def train(config: Config, teacher: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    trainer = make_trainer(config, Data("", None, TextRows(tokens(), LENGTH)))
+    learn(trainer, teacher, TEMPERATURE)
+    return results(trainer)
+
+
+def config_of(folder: Path, layout: dict[str, int]) -> Config:
+    keys = {"checkpoint__save_dir": folder / "run", "training__seq_length": LENGTH, "training__total_train_steps": 2}
+    keys |= {"training__warmup_steps": 0, "training__weight_decay": 0, "training__lr_scheduler": "constant"}
+    keys |= {"model__pretrained": "true", "model__num_hidden_layers": "null", "model__name": folder / "student"}
+    config, _, _ = read_config(["--teacher", "none", *words(layout, ROWS, **keys)])
+    return config
+
+
+@pytest.mark.parametrize("layout", [{"pp_size": 2}, {"tp_size": 2, "cp_size": 2}], ids=layout_name)
+def test_losses_and_weights_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, layout: dict[str, int]) -> None:
+    save_model(tmp_path / "teacher", seed=1, num_hidden_layers=4, hidden_size=48)
+    save_model(tmp_path / "student")
+    config = config_of(tmp_path, layout)
+    records, weights = pool.run(train, config.distributed.world_size, config, str(tmp_path / "teacher"))[0]
+
+    student, teacher = (
+        with_exact_norms(LlamaForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64))
+        for name in ("student", "teacher")
+    )
+    optimizer = torch.optim.AdamW(student.parameters(), config.training.learning_rate, (0.9, 0.95), weight_decay=0.0)
+    ids = torch.from_numpy(tokens()[:-1].astype(np.int64)).view(ROWS, LENGTH)
+    for record in records:
+        ours, theirs = ((model(ids).logits / TEMPERATURE).log_softmax(-1).flatten(0, 1) for model in (student, teacher))
+        loss = F.kl_div(ours, theirs.detach(), reduction="batchmean", log_target=True) * TEMPERATURE**2
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_close(record["loss"], loss.item())
+    for name, parameter in student.named_parameters():
+        assert_close(weights[name], parameter.detach(), what=name)
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    save_model(tmp_path / "student")
+    save_model(tmp_path / "teacher", vocab_size=301)
+    pool.run(refused, 1, config_of(tmp_path, {}), str(tmp_path / "teacher"))
+
+
+def refused(config: Config, teacher: str) -> None:
+    with pytest.raises(UserError, match="the teacher has 301 tokens, but the student 300"):
+        train(config, teacher)
