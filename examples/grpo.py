@@ -1,75 +1,88 @@
 """Reinforcement learning in a page:  torchrun --nproc_per_node 4 -m examples.grpo
 
-A question is a few opening brackets, such as `( [ <`, and the answer closes them: `> ] )` and the end token. Nobody
-shows the model an answer. It tries, a program computes the reward, and samples with a higher reward than others of the
-same question become likelier: Group Relative Policy Optimization (GRPO, Shao et al. 2024, arXiv:2402.03300), with two
-changes of DAPO (Yu et al. 2025, arXiv:2503.14476): there is no penalty for the distance to a reference model, and the
-loss is the mean over all drawn tokens of a batch, so that each token of a long answer counts as much as one of a short
-answer. (GRPO takes the mean over the tokens of each answer first, and then over the answers.)
+Nobody shows the model an answer. It tries, a program computes the reward, and samples with a higher reward than others
+of the same prompt become likelier: Group Relative Policy Optimization (GRPO, Shao et al. 2024, arXiv:2402.03300), with
+two changes of DAPO (Yu et al. 2025, arXiv:2503.14476): there is no penalty for the distance to a reference model, and
+the loss is the mean over all drawn tokens of a batch, so that each token of a long answer counts as much as one of a
+short answer. (GRPO takes the mean over the tokens of each answer first, and then over the answers.)
 
-The weights that learn also generate, in the layout of examples/grpo.json, dp 2 x pp 2, or in any other.
+The weights that learn also generate, in the layout of examples/grpo.json, dp 2 x pp 2, or in any other. The default is
+a toy task, examples/brackets. For your own model, prompts and reward:
+
+    torchrun --nproc_per_node 4 -m examples.grpo --model.name DIR --model.pretrained true --training.seq_length 512 \\
+        --dataset.name prompts.jsonl --reward my_rewards.py:brevity
+
+A line of the file has a "prompt", a text or a list of messages, and anything else that the reward needs. The reward is
+a function of these keys and of the completion, such as `def brevity(prompt, completion): return -len(completion)`.
 """
 
-import itertools
-import json
-import os
-import random
+import argparse
+import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import PreTrainedTokenizerBase
 
-from picotron.batches import split_batch, train_batch
-from picotron.check_batches import Batch
+from picotron.batches import Batch
 from picotron.command_line import load_config
 from picotron.config import Config
-from picotron.console import UserError, print_line
+from picotron.console import Parser, UserError, number
+from picotron.data.documents import load_documents
+from picotron.data.tokens import convert, read_tokenizer, tokenizer_folder
 from picotron.generation.rotation import Completion, generate
 from picotron.generation.sampling import Sampling
-from picotron.model.weights import initial_weights
-from picotron.optimizer import AdamW, make_scheduler, update_weights
-from picotron.parallelize import build_model, check_layout
-from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.launch import check_world_size, exit_on_error, init_process_group, set_up_device
-from picotron.run.run_folder import claim_save_dir, user_error_on_failure
-from picotron.train_step import make_train_step
+from picotron.model.model_config import end_tokens
+from picotron.parallelize import check_run
+from picotron.run.launch import exit_on_error, set_up_logging
+from picotron.trainer import Data, Trainer, check_used, fingerprint, set_up
 
-CONFIG = "examples/grpo.json"
-USED = """
-    distributed environment checkpoint.save_dir model.dtype model.use_flash_attention model.use_fused_adam training.seed
-    training.learning_rate training.lr_scheduler training.warmup_steps training.min_lr_ratio training.weight_decay
-    training.adam_beta1 training.adam_beta2 training.adam_eps training.max_grad_norm training.total_train_steps
-    training.seq_length training.micro_batch_size training.gradient_accumulation_steps
-    training.activation_checkpointing training.compile
-"""  # sections and keys of the config; the others have no effect
-END, CLOSING = 0, {1: 4, 2: 5, 3: 6}  # tokens: the end, and the closing bracket of each opening one
-DEPTH, QUESTIONS, SAMPLES, UPDATES = 3, 16, 16, 2  # most brackets; per round: questions, samples of each, updates
+REWARD = "examples/brackets/rewards.py:correct"
 CLIP = 0.2
-MODEL = LlamaConfig(
-    vocab_size=7, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=16, initializer_range=0.06, pad_token_id=None,
-)  # fmt: skip
-ALL_QUESTIONS = [list(each) for depth in range(1, DEPTH + 1) for each in itertools.product(CLOSING, repeat=depth)]
 
 
-def reward(question: list[int], tokens: list[int]) -> float:
-    """Return the fraction of the answer that is correct before the first mistake."""
-    answer = [CLOSING[bracket] for bracket in reversed(question)] + [END]
-    pairs = itertools.zip_longest(answer, tokens)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) / len(answer)
+class Prompt(NamedTuple):
+    """A line of the file, and the tokens of its prompt."""
+
+    record: dict[str, Any]
+    tokens: list[int]
 
 
-def rows_of(prompts: list[list[int]], completions: list[Completion], advantages: Tensor, length: int) -> Batch:
+class Task(NamedTuple):
+    """What to learn, and how: `samples` completions of each prompt, and `updates` optimizer steps with them."""
+
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    tokenizer: PreTrainedTokenizerBase
+    reward: Callable[..., float]
+    samples: int
+    updates: int
+
+    def rewards(self, prompts: list[Prompt], completions: list[Completion]) -> Tensor:
+        """Compute the rewards of completions, without their end tokens."""
+
+        def text(tokens: list[int]) -> str:
+            decoded: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            return decoded
+
+        answers = [
+            # Alone, some tokenizers decode a completion without its first space.
+            text(prompt.tokens + completion.tokens)[len(text(prompt.tokens)) :]
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        numbers = [self.reward(**each.record, completion=answer) for each, answer in zip(prompts, answers, strict=True)]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+
+def rows_of(prompts: list[Prompt], completions: list[Completion], advantages: Tensor, length: int) -> Batch:
     """Return a row for each sample: its tokens, which of them were drawn, and with which log-probabilities."""
     integers, numbers = torch.zeros(2, len(prompts), length, dtype=torch.int64), torch.zeros(2, len(prompts), length)
     (ids, targets), (drawn, log_probs) = integers, numbers.double()
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        text, first = prompt + completion.tokens, len(prompt) - 1
+        text, first = prompt.tokens + completion.tokens, len(prompt.tokens) - 1
         ids[row, : len(text) - 1], targets[row, : len(text) - 1] = torch.tensor(text[:-1]), torch.tensor(text[1:])
         drawn[row, first : len(text) - 1] = 1
         log_probs[row, first : len(text) - 1] = torch.tensor(completion.log_probs, dtype=torch.float64)
@@ -88,88 +101,111 @@ def clipped_ratio(head: Any, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, d
     return -(gain * drawn).sum(), drawn.sum(), {"change": ((ratio - 1).abs() * drawn).sum()}
 
 
-def check_config(config: Config) -> None:
-    """Raise a UserError for each key that has no effect here, or does not fit the batch of a round."""
-    ours, rows, length = load_config(["--config", CONFIG]), QUESTIONS * SAMPLES, 2 * DEPTH + 1
-    problems = [
-        f"{section}.{key}={value!r} has no effect in examples/grpo.py; remove it"
-        for section, keys in config.model_dump().items()
-        for key, value in keys.items()
-        if value != ours.model_dump()[section][key] and not {section, f"{section}.{key}"} & {*USED.split()}
-    ]
-    steps, found = config.training.total_train_steps, config.global_batch_size
-    if steps % UPDATES:
-        problems.append(f"total_train_steps={steps} should be a multiple of {UPDATES}, the updates of a round")
-    if found != rows:
-        text = "dp_size x micro_batch_size x gradient_accumulation_steps"
-        problems.append(f"{text} is {found}, but should be {rows}, the samples of a round; change one of them")
-    if config.training.seq_length < length:
-        problems.append(
-            f"training.seq_length={config.training.seq_length} should be at least {length}, for all brackets"
-        )
+def learn(trainer: Trainer, task: Task) -> None:
+    """Train. The record of a round has the mean reward of the samples, the share that ended, the mean change of the
+    ratio in each update, and every `eval_frequency` steps the mean reward of the likeliest answers to held-out prompts.
+    """
+    training, stage = trainer.config.training, trainer.stage
+    new_tokens = training.seq_length + 1 - max(len(prompt.tokens) for prompt in task.prompts + task.held_out)
+    ends = tuple(end_tokens(trainer.model_config))
+    sampling = Sampling(new_tokens, temperature=1.0, seed=training.seed, ends=ends)
+    for step in trainer.steps():
+        numbers = trainer.next_samples(len(task.prompts), task.samples, task.updates)
+        prompts = [task.prompts[i] for i in numbers for _ in range(task.samples)]
+        completions = generate(stage, [prompt.tokens for prompt in prompts], sampling, first=step * len(prompts))
+        rewards = task.rewards(prompts, completions).view(-1, task.samples)
+        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        batches = trainer.split(rows_of(prompts, completions, advantages.flatten(), training.seq_length))
+        record: dict[str, float] = {}
+        for update in range(task.updates):
+            record |= trainer.train(batches, clipped_ratio)
+            record[f"change {update}"] = record.pop("change")
+        record["reward"] = rewards.mean().item()
+        record["ended"] = sum(completion.tokens[-1] in ends for completion in completions) / len(completions)
+        if task.held_out and record["step"] % training.eval_frequency == 0:
+            answers = generate(stage, [prompt.tokens for prompt in task.held_out], Sampling(new_tokens, ends=ends))
+            record["evaluation"] = task.rewards(task.held_out, answers).mean().item()
+        trainer.log(record)
+
+
+def load_reward(name: str) -> Callable[..., float]:
+    """Load a function of a Python file, named FILE.py:FUNCTION."""
+    path, _, function = name.rpartition(":")
+    if not Path(path).is_file():
+        raise UserError(f"--reward {name}: there is no file {path!r}; use FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location("reward", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(found := getattr(module, function, None)):
+        raise UserError(f"--reward {name}: {path} has no function {function!r}; choose another name")
+    return found
+
+
+def read_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Read the prompts, and check that each leaves room for an answer."""
+
+    def encode(record: Any) -> Iterator[Prompt]:
+        prompt = record.get("prompt") if isinstance(record, dict) else None
+        if not prompt or not isinstance(prompt, str | list):
+            raise UserError('there should be a "prompt", a text or a list of messages')
+        is_text = isinstance(prompt, str)
+        text = prompt if is_text else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer(text, add_special_tokens=is_text)["input_ids"]
+        if len(tokens) > (length := config.training.seq_length):
+            raise UserError(
+                f"the prompt has {len(tokens)} tokens, but training.seq_length={length}; use a longer seq_length"
+            )
+        yield Prompt(record, tokens)
+
+    return [each for record in load_documents(config.dataset).records() for each in convert(record, encode)]
+
+
+def read_config(arguments: list[str]) -> tuple[Config, argparse.Namespace]:
+    """Return the config and the options of a command line."""
+    parser = Parser(description="Train by a reward. All options of train.py can be given, too.", allow_abbrev=False)
+    parser.add_argument("--reward", default=REWARD, help=f"FILE.py:FUNCTION of (prompt, completion, ...) [{REWARD}]")
+    parser.add_argument("--samples", type=number(int, 2), default=16, help="completions of each prompt [16]")
+    parser.add_argument("--updates", type=number(int, 1), default=2, help="optimizer steps with the same samples [2]")
+    options, others = parser.parse_known_args(arguments)
+    config = load_config(["--config", "examples/grpo.json", *others], check_run)
+    check_used(config, "training.eval_frequency training.eval_steps")
+    training, batch, problems = config.training, config.global_batch_size, []
+    steps = {"total_train_steps": training.total_train_steps, "eval_frequency": training.eval_frequency}
+    steps["save_frequency"] = config.checkpoint.save_frequency
+    for key, count in steps.items():
+        if count % options.updates:
+            problems.append(f"{key}={count} should be a multiple of --updates {options.updates}; change one of them")
+    if batch % options.samples:
+        text = f"dp_size x micro_batch_size x gradient_accumulation_steps is {batch}"
+        problems.append(f"{text}, but should be a multiple of --samples {options.samples}; change one of them")
     if problems:
         raise UserError(*problems)
+    return config, options
 
 
-def evaluate(stage: Any) -> dict[str, float]:
-    """Compute the reward of the likeliest answers to all questions, and the fraction that is solved."""
-    answers = generate(stage, ALL_QUESTIONS, Sampling(DEPTH + 2, ends=(END,)))
-    rewards = [reward(question, each.tokens) for question, each in zip(ALL_QUESTIONS, answers, strict=True)]
-    return {"evaluation": sum(rewards) / len(rewards), "solved": rewards.count(1.0) / len(rewards)}
-
-
-def learn(config: Config, device: torch.device) -> Iterator[dict[str, float]]:
-    """Train, and yield a record of each round, which draws samples and takes UPDATES steps with them: the mean reward
-    of the samples, and the mean change of the ratio in each update. Every 10th record, and the last one, also has the
-    results of an evaluation before the round.
-    """
-    layout, training, dtype = config.distributed, config.training, getattr(torch, config.model.dtype)
-    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    plan = check_layout(config, MODEL)
-    model = build_model(config, MODEL, plan, device, dtype, initial_weights(MODEL, training.seed))
-    stage: Any = model.module
-    optimizer = AdamW(model.parameters(), training, config.model.use_fused_adam)
-    scheduler = make_scheduler(optimizer, training)
-    take_step = make_train_step(config, MODEL, plan, device, dtype)
-    sampling = Sampling(DEPTH + 2, temperature=1.0, seed=training.seed, ends=(END,))
-    for step in range(0, training.total_train_steps, UPDATES):
-        record: dict[str, float] = {"step": step}
-        if step % (10 * UPDATES) == 0:
-            record |= evaluate(stage)
-        dice = random.Random(f"questions {training.seed} {step}")  # the same questions on every rank
-        questions = [dice.choices(list(CLOSING), k=dice.randint(1, DEPTH)) for _ in range(QUESTIONS)]
-        prompts = [question for question in questions for _ in range(SAMPLES)]
-        completions = generate(stage, prompts, sampling, first=step * len(prompts))
-        rewards = [reward(prompt, completion.tokens) for prompt, completion in zip(prompts, completions, strict=True)]
-        of_question = torch.tensor(rewards, dtype=torch.float64).view(QUESTIONS, SAMPLES)
-        deviation, spread = of_question - of_question.mean(1, keepdim=True), of_question.std(1, keepdim=True)
-        batch = rows_of(prompts, completions, (deviation / (spread + 1e-4)).flatten(), training.seq_length)
-        batches = split_batch(batch, training.gradient_accumulation_steps, layout.cp_sharding)
-        record["reward"] = of_question.mean().item()
-        for update in range(UPDATES):
-            _, statistics = train_batch(take_step, model, batches, clipped_ratio)
-            record[f"change {update}"] = statistics["change"]
-            update_weights(model, optimizer, training.max_grad_norm)
-            scheduler.step()
-        yield record
-    yield {"step": training.total_train_steps} | evaluate(stage)
+def read_task(config: Config, options: argparse.Namespace) -> Task:
+    """Read the prompts and the reward. An evaluation holds out as many prompts as `eval_steps` batches have."""
+    model_config, _ = check_run(config)
+    tokenizer = read_tokenizer(config.model.tokenizer or config.model.name, model_config.vocab_size)
+    prompts, held_out = read_prompts(config, tokenizer), config.held_out_sequences // options.samples
+    if len(prompts) <= held_out:
+        raise UserError(
+            f"{config.dataset.name} has {len(prompts)} prompts, but evaluations hold out {held_out}; use more prompts"
+        )
+    first = len(prompts) - held_out
+    reward = load_reward(options.reward)
+    return Task(prompts[:first], prompts[first:], tokenizer, reward, options.samples, options.updates)
 
 
 def main() -> None:
-    config = load_config(["--config", CONFIG, *sys.argv[1:]])
-    check_config(config)
-    check_world_size(config.distributed, int(os.environ.get("WORLD_SIZE", 1)))
-    claim_save_dir(config)
-    device = set_up_device(config)
-    init_process_group(config, device)
-    path = Path(config.checkpoint.save_dir, "rewards.jsonl")
-    for record in learn(config, device):
-        if dist.get_rank() == 0:
-            with user_error_on_failure(path), open(path, "a" if record["step"] else "w") as file:
-                file.write(json.dumps(record) + "\n")
-            if "evaluation" in record:
-                print_line(" | ".join(f"{name} {value:.3g}" for name, value in record.items()))
-    dist.destroy_process_group()
+    set_up_logging()
+    config, options = read_config(sys.argv[1:])
+    task = read_task(config, options)
+    data = Data(fingerprint(config, task.prompts), tokenizer_folder(task.tokenizer))
+    with set_up(config, data) as trainer:
+        learn(trainer, task)
 
 
 if __name__ == "__main__":

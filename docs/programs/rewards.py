@@ -1,4 +1,4 @@
-"""Picture of the rewards of examples/grpo.py:
+"""Picture of runs of examples/grpo.py: rewards, and the share of samples that ended.
 
 python -m docs.programs.rewards runs/grpo1 runs/grpo2 --out rewards.svg
 """
@@ -6,36 +6,47 @@ python -m docs.programs.rewards runs/grpo1 runs/grpo2 --out rewards.svg
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from docs.programs.svg import RANKS, WIDTH, Svg
 
-LEFT, TOP, HEIGHT = 60, 20, 260  # pixels
+LEFT, TOP, HEIGHT, GAP = 60, 20, 220, 50  # pixels
+PANELS = (("reward", (("reward", 1), ("evaluation", 3))), ("share of samples that ended", (("ended", 2),)))
 
 
 def draw(folders: list[Path]) -> Svg:
-    """Draw the mean reward of each step as a thin line, and the evaluations as points on a thick one."""
-    runs = [[json.loads(line) for line in (folder / "rewards.jsonl").read_text().splitlines()] for folder in folders]
+    """Draw two panels over the steps: above, the mean reward of the samples as a thin line and that of the likeliest
+    answers to held-out prompts as a thick one; below, the share of samples that ended.
+    """
+    runs = [[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in folders]
     steps, width = max(run[-1]["step"] for run in runs), WIDTH - LEFT - 20
-    svg = Svg(WIDTH, TOP + HEIGHT + 70)
+    svg = Svg(WIDTH, TOP + 2 * HEIGHT + GAP + 70)
+    for panel, (title, lines) in enumerate(PANELS):
+        bottom = TOP + HEIGHT + panel * (HEIGHT + GAP)
+        found = [record[key] for run in runs for record in run for key, _ in lines if key in record]
+        low, high = min(0.0, *found), max(1.0, *found)
 
-    def place(step: float, value: float) -> tuple[float, float]:
-        return LEFT + width * step / steps, TOP + HEIGHT * (1 - value)
+        def place(step: float, value: float, low: float = low, high: float = high, bottom: int = bottom) -> Any:
+            return LEFT + width * step / steps, bottom - HEIGHT * (value - low) / (high - low)
 
-    for value in (0.0, 0.25, 0.5, 0.75, 1.0):
-        svg.line(*place(0, value), *place(steps, value))
-        svg.text(8, place(0, value)[1] + 5, f"{value:.2f}")
-    for step in range(0, steps + 1, 20):
-        svg.text(place(step, 0)[0], TOP + HEIGHT + 22, str(step), "centred")
-    for colour, run, folder in zip(RANKS, runs, folders, strict=False):
-        for key, thickness in (("reward", 1), ("evaluation", 3)):
-            points = [place(record["step"], record[key]) for record in run if key in record]
-            text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            svg.parts.append(f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="{thickness}"/>')
-        x = LEFT + 130 * folders.index(folder)
-        svg.box(x, TOP + HEIGHT + 38, 18, 18, colour, title=folder.name)
-        svg.text(x + 25, TOP + HEIGHT + 52, folder.name)
-    svg.text(LEFT + 8, TOP + 18, "mean reward")
-    svg.text(LEFT + 130 * len(folders), TOP + HEIGHT + 52, "thin: samples, thick: evaluation; horizontal: step")
+        for value in (low + (high - low) * quarter / 4 for quarter in range(5)):
+            svg.line(*place(0, value), *place(steps, value))
+            svg.text(8, place(0, value)[1] + 5, f"{value:.2f}")
+        for step in range(0, steps + 1, max(1, steps // 10)):
+            svg.text(place(step, low)[0], bottom + 22, str(step), "centred")
+        for colour, run in zip(RANKS, runs, strict=False):
+            for key, thickness in lines:
+                points = [place(record["step"], record[key]) for record in run if key in record]
+                text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+                svg.parts.append(
+                    f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="{thickness}"/>'
+                )
+        svg.text(LEFT + 8, bottom - HEIGHT + 18, title)
+    bottom = TOP + 2 * HEIGHT + GAP
+    for i, (colour, folder) in enumerate(zip(RANKS, folders, strict=False)):
+        svg.box(LEFT + 130 * i, bottom + 38, 18, 18, colour, title=folder.name)
+        svg.text(LEFT + 130 * i + 25, bottom + 52, folder.name)
+    svg.text(LEFT + 130 * len(folders), bottom + 52, "thin: samples, thick: held-out prompts; horizontal: step")
     return svg
 
 

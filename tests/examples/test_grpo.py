@@ -1,6 +1,7 @@
 """examples/grpo.py: the ratio of the first update is 1, two layouts learn the same, and the evaluation rises."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,24 +10,35 @@ from typing import Any
 import pytest
 import torch
 
-from examples.grpo import DEPTH, MODEL, check_config, clipped_ratio, learn, main, reward, rows_of
-from picotron.command_line import load_config
+from examples.brackets.rewards import correct
+from examples.grpo import Prompt, clipped_ratio, learn, read_config, read_task, rows_of
 from picotron.console import UserError
 from picotron.generation.rotation import Completion
-from tests.support.oracle import CPU, assert_close, our_model
+from picotron.model.model_config import load_model_config
+from picotron.trainer import Data, fingerprint
+from tests.support.chat_templates import CHATML
+from tests.support.examples import make_trainer, results, save_model
+from tests.support.oracle import assert_close, our_model
+from tests.support.samples import messages, with_template, write_jsonl
 from tests.support.training import layout_name
 from tests.support.worker_pool import WorkerPool
 
-
-def run(words: list[str]) -> list[dict[str, float]]:
-    config = load_config(["--config", "examples/grpo.json", *words])
-    check_config(config)
-    return list(learn(config, CPU))
+LENGTH = 8
 
 
-def words_of(steps: int, **keys: Any) -> list[str]:
-    keys = {"training.total_train_steps": steps, **{key.replace("__", "."): value for key, value in keys.items()}}
-    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+def run(arguments: list[str]) -> list[dict[str, float]]:
+    config, options = read_config(arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(config.distributed.world_size))
+        task = read_task(config, options)
+    trainer = make_trainer(config, Data(fingerprint(config, task.prompts)))
+    learn(trainer, task)
+    return results(trainer)[0]
+
+
+def words_of(save_dir: Path, steps: int, **keys: Any) -> list[str]:
+    keys = {"checkpoint__save_dir": save_dir, "training__total_train_steps": steps, **keys}
+    return [word for key, value in keys.items() for word in (f"--{key.replace('__', '.')}", str(value))]
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -38,58 +50,65 @@ LAYOUTS: list[dict[str, Any]] = [
 
 @pytest.mark.parity
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
-def test_layouts_learn_the_same(pool: WorkerPool, layout: dict[str, Any]) -> None:
-    expected, *others = pool.run(run, 4, words_of(12))
-    assert others == [expected] * 3
-    words = words_of(
-        12, **{f"distributed__{key}": value for key, value in layout.items()}, training__micro_batch_size=64
-    )
-    for result in pool.run(run, 2, words):
-        for ours, theirs in zip(result, expected, strict=True):
-            assert ours.keys() == theirs.keys()
-            for key in ("step", "reward", "evaluation", "solved"):
-                assert ours.get(key) == theirs.get(key)
-            assert_close(ours.get("change 1", 0), theirs.get("change 1", 0), 1e-6)
-    assert expected[-2]["reward"] > expected[0]["reward"]
+def test_layouts_learn_the_same(pool: WorkerPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+    expected = pool.run(run, 4, words_of(tmp_path / "dp2 pp2", 12, training__eval_frequency=4))[0]
+    keys = {f"distributed__{key}": value for key, value in layout.items()} | {"training__micro_batch_size": 64}
+    result = pool.run(run, 2, words_of(tmp_path / "other", 12, training__eval_frequency=4, **keys))[0]
+    for ours, theirs in zip(result, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ("step", "reward", "ended", "evaluation"):
+            assert ours.get(key) == theirs.get(key)
+        assert_close(ours["change 1"], theirs["change 1"], 1e-6)
+    assert expected[-1]["reward"] > expected[0]["reward"]
 
 
-def test_the_first_ratio_is_one(pool: WorkerPool) -> None:
+def test_the_first_ratio_is_one(pool: WorkerPool, tmp_path: Path) -> None:
     """So generation and training compute the same log-probabilities. After an update, they differ."""
-    *records, last = pool.run(run, 4, words_of(4))[0]
-    assert [record["step"] for record in (*records, last)] == [0, 2, 4]
+    records = pool.run(run, 4, words_of(tmp_path, 4, training__eval_frequency=4))[0]
+    assert [record["step"] for record in records] == [2, 4]
     for record in records:
         assert record["change 0"] < 1e-12
         assert record["change 1"] > 1e-3
-    assert last.keys() == {"step", "evaluation", "solved"}
+    assert "evaluation" in records[1]
+    assert "evaluation" not in records[0]
+
+
+@pytest.mark.parity
+def test_a_resumed_run_continues_with_the_same_samples(pool: WorkerPool, tmp_path: Path) -> None:
+    one = {"distributed__dp_size": 1, "distributed__pp_size": 1, "training__gradient_accumulation_steps": 8}
+    one |= {"checkpoint__save_frequency": 4, "training__eval_frequency": 4}
+    whole = pool.run(run, 1, words_of(tmp_path / "whole", 8, **one))[0]
+    pool.run(run, 1, words_of(tmp_path / "half", 8, **one, training__max_tokens=4 * 256 * LENGTH))
+    assert pool.run(run, 1, words_of(tmp_path / "half", 8, **one, checkpoint__load_path="latest"))[0] == whole
 
 
 @pytest.mark.parity
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_evaluation_rises(pool: WorkerPool, seed: int) -> None:
-    records = pool.run(run, 4, words_of(80, training__seed=seed), timeout=400)[0]
-    evaluations = [record["evaluation"] for record in records if "evaluation" in record]
-    assert evaluations[0] < 0.2
-    assert evaluations[-1] > 0.5
+def test_the_evaluation_rises(pool: WorkerPool, tmp_path: Path, seed: int) -> None:
+    records = pool.run(run, 4, words_of(tmp_path, 80, training__seed=seed), timeout=400)[0]
+    assert records[0]["reward"] < 0.2
+    assert records[-1]["reward"] > 0.4
+    assert records[-1]["evaluation"] > 0.4
 
 
-def test_reward_counts_tokens_before_the_first_mistake() -> None:
-    question, answer = [1, 2], [5, 4, 0]
-    assert [reward(question, answer[:n]) for n in range(4)] == [0, 1 / 3, 2 / 3, 1]
-    assert reward(question, [5, 5, 0]) == 1 / 3
-    assert reward(question, [4, 4, 0]) == 0
-    assert reward(question, [*answer, 1]) == 1
+def test_reward_counts_brackets_before_the_first_mistake() -> None:
+    assert [correct("([", "])"[:n]) for n in range(3)] == [0, 1 / 3, 1]
+    assert correct("([", "]]") == 1 / 3
+    assert correct("([", "))") == 0
+    assert correct("([", "]))") == 2 / 3
 
 
 def test_loss_is_that_of_each_sample_alone() -> None:
     """Padding and the prompt do not count, and ratios beyond the clip have no gradient."""
-    model, generator = our_model(MODEL), torch.Generator().manual_seed(0)
+    config, _ = read_config([])
+    model, generator = our_model(load_model_config(config.model)), torch.Generator().manual_seed(0)
     prompts, tokens = [[1], [2, 3, 1]], [[4, 0], [4, 6, 5, 0]]
     old = [torch.randn(len(each), generator=generator).sub(1.9).tolist() for each in tokens]
     advantages = torch.tensor([1.5, -0.5], dtype=torch.float64)
     completions = [Completion(*pair) for pair in zip(tokens, old, strict=True)]
-    batch = rows_of(prompts, completions, advantages, 2 * DEPTH + 1)
-    embedded, positions = model.embed(batch["input_ids"]), torch.arange(2 * DEPTH + 1)[None]
+    batch = rows_of([Prompt({}, prompt) for prompt in prompts], completions, advantages, LENGTH)
+    embedded, positions = model.embed(batch["input_ids"]), torch.arange(LENGTH)[None]
     x = model.model.norm(model.run_layers(embedded, positions, range(2), None))
     loss, count, statistics = clipped_ratio(model.lm_head, x, batch)
     expected, change = 0.0, 0.0
@@ -105,49 +124,78 @@ def test_loss_is_that_of_each_sample_alone() -> None:
     assert_close(statistics["change"].item(), change, 1e-12)
 
 
-def test_config_of_the_example_fits_its_batch() -> None:
-    data = json.loads(Path("examples/grpo.json").read_text())
-    assert data["distributed"] == {"use_cpu": True, "dp_size": 2, "pp_size": 2}
-    check_config(load_config(["--config", "examples/grpo.json"]))
-
-
-def test_the_learning_rate_follows_its_schedule(pool: WorkerPool) -> None:
-    constant, warm_up = (pool.run(run, 4, words_of(4, **keys))[0] for keys in ({}, {"training__warmup_steps": 3}))
-    assert warm_up[0]["change 1"] < constant[0]["change 1"] / 2
+def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_path: Path) -> None:
+    tokenizer = with_template(save_model(tmp_path / "model"), CHATML)
+    (tmp_path / "rewards.py").write_text(
+        "def score(prompt, completion, answer): return 10 * (completion == answer) + len(prompt)"
+    )
+    prompt = messages([("user", "What is 2 + 2?")])
+    path = write_jsonl(
+        tmp_path / "p.jsonl", [{"prompt": prompt, "answer": "It is 4."}, {"prompt": "f(x)", "answer": " x"}]
+    )
+    keys = {
+        "dataset__name": path,
+        "model__name": tmp_path / "model",
+        "training__seq_length": 80,
+        "training__eval_frequency": 0,
+    }
+    keys |= {"distributed__dp_size": 1, "distributed__pp_size": 1, "training__gradient_accumulation_steps": 8}
+    config, options = read_config([*words_of(tmp_path, 2, **keys), "--reward", str(tmp_path / "rewards.py:score")])
+    task = read_task(config, options)
+    assert tokenizer == str(tmp_path / "model")
+    text = task.tokenizer.decode(task.prompts[0].tokens)
+    assert text == "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    answers = [
+        Completion([*task.tokenizer(each)["input_ids"], task.tokenizer.eos_token_id], []) for each in ("It is 4.", " y")
+    ]
+    assert task.rewards(task.prompts, answers).tolist() == [11, 4]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--training.max_tokens 1", "training.max_tokens=1 has no effect in examples/grpo.py; remove it"),
-        ("--training.eval_frequency 5", "training.eval_frequency=5 has no effect"),
-        ("--checkpoint.load_path /nonexistent", "checkpoint.load_path='/nonexistent' has no effect"),
-        ("--checkpoint.save_frequency 5", "checkpoint.save_frequency=5 has no effect"),
-        ("--model.name other --model.pretrained true", "2 problems:\n  - model.name='other' has no effect"),
-        ("--model.num_hidden_layers 4", "model.num_hidden_layers=4 has no effect"),
-        ("--dataset.name other", "dataset.name='other' has no effect"),
+        ("--training.num_samples 1", "training.num_samples=1 has no effect in this program; remove it"),
+        ("--dataset.text_column other", "dataset.text_column='other' has no effect"),
         ("--logging.use_wandb true", "logging.use_wandb=True has no effect"),
         ("--explain", "--explain describes a run of train.py; remove it"),
-        ("--training.total_train_steps 5", "total_train_steps=5 should be a multiple of 2"),
-        ("--training.micro_batch_size 8", "gradient_accumulation_steps is 64, but should be 256"),
-        ("--training.seq_length 4", "training.seq_length=4 should be at least 7"),
+        (
+            "--training.total_train_steps 5 --training.eval_frequency 0",
+            "total_train_steps=5 should be a multiple of --updates 2",
+        ),
+        ("--checkpoint.save_frequency 5", "save_frequency=5 should be a multiple"),
+        (
+            "--training.micro_batch_size 9",
+            "gradient_accumulation_steps is 72, but should be a multiple of --samples 16",
+        ),
+        ("--samples 1", "argument --samples: '1' should be an integer of at least 2"),
+        ("--training.seq_length 2", "tokens, but training.seq_length=2"),
+        ("--training.eval_steps 8", "has 120 prompts, but evaluations hold out 128"),
+        ("--reward nothing.py:f", "--reward nothing.py:f: there is no file 'nothing.py'"),
+        ("--reward examples/brackets/rewards.py:f", "rewards.py has no function 'f'"),
+        ("--dataset.name {path}", 'line 1: there should be a "prompt", a text or a list of messages'),
     ],
 )
-def test_keys_without_an_effect_are_rejected(words: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["grpo.py", *words.split()])
-    with pytest.raises(UserError, match=message):
-        main()
+def test_mistakes_end_in_a_sentence(words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    path = write_jsonl(tmp_path / "prompts.jsonl", [{"text": "([<"}])
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_task(*read_config(words.format(path=path).split()))
 
 
 @pytest.mark.parity
+@pytest.mark.processes
 def test_program_writes_each_record_and_rejects_a_folder_that_cannot_be_written_at_the_start(tmp_path: Path) -> None:
-    words = words_of(2, distributed__dp_size=1, distributed__pp_size=1, training__micro_batch_size=64)
-    command = [sys.executable, "-m", "examples.grpo", *words, "--checkpoint.save_dir"]
-    result = subprocess.run([*command, str(tmp_path / "run")], capture_output=True, text=True, timeout=120)
+    keys = {"distributed__dp_size": 1, "distributed__pp_size": 1, "training__micro_batch_size": 64}
+    words = words_of(tmp_path / "run", 2, **keys, training__eval_frequency=2, checkpoint__save_frequency=2)
+    command = [sys.executable, "-m", "examples.grpo", *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    records = [json.loads(line) for line in (tmp_path / "run" / "rewards.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [0, 2]
-    assert result.stdout.startswith("step 0 | evaluation")
-    result = subprocess.run([*command, "/proc/nope"], capture_output=True, text=True, timeout=120)
+    (record,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert record["step"] == 2
+    assert "step 2 | loss" in result.stdout
+    assert (tmp_path / "run" / "step_00000002" / "tokenizer.json").exists()
+    result = subprocess.run(
+        [*command, "--checkpoint.save_dir", "/proc/nope"], capture_output=True, text=True, timeout=120
+    )
     assert "error: checkpoint.save_dir='/proc/nope' cannot be written" in result.stderr
-    assert "step 0" not in result.stdout
+    assert "step 2" not in result.stdout
