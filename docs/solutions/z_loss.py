@@ -1,4 +1,4 @@
-"""Solution to exercise 3 of docs/own_data.md: the softmax's denominator without gathering the logits."""
+"""Solution to exercise 1 of docs/own_loops.md: the softmax's denominator without gathering the logits."""
 
 from typing import Any
 
