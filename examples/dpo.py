@@ -131,7 +131,7 @@ def main() -> None:
     set_up_logging()
     config, beta = read_config(sys.argv[1:])
     model_config, _ = check_run(config)
-    tokenizer = read_tokenizer(config.model.tokenizer or config.model.name, model_config.vocab_size)
+    tokenizer = read_tokenizer(config, model_config)
     pairs = read_pairs(config, tokenizer)
     with set_up(config, Data(fingerprint(config, pairs), tokenizer_folder(tokenizer))) as trainer:
         learn(trainer, pairs, beta)

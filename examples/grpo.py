@@ -188,7 +188,7 @@ def read_config(arguments: list[str]) -> tuple[Config, argparse.Namespace]:
 def read_task(config: Config, options: argparse.Namespace) -> Task:
     """Read the prompts and the reward. An evaluation holds out as many prompts as `eval_steps` batches have."""
     model_config, _ = check_run(config)
-    tokenizer = read_tokenizer(config.model.tokenizer or config.model.name, model_config.vocab_size)
+    tokenizer = read_tokenizer(config, model_config)
     prompts, held_out = read_prompts(config, tokenizer), config.held_out_sequences // options.samples
     if len(prompts) <= held_out:
         raise UserError(

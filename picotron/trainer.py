@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
 from picotron.batches import Loss, cross_entropy, forward_batch, split_batch, train_batch
@@ -74,7 +74,7 @@ def fingerprint(config: Config, samples: Sequence[Any]) -> str:
     return digest.hexdigest()[:24]
 
 
-def read_data(config: Config, model_config: LlamaConfig) -> Data:
+def read_data(config: Config, model_config: PreTrainedConfig) -> Data:
     """Read the data set of the config. All its rows are for training, if the config asks for no evaluations."""
     tokens, tokenizer = load_data(config, model_config)
     rows, _ = split_train_eval(tokens, config)

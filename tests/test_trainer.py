@@ -15,15 +15,15 @@ from picotron.console import UserError
 from picotron.data.loader import epoch_order
 from picotron.run.launch import StopSignals
 from picotron.trainer import Data, check_used
-from tests.support.examples import make_trainer, results
+from tests.support.examples import make_trainer, results, save_weights
 from tests.support.oracle import assert_close, make_config, oracle_training, random_rows, random_tokens, tiny_llama
 from tests.support.worker_pool import WorkerPool
 
 
 def config_of(folder: Path, **keys: Any) -> Config:
     """Return the config of four steps of a model without a tokenizer."""
-    tiny_llama().save_pretrained(folder / "model")
-    keys = {"training__total_train_steps": 4, "training__warmup_steps": 2, **keys}
+    save_weights(folder / "model", tiny_llama(), seed=42)
+    keys = {"training__total_train_steps": 4, "training__warmup_steps": 2, "model__pretrained": True, **keys}
     return make_config(model__name=str(folder / "model"), checkpoint__save_dir=str(folder / "run"), **keys)
 
 

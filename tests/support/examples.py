@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
@@ -18,12 +18,16 @@ from tests.support.training import CPU, all_stages
 LAYOUTS: list[dict[str, int]] = [{}, {"dp_size": 2}, {"pp_size": 2}, {"tp_size": 2}, {"cp_size": 2}]
 
 
-def save_model(folder: Path, seed: int = 0, **changes: Any) -> str:
-    """Save a model of 300 tokens in float64 with transformers, and a tokenizer. Returns the name of the folder."""
-    config = tiny_llama(**{"vocab_size": 300, **changes})
+def save_weights(folder: Path, config: PreTrainedConfig, seed: int = 0) -> None:
+    """Save a model in float64 with transformers."""
     model = LlamaForCausalLM(config).double()
     model.load_state_dict(our_model(config, seed=seed).state_dict())
     model.save_pretrained(folder)
+
+
+def save_model(folder: Path, seed: int = 0, **changes: Any) -> str:
+    """Save a model of 300 tokens, and a tokenizer. Returns the name of the folder."""
+    save_weights(folder, tiny_llama(**{"vocab_size": 300, **changes}), seed)
     return write_tokenizer(folder)
 
 
