@@ -16,9 +16,9 @@ from torch import Tensor
 from picotron import process_group_manager as pgm
 from picotron.batches import Batch
 from picotron.collectives import all_reduce
-from picotron.command_line import load_config
+from picotron.command_line import config_parser, load_config
 from picotron.config import Config
-from picotron.console import Parser, UserError, number
+from picotron.console import UserError, number
 from picotron.parallelize import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
@@ -60,7 +60,7 @@ def learn(trainer: Trainer, folder: str, temperature: float) -> None:
 
 def read_config(arguments: list[str]) -> tuple[Config, str, float]:
     """Return the config of a command line, the folder of the teacher and the temperature."""
-    parser = Parser(description="Train with a teacher. All options of train.py can be given, too.", allow_abbrev=False)
+    parser = config_parser("Train with a teacher.")
     parser.add_argument("--teacher", required=True, help="folder or hub id of the teacher")
     parser.add_argument("--temperature", type=number(float, 1e-3), default=2.0, help="divisor of the logits [2.0]")
     options, others = parser.parse_known_args(arguments)

@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from picotron.batches import Batch, sum_over_sequence
-from picotron.command_line import load_config
+from picotron.command_line import config_parser, load_config
 from picotron.config import Config
-from picotron.console import Parser, UserError, number
+from picotron.console import UserError, number
 from picotron.data.documents import load_documents
 from picotron.data.samples import SampleEncoder
 from picotron.data.tokens import convert, read_tokenizer, tokenizer_folder
@@ -111,7 +111,7 @@ def learn(trainer: Trainer, pairs: list[tuple[Row, Row]], beta: float) -> None:
 
 def read_config(arguments: list[str]) -> tuple[Config, float]:
     """Return the config of a command line, and beta."""
-    parser = Parser(description="Train on preferences. All options of train.py can be given, too.", allow_abbrev=False)
+    parser = config_parser("Train on preferences.")
     text = "strength of the tie to the reference model [0.1]"
     parser.add_argument("--beta", type=number(float, 0), default=0.1, help=text)
     options, others = parser.parse_known_args(arguments)

@@ -28,9 +28,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from picotron.batches import Batch
-from picotron.command_line import load_config
+from picotron.command_line import config_parser, load_config
 from picotron.config import Config
-from picotron.console import Parser, UserError, number
+from picotron.console import UserError, number
 from picotron.data.documents import load_documents
 from picotron.data.tokens import convert, read_tokenizer, tokenizer_folder
 from picotron.generation.rotation import Completion, generate
@@ -164,7 +164,7 @@ def read_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Pro
 
 def read_config(arguments: list[str]) -> tuple[Config, argparse.Namespace]:
     """Return the config and the options of a command line."""
-    parser = Parser(description="Train by a reward. All options of train.py can be given, too.", allow_abbrev=False)
+    parser = config_parser("Train by a reward.")
     parser.add_argument("--reward", default=REWARD, help=f"FILE.py:FUNCTION of (prompt, completion, ...) [{REWARD}]")
     parser.add_argument("--samples", type=number(int, 2), default=16, help="completions of each prompt [16]")
     parser.add_argument("--updates", type=number(int, 1), default=2, help="optimizer steps with the same samples [2]")

@@ -210,6 +210,17 @@ def load_config(arguments: list[str], *later_checks: Callable[[Config], object])
     return parse_config(options.data, *later_checks)
 
 
+def config_parser(description: str) -> Parser:
+    """Return a parser whose help lists the keys of the config. They are left over by `parse_known_args`."""
+    keys = "\n".join(f"  --{key}  {text}" for key, text in leaf_keys().items())
+    return Parser(
+        description=description,
+        epilog=f"each key of the config can be overridden (values are JSON, defaults are in brackets):\n{keys}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
 def parse_command_line(arguments: list[str]) -> Options:
     """Parse the command line of train.py: `--config FILE`, any number of dotted overrides, and `--explain` with its
     options.
@@ -219,13 +230,7 @@ def parse_command_line(arguments: list[str]) -> Options:
     Raises:
         UserError: an option has no effect or no value, or the file cannot be read.
     """
-    keys = "\n".join(f"  --{key}  {text}" for key, text in leaf_keys().items())
-    parser = Parser(
-        description="Train a Llama-like model.",
-        epilog=f"each key of the config can be overridden (values are JSON, defaults are in brackets):\n{keys}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = config_parser("Train a Llama-like model.")
     parser.add_argument("--config", help="JSON file with the config of the run")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of the config and exit")
     text = "print what each rank holds and sends in a step, and exit; needs one process, whatever the layout"
