@@ -122,7 +122,7 @@ def gather(function: Callable[..., Any], processes: int, *arguments: Any) -> lis
             theirs.close()
             connections.append(ours)
         try:
-            return [_receive(connection) for connection in connections]
+            return _receive_all(connections)
         finally:
             for connection in connections:
                 connection.close()
@@ -133,6 +133,14 @@ def _receive(connection: Any) -> Any:
     if isinstance(result, Exception):
         raise result
     return result
+
+
+def _receive_all(connections: list[Any]) -> list[Any]:
+    """Receive the results of all ranks. If one fails, others may fail because they have lost it: all errors count."""
+    results = [connection.recv() for connection in connections]
+    if errors := [result for result in results if isinstance(result, Exception)]:
+        raise ExceptionGroup("some ranks have failed", errors)
+    return results
 
 
 def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, Measurement]:
@@ -157,7 +165,7 @@ def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, Measur
         def request(name: str, steps: int) -> list[Any]:
             for connection in connections[name]:
                 connection.send(steps)
-            return [_receive(connection) for connection in connections[name]]
+            return _receive_all(connections[name])
 
         seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
         losses: dict[str, list[float]] = {variant.name: [] for variant in variants}

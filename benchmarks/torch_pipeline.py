@@ -64,7 +64,7 @@ def repeatable_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
     twice: once for the gradients of inputs, once for those of weights.
     """
     dx, dweight = ctx.gradients
-    return dx * gradient, (dweight * gradient).to(ctx.dtype), *[None] * 4
+    return dx * gradient, (dweight * gradient).to(ctx.dtype), *[None] * 5
 
 
 def torch_step(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
