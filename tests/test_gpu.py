@@ -263,7 +263,7 @@ def test_every_layout_for_a_number_of_gpus_is_valid_there(gpus: int) -> None:
     shared = {name: check for name, check in checks.items() if "ranks share a device" in name}
     assert len(shared) == {1: len(TWO_RANKS) + 15, 2: 15}.get(gpus, 0)
     assert all(check.cells[2] == "gloo" for check in shared.values())
-    assert "dp1 tied kv4, compiled" in checks
+    assert "dp1 tied kv4 llama, compiled" in checks
     for name in names:
         config, model_config = layout_run(name, Options(), {})
         assert check_layout(config, model_config)
@@ -277,7 +277,7 @@ def train_without_messages_of_torch(config: Config, model_config: LlamaConfig) -
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "name", ["pp2 zbv tied kv4", pytest.param("cp2 zigzag ring tied kv8", marks=pytest.mark.parity)]
+    "name", ["pp2 zbv tied kv4 llama", pytest.param("cp2 zigzag ring tied kv8 llama", marks=pytest.mark.parity)]
 )
 def test_ranks_that_share_a_device_train_with_messages_through_the_host(pool: WorkerPool, name: str) -> None:
     config, model_config = layout_run(name, CPU, {})

@@ -125,7 +125,14 @@ MODEL_CONFIGS: list[Any] = [
     )),
     {"pad_token_id": 10**6}, {"num_labels": 10**9}, {"pad_token_id": "x"}, {"pad_token_id": -5}, {"hidden_act": "gelu"}, {"hidden_act": None}, {"attention_dropout": 0.5},
     {"rms_norm_eps": -1}, {"rms_norm_eps": None}, {"initializer_range": "x"}, {"initializer_range": -1}, {"tie_word_embeddings": "yes"},
-    {"attention_bias": 1}, {"max_position_embeddings": 0}, {"max_position_embeddings": "x"}, {"quantization_config": {"bits": 4}}, {"sliding_window": 5},
+    {"attention_bias": 1}, {"max_position_embeddings": 0}, {"max_position_embeddings": "x"}, {"quantization_config": {"bits": 4}},
+    *({"model_type": "mistral", "sliding_window": value} for value in (5, 0, -1, "x", 10.5, True)),
+    *({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0, "sliding_window": value} for value in (5, -1, "x")),
+    *({"model_type": "qwen3", "layer_types": value} for value in ([], "full_attention", ["full_attention"] * 99, ["other"] * 2, ["chunked_attention"] * 2)),
+    *({"model_type": "smollm3", "no_rope_layers": value} for value in ([], [1], "x", [[1]] * 2, [0.5] * 2)),
+    *({"model_type": "smollm3", "no_rope_layer_interval": value} for value in (0, -1, "x")),
+    *({"model_type": "granite", key: value} for key in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+      for value in (None, "x", 0)),
 ]  # fmt: skip
 
 

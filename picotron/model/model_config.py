@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
@@ -16,6 +16,7 @@ from picotron.model.families import FAMILIES, differences, head_size
 from picotron.model.hub import connect
 
 Size = Annotated[int, Field(ge=1, le=2**24)]
+Multiplier = Annotated[float, Field(gt=0)]
 ROPE_FACTORS = {  # keys of rope_parameters that a rope_type needs, besides rope_theta
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -46,6 +47,14 @@ class Limits(BaseModel):
     rope_theta: Annotated[float, Field(gt=0)] = 1
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
+    sliding_window: Size | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    no_rope_layers: list[Literal[0, 1]] | None = None
+    no_rope_layer_interval: Size = 1
+    attention_multiplier: Multiplier = 1
+    embedding_multiplier: Multiplier = 1
+    residual_multiplier: Multiplier = 1
+    logits_scaling: Multiplier = 1
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:
@@ -70,7 +79,7 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
             f"{name!r} has no readable config.json ({first_line(error)}); give a hub id or a local folder"
         ) from None
     family = data.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(
             f"model_type={family!r} of {name} is not supported; picotron trains {', '.join(FAMILIES)} models"
         )
@@ -128,6 +137,12 @@ def check_supported(config: PreTrainedConfig) -> None:
         raise UserError(
             f"pad_token_id={config.pad_token_id} is not below vocab_size={config.vocab_size}; change one of them in the "
             f"model's config.json"
+        )
+    rotations = getattr(config, "no_rope_layers", None)
+    if rotations is not None and len(rotations) < config.num_hidden_layers:
+        raise UserError(
+            f"no_rope_layers in the model's config.json has {len(rotations)} layers, not {config.num_hidden_layers}, "
+            f"the num_hidden_layers; add the others, or remove the key"
         )
     features = {
         "hidden_act": (config.hidden_act, ("silu",)),

@@ -102,17 +102,18 @@ def transformers_section(options: Options) -> Content:
 
 # Layouts of two ranks; tests.parity has those of four and more.
 TWO_RANKS = [
-    "dp2 untied kv4",
-    "dp2 zero1 untied kv4",
-    "dp2 zero3 untied kv4",
-    "tp2 tied kv4",
-    "tp2 sp untied kv1",
+    "dp2 untied kv4 llama",
+    "dp2 zero1 untied kv4 llama",
+    "dp2 zero3 untied kv4 llama",
+    "tp2 tied kv4 llama",
+    "tp2 sp untied kv1 llama",
+    "tp2 untied kv4 qwen3",
     *(
-        f"cp2 {sharding} {engine} tied kv8"
+        f"cp2 {sharding} {engine} tied kv8 llama"
         for sharding in ("zigzag", "contiguous")
         for engine in ("ring", "all_gather", "ulysses")
     ),
-    *(f"pp2 {schedule} tied kv4" for schedule in SCHEDULES),
+    *(f"pp2 {schedule} tied kv4 llama" for schedule in SCHEDULES),
 ]
 SHARED = 4  # ranks, on fewer GPUs: they communicate through gloo, with staged messages
 ROW = 60.0  # seconds of a layout, with the start of its processes
@@ -184,10 +185,10 @@ def layout_checks(options: Options, pools: dict[str, WorkerPool]) -> Iterator[Ch
             elif ranks_of(name) <= SHARED:
                 yield layout_check(name, "ranks share a device", options, {}, pools, "gloo")
 
-    yield from (one_rank(name) for name in ("dp1 untied kv4", "dp1 tied kv1", "dp1 tied kv8"))
-    yield from (one_rank("dp1 tied kv4", text) for text in VARIANTS if "compiled" not in text)
+    yield from (one_rank(name) for name in ("dp1 untied kv4 llama", "dp1 tied kv1 llama", "dp1 tied kv8 llama"))
+    yield from (one_rank("dp1 tied kv4 llama", text) for text in VARIANTS if "compiled" not in text)
     yield from several_ranks(TWO_RANKS)
-    yield from (one_rank("dp1 tied kv4", text) for text in VARIANTS if "compiled" in text and options.compiled)
+    yield from (one_rank("dp1 tied kv4 llama", text) for text in VARIANTS if "compiled" in text and options.compiled)
     yield from several_ranks(LAYOUTS)
 
 
