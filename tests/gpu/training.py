@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from picotron.config import Config
 from picotron.schedules.schedules import SCHEDULES
@@ -39,7 +39,7 @@ def errors_of(result: dict[str, Any], reference: dict[str, Any]) -> list[float]:
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
-def one_process(options: Options) -> tuple[Config, LlamaConfig]:
+def one_process(options: Options) -> tuple[Config, PreTrainedConfig]:
     """Return the training that both trainers do on one process: five steps of two micro-batches."""
     config = make_config(
         distributed__use_cpu=not options.on_gpu,
@@ -128,9 +128,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def layout_run(name: str, options: Options, changes: dict[str, dict[str, Any]]) -> tuple[Config, LlamaConfig]:
+def layout_run(
+    name: str, options: Options, changes: dict[str, dict[str, Any]], layers: int | None = None
+) -> tuple[Config, PreTrainedConfig]:
     """Return the run of a layout of tests.parity on this machine's devices."""
-    config, model_config = settings(name)
+    config, model_config = settings(name, layers)
     layout = config.distributed
     blocks = layout.cp_size > 1 and layout.cp_engine != "ulysses"  # has no kernel for float64 on GPUs
     data = config.model_dump()
@@ -142,7 +144,7 @@ def layout_run(name: str, options: Options, changes: dict[str, dict[str, Any]]) 
     return Config.model_validate(data), model_config
 
 
-def train_on(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
+def train_on(config: Config, model_config: PreTrainedConfig) -> dict[str, Any]:
     """Train on this rank's GPU. Ranks that communicate through gloo may share it."""
     if not config.distributed.use_cpu:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
@@ -153,19 +155,20 @@ def train_on(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
 
 
 @functools.cache
-def expected(device: torch.device, layers: int, kv_heads: int, tied: bool) -> dict[str, Any]:
+def expected(device: torch.device, layers: int, kv_heads: int, tied: bool, family: str) -> dict[str, Any]:
     """Return the training of transformers in float64, on one process."""
-    config, model_config = layout_run(f"dp1 {'tied' if tied else 'untied'} kv{kv_heads}", Options(on_gpu=False), {})
-    model_config.num_hidden_layers = layers
+    name = f"dp1 {'tied' if tied else 'untied'} kv{kv_heads} {family}"
+    config, model_config = layout_run(name, Options(on_gpu=False), {}, layers)
     return oracle_training(config, model_config, random_tokens(), device=device)
 
 
-def layout_errors(pool: WorkerPool, options: Options, config: Config, model_config: LlamaConfig) -> list[float]:
+def layout_errors(pool: WorkerPool, options: Options, config: Config, model_config: PreTrainedConfig) -> list[float]:
     reference = expected(
         options.device,
         model_config.num_hidden_layers,
         model_config.num_key_value_heads,
         model_config.tie_word_embeddings,
+        model_config.model_type,
     )
     timeout = (ROW - 10) * options.patience
     results = pool.run(train_on, config.distributed.world_size, config, model_config, timeout=timeout)
