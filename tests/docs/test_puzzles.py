@@ -122,7 +122,7 @@ def test_par_and_best_known_of_puzzle_16_are_those_of_its_page() -> None:
     best = p16_layout.estimate(p16_layout.config_of(p16_layout.BEST))[1]
     found = page[page.index("these are the fastest that fit into 92 % of ") :].splitlines()[3]
     assert f" {best.step_time:.3f} " in found
-    assert found.startswith("dp512_pp1_cp1_tp2_mbs2_activation_checkpointingfull_")
+    assert found.startswith("dp512_tp2_mbs2_recompute ")
 
 
 @pytest.mark.parametrize("latency", [0.0, 0.5, 2.0])

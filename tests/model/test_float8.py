@@ -104,7 +104,7 @@ def test_losses_decrease_as_in_bfloat16(pool: WorkerPool, layout: tuple[int, dic
     ranks, keys = layout
     ours, theirs = (torch.tensor(pool.run(losses, ranks, each, keys)[0]) for each in (True, False))
     assert ours[0] - ours[-1] > 0.15  # tokens are random: there is little to learn
-    assert_close(ours, theirs, 0.02)
+    assert_close(ours, theirs, 0.03)
     assert (ours - theirs).abs().max() > 1e-4  # float8 is on
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from picotron.checkpoint.safetensors_folder import SafetensorsFolder
 from picotron.console import UserError
@@ -239,7 +239,7 @@ def weights_from_folder(folder: str, config: LlamaConfig, tp: int) -> dict[str, 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_rank_reads_its_shard_of_pretrained_weights(pool: WorkerPool, tmp_path: Path, name: str, tp: int) -> None:
-    theirs = LlamaForCausalLM(model_of(name))
+    theirs = AutoModelForCausalLM.from_config(model_of(name))
     theirs.save_pretrained(tmp_path)
     for weights in pool.run(weights_from_folder, tp, str(tmp_path), model_of(name), tp):
         assert weights.keys() == dict(theirs.named_parameters()).keys()
