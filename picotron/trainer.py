@@ -45,7 +45,7 @@ USED = """
     distributed environment model checkpoint logging.level logging.log_frequency dataset.name dataset.shuffle training.seed
     training.learning_rate training.total_train_steps training.seq_length training.micro_batch_size
     training.gradient_accumulation_steps training.max_tokens training.lr_scheduler training.warmup_steps
-    training.min_lr_ratio training.weight_decay training.adam_beta1 training.adam_beta2 training.adam_eps
+    training.decay_steps training.min_lr_ratio training.weight_decay training.adam_beta1 training.adam_beta2 training.adam_eps
     training.max_grad_norm training.activation_checkpointing training.compile
 """  # sections and keys of the config that have an effect in every program
 
