@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from picotron.console import UserError
-from picotron.model.float8 import E4M3, E5M2, float8_linear, float8_product, use_float8
+from picotron.model.float8 import E4M3, E5M2, float8_linear, float8_product, quantise, use_float8
 from picotron.model.llama import rope
 from picotron.parallelize import check_layout
 from tests.support.oracle import assert_close, our_model, tiny_llama
@@ -46,6 +46,14 @@ def test_products_are_those_of_the_rounded_operands(dtype: torch.dtype, m: int, 
     bound = da @ b.double().abs().t() + a.double().abs() @ db.t() + da @ db.t()
     assert ((ours - exact).abs() <= bound * (1 + 1e-5)).all()
     assert (ours - exact).abs().max() > 1e-3 * bound.max()  # the product is not exact
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_products_on_the_cpu_are_those_of_the_kernel(dtype: torch.dtype) -> None:
+    a, b = random(32, 48).bfloat16(), random(16, 48, seed=1).bfloat16()
+    (a8, a_scale), (b8, b_scale) = quantise(a, dtype), quantise(b, E4M3)
+    theirs = torch._scaled_mm(a8, b8.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16)
+    assert_close(float8_product(a, b, dtype).double(), theirs.double(), 2**-8)  # the rounding of the result
 
 
 def test_gradients_are_products_of_rounded_operands() -> None:
