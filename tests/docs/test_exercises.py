@@ -49,7 +49,7 @@ FAILURES = {
     "partial_gradients": "input_layernorm.weight differs between ranks",
     "copy_not_summed": "norm.weight differs between ranks",
     "norms_not_summed": "layernorm.weight differs between ranks",
-    "head_norms_not_summed": "k_norm.weight differs between ranks",
+    "head_norms_not_summed": "q_norm.weight differs between ranks",
     "norm_of_own_heads": "logits: off by",
     "micro_batches_not_divided": r"embed_tokens.weight: off by 2.000e\+00",  # three times as large
     "wrong_backward_first": "embed_tokens.weight: off by",
