@@ -220,8 +220,8 @@ def draw_family(dice: random.Random) -> dict[str, Any]:
     options: dict[str, dict[str, Any]] = {
         "mistral": dice.choice(({"sliding_window": None}, window)),
         "qwen2": dice.choice(({}, {"use_sliding_window": True, "max_window_layers": 1, **window})),
-        # A norm of a block's output divides numbers near 0 by sqrt(eps): with 1e-6, changing the last bits of the weights
-        # of a tiny model changes the gradient norm that transformers computes by up to 2e-10.
+        # A norm of a block's output divides numbers near 0 by sqrt(eps): with 1e-6, changing the last bits of the
+        # weights of a tiny model changes the gradient norm that transformers computes by up to 2e-10.
         "olmo2": {"rms_norm_eps": 1e-3},
         "smollm3": {"no_rope_layer_interval": dice.choice((1, 2, 3))},
         "granite": {name: dice.choice((0.25, 1.0, 1.5)) for name in multipliers},
