@@ -141,8 +141,7 @@ class Attention(nn.Module):
         elif differs.qk_norm == "all heads":
             self.q_norm, self.k_norm = (RMSNorm(size, config.rms_norm_eps) for size in (queries, keys))
         self.rotates = layer not in differs.unrotated
-        # `attention_fn` divides the scores by sqrt(d)
-        multiplier = differs.attention_multiplier
+        multiplier = differs.attention_multiplier  # of the scores, which `attention_fn` divides by sqrt(d)
         self.query_scale = 1.0 if multiplier is None else multiplier * math.sqrt(self.head_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
