@@ -246,7 +246,7 @@ def main() -> None:
         raise UserError(
             f"{folder} is a run folder without checkpoints; train with checkpoint.save_frequency of 1 or more"
         )
-    model_config, encoder = read_model_config(folder), Encoder(folder)
+    model_config, encoder = read_model_config(folder), Encoder.read(folder)
     records: dict[str, Prompt] = {}
     if options.chat:
         encoder.check_chat_template()
@@ -254,7 +254,7 @@ def main() -> None:
         records = read_prompts(options.prompts) if options.prompts else {"--prompt": {"prompt": options.prompt}}
     prompts = {name: encoder.encode(name, record) for name, record in records.items()}
     for name, prompt in prompts.items():
-        check_prompt(name, prompt, model_config.vocab_size)
+        check_prompt(name, prompt, model_config, options.max_new_tokens)
     ends = tuple({*end_tokens(model_config), *encoder.ends})
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed, ends)
     if options.output is not None and int(os.environ.get("RANK", 0)) == 0:

@@ -57,7 +57,7 @@ def main() -> None:
 
     # Data: tokenised by one process per machine, memory-mapped by all. A checkpoint stores the position to resume from.
     checkpoint = find_checkpoint(config, model_config)
-    data, tokenizer = load_data(config, model_config)
+    data, tokenizer = load_data(config, model_config, checkpoint.tokenizer if checkpoint else None)
     held_out = rows_to_hold_out(data, config, checkpoint.held_out if checkpoint else None)
     train_rows, eval_rows = split_train_eval(data, config, held_out)
     fingerprint = data_fingerprint(train_rows, config)

@@ -128,13 +128,6 @@ def gather(function: Callable[..., Any], processes: int, *arguments: Any) -> lis
                 connection.close()
 
 
-def _receive(connection: Any) -> Any:
-    result = connection.recv()
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
 def _receive_all(connections: list[Any]) -> list[Any]:
     """Receive the results of all ranks. If one fails, others may fail because they have lost it: all errors count."""
     results = [connection.recv() for connection in connections]
@@ -159,8 +152,7 @@ def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, Measur
                 theirs.close()
                 processes.append(process)
                 connections[variant.name].append(ours)
-            for connection in connections[variant.name]:
-                _receive(connection)
+            _receive_all(connections[variant.name])
 
         def request(name: str, steps: int) -> list[Any]:
             for connection in connections[name]:

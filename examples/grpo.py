@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from picotron.batches import Batch
 from picotron.command_line import config_parser, load_config
@@ -33,6 +32,7 @@ from picotron.config import Config
 from picotron.console import UserError, number
 from picotron.data.documents import load_documents
 from picotron.data.tokens import convert, read_tokenizer, tokenizer_folder
+from picotron.generation.prompts import Encoder
 from picotron.generation.rotation import Completion, generate
 from picotron.generation.sampling import Sampling
 from picotron.model.model_config import end_tokens
@@ -56,24 +56,17 @@ class Task(NamedTuple):
 
     prompts: list[Prompt]
     held_out: list[Prompt]
-    tokenizer: PreTrainedTokenizerBase
+    encoder: Encoder
     reward: Callable[..., float]
     samples: int
     updates: int
 
     def rewards(self, prompts: list[Prompt], completions: list[Completion]) -> Tensor:
         """Compute the rewards of completions, without their end tokens."""
-
-        def text(tokens: list[int]) -> str:
-            decoded: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-            return decoded
-
-        answers = [
-            # Alone, some tokenizers decode a completion without its first space.
-            text(prompt.tokens + completion.tokens)[len(text(prompt.tokens)) :]
+        numbers = [
+            self.reward(**prompt.record, completion=self.encoder.completion(prompt.tokens, completion.tokens))
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        numbers = [self.reward(**each.record, completion=answer) for each, answer in zip(prompts, answers, strict=True)]
         return torch.tensor(numbers, dtype=torch.float64)
 
 
@@ -143,16 +136,14 @@ def load_reward(name: str) -> Callable[..., float]:
     return found
 
 
-def read_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def read_prompts(config: Config, encoder: Encoder) -> list[Prompt]:
     """Read the prompts, and check that each leaves room for an answer."""
 
     def encode(record: Any) -> Iterator[Prompt]:
         prompt = record.get("prompt") if isinstance(record, dict) else None
         if not prompt or not isinstance(prompt, str | list):
             raise UserError('there should be a "prompt", a text or a list of messages')
-        is_text = isinstance(prompt, str)
-        text = prompt if is_text else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        tokens = tokenizer(text, add_special_tokens=is_text)["input_ids"]
+        tokens = encoder.encode_text(prompt) if isinstance(prompt, str) else encoder.encode_messages(prompt)
         if len(tokens) > (length := config.training.seq_length):
             raise UserError(
                 f"the prompt has {len(tokens)} tokens, but training.seq_length={length}; use a longer seq_length"
@@ -188,22 +179,22 @@ def read_config(arguments: list[str]) -> tuple[Config, argparse.Namespace]:
 def read_task(config: Config, options: argparse.Namespace) -> Task:
     """Read the prompts and the reward. An evaluation holds out as many prompts as `eval_steps` batches have."""
     model_config, _ = check_run(config)
-    tokenizer = read_tokenizer(config, model_config)
-    prompts, held_out = read_prompts(config, tokenizer), config.held_out_sequences // options.samples
+    encoder = Encoder(read_tokenizer(config, model_config), config.model.tokenizer or config.model.name)
+    prompts, held_out = read_prompts(config, encoder), config.held_out_sequences // options.samples
     if len(prompts) <= held_out:
         raise UserError(
             f"{config.dataset.name} has {len(prompts)} prompts, but evaluations hold out {held_out}; use more prompts"
         )
     first = len(prompts) - held_out
     reward = load_reward(options.reward)
-    return Task(prompts[:first], prompts[first:], tokenizer, reward, options.samples, options.updates)
+    return Task(prompts[:first], prompts[first:], encoder, reward, options.samples, options.updates)
 
 
 def main() -> None:
     set_up_logging()
     config, options = read_config(sys.argv[1:])
     task = read_task(config, options)
-    data = Data(fingerprint(config, task.prompts), tokenizer_folder(task.tokenizer))
+    data = Data(fingerprint(config, task.prompts), tokenizer_folder(task.encoder.tokenizer))
     with set_up(config, data) as trainer:
         learn(trainer, task)
 

@@ -38,7 +38,8 @@ def check_layout(config: Config, model_config: PreTrainedConfig) -> PipelinePlan
     with problems:
         plan = plan_pipeline(config, model_config)
     with problems:
-        check_window(model_config, config.training.seq_length, "training.seq_length")
+        length = config.training.seq_length
+        check_window(model_config, length, f"training.seq_length={length}")
     with problems:
         check_context_parallel(model_config, config.distributed)
     with problems:

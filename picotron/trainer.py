@@ -74,9 +74,13 @@ def fingerprint(config: Config, samples: Sequence[Any]) -> str:
     return digest.hexdigest()[:24]
 
 
-def read_data(config: Config, model_config: PreTrainedConfig) -> Data:
-    """Read the data set of the config. All its rows are for training, if the config asks for no evaluations."""
-    tokens, tokenizer = load_data(config, model_config)
+def read_data(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> Data:
+    """Read the data set of the config. All its rows are for training, if the config asks for no evaluations.
+
+    Args:
+        trained: see `load_data`.
+    """
+    tokens, tokenizer = load_data(config, model_config, trained)
     rows, _ = split_train_eval(tokens, config)
     return Data(data_fingerprint(rows, config), tokenizer, rows)
 
@@ -159,7 +163,7 @@ class Trainer:
         self.model_config, plan = check_model(config)
 
         checkpoint = find_checkpoint(config, self.model_config)
-        data = data or read_data(config, self.model_config)
+        data = data or read_data(config, self.model_config, checkpoint.tokenizer if checkpoint else None)
         self.progress = checkpoint.progress(data.fingerprint) if checkpoint else Progress()
         self.loader = MicroBatchDataLoader(data.rows, config, device, self.progress.samples) if data.rows else None
 

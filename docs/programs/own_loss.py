@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from picotron import process_group_manager as pgm
 from picotron.batches import Batch, forward_batch
 from picotron.command_line import load_config
 from picotron.console import print_line
@@ -44,7 +45,7 @@ def main() -> None:
             trainer.log(trainer.train(batches, focal_loss))
 
         log_probs = forward_batch(trainer.evaluate, trainer.model, batches, log_probs_of_targets)
-        if log_probs is not None:  # on the ranks with the last stage
+        if log_probs is not None and pgm.process_group_manager.tp_rank == 0:  # one of the ranks with the last stage
             print_line(f"log-probabilities {list(log_probs.shape)}, mean {log_probs.mean():.6f}")
 
 

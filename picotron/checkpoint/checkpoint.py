@@ -169,6 +169,11 @@ class Checkpoint:
             return None
         return self.state.held_out, self.state.data_fingerprint
 
+    @property
+    def tokenizer(self) -> Path | None:
+        """Folder of the tokenizer with which the model was trained; None if it has none."""
+        return self.folder if (self.folder / "tokenizer.json").exists() else None
+
     def weights(self) -> ReadTensor:
         """Return a reader of the weights, for `materialise`. The weights of the model are the master weights, rounded,
         so it reads these, except for frozen parameters, which have none.

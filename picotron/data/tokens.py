@@ -79,13 +79,16 @@ def _short_words(texts: Iterator[str]) -> Iterator[str]:
             return
 
 
-def load_tokenizer(config: Config, model_config: PreTrainedConfig, documents: Documents) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the run. If `model.tokenizer` is "bpe", train one, unless it is in the cache.
+def load_tokenizer(
+    config: Config, model_config: PreTrainedConfig, documents: Documents, trained: Path | None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the run. If `model.tokenizer` is "bpe", it is that of the checkpoint, because weights know
+    the ids of one BPE only; without one, train it, unless it is in the cache.
 
     Raises:
-        UserError: the tokenizer cannot be loaded, or has more tokens than the model's vocabulary.
+        UserError: see `read_tokenizer`.
     """
-    if config.model.tokenizer == "bpe":
+    if config.model.tokenizer == "bpe" and trained is None:
         if column := config.dataset.messages_column:
             raise UserError(
                 f"dataset.messages_column={column!r} needs a tokenizer with a chat template, which model.tokenizer='bpe' "
@@ -101,16 +104,18 @@ def load_tokenizer(config: Config, model_config: PreTrainedConfig, documents: Do
 
         folder = cached("bpe", f"{documents.key} {model_config.vocab_size}", write)
         return check_beside_model(PreTrainedTokenizerFast.from_pretrained(folder), config, model_config)
-    return read_tokenizer(config, model_config)
+    return read_tokenizer(config, model_config, trained if config.model.tokenizer == "bpe" else None)
 
 
-def read_tokenizer(config: Config, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    """Read the tokenizer of a run from a folder, or from the hub.
+def read_tokenizer(
+    config: Config, model_config: PreTrainedConfig, folder: Path | None = None
+) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of a run from a folder, by default that of the config, or from the hub.
 
     Raises:
         UserError: the tokenizer cannot be read, does not fit the model's family, or has more tokens than the model.
     """
-    name = config.model.tokenizer or config.model.name
+    name = str(folder or config.model.tokenizer or config.model.name)
     if not Path(name).is_dir():
         connect(name)
     try:
@@ -132,21 +137,22 @@ def read_tokenizer(config: Config, model_config: PreTrainedConfig) -> PreTrained
 def check_beside_model(
     tokenizer: PreTrainedTokenizerBase, config: Config, model_config: PreTrainedConfig
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer. Raises a UserError if transformers would not read it as this one from a checkpoint: it has
-    rules of its own for some families, such as qwen2, whatever the tokenizer's files say.
+    """Return the tokenizer. Raises a UserError if transformers would read another one from a checkpoint: beside some
+    models, such as qwen2, it reads the family's class of tokenizer, whatever the tokenizer's files say.
     """
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         model_config.save_pretrained(folder)
         try:
-            found: Any = AutoTokenizer.from_pretrained(folder)
-        except Exception:
-            found = None
-    if found is None or _rules(found) != _rules(tokenizer):
+            problem = (
+                "as another tokenizer" if _rules(AutoTokenizer.from_pretrained(folder)) != _rules(tokenizer) else ""
+            )
+        except Exception as error:  # of many types
+            problem = f"not at all ({first_line(error)})"
+    if problem:
         raise UserError(
-            f"transformers would not read model.tokenizer={config.model.tokenizer!r} from a checkpoint of a "
-            f"{model_config.model_type!r} model, for which it expects the tokenizer of that family; use this one, or a "
-            f"model of another family"
+            f"transformers would read model.tokenizer={config.model.tokenizer!r} from a checkpoint of a "
+            f"{model_config.model_type!r} model {problem}; use a tokenizer of that family, or a model of another family"
         )
     return tokenizer
 
@@ -265,15 +271,18 @@ class TokenisedData(NamedTuple):
     end: int | None
 
 
-def write_tokens(config: Config, model_config: PreTrainedConfig) -> TokenisedData:
+def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> TokenisedData:
     """Tokenise the data set, unless its tokens are in the cache.
+
+    Args:
+        trained: see `load_data`.
 
     Raises:
         UserError: see `load_documents`, `load_tokenizer` and `SampleEncoder`.
     """
     section = config.dataset
     documents = load_documents(section, config.training.num_samples, config.training.seed)
-    tokenizer = load_tokenizer(config, model_config, documents)
+    tokenizer = load_tokenizer(config, model_config, documents, trained)
     end = tokenizer.eos_token_id
     if section.masks_documents and not section.has_samples and end is None:
         raise UserError(
@@ -293,9 +302,15 @@ def write_tokens(config: Config, model_config: PreTrainedConfig) -> TokenisedDat
     return TokenisedData(arrays, tokenizer_folder(tokenizer), end)
 
 
-def load_data(config: Config, model_config: PreTrainedConfig) -> tuple[Text | Samples, Path]:
+def load_data(
+    config: Config, model_config: PreTrainedConfig, trained: Path | None = None
+) -> tuple[Text | Samples, Path]:
     """Load the data set as memory-mapped arrays. One process per machine tokenises it, if necessary, and the others
     wait.
+
+    Args:
+        trained: folder of the tokenizer with which the model was trained so far, which `model.tokenizer` "bpe" then
+            means; None: train a BPE.
 
     Returns:
         The data, and the folder of the tokenizer.
@@ -308,7 +323,7 @@ def load_data(config: Config, model_config: PreTrainedConfig) -> tuple[Text | Sa
     def tokenise() -> tuple[TokenisedData, str, str] | None:
         if local_rank > 0:
             return None
-        data = write_tokens(config, model_config)
+        data = write_tokens(config, model_config, trained)
         return data, checksums(data.arrays) + checksums(data.tokenizer), platform.node()
 
     # A separate group with a long timeout, because tokenising may take longer than the default timeout of collectives.

@@ -70,16 +70,20 @@ def _prompt_of(record: Any) -> Prompt:
 
 
 class Encoder:
-    """The tokenizer of a model's folder.
+    """A tokenizer that encodes prompts and decodes completions.
 
-    Raises:
-        UserError: the folder has no tokenizer.
+    Args:
+        folder: where the tokenizer comes from, for errors.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, tokenizer: Any, folder: Path | str) -> None:
+        self.tokenizer, self.folder = tokenizer, folder
+
+    @classmethod
+    def read(cls, folder: Path) -> "Encoder":
+        """Read the tokenizer of a model's folder. Raises a UserError if there is none."""
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+            return cls(AutoTokenizer.from_pretrained(folder), folder)
         except Exception as error:
             raise UserError(f"no tokenizer in {folder} ({first_line(error)}); save one there") from None
 

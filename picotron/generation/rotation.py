@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype
@@ -300,22 +301,24 @@ def generating(model: PipelineParallel) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def check_prompt(name: str, prompt: Sequence[int], vocab_size: int) -> None:
-    """Raise a UserError unless a prompt has tokens, and all of them are in the vocabulary."""
+def check_prompt(name: str, prompt: Sequence[int], config: PreTrainedConfig, max_new_tokens: int) -> None:
+    """Raise a UserError unless a prompt has tokens, all of them are in the vocabulary, and the text stays within the
+    model's sliding window.
+    """
     if not len(prompt):
         raise UserError(f"{name} has no tokens; give it at least one, such as that of a new document")
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
+    if min(prompt) < 0 or max(prompt) >= config.vocab_size:
         raise UserError(
-            f"{name} has a token that is not in the vocabulary of {vocab_size:,} tokens; use the model's own tokenizer"
+            f"{name} has a token that is not in the vocabulary of {config.vocab_size:,} tokens; use the model's own "
+            f"tokenizer"
         )
+    read = len(prompt) + max(0, max_new_tokens - 1)  # the model does not read the last token
+    check_window(config, read, f"{name} of {len(prompt)} tokens, with max_new_tokens={max_new_tokens},")
 
 
 def _check(model: PipelineParallel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     for number, prompt in enumerate(prompts):
-        name = f"prompts[{number}]"
-        check_prompt(name, prompt, model.module.config.vocab_size)
-        length = f"the length of {name} with max_new_tokens={max_new_tokens}"
-        check_window(model.module.config, len(prompt) + max_new_tokens, length)
+        check_prompt(f"prompts[{number}]", prompt, model.module.config, max_new_tokens)
     if any(parameter.untyped_storage().size() == 0 for parameter in model.parameters()):
         raise UserError(
             "the weights of this rank are not in memory, because dp_engine='zero3' divides them; use another dp_engine "

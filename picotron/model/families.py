@@ -15,10 +15,10 @@ class Differences:
     Attributes:
         qkv_bias: whether q_proj, k_proj and v_proj have a bias; o_bias and mlp_bias: the same of the other matrices.
         qk_norm: an RMSNorm of the queries and keys before they are rotated: of each head, or of all heads together.
-        norm_after: whether attention's and MLP's outputs are normalised, instead of their inputs.
+        norm_after: whether the outputs of attention and MLP are normalised, instead of their inputs.
         unrotated: layers without rotary positions (NoPE).
-        window: number of positions, up to its own one, to which a token attends; None for all. A model with a window
-            is a Llama for sequences that are not longer.
+        window: number of positions, up to its own one, to which a token attends; None for all. Only sequences that are
+            not longer are supported, see `check_window`.
         attention_multiplier: factor of the scores q k'; by default 1 / sqrt(d).
         embedding_multiplier, residual_multiplier: factors of the embedded tokens, and of what a block adds to x.
         logits_scaling: divisor of the logits.
@@ -38,10 +38,12 @@ class Differences:
 
 
 def _llama(config: Any) -> Differences:
+    """Llama (arXiv:2302.13971, arXiv:2407.21783)."""
     return Differences(config.attention_bias, config.attention_bias, config.mlp_bias)
 
 
 def _mistral(config: Any) -> Differences:
+    """Mistral 7B (arXiv:2310.06825)."""
     return Differences(window=config.sliding_window)
 
 

@@ -137,9 +137,11 @@ class Attention(nn.Module):
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         if differs.qk_norm == "head":
-            self.q_norm, self.k_norm = (HeadNorm(self.head_dim, config.rms_norm_eps) for _ in "qk")
+            self.q_norm = HeadNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = HeadNorm(self.head_dim, config.rms_norm_eps)
         elif differs.qk_norm == "all heads":
-            self.q_norm, self.k_norm = (RMSNorm(size, config.rms_norm_eps) for size in (queries, keys))
+            self.q_norm = RMSNorm(queries, config.rms_norm_eps)
+            self.k_norm = RMSNorm(keys, config.rms_norm_eps)
         self.rotates = layer not in differs.unrotated
         multiplier = differs.attention_multiplier  # of the scores, which `attention_fn` divides by sqrt(d)
         self.query_scale = 1.0 if multiplier is None else multiplier * math.sqrt(self.head_dim)
@@ -148,10 +150,10 @@ class Attention(nn.Module):
         B = x.size(0)
         q, k, v = self.project_fn(x, self.q_proj, self.k_proj, self.v_proj)
         # H and K depend on the weights: a tp rank computes H/tp and K/tp heads.
+        q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (
-            each.view(B, -1, each.size(-1) // self.head_dim, self.head_dim)
-            for each in (self.q_norm(q), self.k_norm(k), v)
-        )  # (B, T, H, d), (B, T, K, d), (B, T, K, d)
+            each.view(B, -1, each.size(-1) // self.head_dim, self.head_dim) for each in (q, k, v)
+        )  # (B, T, H, d)
         if self.rotates:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.query_scale != 1:
@@ -193,7 +195,7 @@ class DecoderLayer(nn.Module):
 
 
 class PostNormLayer(nn.Module):
-    """A decoder layer with `Differences.norm_after`."""
+    """A decoder layer that normalises the outputs of attention and MLP, instead of their inputs (OLMo 2)."""
 
     def __init__(self, config: "PreTrainedConfig", attention_fn: AttentionFn, layer: int = 0) -> None:
         super().__init__()

@@ -167,11 +167,11 @@ def check_window(config: PreTrainedConfig, length: int, what: str) -> None:
     """Raise UserError if the model's sliding window would hide tokens of a sequence of `length` tokens.
 
     Args:
-        what: the name of the length, for the error.
+        what: name and length of the sequence, for the error.
     """
     window = differences(config).window
     if window is not None and length > window:
         raise UserError(
-            f"{what}={length} is longer than the model's sliding_window={window}, which is not supported; use at most "
-            f"{window}"
+            f"{what} is longer than the model's sliding_window={window}, which picotron cannot apply; use at most "
+            f"{window} tokens"
         )

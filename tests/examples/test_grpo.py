@@ -143,11 +143,9 @@ def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_
     config, options = read_config([*words_of(tmp_path, 2, **keys), "--reward", str(tmp_path / "rewards.py:score")])
     task = read_task(config, options)
     assert tokenizer == str(tmp_path / "model")
-    text = task.tokenizer.decode(task.prompts[0].tokens)
+    text = task.encoder.decode(task.prompts[0].tokens)
     assert text == "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
-    answers = [
-        Completion([*task.tokenizer(each)["input_ids"], task.tokenizer.eos_token_id], []) for each in ("It is 4.", " y")
-    ]
+    answers = [Completion(task.encoder.encode_text(each) + task.encoder.ends, []) for each in ("It is 4.", " y")]
     assert task.rewards(task.prompts, answers).tolist() == [11, 4]
 
 

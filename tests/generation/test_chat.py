@@ -92,7 +92,7 @@ def test_printed_text_is_that_of_all_tokens_without_halves_of_characters(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer, parts = save(tmp_path, kind), list[str]()
-    encoder = Encoder(tmp_path)
+    encoder = Encoder.read(tmp_path)
     monkeypatch.setattr("picotron.generation.prompts.print_line", lambda text, end: parts.append(text))
     prompt = encoder.encode_messages(conversation("hello"))
     tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
@@ -116,7 +116,7 @@ def test_bytes_that_are_no_character_are_printed_when_the_next_character_or_the_
 ) -> None:
     tokenizer = save(tmp_path)
     first, letter = tokenizer("🙂")["input_ids"][0], tokenizer("a")["input_ids"][0]
-    encoder = Encoder(tmp_path)
+    encoder = Encoder.read(tmp_path)
     printer = CompletionPrinter(encoder, [letter])
     printed = []
     for token in (first, letter, first):
@@ -136,7 +136,7 @@ def test_prompt_has_the_tokens_of_training(kind: str, template: str, tmp_path: P
     (sample,) = encoder.convert({"messages": messages})
     place = sample.counted[-1][0]
     arrays = encoder.encode([sample._replace(text=sample.text[:place], counted=[(0, place)])])
-    assert Encoder(tmp_path).encode_messages(messages[:-1]) == arrays["tokens"].tolist()
+    assert Encoder.read(tmp_path).encode_messages(messages[:-1]) == arrays["tokens"].tolist()
 
 
 # --------------------------------------------------------------------------------------------------------------- --chat
@@ -215,7 +215,7 @@ def test_answer_is_no_longer_than_the_model_allows(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     question = "a b " * 90
-    ids = Encoder(folder).encode_messages(conversation(question.strip()))
+    ids = Encoder.read(folder).encode_messages(conversation(question.strip()))
     with pytest.raises(UserError, match="the conversation has"):
         chat(monkeypatch, folder, f"{question}\nhello\n", "--max_new_tokens", 1000)
     (answer,) = answers_of_transformers(folder, question.strip(), tokens=400 - len(ids))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM, MistralForCausalLM
 
 import generate as program
 from generate import load_model
@@ -187,7 +187,7 @@ def test_dtypes_of_weights_that_cannot_be_computed_with_are_rejected(
 def test_prompt_has_the_start_token_and_no_end_token(tmp_path: Path) -> None:
     make_tokenizer("metaspace first").save_pretrained(tmp_path / "start")
     make_tokenizer("ByT5").save_pretrained(tmp_path / "end")
-    start, end = Encoder(tmp_path / "start"), Encoder(tmp_path / "end")
+    start, end = Encoder.read(tmp_path / "start"), Encoder.read(tmp_path / "end")
     assert start.encode_text("ab")[0] == start.tokenizer.bos_token_id
     assert end.encode_text("ab") == end.tokenizer("ab", add_special_tokens=False)["input_ids"]
     assert end.encode_text("") == [end.tokenizer.eos_token_id]
@@ -211,3 +211,18 @@ def test_program_rejects_folders_without_tokenizer_or_with_damaged_weights(
     break_folder(tmp_path, "truncated")
     with pytest.raises(UserError, match="are damaged"):
         program.main()
+
+
+def test_text_stays_within_the_sliding_window(tmp_path: Path) -> None:
+    """The model reads every token but the last, so 5 + 8 tokens fit into a window of 12."""
+    config = tiny_llama("mistral", sliding_window=12, vocab_size=300, initializer_range=0.5)
+    reference = MistralForCausalLM(config)
+    reference.save_pretrained(tmp_path)
+    model, prompt = load_model(tmp_path), [1, 2, 3, 4, 5]
+    ids = torch.tensor([prompt])
+    expected = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    assert generate(model, [prompt], Sampling(8))[0].tokens == expected[0, 5:].tolist()
+    with pytest.raises(
+        UserError, match=r"prompts\[0\] of 5 tokens, with max_new_tokens=9, is longer than .* at most 12"
+    ):
+        generate(model, [prompt], Sampling(9))

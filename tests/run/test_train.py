@@ -119,6 +119,24 @@ def test_training_starts_from_pretrained_weights(home: Path, tmp_path: Path) -> 
     assert_close(metrics(tmp_path / "run")[0]["loss"], expected.item())
 
 
+@pytest.mark.parity
+def test_a_run_that_resumes_on_more_data_keeps_its_bpe(home: Path, tmp_path: Path) -> None:
+    """Another BPE would give the token ids other meanings than those that the weights have learned."""
+    folder, save_dir = tmp_path / "data", tmp_path / "run"
+    folder.mkdir()
+    (folder / "a.txt").write_text("She sells sea shells by the sea shore.\n" * 400)
+    keys = {"dataset.name": folder, "training.eval_frequency": 0, "training.warmup_steps": 1}
+    keys |= {"checkpoint.save_frequency": 2, "checkpoint.load_path": "latest"}
+    for steps in (2, 4):
+        result = run(home, 0, *arguments(save_dir, 1, 2, **keys | {"training.total_train_steps": steps}))
+        assert result.returncode == 0, result.stderr
+        (folder / "b.txt").write_text("Peter Piper picked a peck of pickled peppers.\n" * 400)
+    assert "was trained on different data" in result.stdout + result.stderr
+    assert [line["step"] for line in metrics(save_dir)] == [1, 2, 3, 4]
+    first, second = (save_dir / f"step_{step:08}" / "tokenizer.json" for step in (2, 4))
+    assert first.read_bytes() == second.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("processes", "words", "message"),
     [
