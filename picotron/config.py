@@ -124,7 +124,7 @@ class Model(Section):
     pretrained: bool = False
     """start from the weights of `name` (safetensors); false: random weights"""
     tokenizer: str | None = None
-    """hub id, folder, or "bpe" (a byte-level BPE: the checkpoint's, else trained on the data set); null: the model's own"""
+    """hub id, folder, or "bpe" (a byte-level BPE: the checkpoint's, or trained on the data); null: the model's own"""
 
 
 class Training(Section):
