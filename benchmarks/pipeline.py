@@ -17,7 +17,8 @@ from benchmarks.schedules import PP, recorded
 from benchmarks.side_by_side import gather, print_markdown
 from benchmarks.workload import ON_GPU, arguments, run_config, training_of
 from picotron.explain.fake_group import fake_rank
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, forward_step
+from picotron.pipeline_parallel.modules import graph_of
+from picotron.pipeline_parallel.pipeline_parallel import forward_step
 from picotron.schedules.simulate import Timeline
 
 MODULE = "picotron.pipeline_parallel.pipeline_parallel"
@@ -49,19 +50,22 @@ def bytes_of_outputs(engine: str, free_outputs: bool) -> int:
         peak = max(peak, sum(alive.nbytes() for storage in outputs if (alive := storage()) is not None))
         return y
 
-    deallocate = PipelineParallel.deallocate_output_tensor if free_outputs else keep_output
     with (
         fake_rank(0, config.distributed),
         mock.patch(f"{MODULE}.forward_step", counted),
-        mock.patch(f"{MODULE}.PipelineParallel.deallocate_output_tensor", deallocate),
+        mock.patch(f"{MODULE}.graph_of", graph_of if free_outputs else HeldOutput),
     ):
         train_step, model, loader = training_of(config, torch.device("cpu"))
         train_step(model, loader)
     return peak
 
 
-def keep_output(stage: PipelineParallel, output_tensor: Tensor) -> None:
-    """Do nothing, instead of `PipelineParallel.deallocate_output_tensor`."""
+class HeldOutput(list[Any]):
+    """The graph of an output, with the output."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__(graph_of(output))
+        self.output = output
 
 
 def outputs() -> None:

@@ -46,7 +46,7 @@ def check_layout(config: Config, model_config: PreTrainedConfig) -> PipelinePlan
         if config.model.float8:
             check_float8(config, model_config)
     problems.report()
-    if config.model.float8 and plan.splits_backward:
+    if config.model.float8 and plan.schedule.splits_backward:
         raise UserError(
             f"model.float8=true cannot split a backward, as distributed.pp_engine={config.distributed.pp_engine!r} "
             f"requires; use another pp_engine, such as '1f1b', or float8=false"
@@ -88,7 +88,9 @@ def build_stage(
         llama = Llama(model_config, attention_fn, config.training.activation_checkpointing == "full").to(dtype)
 
         llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)  # replaces layers by their shards
-        stage = PipelineParallel(llama, plan)  # removes the layers of other stages
+        stage = PipelineParallel(
+            llama, plan, config.distributed.sequence_parallel
+        )  # removes the layers of other stages
         apply_context_parallel(stage, config.distributed)  # swaps the attention function
     materialise(llama, device, weights)
     return stage

@@ -71,7 +71,7 @@ def make_train_step(
     loops = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
     if loop := loops.get(config.distributed.pp_engine):
         return Step(functools.partial(loop, **message), shape)
-    return Step(functools.partial(Executor(plan.schedule), **message), shape, plan.schedule.microbatches)
+    return Step(functools.partial(Executor(plan.schedule), device=device), shape, plan.schedule.microbatches)
 
 
 def make_evaluation(
@@ -87,6 +87,6 @@ def make_evaluation(
         return Executor(forward_only(schedule.pp, micro_batches, schedule.chunks, schedule.placement))
 
     def evaluate(model: DataParallel, data_loader: Any) -> Tensor:
-        return executor(data_loader.grad_acc_steps)(model, data_loader, shape, device, dtype)
+        return executor(data_loader.grad_acc_steps)(model, data_loader, device)
 
     return Step(evaluate, shape if schedule.pp > 1 else None)

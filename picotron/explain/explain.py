@@ -129,7 +129,7 @@ def order_matters(config: Config, plan: PipelinePlan) -> bool:
     """Return whether messages depend on the order of actions, not only on their number. ZeRO-3 reduces the gradients of
     a layer when it has all of them, and in a split backward, they can come from several micro-batches.
     """
-    return config.distributed.dp_engine == "zero3" and plan.splits_backward
+    return config.distributed.dp_engine == "zero3" and plan.schedule.splits_backward
 
 
 def kind_of_rank(plan: PipelinePlan, rank: int) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ product was part of forward (see `LinearCrossEntropy`).
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -94,7 +95,8 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return dy @ weight, *compute_or_defer(ctx.edges, lambda: [dy.flatten(0, -2).t() @ x.flatten(0, -2)])
+        rows = [each.reshape(-1, each.size(-1)) for each in (dy, x)]
+        return dy @ weight, *compute_or_defer(ctx.edges, lambda: [rows[0].t() @ rows[1]])
 
 
 @torch.compiler.disable  # torch.compile would join the two halves again
@@ -105,9 +107,15 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def split_backward(model: nn.Module) -> None:
-    """Replace the `linear_fn` of a model's linear layers by one whose backward can be split. (The backward of
-    column-parallel layers always can be.)
+    """Let the backward of a model's linear layers be split: replace their `linear_fn`, or the forward of an
+    `nn.Linear` without one. (The backward of column-parallel layers always can be.)
     """
     for module in model.modules():
         if hasattr(module, "linear_fn"):
             module.linear_fn = split_linear
+        elif type(module) is nn.Linear:  # a subclass may compute something else
+            module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(linear: nn.Linear, x: Tensor) -> Tensor:
+    return split_linear(x, linear.weight, linear.bias)

@@ -1,15 +1,14 @@
 """Run any schedule: each rank executes the actions of its program, one after the other.
 
-Results wait in a table under the names of the actions that produced them: the hidden states that `1F0` returns are the
-input of `2F0`, and the gradient that `2B0` returns is the input of `1B0`. If the other stage is on another rank, SEND
-takes the result from the table of one rank, and RECV puts it into the table of the other.
+Results wait in a table under the names of the actions that produced them: the tensors that `1F0` returns are the input
+of `2F0`, and the gradients that `2B0` returns are the input of `1B0`. If the other stage is on another rank, SEND takes
+the result from the table of one rank, and RECV puts it into the table of the other.
 
 Nothing waits before it must: RECV only posts a receive, and the action that needs the result waits for it; SEND only
 starts a message; R only starts the reduction of a stage's gradients.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.model.split_backward import DeferredGrads, defer_weight_grads, run_deferred
+from picotron.pipeline_parallel.modules import Graph, Message, graph_of, tensors
 from picotron.pipeline_parallel.pipeline_parallel import finish_step, sum_losses
 from picotron.pipeline_parallel.pp_communications import check_message, start_message
 from picotron.pipeline_parallel.recorder import record_action
@@ -29,7 +29,7 @@ MAX_SENDS_IN_FLIGHT = 2  # per receiving rank; each holds the memory of one outp
 
 
 class Executor:
-    """A training step or an evaluation that follows a schedule; called like `train_step_pipeline_1f1b`.
+    """A training step or an evaluation of a `PipelineStages` in a `DataParallel` that follows a schedule.
 
     Raises:
         UserError: the schedule is incomplete or would deadlock, see `checker`.
@@ -39,15 +39,13 @@ class Executor:
         self.schedule = schedule
         self.program = add_communication(schedule)[pgm.process_group_manager.pp_rank]
 
-    def __call__(
-        self, model: Any, data_loader: Any, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
-    ) -> Tensor:
+    def __call__(self, model: Any, data_loader: Any, device: torch.device) -> Tensor:
         """Run one step. Arguments and result are those of `train_step_pipeline_afab`."""
         check_micro_batches(self.schedule.microbatches, data_loader.grad_acc_steps)
         forward_only = self.schedule.forward_only
         batches = [next(data_loader) for _ in range(self.schedule.microbatches)]
         model.require_backward_grad_sync = False  # R starts the reductions instead
-        step = StepState(self.schedule, model, batches, tensor_shapes, device, dtype)
+        step = StepState(self.schedule, model, batches, device)
         with torch.set_grad_enabled(not forward_only):
             for action in self.program:
                 step.run(action)
@@ -61,35 +59,34 @@ def check_micro_batches(expected: int, count: int) -> None:
         raise UserError(f"the schedule is for {expected} micro-batches, not {count}; make them equal")
 
 
+def check_outputs(stage: int, outputs: tuple[Tensor, ...], likes: tuple[Tensor, ...], device: torch.device) -> None:
+    """Raise ValueError if the outputs of a stage do not fit into the buffers of the next one."""
+    if len(outputs) != len(likes):
+        raise ValueError(f"stage {stage} returned {len(outputs)} tensors, but stage {stage + 1} receives {len(likes)}")
+    for y, like in zip(outputs, likes, strict=True):
+        check_message(y, like.shape, device, like.dtype)
+
+
 class StepState:
     """The state of one step on one rank, and a method for each kind of action.
 
     Attributes:
         losses: losses of the micro-batches, on the rank with the last stage.
         results: outputs and gradients that wait for the action that needs them, by the action that produced them.
-        activations: (input, output) of each (stage, micro-batch) that waits for its backward.
+        activations: (inputs, graph of the outputs) of each (stage, micro-batch) that waits for its backward.
         deferred: the weight gradients of each (stage, micro-batch) that wait for their W.
         pending_recvs: receives that have been posted, by the action that produces their result on the other rank.
         pending_sends: messages that have been started, with their tensors, by receiving pp rank.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        model: Any,
-        batches: list[dict[str, Any]],
-        tensor_shapes: Sequence[int],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.schedule, self.model, self.batches = schedule, model, batches
-        self.message = (tensor_shapes, device, dtype)
+    def __init__(self, schedule: Schedule, model: Any, batches: list[dict[str, Any]], device: torch.device) -> None:
+        self.schedule, self.model, self.batches, self.device = schedule, model, batches, device
         self.losses: list[Tensor] = []
-        self.results: dict[Action, Tensor] = {}
-        self.activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.results: dict[Action, tuple[Tensor, ...]] = {}
+        self.activations: dict[tuple[int, int], tuple[tuple[Tensor, ...], Graph]] = {}
         self.deferred: dict[tuple[int, int], DeferredGrads] = {}
         self.pending_recvs: dict[Action, list[dist.Work]] = {}
-        self.pending_sends: dict[int, deque[tuple[list[dist.Work], Tensor]]] = defaultdict(deque)
+        self.pending_sends: dict[int, deque[tuple[list[dist.Work], list[Tensor]]]] = defaultdict(deque)
         self.run_kind = {
             "F": self.forward,
             "B": self.backward,
@@ -122,23 +119,32 @@ class StepState:
 
     def forward(self, action: Action) -> None:
         _, stage, i = action
-        x = self.take_input(action)
-        if x is not None:
-            x.requires_grad_(torch.is_grad_enabled())
-        y = self.model(**self.batches[i] | {"hidden_states": x}, stage=stage, micro_batch=i)
+        inputs, received = self.take_input(action), self.received(stage, i)
+        for x, like in zip(inputs, tensors(received), strict=True):
+            x.requires_grad_(like.requires_grad and torch.is_grad_enabled())
+        message = inputs[0] if isinstance(received, Tensor) else inputs or None
+        y: Any = self.model(**self.batches[i] | {"hidden_states": message}, stage=stage, micro_batch=i)
         if stage == self.schedule.num_stages - 1:
             y = y / self.schedule.microbatches  # so that gradients sum up to those of the mean
             self.losses.append(y.detach())
         else:
-            self.results[action] = y.detach()
+            outputs, likes = tensors(y), tensors(self.received(stage + 1, i))
+            check_outputs(stage, outputs, likes, self.device)
+            self.results[action] = tuple(each.detach() for each in outputs)
+            y = tuple(each for each, like in zip(outputs, likes, strict=True) if like.requires_grad)
         if not self.schedule.forward_only:
-            self.model.module.deallocate_output_tensor(y)  # `results` keeps the data until it is sent or used
-            self.activations[stage, i] = x, y
+            self.activations[stage, i] = inputs, graph_of(y)
+
+    def received(self, stage: int, i: int) -> Message | None:
+        """Return meta tensors like those that a stage receives for micro-batch i, None for the first stage."""
+        return self.model.module.receives(stage, self.batches[i]) if stage > 0 else None
 
     def backward(self, action: Action) -> None:
         _, stage, i = action
-        dx = self.model.module.backward(*self.activations.pop((stage, i)), self.take_input(action))
-        if dx is not None:
+        is_last = stage == self.schedule.num_stages - 1
+        dy = (None,) if is_last else self.take_input(action)
+        dx = self.model.module.backward(*self.activations.pop((stage, i)), dy)
+        if stage > 0:
             self.results[action.result] = dx
 
     def backward_input(self, action: Action) -> None:
@@ -168,17 +174,18 @@ class StepState:
         """Start to send a result to a stage, after a wait for earlier messages if too many are in flight. This cannot
         deadlock, because both ends have the same order of messages.
         """
-        receiver, tensor = self.schedule.rank_of(stage), self.results.pop(result).contiguous()
-        check_message(tensor, *self.message)
+        receiver, message = self.schedule.rank_of(stage), [each.contiguous() for each in self.results.pop(result)]
         self.wait_for_sends(receiver, MAX_SENDS_IN_FLIGHT - 1)
-        self.pending_sends[receiver].append((start_message("send", tensor, receiver), tensor))
+        self.pending_sends[receiver].append((start_message("send", message, receiver), message))
 
     def recv(self, action: Action) -> None:
         """Start to receive the input of an action."""
         source = self.schedule.source(action)
         assert source is not None
-        shapes, device, dtype = self.message
-        self.results[source] = torch.empty(shapes, device=device, dtype=dtype)
+        likes = tensors(self.received(max(action.stage, source.stage), action.microbatch))
+        if source.kind != "F":  # the gradients of what this stage has sent
+            likes = tuple(like for like in likes if like.requires_grad)
+        self.results[source] = tuple(torch.empty(like.shape, dtype=like.dtype, device=self.device) for like in likes)
         self.pending_recvs[source] = start_message("recv", self.results[source], self.schedule.rank_of(source.stage))
 
     def wait_for_sends(self, receiver: int, left: int) -> None:
@@ -193,7 +200,7 @@ class StepState:
         for work in self.pending_recvs.pop(source, ()) if source else ():
             work.wait()
 
-    def take_input(self, action: Action) -> Tensor | None:
-        """Take the result of another stage that an action needs; None at the ends of the pipeline."""
+    def take_input(self, action: Action) -> tuple[Tensor, ...]:
+        """Take the result of another stage that an action needs; none at the ends of the pipeline."""
         source = self.schedule.source(action)
-        return None if source is None else self.results.pop(source)
+        return () if source is None else self.results.pop(source)

@@ -18,13 +18,12 @@ Both have the same bubble. But a micro-batch's activations stay in memory from i
 those of all m micro-batches, in 1F1B those of at most p - (pp rank).
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
@@ -33,10 +32,10 @@ from picotron.config import Config
 from picotron.model.llama import Llama
 from picotron.model.split_backward import split_backward
 from picotron.model.weights import main_grad, mark_tied
+from picotron.pipeline_parallel.modules import Graph, PipelineStages, graph_of, tensors
 from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
 from picotron.pipeline_parallel.recorder import record_action
-from picotron.pipeline_parallel.stages import Stage
 from picotron.process_group_manager import new_groups
 
 
@@ -47,8 +46,8 @@ def hidden_states_shape(config: Config, model_config: PreTrainedConfig) -> tuple
     return (training.micro_batch_size, training.seq_length // split, model_config.hidden_size)
 
 
-class PipelineParallel(nn.Module):
-    """The stages of this rank: their layers, and the embedding on the first stage, the final norm and head on the last.
+class PipelineParallel(PipelineStages):
+    """This rank's stages of a Llama: layers, the embedding on the first stage, the final norm and head on the last.
 
     If the embedding's matrix is also the head's (tied) but they are on different ranks, each rank holds a replica. Each
     replica gets the gradient of its own use, and `sum_tied_gradients` adds them. The replicas start equal and get equal
@@ -57,13 +56,14 @@ class PipelineParallel(nn.Module):
     Args:
         model: a Llama on the meta device, from which the modules of other ranks are removed.
         plan: the stages of the pipeline, and their ranks.
+        sequence_parallel: whether hidden states are divided over the tp ranks along the sequence.
 
     Attributes:
         stages: contents of this rank's stages, by number. With one stage per rank, its number is the pp rank.
         kept_activations: (stage, micro-batch) of the forwards whose activations are not recomputed in backward.
     """
 
-    def __init__(self, model: Llama, plan: PipelinePlan) -> None:
+    def __init__(self, model: Llama, plan: PipelinePlan, sequence_parallel: bool = False) -> None:
         super().__init__()
         grid = pgm.process_group_manager
         self.module, self.plan = model, plan
@@ -85,7 +85,8 @@ class PipelineParallel(nn.Module):
             untyped.model.embed_tokens = None
         ends = grid.grid.movedim(1, -1)[..., [0, plan.last_rank]]  # (dp, cp, tp, 2), the ends of each pipeline
         self.embedding_group = new_groups(ends.reshape(-1, 2).tolist()) if has_replica else None
-        if plan.splits_backward:
+        self.dtype, self.shards = next(model.parameters()).dtype, grid.tp_world_size if sequence_parallel else 1
+        if plan.schedule.splits_backward:
             split_backward(model)
 
     def forward(
@@ -114,68 +115,25 @@ class PipelineParallel(nn.Module):
         y = self.module.run_layers(x, position_ids, contents.layers, cu_seqlens, keep)
         if contents.has_head:
             return self.module.logits_or_loss(y, **loss)
-        return y.view_as(y) if y is hidden_states else y  # an empty stage needs a new tensor that it can deallocate
+        return y
 
-    def parameters_of(self, stage: Stage) -> list[nn.Parameter]:
-        """Return the parameters that a stage of this rank uses."""
-        decoder = self.module.model
+    def receives(self, stage: int, batch: dict[str, Any]) -> Tensor:
+        """Return a tensor on the meta device like the hidden states of a micro-batch, see `hidden_states_shape`."""
+        B, T = batch["position_ids"].shape
+        shape = B, T // self.shards, self.module.config.hidden_size
+        return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+
+    def parameters_of(self, number: int) -> list[nn.Parameter]:
+        stage, decoder = self.stages[number], self.module.model
         modules: list[nn.Module] = [decoder.embed_tokens] if stage.has_embedding else []
         modules += [decoder.layers[str(i)] for i in stage.layers]
         modules += [decoder.norm, self.module.lm_head] if stage.has_head else []
         return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
 
-    def parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
-        """Return the parameters of each stage. A tied matrix on a rank with the first and the last stage belongs to the
-        first one, whose gradients are complete later.
-        """
-        seen: set[nn.Parameter] = set()
-        by_stage = {}
-        for number, stage in sorted(self.stages.items()):
-            by_stage[number] = [p for p in self.parameters_of(stage) if p not in seen]
-            seen.update(by_stage[number])
-        return by_stage
-
-    def used_twice(self) -> set[nn.Parameter]:
-        """Return the parameters that two stages of this rank use: a tied matrix."""
-        uses = Counter(parameter for stage in self.stages.values() for parameter in self.parameters_of(stage))
-        return {parameter for parameter, count in uses.items() if count > 1}
-
-    def backward(
-        self, input_tensor: Tensor | None, output_tensor: Tensor, output_tensor_grad: Tensor | None
-    ) -> Tensor | None:
-        """Add one micro-batch's gradients to those of the parameters, and return the gradient of the stage's input.
-
-        Args:
-            input_tensor: the hidden states from the previous stage; None on the first stage.
-            output_tensor: the result of `forward`.
-            output_tensor_grad: its gradient from the next stage; None on the last stage, whose output is the loss.
-        """
-        if output_tensor_grad is None:
-            output_tensor.backward()
-        elif output_tensor.requires_grad:  # not so on a first stage whose weights are all frozen
-            custom_backward(output_tensor, output_tensor_grad)
-        return None if input_tensor is None else input_tensor.grad
-
-    def deallocate_output_tensor(self, output_tensor: Tensor) -> None:
-        """Free the data of an output that has been sent, because backward only needs its graph. The loss is kept.
-
-        This saves B T D numbers per micro-batch in flight. (It is Megatron-LM's `deallocate_pipeline_outputs`.)
-        """
-        if output_tensor.ndim > 0:
-            output_tensor.data = output_tensor.new_empty(0)
-
     def sum_tied_gradients(self) -> None:
         """Add the gradients of the tied matrix: that of its use as embedding and that of its use as head."""
         if self.embedding_group is not None and (weight := self.module.model.embed_tokens.weight).requires_grad:
             all_reduce(main_grad(weight), self.embedding_group)
-
-
-def custom_backward(output_tensor: Tensor, output_tensor_grad: Tensor) -> None:
-    """Run `output_tensor.backward(output_tensor_grad)` for an output whose data may have been freed.
-
-    Autograd would compare the shapes of the two, so it is given the output's edge in the graph instead of the tensor.
-    """
-    torch.autograd.backward(get_gradient_edge(output_tensor), output_tensor_grad)
 
 
 def forward_step(model: Any, data_loader: Any, input_tensor: Tensor | None, i: int, losses: list[Tensor]) -> Tensor:
@@ -195,11 +153,17 @@ def forward_step(model: Any, data_loader: Any, input_tensor: Tensor | None, i: i
 
 
 def backward_step(
-    model: Any, input_tensor: Tensor | None, output_tensor: Tensor, output_tensor_grad: Tensor | None, i: int
+    model: Any, input_tensor: Tensor | None, graph: Graph, output_tensor_grad: Tensor | None, i: int
 ) -> Tensor | None:
-    """Run backward of micro-batch i, named Bi, see `PipelineParallel.backward`."""
+    """Run backward of micro-batch i, named Bi, see `PipelineStages.backward`."""
     with record_action(f"B{i}"):
-        return model.module.backward(input_tensor, output_tensor, output_tensor_grad)
+        dx = model.module.backward(tensors(input_tensor), graph, (output_tensor_grad,))
+    return dx[0] if dx else None
+
+
+def shapes_of(tensor_shapes: Sequence[Any], micro_batches: int) -> Sequence[Sequence[int]]:
+    """Return a shape for each micro-batch, from one shape for all, or from these shapes."""
+    return [tensor_shapes] * micro_batches if isinstance(tensor_shapes[0], int) else tensor_shapes
 
 
 def finish_step(model: Any, losses: list[Tensor], device: torch.device) -> Tensor:
@@ -215,7 +179,7 @@ def sum_losses(losses: list[Tensor], device: torch.device) -> Tensor:
 
 
 def train_step_pipeline_afab(
-    model: Any, data_loader: Any, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
+    model: Any, data_loader: Any, tensor_shapes: Sequence[Any], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Run all forwards, then all backwards: GPipe (Huang et al. 2018, arXiv:1811.06965).
 
@@ -226,68 +190,73 @@ def train_step_pipeline_afab(
     Args:
         model: a `PipelineParallel` in a `DataParallel`.
         data_loader: the micro-batches of this rank's pipeline.
-        tensor_shapes, device, dtype: those of the hidden states between stages.
+        tensor_shapes, device, dtype: those of the hidden states between stages: one shape, or one for each micro-batch.
 
     Returns:
         On the last stage, the mean loss over this pipeline's tokens, on the others 0; a scalar on the device.
     """
     micro_batches = data_loader.grad_acc_steps
+    shapes = shapes_of(tensor_shapes, micro_batches)
     losses: list[Tensor] = []
-    activations: deque[tuple[Tensor | None, Tensor]] = deque()  # (x, y) of micro-batches before their backward
+    activations: deque[tuple[Tensor | None, Graph]] = deque()  # x, and the graph of y, before the backward
 
     for i in range(micro_batches):
-        x = pipeline_communicate("recv_forward", device, dtype, shapes=tensor_shapes)
+        x = pipeline_communicate("recv_forward", device, dtype, shapes=shapes[i])
         y = forward_step(model, data_loader, x, i, losses)
-        pipeline_communicate("send_forward", device, dtype, y, tensor_shapes)
-        model.module.deallocate_output_tensor(y)
-        activations.append((x, y))
+        pipeline_communicate("send_forward", device, dtype, y, shapes[i])
+        activations.append((x, graph_of(y)))
+        del y  # backward needs only its graph
 
     for i in range(micro_batches):
         # Gradients accumulate, and only the last backward averages them over the data-parallel ranks. Meanwhile, the
         # previous stages, which receive dx later, are still computing.
         model.require_backward_grad_sync = i == micro_batches - 1
-        dy = pipeline_communicate("recv_backward", device, dtype, shapes=tensor_shapes)
+        dy = pipeline_communicate("recv_backward", device, dtype, shapes=shapes[i])
         dx = backward_step(model, *activations.popleft(), dy, i)
-        pipeline_communicate("send_backward", device, dtype, dx, tensor_shapes)
+        pipeline_communicate("send_backward", device, dtype, dx, shapes[i])
 
     return finish_step(model, losses, device)
 
 
 def train_step_pipeline_1f1b(
-    model: Any, data_loader: Any, tensor_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
+    model: Any, data_loader: Any, tensor_shapes: Sequence[Any], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Alternate forward and backward, else as in AFAB: PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473)."""
     grid, micro_batches = pgm.process_group_manager, data_loader.grad_acc_steps
+    shapes = shapes_of(tensor_shapes, micro_batches)
     losses: list[Tensor] = []
-    activations: deque[tuple[Tensor | None, Tensor]] = deque()  # (x, y) of micro-batches before their backward
+    activations: deque[tuple[Tensor | None, Graph]] = deque()  # x, and the graph of y, before the backward
     warmup = min(grid.pp_world_size - grid.pp_rank - 1, micro_batches)
 
     for i in range(warmup):  # forwards only, until the first gradient can arrive
-        x = pipeline_communicate("recv_forward", device, dtype, shapes=tensor_shapes)
+        x = pipeline_communicate("recv_forward", device, dtype, shapes=shapes[i])
         y = forward_step(model, data_loader, x, i, losses)
-        pipeline_communicate("send_forward", device, dtype, y, tensor_shapes)
-        model.module.deallocate_output_tensor(y)
-        activations.append((x, y))
+        pipeline_communicate("send_forward", device, dtype, y, shapes[i])
+        activations.append((x, graph_of(y)))
+        del y
 
     if warmup < micro_batches:
-        x = pipeline_communicate("recv_forward", device, dtype, shapes=tensor_shapes)
-    for i in range(micro_batches - warmup):  # steady state: the newest forward, then the oldest backward
-        y = forward_step(model, data_loader, x, warmup + i, losses)
-        dy = bidirectional_pipeline_communicate("send_fwd_recv_bwd", y, tensor_shapes, device, dtype)
-        model.module.deallocate_output_tensor(y)
-        activations.append((x, y))
+        x = pipeline_communicate("recv_forward", device, dtype, shapes=shapes[warmup])
+    for i in range(
+        micro_batches - warmup
+    ):  # steady state: forward of the newest (new), then backward of the oldest (i)
+        new = warmup + i
+        y = forward_step(model, data_loader, x, new, losses)
+        dy = bidirectional_pipeline_communicate("send_fwd_recv_bwd", y, shapes[i], device, dtype, shapes[new])
+        activations.append((x, graph_of(y)))
+        del y
         model.require_backward_grad_sync = i == micro_batches - 1  # only on the last stage, which has no cool-down
         dx = backward_step(model, *activations.popleft(), dy, i)
-        if warmup + i < micro_batches - 1:
-            x = bidirectional_pipeline_communicate("send_bwd_recv_fwd", dx, tensor_shapes, device, dtype)
+        if new < micro_batches - 1:
+            x = bidirectional_pipeline_communicate("send_bwd_recv_fwd", dx, shapes[new + 1], device, dtype, shapes[i])
         else:
-            pipeline_communicate("send_backward", device, dtype, dx, tensor_shapes)
-        del y, dy, dx  # frees their memory before the next forward
+            pipeline_communicate("send_backward", device, dtype, dx, shapes[i])
+        del dy, dx  # frees their memory before the next forward
 
     for i in range(micro_batches - warmup, micro_batches):  # cool-down: the remaining backwards
         model.require_backward_grad_sync = i == micro_batches - 1  # the stage's last backward, as in AFAB
-        dy = pipeline_communicate("recv_backward", device, dtype, shapes=tensor_shapes)
+        dy = pipeline_communicate("recv_backward", device, dtype, shapes=shapes[i])
         dx = backward_step(model, *activations.popleft(), dy, i)
-        pipeline_communicate("send_backward", device, dtype, dx, tensor_shapes)
+        pipeline_communicate("send_backward", device, dtype, dx, shapes[i])
 
     return finish_step(model, losses, device)

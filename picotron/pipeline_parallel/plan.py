@@ -63,10 +63,6 @@ class PipelinePlan:
         """The rank with the last stage. In a V, it also has the first one."""
         return self.schedule.rank_of(len(self.stages) - 1)
 
-    @property
-    def splits_backward(self) -> bool:
-        return any(part.kind == "I" for program in self.schedule.programs for a in program for part in a.parts)
-
 
 def training_schedule(config: "Config") -> Schedule:
     """Return the schedule that a config names, checked. A pipeline of one rank has one stage, whatever pp_engine is.

@@ -40,8 +40,8 @@ def check_message(tensor: Tensor, shapes: Sequence[int], device: torch.device, d
         )
 
 
-def start_message(operation: str, tensor: Tensor, rank: int) -> list[dist.Work]:
-    """Start to send `tensor`, or to receive into it. Returns the handles to wait for.
+def start_message(operation: str, tensors: Sequence[Tensor], rank: int) -> list[dist.Work]:
+    """Start to send tensors, or to receive into them, in one batch. Returns the handles to wait for.
 
     Messages to lower pp ranks have a separate group. NCCL runs the operations of a group one after the other, so in a
     single group, a message that waits for its peer would also delay this rank's later messages in the other direction.
@@ -53,7 +53,8 @@ def start_message(operation: str, tensor: Tensor, rank: int) -> list[dist.Work]:
     grid, kinds = pgm.process_group_manager, {"send": dist.isend, "recv": dist.irecv}
     sender, receiver = (grid.pp_rank, rank) if operation == "send" else (rank, grid.pp_rank)
     group = grid.pp_group if sender < receiver else grid.pp_reverse_group
-    return dist.batch_isend_irecv([dist.P2POp(kinds[operation], tensor, grid.pp_group_ids[rank], group)])
+    batch = [dist.P2POp(kinds[operation], tensor, grid.pp_group_ids[rank], group) for tensor in tensors]
+    return dist.batch_isend_irecv(batch) if batch else []
 
 
 def _exchange(messages: list[tuple[str, Tensor]]) -> None:
@@ -105,7 +106,12 @@ def pipeline_communicate(
 
 
 def bidirectional_pipeline_communicate(
-    operation: str, send_tensor: Tensor | None, recv_shapes: Sequence[int], device: torch.device, dtype: torch.dtype
+    operation: str,
+    send_tensor: Tensor | None,
+    recv_shapes: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    send_shapes: Sequence[int] | None = None,
 ) -> Tensor | None:
     """Send to a neighbour and receive from the same neighbour: `send_fwd_recv_bwd` or `send_bwd_recv_fwd`.
 
@@ -113,8 +119,9 @@ def bidirectional_pipeline_communicate(
     other to receive.
 
     Args:
-        send_tensor: tensor to send, of shape `recv_shapes`, because a gradient has the shape of its activation.
-        recv_shapes, device, dtype: those of both messages.
+        send_tensor: tensor to send.
+        recv_shapes, send_shapes: shapes of the two messages, by default the same; micro-batches may differ.
+        device, dtype: those of both messages.
 
     Returns:
         The received tensor, as from `pipeline_communicate`.
@@ -129,7 +136,7 @@ def bidirectional_pipeline_communicate(
     if _peer(send) is None:
         return None
     assert send_tensor is not None
-    check_message(send_tensor, recv_shapes, device, dtype)
+    check_message(send_tensor, recv_shapes if send_shapes is None else send_shapes, device, dtype)
     received = torch.empty(recv_shapes, dtype=dtype, device=device)
     _exchange([(send, send_tensor.contiguous()), (receive, received)])
     return received.requires_grad_(receive == "recv_forward")

@@ -166,6 +166,10 @@ class Schedule:
     def num_stages(self) -> int:
         return self.pp * self.chunks
 
+    @functools.cached_property
+    def splits_backward(self) -> bool:
+        return any(part.kind == "I" for program in self.programs for action in program for part in action.parts)
+
     def rank_of(self, stage: int) -> int:
         return rank_of(stage, self.pp, self.placement)
 

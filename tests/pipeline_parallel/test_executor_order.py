@@ -12,12 +12,15 @@ from transformers import LlamaConfig
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.pipeline_parallel import executor as module
 from picotron.pipeline_parallel.executor import MAX_SENDS_IN_FLIGHT, Executor, StepState
+from picotron.pipeline_parallel.modules import graph_of
 from picotron.pipeline_parallel.plan import training_schedule
 from picotron.schedules.actions import Action
 from picotron.schedules.checker import add_communication
 from picotron.schedules.simulate import peak_activations
 from tests.pipeline_parallel.test_executor import BY_PROGRAM
+from tests.pipeline_parallel.test_pipeline_order import HeldOutput
 from tests.support.oracle import tiny_llama
 from tests.support.training import CPU, Loader, batches, pipeline_config, wrapped
 from tests.support.worker_pool import WorkerPool
@@ -33,14 +36,14 @@ def run_observed(executor: Executor, model: DataParallel, observe: Any) -> None:
 
     items = batches(executor.schedule.microbatches)
     with mock.patch.object(StepState, "run", observed):
-        executor(model, Loader(items), (2, 16, 32), CPU, torch.float64)
+        executor(model, Loader(items), CPU)
 
 
 def alive(storages: list[Any]) -> int:
     return sum(storage() is not None for storage in storages)
 
 
-def live_activations(config: Config, model_config: LlamaConfig, deallocate: bool) -> tuple[Any, Any]:
+def live_activations(config: Config, model_config: LlamaConfig, free_outputs: bool) -> tuple[Any, Any]:
     """Run one step, and record after each action which activations and how many sent outputs are in memory.
 
     Returns:
@@ -48,8 +51,6 @@ def live_activations(config: Config, model_config: LlamaConfig, deallocate: bool
         number of live outputs for other ranks; then the program of this rank.
     """
     model, executor = wrapped(config, model_config), Executor(training_schedule(config))
-    if not deallocate:
-        model.module.deallocate_output_tensor = lambda output_tensor: None
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[tuple[int, int], list[Any]] = {}
     outputs: list[Any] = []
@@ -67,14 +68,15 @@ def live_activations(config: Config, model_config: LlamaConfig, deallocate: bool
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             forward(step, action)
         if action in step.results and step.schedule.rank_of(action.stage + 1) != rank:
-            outputs.append(weakref.ref(step.results[action].untyped_storage()))
+            outputs.append(weakref.ref(step.results[action][0].untyped_storage()))
 
     seen = []
 
     def observe(action: Any) -> None:
         seen.append(({key for key, storages in kept.items() if alive(storages)}, alive(outputs)))
 
-    with mock.patch.object(StepState, "forward", observed_forward):
+    graph = graph_of if free_outputs else HeldOutput
+    with mock.patch.object(StepState, "forward", observed_forward), mock.patch.object(module, "graph_of", graph):
         run_observed(executor, model, observe)
     return seen, executor.program
 
@@ -97,8 +99,8 @@ def test_activation_lifetimes_match_the_schedule(pool: WorkerPool, engine: str) 
         assert peak in (peak_activations(programs[rank]), peak_activations(programs[rank]) - pairs)
 
 
-def test_outputs_stay_in_memory_without_deallocation(pool: WorkerPool) -> None:
-    """Without deallocation, the outputs of all micro-batches stay in memory."""
+def test_outputs_stay_in_memory_if_they_are_kept_with_their_graph(pool: WorkerPool) -> None:
+    """The test above would notice it."""
     arguments = (pipeline_config("looped_bfs", 3, 7), tiny_llama(num_hidden_layers=6), False)
     most = [max(outputs for _, outputs in seen) for seen, _ in pool.run(live_activations, 3, *arguments)]
     assert most == [14, 14, 7]  # of two stages; the last stage sends no output

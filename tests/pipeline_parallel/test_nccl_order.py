@@ -202,7 +202,7 @@ def swap_messages(programs: list[Program]) -> Counter[type[Deadlock] | None]:
 
 
 def test_1f1b_that_sends_before_it_receives_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_after_the_other(operation: str, tensor: Any, shapes: Any, device: Any, dtype: Any) -> Any:
+    def one_after_the_other(operation: str, tensor: Any, shapes: Any, device: Any, dtype: Any, _: Any) -> Any:
         directions = ("forward", "backward") if operation == "send_fwd_recv_bwd" else ("backward", "forward")
         pipeline_communicate(f"send_{directions[0]}", device, dtype, tensor)
         return pipeline_communicate(f"recv_{directions[1]}", device, dtype, shapes=shapes)

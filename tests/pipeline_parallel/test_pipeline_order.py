@@ -1,10 +1,12 @@
 """Order of the actions in the pipeline loops, which run with recorders in place of their primitives."""
 
+import contextlib
 import logging
 import weakref
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from picotron import process_group_manager as pgm
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.pipeline_parallel import pipeline_parallel
+from picotron.pipeline_parallel.modules import Graph, graph_of
 from picotron.schedules.schedules import build
 from tests.pipeline_parallel.test_pipeline_parallel import STEPS
 from tests.support.oracle import make_config, tiny_llama
@@ -44,13 +47,14 @@ def trace(engine: str, stage: int, stages: int, micro_batches: int, monkeypatch:
         events.append(f"F{i}")
         return i
 
-    freed: list[int] = []
+    kept: list[int] = []
 
-    def deallocate(y: int) -> None:
+    def graph_of(y: int) -> int:
         assert events[-1] in ("sF", "sF|rB") or stage == stages - 1, "an output is freed before it has been sent"
-        freed.append(y)
+        kept.append(y)
+        return y
 
-    module = SimpleNamespace(deallocate_output_tensor=deallocate, sum_tied_gradients=lambda: events.append("tied"))
+    module = SimpleNamespace(sum_tied_gradients=lambda: events.append("tied"))
     model = SimpleNamespace(
         require_backward_grad_sync=True, module=module, finish_grad_sync=lambda: events.append("finish")
     )
@@ -59,9 +63,10 @@ def trace(engine: str, stage: int, stages: int, micro_batches: int, monkeypatch:
     monkeypatch.setattr(pipeline_parallel, "bidirectional_pipeline_communicate", communicate)
     monkeypatch.setattr(pipeline_parallel, "forward_step", forward)
     monkeypatch.setattr(pipeline_parallel, "backward_step", backward)
+    monkeypatch.setattr(pipeline_parallel, "graph_of", graph_of)
     STEPS[engine](model, SimpleNamespace(grad_acc_steps=micro_batches), (1,), CPU, torch.float32)
     assert events[-2:] == ["finish", "tied"]
-    assert freed == list(range(micro_batches))
+    assert kept == list(range(micro_batches))
     return events[:-2]
 
 
@@ -178,8 +183,16 @@ class Kept:
         self.tensor = tensor
 
 
+class HeldOutput(list[Any]):
+    """The graph of an output, with the output, which the loops should not keep."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__(graph_of(output))
+        self.output = output
+
+
 def live_micro_batches(
-    engine: str, micro_batches: int, deallocate: bool
+    engine: str, micro_batches: int, free_outputs: bool
 ) -> tuple[list[int], list[int], list[int], int]:
     """Count the tensors in memory at each forward of one step.
 
@@ -187,10 +200,7 @@ def live_micro_batches(
         The number of micro-batches with saved activations after each forward, the numbers of live outputs and of live
         gradients before each forward, and the number of saved tensors that remain at the end.
     """
-    stage = stage_of(make_config(distributed__pp_size=4), tiny_llama(num_hidden_layers=4))
-    if not deallocate:
-        stage.deallocate_output_tensor = lambda output_tensor: None  # type: ignore[method-assign]
-    model = DataParallelBucket(stage)
+    model = DataParallelBucket(stage_of(make_config(distributed__pp_size=4), tiny_llama(num_hidden_layers=4)))
     kept: list[weakref.WeakSet[Kept]] = []
     outputs: list[Any] = []  # weak references to their storages
     gradients: list[Any] = []  # weak references to the tensors
@@ -213,14 +223,15 @@ def live_micro_batches(
         live.append(sum(len(each) > 0 for each in kept))
         return y
 
-    def backward_step(model: Any, x: Any, y: Tensor, dy: Tensor | None, i: int) -> Tensor | None:
-        dx = original_backward(model, x, y, dy, i)
+    def backward_step(model: Any, x: Any, graph: Graph, dy: Tensor | None, i: int) -> Tensor | None:
+        dx = original_backward(model, x, graph, dy, i)
         gradients.extend(weakref.ref(gradient) for gradient in (dy, dx) if gradient is not None)
         return dx
 
     pipeline_parallel.forward_step, pipeline_parallel.backward_step = forward_step, backward_step
     try:
-        STEPS[engine](model, Loader(batches(micro_batches)), (2, 16, 32), CPU, torch.float64)
+        with contextlib.nullcontext() if free_outputs else mock.patch.object(pipeline_parallel, "graph_of", HeldOutput):
+            STEPS[engine](model, Loader(batches(micro_batches)), (2, 16, 32), CPU, torch.float64)
     finally:
         pipeline_parallel.forward_step, pipeline_parallel.backward_step = original_forward, original_backward
     return live, sent, received, sum(len(each) for each in kept)
@@ -232,14 +243,14 @@ def test_live_activations_match_the_schedule(pool: WorkerPool, engine: str) -> N
 
     Sent outputs and gradients of earlier micro-batches are freed.
     """
-    for deallocate in (True, False):
-        for rank, (live, sent, received, left) in enumerate(pool.run(live_micro_batches, 4, engine, 6, deallocate)):
+    for free_outputs in (True, False):
+        for rank, (live, sent, received, left) in enumerate(pool.run(live_micro_batches, 4, engine, 6, free_outputs)):
             limit = 6 if engine == "afab" else 4 - rank
             assert live == [min(i + 1, limit) for i in range(6)]
             assert received == [0] * 6
             assert left == 0
             if rank < 3:
-                assert sent == ([0] * 6 if deallocate else [min(i, limit - 1) for i in range(6)])
+                assert sent == ([0] * 6 if free_outputs else [min(i, limit - 1) for i in range(6)])
 
 
 def profiled_names() -> tuple[list[str], list[str]]:

@@ -89,12 +89,10 @@ STEPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
 
 
 def gradients(
-    engine: str, config: LlamaConfig, layout: dict[str, int], dtype: torch.dtype, deallocate: bool, compiled: bool
+    engine: str, config: LlamaConfig, layout: dict[str, int], dtype: torch.dtype, compiled: bool
 ) -> dict[str, Any]:
     """Return loss and gradients of one step with three micro-batches."""
     stage = stage_of(make_config(**layout), config, dtype)
-    if not deallocate:
-        stage.deallocate_output_tensor = lambda output_tensor: None  # type: ignore[method-assign]
     if compiled:
         for layer in stage.module.model.layers.values():
             layer.compile(backend="aot_eager")
@@ -164,7 +162,7 @@ def test_loss_and_gradients_equal_transformers(
     expected = expected_step(**model)
     sizes = {f"distributed__{key}": value for key, value in layout.items()}
     for result in pool.run(
-        gradients, 2 * len(layout) + (len(layout) == 1), engine, tiny_llama(**model), sizes, torch.float64, True, False
+        gradients, 2 * len(layout) + (len(layout) == 1), engine, tiny_llama(**model), sizes, torch.float64, False
     ):
         assert_close(result["loss"], expected["loss"], what="loss")
         assert result["gradients"].keys() == expected["gradients"].keys()
@@ -172,16 +170,12 @@ def test_loss_and_gradients_equal_transformers(
             assert_close(result["gradients"][name], gradient, what=name)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "deallocate"), [(torch.bfloat16, True), (torch.float64, False)], ids=["bfloat16", "outputs kept"]
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("engine", STEPS)
-def test_stages_equal_one_process_bit_for_bit(
-    pool: WorkerPool, engine: str, dtype: torch.dtype, deallocate: bool
-) -> None:
+def test_stages_equal_one_process_bit_for_bit(pool: WorkerPool, engine: str, dtype: torch.dtype) -> None:
     config = tiny_llama(num_hidden_layers=4)
-    (whole,) = pool.run(gradients, 1, engine, config, {}, dtype, True, False)
-    for result in pool.run(gradients, 3, engine, config, {"distributed__pp_size": 3}, dtype, deallocate, False):
+    (whole,) = pool.run(gradients, 1, engine, config, {}, dtype, False)
+    for result in pool.run(gradients, 3, engine, config, {"distributed__pp_size": 3}, dtype, False):
         assert result["loss"].float() == whole["loss"].float()
         for name, gradient in whole["gradients"].items():
             assert torch.equal(result["gradients"][name], gradient), name
@@ -190,8 +184,8 @@ def test_stages_equal_one_process_bit_for_bit(
 @pytest.mark.parity  # `make test` compiles the layers of the executor
 def test_compiled_layers_have_the_same_gradients(pool: WorkerPool) -> None:
     config = tiny_llama(num_hidden_layers=4)
-    (whole,) = pool.run(gradients, 1, "1f1b", config, {}, torch.float64, True, False)
-    for result in pool.run(gradients, 3, "1f1b", config, {"distributed__pp_size": 3}, torch.float64, True, True):
+    (whole,) = pool.run(gradients, 1, "1f1b", config, {}, torch.float64, False)
+    for result in pool.run(gradients, 3, "1f1b", config, {"distributed__pp_size": 3}, torch.float64, True):
         for name, gradient in whole["gradients"].items():
             assert_close(result["gradients"][name], gradient, what=name)
 

@@ -73,7 +73,7 @@ def test_single_rank_ignores_pp_engine() -> None:
     for engine in (*SCHEDULES, "csv:nowhere.csv"):
         plan = plan_pipeline(make_config(distributed__pp_engine=engine), tiny_llama())
         assert list(map(str, plan.stages)) == ["EtttL"]
-        assert not plan.splits_backward
+        assert not plan.schedule.splits_backward
 
 
 def test_every_stage_needs_a_layer() -> None:

@@ -88,7 +88,7 @@ def groups_by_direction() -> list[str]:
     names = {grid.pp_group: "pp_group", grid.pp_reverse_group: "pp_reverse_group"}
     with mock.patch.object(dist, "batch_isend_irecv") as batch:
         for operation in ("send", "recv"):
-            start_message(operation, torch.zeros(1), 1 - grid.pp_rank)
+            start_message(operation, [torch.zeros(1)], 1 - grid.pp_rank)
     return [names[message.group] for call in batch.call_args_list for message in call.args[0]]
 
 

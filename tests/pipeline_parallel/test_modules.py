@@ -1,0 +1,210 @@
+"""Pipelines of modules that are not Llamas equal one process, in every schedule, and torch's own pipelines."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from picotron import process_group_manager as pgm
+from picotron.batches import BatchList
+from picotron.collectives import all_reduce
+from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
+from picotron.model.weights import main_grad
+from picotron.pipeline_parallel.executor import Executor
+from picotron.pipeline_parallel.modules import Message, Pipeline
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.schedules.actions import Schedule
+from picotron.schedules.schedules import SCHEDULES, build, forward_only
+from picotron.schedules.search import fastest_schedule
+from picotron.schedules.simulate import Costs
+from tests.support.oracle import assert_close
+from tests.support.training import CPU
+from tests.support.worker_pool import WorkerPool
+
+D, V = 6, 11
+ENGINES = [*SCHEDULES, "searched"]
+
+
+def like(*shape: int, dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+class Layer(nn.Module):
+    """A stage of one tensor in and out; the last one returns the loss. `args` are positional arguments."""
+
+    def __init__(self, is_last: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.is_last = nn.Linear(D, 3 * D), nn.Linear(3 * D, D, bias=False), is_last
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, *inputs: Tensor, x: Tensor, target: Tensor) -> Tensor:
+        h, scale = (x, *inputs) if len(inputs) == 1 else inputs
+        h = h + scale * self.down(torch.tanh(self.up(h)))
+        return F.mse_loss(h, target) if self.is_last else h
+
+
+def layers(stages: int) -> list[nn.Module]:
+    return [Layer(number == stages - 1) for number in range(stages)]
+
+
+def received_by_layer(stage: int, batch: dict[str, Any]) -> Message:
+    return like(*batch["x"].shape)
+
+
+class Encoder(nn.Module):
+    def __init__(self, is_first: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(V, D) if is_first else None
+        self.layer = nn.Linear(D, D)
+
+    def forward(self, h: Tensor | None = None, *_: Any, source: Tensor, target: Tensor) -> Message:
+        h = h if self.embedding is None else self.embedding(source)
+        assert h is not None
+        h = torch.tanh(self.layer(h))
+        mask = source != 0
+        return (h, mask) if mask.any() else (h, ~mask)
+
+
+class Decoder(nn.Module):
+    """Its output and the encoder's travel together, with a mask that needs no gradient, and an embedding that is tied
+    to the head of the last stage.
+    """
+
+    def __init__(self, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(V, D) if is_first else None
+        self.query = nn.Linear(D, D)
+        self.head = nn.Linear(D, V, bias=False) if is_last else None
+
+    def forward(self, h: Tensor, mask: Tensor, x: Tensor | None = None, *, source: Tensor, target: Tensor) -> Message:
+        x = x if self.embedding is None else self.embedding(target)
+        assert x is not None
+        scores = (self.query(x) @ h.transpose(1, 2)).masked_fill(~mask[:, None], -1e9)
+        x = x + scores.softmax(-1) @ h
+        if self.head is None:
+            return h, mask, x  # h and mask pass through
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+def encoder_decoder(stages: int) -> list[nn.Module]:
+    half = stages // 2
+    found: list[nn.Module] = [Encoder(number == 0) for number in range(half)]
+    found += [Decoder(number == half, number == stages - 1) for number in range(half, stages)]
+    if stages > 1:
+        found[-1].head.weight.data = found[half].embedding.weight.data.clone()
+    return found
+
+
+def received_by_half(stages: int) -> Callable[[int, dict[str, Any]], Message]:
+    def receives(stage: int, batch: dict[str, Any]) -> Message:
+        (B, S), (_, T) = batch["source"].shape, batch["target"].shape
+        memory = like(B, S, D), like(B, S, dtype=torch.bool, requires_grad=False)
+        return memory if stage <= stages // 2 else (*memory, like(B, T, D))
+
+    return receives
+
+
+def data_of(kind: str, m: int, is_unequal: bool) -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(m)
+    found: list[dict[str, Any]] = []
+    for i in range(m):
+        B, S, T = (1 + i % 3, 5 - i % 4, 2 + i % 5) if is_unequal else (2, 5, 3)
+        if kind == "layers":
+            x, target = (torch.randn(B, T, D, generator=draw, dtype=torch.float64) for _ in range(2))
+            found.append({"args": (0.5 + i,), "x": x, "target": target})
+        else:
+            source, target = (torch.randint(V, (B, length), generator=draw) for length in (S, T))
+            found.append({"source": source, "target": target})
+    return found
+
+
+def modules_of(kind: str, stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [each.double() for each in (layers if kind == "layers" else encoder_decoder)(stages)]
+
+
+def schedule_of(engine: str, pp: int, m: int) -> Schedule:
+    if engine == "searched":
+        return fastest_schedule(pp, m, 1.5, {(2, "V"): Costs(p2p=0.3)}).schedule
+    return build(engine, pp, m)
+
+
+def run_modules(modules: Sequence[nn.Module], batch: dict[str, Any]) -> Tensor:
+    """Run all stages on one process, without anything of picotron."""
+    args, batch = batch.get("args", ()), {name: value for name, value in batch.items() if name != "args"}
+    message: Any = ()
+    for module in modules:
+        message = module(*(message if isinstance(message, tuple) else (message,)), *args, **batch)
+    return message
+
+
+def tied_places(kind: str, stages: int) -> list[list[tuple[int, str]]]:
+    return [] if kind == "layers" else [[(stages // 2, "embedding.weight"), (stages - 1, "head.weight")]]
+
+
+def expected_gradients(kind: str, stages: int, batches: Sequence[dict[str, Any]]) -> tuple[Tensor, list[Any]]:
+    """Return the loss of a step, and the gradients of each stage by the names of its parameters."""
+    modules = modules_of(kind, stages)
+    for (first, one), (second, other) in tied_places(kind, stages):
+        modules[second].get_submodule(other.rpartition(".")[0]).weight = modules[first].get_parameter(one)
+    loss = torch.stack([run_modules(modules, batch) for batch in batches]).mean()
+    loss.backward()
+    return loss.detach(), [{name: p.grad for name, p in module.named_parameters()} for module in modules]
+
+
+def pipeline_of(kind: str, schedule: Schedule, frozen: tuple[int, ...] = ()) -> Pipeline:
+    stages = schedule.num_stages
+    receives = received_by_layer if kind == "layers" else received_by_half(stages)
+    modules = dict(enumerate(modules_of(kind, stages)))
+    for number in frozen:
+        modules[number].requires_grad_(False)
+    return Pipeline(modules, receives, schedule, tied_places(kind, stages))
+
+
+def step(
+    kind: str, engine: str, m: int, is_unequal: bool, pp: int = 2, wrap: type[DataParallel] = DataParallelBucket
+) -> tuple[Tensor, Tensor, dict[tuple[int, str], Any]]:
+    """Return the losses of a training step and of an evaluation, and the gradients of this rank's stages."""
+    grid = setup_process_group_manager(1, 1, pp, torch.distributed.get_world_size() // pp)
+    schedule = schedule_of(engine, pp, m)
+    pipeline = pipeline_of(kind, schedule)
+    model: Any = wrap(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
+    batches = data_of(kind, m * grid.dp_world_size, is_unequal)[grid.dp_rank :: grid.dp_world_size]
+    loss = Executor(schedule)(model, BatchList(batches), CPU).double()
+    evaluation = forward_only(schedule.pp, m, schedule.chunks, schedule.placement)
+    evaluated = Executor(evaluation)(model, BatchList(batches), CPU).double()
+    for each in (loss, evaluated):
+        all_reduce(each, grid.pp_group)
+        all_reduce(each, grid.dp_group, torch.distributed.ReduceOp.AVG)
+    gradients = {
+        (int(number), name): main_grad(parameter)
+        for number, stage in pipeline.stages.items()
+        for name, parameter in stage.named_parameters()
+    }
+    return loss, evaluated, gradients
+
+
+def check(results: Sequence[Any], kind: str, stages: int, batches: Sequence[dict[str, Any]]) -> None:
+    loss, gradients = expected_gradients(kind, stages, batches)
+    seen = set()
+    for ours, evaluated, found in results:
+        assert_close(ours, loss, what="loss")
+        assert_close(evaluated, loss, what="evaluation")
+        for (number, name), gradient in found.items():
+            expected = gradients[number][name]
+            assert_close(gradient, gradient * 0 if expected is None else expected, what=f"{number} {name}")
+            seen.add(number)
+    assert seen == set(range(stages))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_unequal", [False, True], ids=["equal", "unequal"])
+@pytest.mark.parametrize("kind", ["layers", "encoder-decoder"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_equal_one_process(pool: WorkerPool, engine: str, kind: str, is_unequal: bool) -> None:
+    m = 5 if engine == "searched" else 6
+    stages = schedule_of(engine, 2, m).num_stages
+    check(pool.run(step, 2, kind, engine, m, is_unequal), kind, stages, data_of(kind, m, is_unequal))
