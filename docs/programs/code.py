@@ -24,7 +24,7 @@ picotron/config.py
 picotron/process_group_manager.py
 picotron/model: llama families attention model_config weights split_backward float8 flops hub
 picotron/tensor_parallel: tp_communications tensor_parallel cross_entropy
-picotron/pipeline_parallel: pipeline_parallel pp_communications stages plan auto executor recorder
+picotron/pipeline_parallel: pipeline_parallel modules pp_communications stages plan auto executor recorder
 picotron/context_parallel: context_parallel cp_communications positions block_attention
 picotron/data_parallel: data_parallel zero1 zero3 owned_slices
 picotron/parallelize.py

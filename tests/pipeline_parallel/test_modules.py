@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron import process_group_manager as pgm
 from picotron.batches import BatchList
 from picotron.collectives import all_reduce
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
