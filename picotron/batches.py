@@ -21,6 +21,7 @@ from picotron.collectives import all_reduce
 from picotron.console import UserError
 from picotron.context_parallel.cp_communications import SumOverRanks
 from picotron.context_parallel.positions import local_positions
+from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import IGNORE_INDEX
 from picotron.model.weights import scale_gradients
@@ -37,17 +38,13 @@ class BatchResult(NamedTuple):
     statistics: dict[str, float]
 
 
-class BatchList:
-    """A data loader of micro-batches in a list, for one step."""
-
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        self.batches, self.grad_acc_steps = iter(batches), len(batches)
-
-    def __next__(self) -> Batch:
-        return next(self.batches)
+def default_micro_batches() -> int:
+    """Number of micro-batches of a step: two for each stage of a pipeline, whose bubble then takes at most a third."""
+    pp: int = pgm.process_group_manager.pp_world_size
+    return 2 * pp if pp > 1 else 1
 
 
-def split_batch(batch: Batch, micro_batches: int, cp_sharding: str = "zigzag") -> list[Batch]:
+def split_batch(batch: Batch, micro_batches: int | None = None, cp_sharding: str = "zigzag") -> list[Batch]:
     """Cut a global batch, which every rank has, into this rank's micro-batches.
 
     Args:
@@ -55,14 +52,15 @@ def split_batch(batch: Batch, micro_batches: int, cp_sharding: str = "zigzag") -
             T) are cut along the sequence, too, over the cp ranks. `cu_seqlens` has the boundaries of documents among
             all G T tokens, see `PackedDocuments`. By default, `position_ids` are 0, 1, 2, ... Everything else, such
             as a number, is passed on as it is.
-        micro_batches: number of micro-batches on each dp rank. Micro-batch i of dp rank r has the sequences that
-            `MicroBatchDataLoader` would give it.
+        micro_batches: number of micro-batches on each dp rank, see `default_micro_batches`. Micro-batch i of dp rank r
+            has the sequences that `MicroBatchDataLoader` would give it.
         cp_sharding: see `local_positions`.
 
     Raises:
         UserError: the sequences or their tokens cannot be divided evenly.
     """
     grid = pgm.process_group_manager
+    micro_batches = default_micro_batches() if micro_batches is None else micro_batches
     rows = check_split(batch, micro_batches, cp_sharding)
     sequences, length = batch["input_ids"].shape
     positions = local_positions(length, grid.cp_world_size, grid.cp_rank, cp_sharding)
@@ -127,6 +125,10 @@ def cross_entropy(head: Any, x: Tensor, batch: Batch) -> Tensor:
     return head.cross_entropy(x, batch["target_ids"], batch.get("target_weights"))
 
 
+def _logits(head: Any, x: Tensor, batch: Batch) -> Tensor:
+    return head(x)
+
+
 def train_batch(
     step: Step,
     model: DataParallel,
@@ -134,12 +136,15 @@ def train_batch(
     loss_fn: Callable[[Any, Tensor, Batch], Loss] = cross_entropy,
     losses: list[Tensor] | None = None,
     scope: str = "global",
+    outputs: list[Any] | None = None,
+    post_hook: Callable[[Any, Tensor, Batch], Any] = _logits,
 ) -> BatchResult:
     """Run forward and backward for this rank's micro-batches. Gradients end up in `main_grad`, as after `train_step`.
 
     Args:
         step: see `make_train_step`.
-        batches: micro-batches, see `split_batch`. `target_weights` are normalised first, see `normalise_weights`.
+        batches: micro-batches, see `split_batch`, of any lengths. `target_weights` are normalised first, see
+            `normalise_weights`. By default, all targets have the same weight, also if micro-batches differ.
         loss_fn: function of the head, its input x (B, T/cp, D) and the micro-batch. The head has `cross_entropy`,
             `log_probs` and `local_logits`, and is itself a function of x that returns the logits (B, T/cp, V). The
             result is the loss of the micro-batch, a scalar, or (loss, weight, statistics): then loss and statistics are
@@ -148,15 +153,18 @@ def train_batch(
         losses: list that gets the results of `loss_fn` without their gradients, in the order of `batches`, on ranks
             with the last stage; on the others it is emptied.
         scope: see `normalise_weights`.
+        outputs: list that gets the results of `post_hook`, by default the logits, as `losses` gets the losses.
+        post_hook: see `forward_batch`. It is only called if there is a list.
 
     Raises:
         UserError: the batches do not fit the step or each other, a loss is not a scalar, or all weights are 0.
     """
     if check_batches(step, model, batches):
-        batches = [_without_ignored_targets(batch) for batch in batches]
+        batches = [_with_weights(batch) for batch in batches]
     if "target_weights" in batches[0]:
         batches = normalise_weights(batches, scope)
     results: dict[int, tuple[Tensor, Tensor | float, dict[str, Tensor]]] = {}  # by micro-batch
+    hooked: dict[int, Any] = {}
 
     def with_loss(i: int, batch: Batch) -> Batch:
         def loss(head: Any, x: Tensor) -> Tensor:
@@ -166,6 +174,9 @@ def train_batch(
                 found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise UserError(f"loss_fn returned a loss of shape {found}, but it must be a scalar tensor; sum it")
             results[i] = value.detach(), weight, {name: each.detach() for name, each in statistics.items()}
+            if outputs is not None:
+                with torch.no_grad():
+                    hooked[i] = post_hook(head, x, batch)
             return value
 
         return _model_inputs(batch, loss)
@@ -174,6 +185,8 @@ def train_batch(
     ordered = [results[i] for i in sorted(results)]
     if losses is not None:
         losses[:] = [loss for loss, _, _ in ordered]
+    if outputs is not None:
+        outputs[:] = [hooked[i] for i in sorted(hooked)]
     totals = _sum_over_ranks(ordered)
     weight = totals.pop("weight")
     if not weight > 0:
@@ -185,7 +198,7 @@ def train_batch(
     return BatchResult(totals.pop("loss") / weight, {name: total / weight for name, total in totals.items()})
 
 
-def _without_ignored_targets(batch: Batch) -> Batch:
+def _with_weights(batch: Batch) -> Batch:
     """Give targets that are IGNORE_INDEX the weight 0, and all others their weight, or 1."""
     if "target_ids" not in batch:  # as on a rank without the last stage
         return batch
@@ -219,15 +232,12 @@ def _sum_over_ranks(results: Sequence[tuple[Tensor, Tensor | float, dict[str, Te
     return dict(next(each for each in found if each is not None))
 
 
-def _logits(head: Any, x: Tensor, batch: Batch) -> Tensor:
-    return head(x)
-
-
 def forward_batch(
     evaluate: Step,
     model: DataParallel,
     batches: Sequence[Batch],
     post_hook: Callable[[Any, Tensor, Batch], Any] = _logits,
+    merge: Callable[[list[Tensor]], Any] = torch.cat,
 ) -> Any:
     """Run forward only, and merge the outputs of the micro-batches.
 
@@ -235,10 +245,12 @@ def forward_batch(
         evaluate: see `make_evaluation`.
         batches: micro-batches, see `split_batch`.
         post_hook: function of the head, its input x (B, T/cp, D) and the micro-batch, see `train_batch`. It returns a
-            tensor that begins with B, or a dict of such tensors; by default the logits (B, T/cp, V).
+            tensor or a dict of tensors; by default the logits (B, T/cp, V).
+        merge: function of the list of these tensors, in the order of `batches`. By default, they are concatenated along
+            their first dimension; `list` returns them as they are, if micro-batches differ in their lengths.
 
     Returns:
-        On ranks with the last stage, the outputs in the order of the sequences in `batches`; on the others None.
+        On ranks with the last stage, the merged outputs, or a dict of them; on the others None.
 
     Raises:
         UserError: the batches do not fit the step or each other.
@@ -255,9 +267,7 @@ def forward_batch(
 
     with torch.no_grad():
         evaluate(model, BatchList([with_hook(i, batch) for i, batch in enumerate(batches)]))
-    if not by_batch:
-        return None
     outputs = [by_batch[i] for i in sorted(by_batch)]
-    if isinstance(outputs[0], dict):
-        return {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
-    return torch.cat(outputs)
+    if outputs and isinstance(outputs[0], dict):
+        return {name: merge([output[name] for output in outputs]) for name in outputs[0]}
+    return merge(outputs) if outputs else None

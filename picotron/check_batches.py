@@ -27,6 +27,7 @@ class RankBatches(NamedTuple):
 
     place: tuple[int, int]  # dp and cp rank: ranks at the same place process the same tokens
     ignores: bool  # whether a target is IGNORE_INDEX
+    sizes: set[int]  # numbers of tokens of its micro-batches
     digests: list[dict[str, str]]  # of the shared tensors of each micro-batch, by name
 
 
@@ -34,7 +35,8 @@ def check_batches(step: Step, model: DataParallel, batches: Sequence[Batch]) -> 
     """Check micro-batches before a step, see `make_train_step` and `make_evaluation`.
 
     Returns:
-        Whether any rank has a target that is IGNORE_INDEX.
+        Whether a mean over all targets needs weights: a target of any rank is IGNORE_INDEX, or micro-batches differ in
+        their number of tokens.
 
     Raises:
         UserError: on every rank, if the micro-batches of any rank do not fit the step or the model, or if two ranks of
@@ -42,7 +44,7 @@ def check_batches(step: Step, model: DataParallel, batches: Sequence[Batch]) -> 
     """
     everyone = run_on_all_ranks(lambda: _check_rank(step, unwrap(model), batches))
     first_at: dict[tuple[int, int], tuple[int, list[dict[str, str]]]] = {}
-    for rank, (place, _, digests) in enumerate(everyone):
+    for rank, (place, _, _, digests) in enumerate(everyone):
         if len(digests) != (count := len(everyone[0].digests)):
             raise UserError(
                 f"rank 0 has {count} micro-batches, but rank {rank} has {len(digests)}; pass the same number on all ranks"
@@ -56,7 +58,7 @@ def check_batches(step: Step, model: DataParallel, batches: Sequence[Batch]) -> 
                     f"{min(different)} of micro-batch {i} differ between ranks {first} and {rank}, which process the same "
                     f"tokens; pass the same micro-batches to all pipeline and tensor-parallel ranks"
                 )
-    return any(ignores for _, ignores, _ in everyone)
+    return any(each.ignores for each in everyone) or len(set().union(*(each.sizes for each in everyone))) > 1
 
 
 def _check_rank(step: Step, llama: Llama, batches: Sequence[Batch]) -> RankBatches:
@@ -89,7 +91,8 @@ def _check_rank(step: Step, llama: Llama, batches: Sequence[Batch]) -> RankBatch
     digests = [
         {name: _digest(batch[name]) for name in SHARED if isinstance(batch.get(name), Tensor)} for batch in batches
     ]
-    return RankBatches((grid.dp_rank, grid.cp_rank), ignores, digests)
+    sizes = {batch["input_ids"].numel() for batch in batches}
+    return RankBatches((grid.dp_rank, grid.cp_rank), ignores, sizes, digests)
 
 
 def _check_ids(ids: Tensor, name: str, vocab_size: int, i: int) -> None:
@@ -113,26 +116,16 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _check_lengths(step: Step, llama: Llama, batches: Sequence[Batch]) -> None:
-    """Check the lengths for sequence parallelism, the shape of a pipeline's messages, and the number of micro-batches
-    of a schedule.
-    """
+    """Check the lengths for sequence parallelism, and the number of micro-batches of a schedule."""
     grid = pgm.process_group_manager
     is_sharded = any(getattr(module, "sequence_parallel", False) for module in llama.modules())
     shards = grid.tp_world_size if is_sharded else 1
     for i, batch in enumerate(batches):
-        sequences, tokens = batch["input_ids"].shape
+        tokens = batch["input_ids"].size(1)
         if tokens % shards:
             raise UserError(
                 f"micro-batch {i} has {tokens} tokens per sequence on a context-parallel rank, which sequence parallelism cannot "
                 f"divide over {shards} tensor-parallel ranks; use a multiple of {shards}"
-            )
-        if step.message_shape is None:
-            continue
-        B, T, _ = step.message_shape
-        if (sequences, tokens) != (B, T * shards):
-            raise UserError(
-                f"micro-batch {i} has {sequences} sequences of {tokens} tokens, but this pipeline sends hidden states of "
-                f"[{B}, {T}, D]; set micro_batch_size and seq_length to the shape of your batches"
             )
     if step.micro_batches is not None:
         check_micro_batches(step.micro_batches, len(batches))

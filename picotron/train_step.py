@@ -10,14 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from picotron.config import Config
-from picotron.data.loader import MicroBatchDataLoader
+from picotron.data.loader import BatchList, MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.pipeline_parallel.executor import Executor
-from picotron.pipeline_parallel.pipeline_parallel import (
-    hidden_states_shape,
-    train_step_pipeline_1f1b,
-    train_step_pipeline_afab,
-)
+from picotron.pipeline_parallel.pipeline_parallel import train_step_pipeline_1f1b, train_step_pipeline_afab
 from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.schedules.schedules import forward_only
 
@@ -28,12 +24,10 @@ class Step:
 
     Args:
         run: the function. It returns the mean loss over this rank's tokens, which is 0 on all stages except the last.
-        message_shape: (B, T, D) of the hidden states that the stages of a pipeline send each other; None without one.
         micro_batches: the number of micro-batches that the step is for; None if it works with any number.
     """
 
     run: Callable[[DataParallel, Any], Tensor]
-    message_shape: tuple[int, ...] | None = None
     micro_batches: int | None = None
 
     def __call__(self, model: DataParallel, data_loader: Any) -> Tensor:
@@ -66,12 +60,20 @@ def make_train_step(
     """
     if config.distributed.pp_size == 1:
         return Step(functools.partial(train_step, device=device))
-    shape = hidden_states_shape(config, model_config)
-    message: dict[str, Any] = {"tensor_shapes": shape, "device": device, "dtype": dtype}
     loops = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
     if loop := loops.get(config.distributed.pp_engine):
-        return Step(functools.partial(loop, **message), shape)
-    return Step(functools.partial(Executor(plan.schedule), device=device), shape, plan.schedule.microbatches)
+        return Step(functools.partial(run_loop, loop, device=device, dtype=dtype))
+    return Step(functools.partial(Executor(plan.schedule), device=device), plan.schedule.microbatches)
+
+
+def run_loop(
+    loop: Callable[..., Tensor], model: DataParallel, data_loader: Any, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Run a step of one of the two loops, with the shapes of its micro-batches, which may differ."""
+    batches = [next(data_loader) for _ in range(data_loader.grad_acc_steps)]
+    pipeline: Any = model.module
+    shapes = [pipeline.receives(1, batch).shape for batch in batches]
+    return loop(model, BatchList(batches), shapes, device, dtype)
 
 
 def make_evaluation(
@@ -80,7 +82,7 @@ def make_evaluation(
     """Return a function that computes the mean loss over the loader's next micro-batches: an `Executor` of a schedule
     that has only forwards, for any number of micro-batches.
     """
-    schedule, shape = plan.schedule, hidden_states_shape(config, model_config)
+    schedule = plan.schedule
 
     @functools.cache
     def executor(micro_batches: int) -> Executor:
@@ -89,4 +91,4 @@ def make_evaluation(
     def evaluate(model: DataParallel, data_loader: Any) -> Tensor:
         return executor(data_loader.grad_acc_steps)(model, data_loader, device)
 
-    return Step(evaluate, shape if schedule.pp > 1 else None)
+    return Step(evaluate)

@@ -26,7 +26,7 @@ LAYERS = """
     parallelize train_step
     checkpoint check_batches
     batches generation
-    trainer
+    sequences trainer
     explain
     sweep
 """

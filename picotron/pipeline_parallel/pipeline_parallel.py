@@ -24,11 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
-from picotron.config import Config
 from picotron.model.llama import Llama
 from picotron.model.split_backward import split_backward
 from picotron.model.weights import main_grad, mark_tied
@@ -37,13 +35,6 @@ from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
 from picotron.pipeline_parallel.recorder import record_action
 from picotron.process_group_manager import new_groups
-
-
-def hidden_states_shape(config: Config, model_config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Shape of the hidden states between stages: (B, T/cp, D), or (B, T/cp/tp, D) with sequence parallelism."""
-    layout, training = config.distributed, config.training
-    split = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
-    return (training.micro_batch_size, training.seq_length // split, model_config.hidden_size)
 
 
 class PipelineParallel(PipelineStages):
@@ -99,7 +90,7 @@ class PipelineParallel(PipelineStages):
         micro_batch: int | None = None,
         **loss: Any,
     ) -> Tensor:
-        """Run a stage. The first one reads input_ids (B, T/cp), the others hidden_states, see `hidden_states_shape`.
+        """Run a stage. The first one reads input_ids (B, T/cp), the others hidden_states, see `receives`.
 
         Args:
             cu_seqlens, loss: boundaries of documents, and arguments of the loss, see `Llama.forward`.
@@ -118,7 +109,9 @@ class PipelineParallel(PipelineStages):
         return y
 
     def receives(self, stage: int, batch: dict[str, Any]) -> Tensor:
-        """Return a tensor on the meta device like the hidden states of a micro-batch, see `hidden_states_shape`."""
+        """Return a tensor on the meta device like the hidden states of a micro-batch: (B, T/cp, D), or (B, T/cp/tp, D)
+        with sequence parallelism.
+        """
         B, T = batch["position_ids"].shape
         shape = B, T // self.shards, self.module.config.hidden_size
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron.batches import BatchList
 from picotron.collectives import all_reduce
+from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.model.weights import main_grad
 from picotron.pipeline_parallel.executor import Executor
@@ -200,7 +200,7 @@ def check(results: Sequence[Any], kind: str, stages: int, batches: Sequence[dict
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("is_unequal", [False, True], ids=["equal", "unequal"])
+@pytest.mark.parametrize("is_unequal", [pytest.param(False, marks=pytest.mark.parity), True], ids=["equal", "unequal"])
 @pytest.mark.parametrize("kind", ["layers", "encoder-decoder"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_equal_one_process(pool: WorkerPool, engine: str, kind: str, is_unequal: bool) -> None:

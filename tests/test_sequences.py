@@ -1,0 +1,192 @@
+"""Micro-batches of unequal shapes, and sequences that are packed into them, equal transformers on one process."""
+
+import functools
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from picotron import process_group_manager as pgm
+from picotron.batches import forward_batch, split_batch, train_batch
+from picotron.console import UserError
+from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.schedules.schedules import SCHEDULES
+from picotron.sequences import pack_sequences
+from picotron.train_step import make_evaluation
+from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
+from tests.support.training import all_stages, layout_name, step_of, wrapped
+from tests.support.worker_pool import WorkerPool
+
+MODEL = tiny_llama(num_hidden_layers=4)
+LENGTHS = [9, 3, 14, 1, 7, 30, 2, 11, 5, 6, 13, 4, 8, 1, 10, 12, 3, 17]
+
+
+def sequences() -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(1)
+    rows = [torch.randint(61, (length + 1,), generator=draw) for length in LENGTHS]
+    return [{"input_ids": row[:-1], "target_ids": row[1:], "name": i} for i, row in enumerate(rows)]
+
+
+@functools.cache
+def expected() -> tuple[float, dict[str, Tensor], list[Tensor]]:
+    """Return transformers' mean loss over all tokens, its gradients, and the log-probabilities of each sequence."""
+    model, log_probs = oracle_model(MODEL, our_model(MODEL, seed=42).state_dict()), []
+    for each in sequences():
+        logits = model(input_ids=each["input_ids"][None], use_cache=False).logits[0]
+        log_probs.append(-F.cross_entropy(logits, each["target_ids"], reduction="none"))
+    loss = -torch.cat(log_probs).mean()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients, [each.detach() for each in log_probs]
+
+
+def log_probs_of(head: Any, x: Tensor, batch: dict[str, Any]) -> Tensor:
+    return head.log_probs(x, batch["target_ids"])
+
+
+def config_of(layout: dict[str, Any], micro_batches: int) -> Any:
+    changes = {f"distributed__{key}": value for key, value in layout.items()}
+    return make_config(**changes, training__gradient_accumulation_steps=micro_batches)
+
+
+def run_packed(layout: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    config = config_of(layout, options.get("micro_batches", 4))
+    model = wrapped(config, MODEL)
+    packed = pack_sequences(sequences(), cp_sharding=config.distributed.cp_sharding, **options)
+    evaluate = make_evaluation(config, MODEL, plan_pipeline(config, MODEL), CPU, torch.float64)
+    before = packed.unpack(forward_batch(evaluate, model, packed.batches, log_probs_of, merge=list))
+    outputs: list[Any] = []
+    result = train_batch(step_of(config, MODEL), model, packed.batches, outputs=outputs, post_hook=log_probs_of)
+    numbers = [number for batch in packed.batches for number in batch["name"]]
+    return {
+        "loss": result.loss,
+        "gradients": all_stages(model.module.module, "main_grad"),
+        "log_probs": before,
+        "training": packed.unpack(outputs or None),
+        "tokens": [sum(LENGTHS[i] for i in batch["name"]) for batch in packed.batches],
+        "place": (pgm.process_group_manager.dp_rank, numbers),
+    }
+
+
+PACKED = [{"pp_size": 2, "pp_engine": engine} for engine in SCHEDULES]
+OTHERS: list[dict[str, Any]] = [
+    {},
+    {"dp_size": 3},
+    {"cp_size": 2},
+    {"cp_size": 2, "cp_sharding": "contiguous", "cp_engine": "all_gather"},
+    {"tp_size": 2, "sequence_parallel": True},
+    {"dp_size": 2, "dp_engine": "zero3"},
+    {"dp_size": 2, "pp_size": 2, "pp_engine": "zbv", "dp_engine": "zero1"},
+    {"cp_size": 2, "pp_size": 2, "tp_size": 2, "sequence_parallel": True},
+]
+LONG = [*PACKED[:-3], *OTHERS[-2:]]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=pytest.mark.parity if each in LONG else []) for each in PACKED + OTHERS],
+    ids=layout_name,
+)
+def test_packed_sequences_equal_transformers(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    loss, gradients, log_probs = expected()
+    config = config_of(layout, 4)
+    results = pool.run(run_packed, config.distributed.world_size, layout, {"micro_batches": 4})
+    for result in results:
+        assert_close(result["loss"], loss, what="loss")
+        assert result["gradients"].keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert_close(result["gradients"][name], gradient, what=name)
+        for kind in ("log_probs", "training"):
+            if result[kind] is not None:
+                for ours, theirs in zip(result[kind], log_probs, strict=True):
+                    assert_close(ours, theirs, what=kind)
+    assert any(result["log_probs"] is not None for result in results)
+    places = dict(result["place"] for result in results)
+    assert sorted(itertools.chain(*places.values())) == list(range(len(LENGTHS)))
+    tokens = [count for result in results for count in result["tokens"]]
+    assert max(tokens) <= sum(LENGTHS) / len(tokens) * layout.get("dp_size", 1) * 2
+
+
+def test_micro_batches_have_at_most_max_tokens(pool: WorkerPool) -> None:
+    loss, _, log_probs = expected()
+    (result,) = pool.run(run_packed, 1, {}, {"max_tokens": 31})
+    assert max(result["tokens"]) <= 31
+    assert 6 <= len(result["tokens"]) <= 8  # 156 tokens need at least 6
+    assert_close(result["loss"], loss, what="loss")
+    for ours, theirs in zip(result["log_probs"], log_probs, strict=True):
+        assert_close(ours, theirs, what="log-probabilities")
+
+
+def run_unequal(engine: str) -> dict[str, Any]:
+    """Run a step on micro-batches of different numbers of rows and of tokens."""
+    config = config_of({"pp_size": 2, "pp_engine": engine}, 6)
+    model, batches = wrapped(config, MODEL), unequal_batches()
+    outputs: list[Any] = []
+    loss = train_batch(step_of(config, MODEL), model, batches, outputs=outputs, post_hook=log_probs_of).loss
+    return {"loss": loss, "outputs": outputs, "gradients": all_stages(model.module.module, "main_grad")}
+
+
+def unequal_batches() -> list[dict[str, Any]]:
+    draw, parts = torch.Generator().manual_seed(2), []
+    for B, T in ((1, 5), (3, 2), (2, 7), (1, 1), (4, 3), (2, 9)):
+        ids = torch.randint(61, (B, T + 1), generator=draw)
+        positions = torch.arange(T).expand(B, T)
+        parts.append({"input_ids": ids[:, :-1], "target_ids": ids[:, 1:], "position_ids": positions})
+    return parts
+
+
+FAST = ("afab", "1f1b", "zbv")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "engine", [pytest.param(each, marks=[] if each in FAST else pytest.mark.parity) for each in SCHEDULES]
+)
+def test_unequal_micro_batches_equal_transformers(pool: WorkerPool, engine: str) -> None:
+    model, log_probs = oracle_model(MODEL, our_model(MODEL, seed=42).state_dict()), []
+    for batch in unequal_batches():
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        losses = F.cross_entropy(logits.flatten(0, 1), batch["target_ids"].flatten(), reduction="none")
+        log_probs.append(-losses.view_as(batch["target_ids"]))
+    loss = -torch.cat([each.flatten() for each in log_probs]).mean()
+    loss.backward()
+    first, last = pool.run(run_unequal, 2, engine)
+    for found in (first, last):
+        assert_close(found["loss"], loss.item(), what="loss")
+        for name, parameter in model.named_parameters():
+            assert_close(found["gradients"][name], parameter.grad, what=name)
+    holder = first if engine in ("zbv", "dualpipev") else last
+    for ours, theirs in zip(holder["outputs"], log_probs, strict=True):
+        assert_close(ours, theirs.detach(), what="log-probabilities")
+
+
+def mistakes() -> dict[str, str]:
+    wrapped(config_of({}, 4), MODEL)
+    found, items = {}, sequences()
+    empty = [*items, {"input_ids": torch.zeros(0, dtype=torch.int64)}]
+    for name, call in {
+        "empty": lambda: pack_sequences(empty, 2),
+        "long": lambda: pack_sequences(items, 2, max_tokens=29),
+        "few": lambda: pack_sequences(items, 19),
+    }.items():
+        try:
+            call()
+        except UserError as error:
+            found[name] = str(error)
+    found["default"] = str(len(split_batch({"input_ids": torch.zeros(4, 8, dtype=torch.int64)})))
+    return found
+
+
+def test_mistakes_are_one_sentence(pool: WorkerPool) -> None:
+    (found,) = pool.run(mistakes, 1)
+    assert re.fullmatch("sequence 18 has 0 tokens; leave it out", found["empty"])
+    assert re.fullmatch("sequence 5 has 30 tokens, but max_tokens=29; use a larger max_tokens", found["long"])
+    assert re.fullmatch(
+        "18 sequences cannot fill 19 micro-batches on all data-parallel ranks; use fewer .*", found["few"]
+    )
+    assert found["default"] == "1"
