@@ -1,16 +1,17 @@
 """Generation of text in any layout: groups of prompts rotate through the stages of a pipeline.
 
 The next token of a sequence depends on the one before, so a single group of sequences would keep one stage busy at a
-time. So the prompts of a pipeline form as many groups as it has ranks. In every tick, each rank computes a different
-group (see `GenerationSchedule.ticks`), sends the result to the next rank and receives another group from the previous
-one. For 3 ranks, whose groups are F0, F1 and F2:
+time. So the prompts of a pipeline form as many groups as it has ranks. (With fewer prompts, some groups are empty, and
+cost nothing.) In every tick, each rank computes a different group (see `GenerationSchedule.ticks`), sends the result to
+the next rank and receives another group from the previous one. For 3 ranks, whose groups are F0, F1 and F2:
 
     pp 0    F0 F1 F2 F0 F1 F2 F0
     pp 1    .. F0 F1 F2 F0 F1 F2      the last rank draws the next tokens of a group, and sends them to the first one
     pp 2    .. .. F0 F1 F2 F0 F1
 
-In the first round of a group (prefill), its prompts are the documents of one row. In every later one (decode), it has
-a row for each sequence, with its newest token, and each rank keeps the keys and values of its layers in a `KVCache`.
+In the first round of a group (prefill), its prompts are the documents of one row; sequences with the same prompt share
+a document. In every later one (decode), the group has a row for each sequence, with its newest token, and each rank
+keeps the keys and values of its layers in a `KVCache`.
 
 With the hidden states, the newest tokens travel from rank to rank. Where a sequence has ended, ENDED is in their place,
 so every rank knows what is left of the group without asking the others.

@@ -119,7 +119,7 @@ def test_several_processes_write_the_same_file(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, pp: int, tp: int
 ) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl")
-    words = ("--temperature", 1, "--max_new_tokens", 200, "--batch_size", 5)
+    words = ("--temperature", 1, "--max_new_tokens", 200, "--batch_size", 5, "--num_return_sequences", 2)
     expected = complete(monkeypatch, folder, prompts, *words)
     process = run(folder, prompts, processes, *words, "--pp_size", pp, "--tp_size", tp)
     output, _ = process.communicate(timeout=120)
