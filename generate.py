@@ -117,9 +117,12 @@ def write_output(path: Path, text: str, mode: str) -> None:
 
 
 def as_lines(records: list[Prompt], prompts: list[list[int]], completions: list[Completion], encoder: Encoder) -> str:
-    """Format a line of JSON for each completion, whose tokens do not include an end token."""
-    lines = []
-    for record, prompt, (tokens, log_probs) in zip(records, prompts, completions, strict=True):
+    """Format a line of JSON for each completion, whose tokens do not include an end token. Those of a prompt follow one
+    another.
+    """
+    lines, samples = [], len(completions) // len(prompts)
+    for i, (tokens, log_probs) in enumerate(completions):
+        record, prompt = records[i // samples], prompts[i // samples]
         line = {**record, "text": encoder.completion(prompt, tokens), "tokens": tokens, "log_probs": log_probs}
         lines.append(json.dumps(line) + "\n")
     return "".join(lines)
@@ -152,9 +155,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help=".jsonl file for the completions of --prompts")
     add("--batch_size", number(int, 1), 64, "number of prompts of a file that are continued at the same time")
     add("--max_new_tokens", number(int, 0, 2**24), 100, "maximum number of new tokens")
+    add("--min_new_tokens", number(int, 0), 0, "number of new tokens before which no text ends")
     add("--temperature", number(float, 0), 0.0, "divisor of the logits; 0: always take the likeliest token")
     add("--top_k", number(int, 0), 0, "number of likeliest tokens to draw from; 0: all")
     add("--top_p", number(float, 0, 1), 1.0, "draw from the likeliest tokens with this probability in total; 1: all")
+    add(
+        "--num_return_sequences",
+        number(int, 1, 2**16),
+        1,
+        "number of completions of each prompt, for a temperature above 0",
+    )
     add("--seed", number(int, 0, 2**63 - 1), 0, "seed of the random draws")
     add("--pp_size --distributed.pp_size", number(int, 1), 1, "number of pipeline ranks, which split the layers")
     add("--tp_size --distributed.tp_size", number(int, 1), 1, "number of tensor-parallel ranks, which split matrices")
@@ -163,6 +173,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--prompts and --output need each other: a file of prompts and a file for their completions")
     if options.output is not None and options.output.resolve() == options.prompts.resolve():
         parser.error("--output would overwrite --prompts; choose another file")
+    if options.chat and options.num_return_sequences > 1:
+        parser.error("--chat gives one answer to each message; remove --num_return_sequences")
     return options
 
 
@@ -193,9 +205,10 @@ def complete(
         progress.update(len(prompts[batch]))
     progress.close()
     if is_first and options.output is None:
-        print_line(f"{encoder.folder}:\n{encoder.decode(prompts[0] + completions[0].tokens)}")
+        for completion in completions:
+            print_line(f"{encoder.folder}:\n{encoder.decode(prompts[0] + completion.tokens)}")
     elif is_first:
-        print_line(f"{len(prompts):,} completions in {options.output}")
+        print_line(f"{len(prompts) * sampling.num_return_sequences:,} completions in {options.output}")
 
 
 def chat(model: PipelineParallel, encoder: Encoder, sampling: Sampling) -> None:
@@ -214,7 +227,8 @@ def chat(model: PipelineParallel, encoder: Encoder, sampling: Sampling) -> None:
                 f"the conversation has {len(prompt):,} tokens, and the model's maximum sequence length is {limit:,}; "
                 f"begin a new conversation"
             )
-        turn = dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        limits = {name: min(getattr(sampling, name), room) for name in ("min_new_tokens", "max_new_tokens")}
+        turn = dataclasses.replace(sampling, **limits)
         printer = CompletionPrinter(encoder, prompt)
         (completion,) = generate(model, [prompt], turn, len(messages) // 2, printer.put if is_first else None)
         answer = encoder.completion(prompt, without_end(completion, turn.ends).tokens)
@@ -256,7 +270,8 @@ def main() -> None:
     for name, prompt in prompts.items():
         check_prompt(name, prompt, model_config, options.max_new_tokens)
     ends = tuple({*end_tokens(model_config), *encoder.ends})
-    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed, ends)
+    names = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "num_return_sequences", "seed")
+    sampling = Sampling(**{name: getattr(options, name) for name in names}, ends=ends)
     if options.output is not None and int(os.environ.get("RANK", 0)) == 0:
         # An error comes before anything expensive starts, and the old file stays until the first completions.
         write_output(options.output, "", "a")

@@ -40,7 +40,7 @@ def generate_on_rank(rank: int, new: int, **layout: int) -> tuple[int, int]:
     with fake_rank(rank, config.distributed), mock.patch("torch.distributed.broadcast"), received, torch.no_grad():
         stage, grid = stage_of(config), pgm.process_group_manager
         p, mine = grid.pp_world_size, range(grid.cp_dp_rank, PROMPTS, grid.cp_dp_world_size)
-        groups = [Group(dict.fromkeys(mine[i::p], [1] * LENGTH), Sampling(new), 0, CPU) for i in range(p)]
+        groups = [Group({n: [n] * LENGTH for n in mine[i::p]}, Sampling(new), 0, CPU) for i in range(p)]
         last: Any = list(stage.module.model.layers.values())[-1]
         last.mlp.register_forward_pre_hook(count)
         with generating(stage):

@@ -75,7 +75,7 @@ class KVCache:
             self.mask = None
 
     def keep(self, rows: list[int]) -> None:
-        """Drop all sequences except those in `rows`, and the columns that only dropped ones use."""
+        """Keep the sequences in `rows`, as often as each occurs there, and drop the columns that only others use."""
         self.starts = [self.starts[row] for row in rows]
         unused = min(self.starts, default=0)
         self.kv = {layer: kv[:, rows, :, unused:] for layer, kv in self.kv.items()} if rows else {}

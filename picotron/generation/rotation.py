@@ -1,16 +1,17 @@
 """Generation of text in any layout: groups of prompts rotate through the stages of a pipeline.
 
 The next token of a sequence depends on the one before, so a single group of sequences would keep one stage busy at a
-time. So the prompts of a pipeline form as many groups as it has ranks. In every tick, each rank computes a different
-group (see `GenerationSchedule.ticks`), sends the result to the next rank and receives another group from the previous
-one. For 3 ranks, whose groups are F0, F1 and F2:
+time. So the prompts of a pipeline form as many groups as it has ranks. (With fewer prompts, some groups are empty, and
+cost nothing.) In every tick, each rank computes a different group (see `GenerationSchedule.ticks`), sends the result to
+the next rank and receives another group from the previous one. For 3 ranks, whose groups are F0, F1 and F2:
 
     pp 0    F0 F1 F2 F0 F1 F2 F0
     pp 1    .. F0 F1 F2 F0 F1 F2      the last rank draws the next tokens of a group, and sends them to the first one
     pp 2    .. .. F0 F1 F2 F0 F1
 
-In the first round of a group (prefill), its prompts are the documents of one row. In every later one (decode), it has
-a row for each sequence, with its newest token, and each rank keeps the keys and values of its layers in a `KVCache`.
+In the first round of a group (prefill), its prompts are the documents of one row; sequences with the same prompt share
+a document. In every later one (decode), the group has a row for each sequence, with its newest token, and each rank
+keeps the keys and values of its layers in a `KVCache`.
 
 With the hidden states, the newest tokens travel from rank to rank. Where a sequence has ended, ENDED is in their place,
 so every rank knows what is left of the group without asking the others.
@@ -33,7 +34,7 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype
 from picotron.console import UserError
 from picotron.generation.kv_cache import KVCache
-from picotron.generation.sampling import Sampling, draw
+from picotron.generation.sampling import Sampling, draw, mask_logits
 from picotron.model.model_config import check_window
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.recorder import record_action
@@ -45,8 +46,8 @@ ENDED = -1  # in place of a token
 
 class Completion(NamedTuple):
     """The continuation of a prompt: its tokens, the last of which is an end token if one was drawn, and the logarithm
-    of the model's probability of each. (Temperature, top_k and top_p change how tokens are drawn, but not these
-    numbers, which are those of `Head.log_probs`.)
+    of the model's probability of each. (`Sampling` changes how tokens are drawn, but not these numbers, which are those
+    of `Head.log_probs`.)
     """
 
     tokens: list[int]
@@ -66,20 +67,24 @@ def generate(
     Args:
         model: this rank's stages, with weights.
         prompts: tokens of each prompt.
-        first: number of the first prompt. The draws of a prompt depend on its number and on the seed, and neither on
-            the other prompts nor on the layout.
-        on_token: function of the number of a prompt and its newest token, called when this rank reads the token to
-            compute the next one: for each token except an end token and the last of `max_new_tokens`.
+        first: number of the first prompt. With N = `num_return_sequences`, the completions of prompt i have the numbers
+            from i N to i N + N - 1. The draws of a completion depend on its number and on the seed, and neither on the
+            other prompts nor on the layout.
+        on_token: function of the position of a completion in the returned list and its newest token, called when this
+            rank reads the token to compute the next one: for each token except an end token and the last of
+            `max_new_tokens`.
 
     Returns:
-        The completion of each prompt, in order, on every rank.
+        The completions of each prompt, one prompt after the other, on every rank.
 
     Raises:
         UserError: a prompt is empty, has a token that is not in the vocabulary, or can become longer than the model's
             sliding window; weights are not in memory (zero3); the stages are placed in a V with an odd number of
-            chunks; or logits are NaN or infinite.
+            chunks; logits are NaN or infinite; or no token is left to draw, see `mask_logits`.
     """
     _check(model, prompts, sampling.max_new_tokens)
+    prompts = [prompt for prompt in prompts for _ in range(sampling.num_return_sequences)]
+    first *= sampling.num_return_sequences
     grid, plan = pgm.process_group_manager, model.plan.schedule
     schedule = generation(plan.pp, plan.pp, 1, plan.chunks, plan.placement)
     device = next(model.parameters()).device
@@ -104,11 +109,13 @@ class Group:
     """Sequences that go through the stages together, as one rank knows them.
 
     Args:
-        prompts: tokens of each prompt, by its number.
+        prompts: tokens of the prompt of each sequence, by the sequence's number.
         sampling, first, on_token: see `generate`.
 
     Attributes:
-        numbers: prompts whose sequences have not ended.
+        numbers: sequences that have not ended.
+        sequences: tokens of each of them so far, with the prompt.
+        cache_rows: row of each of them in the cache. In the prefill, those with equal prompts share a row.
         inputs: arguments of the model in the current round.
         drawn: on the rank with the last stage, the numbers, tokens and log-probabilities of each round.
     """
@@ -122,19 +129,22 @@ class Group:
         on_token: Callable[[int, int], None] | None = None,
     ) -> None:
         self.sampling, self.device, self.on_token = sampling, device, on_token
-        self.numbers, self.lengths = list(prompts), [len(prompt) for prompt in prompts.values()]
+        self.numbers, self.sequences = list(prompts), [list(prompt) for prompt in prompts.values()]
+        rows: dict[tuple[int, ...], int] = {}
+        self.cache_rows = [rows.setdefault(tuple(prompt), len(rows)) for prompt in prompts.values()]
         self.streams = {number: random.Random(f"{sampling.seed} {first + number}") for number in prompts}
         self.ends = self._integers(list(sampling.ends))
         self.drawn: list[tuple[list[int], Tensor, Tensor]] = []
-        self.cache = KVCache(self.lengths, max(self.lengths, default=1) + sampling.max_new_tokens - 1)
-        boundaries = [0, *accumulate(self.lengths)]
-        positions = [position for length in self.lengths for position in range(length)]
+        lengths = [len(prompt) for prompt in rows]
+        self.cache = KVCache(lengths, max(lengths, default=1) + sampling.max_new_tokens - 1)
+        boundaries = [0, *accumulate(lengths)]
+        positions = [position for length in lengths for position in range(length)]
         self.inputs = {
-            "input_ids": self._integers([token for prompt in prompts.values() for token in prompt])[None],
+            "input_ids": self._integers([token for prompt in rows for token in prompt])[None],
             "position_ids": self._integers(positions)[None],
             "cu_seqlens": torch.tensor(boundaries, dtype=torch.int32),
         }
-        self.last = self._integers(boundaries[1:]) - 1  # the last tokens of the prompts
+        self.last = self._integers([boundaries[row + 1] - 1 for row in self.cache_rows])  # last tokens of the prompts
 
     def _integers(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -143,22 +153,24 @@ class Group:
         """Append the newest token (b,) to each sequence, and drop those that have ended."""
         newest = tokens.tolist()
         rows = [row for row, token in enumerate(newest) if token != ENDED]
-        if len(rows) < len(newest):
-            self.numbers, self.lengths = [self.numbers[row] for row in rows], [self.lengths[row] for row in rows]
-            self.cache.keep(rows)
-        if self.on_token:
-            for number, row in zip(self.numbers, rows, strict=True):
+        cache_rows = [self.cache_rows[row] for row in rows]
+        if cache_rows != list(range(len(self.cache.starts))):
+            self.cache.keep(cache_rows)
+        self.cache_rows = list(range(len(rows)))
+        self.numbers, self.sequences = [self.numbers[row] for row in rows], [self.sequences[row] for row in rows]
+        for number, sequence, row in zip(self.numbers, self.sequences, rows, strict=True):
+            sequence.append(newest[row])
+            if self.on_token:
                 self.on_token(number, newest[row])
         self.cache.append(dtype, self.device)
         self.inputs = {
             "input_ids": self._integers([newest[row] for row in rows])[:, None],
-            "position_ids": self._integers(self.lengths)[:, None],
+            "position_ids": self._integers([len(sequence) - 1 for sequence in self.sequences])[:, None],
         }
-        self.lengths = [length + 1 for length in self.lengths]
 
     def finish(self) -> None:
         """Drop all sequences, and free their memory."""
-        self.numbers, self.lengths = [], []
+        self.numbers, self.sequences = [], []
         self.cache.keep([])
 
     def draw(self, head: Any, x: Tensor) -> Tensor:
@@ -172,6 +184,7 @@ class Group:
                 f"use other weights"
             )
         uniform = [self.streams[number].random() for number in self.numbers]
+        logits = mask_logits(logits, self.sampling, self.sequences, len(self.drawn))
         tokens = draw(logits, self.sampling, torch.tensor(uniform, dtype=torch.float64, device=self.device))
         if grid.tp_world_size > 1:  # cumulative sums may round differently on each GPU
             dist.broadcast(tokens, grid.tp_group_ids[0], grid.tp_group)
@@ -179,7 +192,7 @@ class Group:
         return tokens.masked_fill(torch.isin(tokens, self.ends), ENDED)
 
     def rows(self) -> Iterator[tuple[int, int, float]]:
-        """Yield (number of the prompt, token, log-probability) of all tokens drawn, in order."""
+        """Yield (number of the sequence, token, log-probability) of all tokens drawn, in order."""
         for numbers, tokens, log_probs in self.drawn:
             yield from zip(numbers, tokens.tolist(), log_probs.tolist(), strict=True)
 

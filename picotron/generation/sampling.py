@@ -1,6 +1,7 @@
 """Choice of the next token from the logits."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,9 +23,14 @@ class Sampling:
             sampling, Holtzman et al. 2019, arXiv:1904.09751), after `top_k`; 1 draws from all.
         seed: seed of the random draws.
         ends: tokens that end a sequence; without any, each has max_new_tokens.
+        min_new_tokens: number of new tokens before which no end token can be drawn.
+        num_return_sequences: number of completions of each prompt, with separate streams of random numbers.
+        allowed_tokens: function of the tokens of a sequence so far, with the prompt, that returns the tokens that can
+            be drawn next, a list or a tensor of integers; None allows all. The ranks with the last stage call it before
+            each draw.
 
     Raises:
-        UserError: a number is out of range, or has no effect at this temperature.
+        UserError: a number is out of range, or useless at temperature 0.
     """
 
     max_new_tokens: int
@@ -33,10 +39,16 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     ends: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+    num_return_sequences: int = 1
+    allowed_tokens: Callable[[list[int]], Sequence[int] | Tensor] | None = None
 
     def __post_init__(self) -> None:
+        most = self.max_new_tokens
         for name, valid, limits in (
-            ("max_new_tokens", self.max_new_tokens >= 0, "at least 0"),
+            ("max_new_tokens", most >= 0, "at least 0"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= most, f"from 0 to max_new_tokens={most}"),
+            ("num_return_sequences", self.num_return_sequences >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature < float("inf"), "at least 0"),
             ("top_k", self.top_k >= 0, "at least 0"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -44,15 +56,49 @@ class Sampling:
             if not valid:
                 raise UserError(f"{name}={getattr(self, name)} should be {limits}")
         if self.temperature == 0:
-            changed = {"top_k": self.top_k != 0, "top_p": self.top_p != 1, "seed": self.seed != 0}
+            neutral = {"top_k": 0, "top_p": 1, "seed": 0, "num_return_sequences": 1}
             problems = [
-                f"{name}={getattr(self, name)} has no effect at temperature 0, which always takes the likeliest token; set a "
-                f"temperature above 0, or remove {name}"
-                for name, is_changed in changed.items()
-                if is_changed
+                f"{name}={getattr(self, name)} needs a temperature above 0, because temperature 0 always takes the likeliest "
+                f"token; set a temperature, or remove {name}"
+                for name, value in neutral.items()
+                if getattr(self, name) != value
             ]
             if problems:
                 raise UserError(*problems)
+
+
+def mask_logits(logits: Tensor, sampling: Sampling, sequences: Sequence[list[int]], new: int) -> Tensor:
+    """Set the logits (b, V) of tokens that cannot be drawn to -inf, see `min_new_tokens` and `allowed_tokens`.
+
+    Args:
+        sequences: tokens of each sequence so far, with the prompt.
+        new: number of new tokens of each sequence so far.
+
+    Raises:
+        UserError: no token of a sequence is left, or `allowed_tokens` does not return tokens of the vocabulary.
+    """
+    if new >= sampling.min_new_tokens and sampling.allowed_tokens is None:
+        return logits
+    vocab_size = logits.size(-1)
+    drawable = torch.full(logits.shape, sampling.allowed_tokens is None)
+    if sampling.allowed_tokens is not None:
+        for row, sequence in enumerate(sequences):
+            allowed = sampling.allowed_tokens([*sequence])
+            tokens = torch.as_tensor(allowed, device="cpu")
+            if tokens.dtype != torch.int64 or not tokens.numel() or tokens.min() < 0 or tokens.max() >= vocab_size:
+                raise UserError(
+                    f"allowed_tokens returned {allowed!s:.60} for a sequence of {len(sequence)} tokens; return one or more "
+                    f"integers from 0 to {vocab_size - 1}, in a list or an int64 tensor"
+                )
+            drawable[row, tokens] = True
+    if new < sampling.min_new_tokens:
+        drawable[:, [end for end in sampling.ends if 0 <= end < vocab_size]] = False
+    if not drawable.any(-1).all():
+        raise UserError(
+            f"no token is left to draw, because min_new_tokens={sampling.min_new_tokens} excludes the end tokens, and there "
+            f"are no others; use fewer min_new_tokens, or allow other tokens"
+        )
+    return logits.masked_fill(~drawable.to(logits.device), -torch.inf)
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -217,7 +217,7 @@ def test_answer_is_no_longer_than_the_model_allows(
     question = "a b " * 90
     ids = Encoder.read(folder).encode_messages(conversation(question.strip()))
     with pytest.raises(UserError, match="the conversation has"):
-        chat(monkeypatch, folder, f"{question}\nhello\n", "--max_new_tokens", 1000)
+        chat(monkeypatch, folder, f"{question}\nhello\n", "--max_new_tokens", 1000, "--min_new_tokens", 1000)
     (answer,) = answers_of_transformers(folder, question.strip(), tokens=400 - len(ids))
     assert capsys.readouterr().out == f"> {question.strip()}\n{answer}\n> hello\n"
 

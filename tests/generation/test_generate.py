@@ -78,6 +78,16 @@ def test_program_prints_the_text_of_transformers_and_obeys_the_seed(
     assert sampled[0] == sampled[1] != sampled[2]
 
 
+def test_program_prints_every_sample_of_a_prompt(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--checkpoint", folder, "--temperature", 1, "--max_new_tokens", 20)
+    first = run(monkeypatch, capsys, *words)
+    text = run(monkeypatch, capsys, *words, "--num_return_sequences", 3)
+    assert text.startswith(first)
+    assert len(set(text.split(f"{folder}:\n"))) == 4  # nothing before the first, and three texts
+
+
 def test_run_folder_selects_its_newest_checkpoint(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +113,9 @@ def test_program_warns_of_more_tokens_than_the_model_supports(
         (["--max_new_tokens", "-1"], "'-1' should be an integer from 0 to 16777216"),
         (["--max_new_tokens", "1e3"], "'1e3' should be an integer from 0"),
         (["--top_k", "-1"], "'-1' should be an integer of at least 0"),
+        (["--min_new_tokens", "-1"], "argument --min_new_tokens: '-1' should be an integer of at least 0"),
+        (["--num_return_sequences", "0"], "argument --num_return_sequences: '0' should be an integer from 1 to 65536"),
+        (["--num_return_sequences", "9" * 12], "'999999999999' should be an integer from 1 to 65536"),
         (["--seed", str(2**64)], "should be an integer from 0 to 9223372036854775807"),
         (["--prompt", "a\udcff"], "argument --prompt: the text is not valid UTF-8"),
     ],

@@ -88,6 +88,21 @@ def test_lines_of_the_output(
     assert_same(complete(monkeypatch, folder, write_prompts(tmp_path / "p.jsonl"), *words, "--batch_size", 3), lines)
 
 
+def test_several_samples_are_consecutive_lines_and_no_text_is_too_short(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lines are those of a file that repeats each prompt, whatever the size of the batches."""
+    prompts, words = write_prompts(tmp_path / "prompts.txt"), ("--temperature", 1, "--min_new_tokens", 20)
+    samples = ("--num_return_sequences", 3, "--batch_size", 2)
+    lines = complete(monkeypatch, folder, prompts, *words, *samples)
+    assert capsys.readouterr().out == f"21 completions in {tmp_path / 'one.jsonl'}\n"
+    assert [line["prompt"] for line in lines] == [text for text in TEXTS for _ in range(3)]
+    assert len({tuple(line["tokens"]) for line in lines}) == 21
+    assert min(len(line["tokens"]) for line in lines) >= 20
+    (tmp_path / "prompts.txt").write_text("".join(f"{text}\n" * 3 for text in TEXTS))
+    assert_same(lines, complete(monkeypatch, folder, prompts, *words))
+
+
 def run(folder: Path, prompts: Path, processes: int, *words: object) -> subprocess.Popen[str]:
     output = prompts.with_name("several.jsonl")
     arguments = ["--checkpoint", folder, "--prompts", prompts, "--output", output, *words]
@@ -104,7 +119,7 @@ def test_several_processes_write_the_same_file(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, pp: int, tp: int
 ) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl")
-    words = ("--temperature", 1, "--max_new_tokens", 200, "--batch_size", 5)
+    words = ("--temperature", 1, "--max_new_tokens", 200, "--batch_size", 5, "--num_return_sequences", 2)
     expected = complete(monkeypatch, folder, prompts, *words)
     process = run(folder, prompts, processes, *words, "--pp_size", pp, "--tp_size", tp)
     output, _ = process.communicate(timeout=120)
@@ -174,6 +189,7 @@ def test_broken_lines_are_named(tmp_path: Path, name: str, content: bytes | None
         (["--output", "o.jsonl"], "--prompts and --output need each other"),
         (["--prompt", "a", "--prompts", "{}", "--output", "o"], "not allowed with argument --prompt"),
         (["--prompts", "{}", "--output", "{}"], "--output would overwrite --prompts"),
+        (["--chat", "--num_return_sequences", "2"], "--chat gives one answer to each message; remove --num_return_seq"),
     ],
 )
 def test_options_that_do_not_fit_together(
@@ -202,7 +218,9 @@ def test_options_that_do_not_fit_together(
             r"tp_size=3 does not split num_attention_heads=4, .*; use one of \[1, 2, 4\]",
         ),
         (1, ["--top_p", "0"], "top_p=0.0 should be above 0 and at most 1"),
-        (1, ["--top_p", "0.5"], "top_p=0.5 has no effect at temperature 0"),
+        (1, ["--top_p", "0.5"], "top_p=0.5 needs a temperature above 0"),
+        (1, ["--num_return_sequences", "2"], "num_return_sequences=2 needs a temperature above 0"),
+        (1, ["--min_new_tokens", "101"], "min_new_tokens=101 should be from 0 to max_new_tokens=100"),
         (1, ["--output", "no/such/folder"], "cannot write --output no/such/folder: No such file or directory"),
         (1, ["--output", "/dev/full"], "cannot write --output /dev/full: No space left on device; choose another file"),
     ],

@@ -2,12 +2,14 @@
 
 import functools
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
@@ -53,18 +55,20 @@ def reference() -> Any:
     return oracle_model(MODEL, our_model(MODEL, seed=42).state_dict())
 
 
-@functools.cache
-def expected(prompt: tuple[int, ...], new: int) -> Completion:
+def continued(prompt: Sequence[int], new: int, **options: Any) -> Completion:
     """Generate with transformers. The log-probabilities come from a second forward, in float64."""
-    if new == 0:
-        return Completion([], [])
     model, ids = reference(), torch.tensor([prompt])
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+    text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options)
     with torch.no_grad():
         log_probs = model(input_ids=text[:, :-1], use_cache=False).logits[0].log_softmax(-1)
     log_probs = log_probs.gather(1, text[0, 1:, None])[len(prompt) - 1 :, 0]
     return Completion(text[0, len(prompt) :].tolist(), log_probs.tolist())
+
+
+@functools.cache
+def expected(prompt: tuple[int, ...], new: int) -> Completion:
+    return continued(prompt, new) if new else Completion([], [])
 
 
 def greedy(ends: tuple[int, ...], new: int) -> list[Completion]:
@@ -157,13 +161,87 @@ def numbered() -> dict[str, list[Completion]]:
     }
 
 
+# ------------------------------------------------------------------------------------- allowed tokens, several samples
+
+CONSTRAINED: list[dict[str, Any]] = [{}, {"pp_size": 2, "tp_size": 2}, {"pp_size": 3, "pp_engine": "zbv"}]
+
+
+def allowed_after(tokens: list[int]) -> list[int]:
+    """Return a third of the vocabulary, which depends on all tokens so far."""
+    return [token for token in range(61) if (token + sum(tokens)) % 3 == 0]
+
+
+def tensor_after(tokens: list[int]) -> Tensor:
+    return torch.tensor(allowed_after(tokens))
+
+
+@pytest.mark.parametrize("layout", CONSTRAINED, ids=layout_name)
+def test_first_tokens_do_not_end_and_only_allowed_ones_are_drawn_as_in_transformers(
+    pool: WorkerPool, layout: dict[str, Any]
+) -> None:
+    plain = greedy((), 70)
+    ends = (plain[3].tokens[0], plain[1].tokens[3], 61)  # some tokenizers have an end token that the model lacks
+    constraints: list[dict[str, Any]] = [
+        *({"min_new_tokens": least} for least in (1, 6, 15)),
+        {"allowed_tokens": allowed_after},
+        {"allowed_tokens": tensor_after, "min_new_tokens": 6},
+    ]
+    samplings = [Sampling(15, ends=ends, **each) for each in constraints]
+    samplings += [Sampling(15, 1.0, seed=2, ends=ends, **each) for each in constraints]
+    found = results(pool, layout, [(PROMPTS, sampling) for sampling in samplings])
+    for ours, constraint in zip(found, constraints, strict=False):
+        options: dict[str, Any] = {"eos_token_id": list(ends), "min_new_tokens": constraint.get("min_new_tokens")}
+        if "allowed_tokens" in constraint:
+            options["prefix_allowed_tokens_fn"] = lambda _, ids: allowed_after(ids.tolist())
+        assert_same(ours, [continued(prompt, 15, **options) for prompt in PROMPTS])
+    for completions, sampling in zip(found, samplings, strict=True):
+        assert min(len(each.tokens) for each in completions) >= max(sampling.min_new_tokens, 1)
+        for prompt, (tokens, _) in zip(PROMPTS, completions, strict=True):
+            if sampling.allowed_tokens:
+                assert all(token in allowed_after(prompt + tokens[:i]) for i, token in enumerate(tokens))
+    (alone,) = pool.run(run, 1, {}, [(PROMPTS, sampling) for sampling in samplings[5:]])
+    for ours, theirs in zip(found[5:], alone, strict=True):
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp_size": 2, "dp_size": 2}], ids=layout_name)
+def test_several_samples_are_those_of_a_repeated_prompt(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    repeated = [prompt for prompt in PROMPTS for _ in range(3)]
+    (ours,) = results(pool, layout, [(PROMPTS, Sampling(10, 1.0, seed=1, ends=(5,), num_return_sequences=3))])
+    ((theirs,),) = pool.run(run, 1, {}, [(repeated, Sampling(10, 1.0, seed=1, ends=(5,)))])
+    assert_same(ours, theirs)
+    assert len({tuple(each.tokens) for each in ours}) == len(repeated)
+
+
+def samples_of_one_prompt() -> tuple[list[Completion], list[Completion], list[Completion], list[int]]:
+    stage, sampling = stage_of(config_of({}), MODEL), Sampling(4, 1.0, seed=1, num_return_sequences=500)
+    computed: list[int] = []
+    stage.module.model.layers["0"].register_forward_pre_hook(
+        lambda _, inputs: computed.append(inputs[0][..., 0].numel())
+    )
+    together = generate(stage, PROMPTS[1:3], sampling)
+    return together, generate(stage, PROMPTS[2:3], sampling, first=1), generate(stage, [[5]], sampling), computed[:4]
+
+
+def test_samples_follow_the_probabilities_of_the_model_and_share_a_prefill(pool: WorkerPool) -> None:
+    """Four standard deviations of the frequency of the likeliest first token in 500 independent draws."""
+    ((together, second, other, computed),) = pool.run(samples_of_one_prompt, 1)
+    assert_same(together[500:], second)
+    assert computed == [len(PROMPTS[1]) + len(PROMPTS[2]), 1000, 1000, 1000]
+    for prompt, completions in zip([*PROMPTS[1:3], [5]], [together[:500], second, other], strict=True):
+        with torch.no_grad():
+            probability, token = reference()(torch.tensor([prompt])).logits[0, -1].softmax(-1).max(-1)
+        frequency = sum(each.tokens[0] == token for each in completions) / 500
+        assert abs(frequency - probability) < 4 * (probability * (1 - probability) / 500) ** 0.5
+
+
 # ------------------------------------------------------------------------------------------------------ communication
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "barrier")
 COLLECTIVES += ("all_to_all_single", "broadcast", "broadcast_object_list", "reduce", "reduce_scatter_tensor", "gather")
 
 
-def count_calls(layout: dict[str, Any], new: int) -> tuple[int, Counter[str], Counter[str]]:
+def count_calls(layout: dict[str, Any], prompts: Prompts, new: int) -> tuple[int, Counter[str], Counter[str]]:
     """Return the pp rank, the number of collectives by name, and the number of tensors sent and received."""
     stage, collectives, messages = stage_of(config_of(layout), MODEL), Counter[str](), Counter[str]()
     start = dist.batch_isend_irecv
@@ -185,7 +263,7 @@ def count_calls(layout: dict[str, Any], new: int) -> tuple[int, Counter[str], Co
         patches = [counted(name) for name in COLLECTIVES]
         for patch in patches:
             patch.start()
-        generate(stage, PROMPTS, Sampling(new))
+        generate(stage, prompts, Sampling(new))
         mock.patch.stopall()
     return pgm.process_group_manager.pp_rank, collectives, messages
 
@@ -195,13 +273,14 @@ def test_no_collective_per_token(pool: WorkerPool, new: int) -> None:
     """The tokens that travel with the hidden states say which sequences have ended; a single collective gathers the
     completions at the end. With tensor parallelism, its layers add theirs, and the drawn tokens are broadcast.
     """
-    for pp_rank, collectives, messages in pool.run(count_calls, 4, {"pp_size": 2, "dp_size": 2}, new):
-        assert collectives == {"all_gather_object": 1}
-        groups = 2
-        forward, tokens = groups * (1 + 2 * (new - 1)), groups * (new - 1)
-        assert messages["isend"] == (forward, tokens)[pp_rank]
-        assert messages["irecv"] == (tokens, forward)[pp_rank]
-    for _, collectives, messages in pool.run(count_calls, 2, {"tp_size": 2}, new):
+    for count, groups in ((7, 2), (2, 1)):  # with one prompt for each pipeline, the second group is empty
+        found = pool.run(count_calls, 4, {"pp_size": 2, "dp_size": 2}, PROMPTS[:count], new)
+        for pp_rank, collectives, messages in found:
+            assert collectives == {"all_gather_object": 1}
+            forward, tokens = groups * (1 + 2 * (new - 1)), groups * (new - 1)
+            assert messages["isend"] == (forward, tokens)[pp_rank]
+            assert messages["irecv"] == (tokens, forward)[pp_rank]
+    for _, collectives, messages in pool.run(count_calls, 2, {"tp_size": 2}, PROMPTS, new):
         per_forward = 1 + 2 * MODEL.num_hidden_layers  # the embedding, and each attention and MLP
         assert collectives == {"all_gather_object": 1, "broadcast": new, "all_reduce": per_forward * new}
         assert not messages
@@ -287,3 +366,57 @@ def test_mistakes_have_a_sentence_on_every_rank(pool: WorkerPool) -> None:
     for layout, prompts, sentence in cases:
         for found in pool.run(mistake, 2, layout, prompts):
             assert sentence in found
+
+
+def nothing(tokens: list[int]) -> list[int]:
+    return [] if len(tokens) > 3 else [7]
+
+
+def empty_tensor(tokens: list[int]) -> Tensor:
+    return torch.zeros(0, dtype=torch.int64)
+
+
+def outside(tokens: list[int]) -> list[int]:
+    return [3, 61]
+
+
+def before_the_first(tokens: list[int]) -> list[int]:
+    return [-1]
+
+
+def as_mask(tokens: list[int]) -> Tensor:
+    return torch.ones(61, dtype=torch.bool)
+
+
+def end_only(tokens: list[int]) -> list[int]:
+    return [5]
+
+
+def wrong_function(allowed: Callable[[list[int]], Any]) -> str:
+    sampling = Sampling(3, ends=(5,), min_new_tokens=1, allowed_tokens=allowed)
+    with pytest.raises(UserError) as error:
+        generate(stage_of(config_of({}), MODEL), [[1, 2]], sampling)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "sentence"),
+    [
+        (
+            nothing,
+            "allowed_tokens returned [] for a sequence of 4 tokens; return one or more integers from 0 to 60, in a list or an int64 tensor",
+        ),
+        (
+            empty_tensor,
+            "allowed_tokens returned tensor([], dtype=torch.int64) for a sequence of 2 tokens; return one or",
+        ),
+        (outside, "allowed_tokens returned [3, 61] for a sequence of 2 tokens; return one or more"),
+        (before_the_first, "allowed_tokens returned [-1] for a sequence of 2 tokens"),
+        (as_mask, "allowed_tokens returned tensor([True, True"),
+        (end_only, "no token is left to draw, because min_new_tokens=1 excludes the end tokens, and there are no"),
+    ],
+)
+def test_functions_of_allowed_tokens_that_leave_no_token_or_an_unknown_one(
+    pool: WorkerPool, allowed: Callable[[list[int]], Any], sentence: str
+) -> None:
+    assert pool.run(wrong_function, 1, allowed)[0].startswith(sentence)

@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinNewTokensLengthLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from picotron.console import UserError
-from picotron.generation.sampling import Sampling, draw, probabilities
+from picotron.generation.sampling import Sampling, draw, mask_logits, probabilities
 from tests.support.oracle import assert_close
 
 
@@ -51,6 +51,16 @@ def test_temperature_zero_takes_the_likeliest_token_and_small_ones_do_not_overfl
         assert torch.equal(draw(logits, Sampling(1, temperature), uniform), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("new", [0, 4, 5, 9])
+def test_end_tokens_are_masked_as_in_transformers(new: int) -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    processor = MinNewTokensLengthLogitsProcessor(7, 5, [3, 11])
+    expected = processor(torch.zeros(3, 7 + new, dtype=torch.int64), logits)
+    masked = mask_logits(logits, Sampling(9, ends=(3, 11), min_new_tokens=5), [[0] * (7 + new)] * 3, new)
+    assert torch.equal(masked, expected)
+    assert masked.isinf().sum() == (6 if new < 5 else 0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -60,8 +70,19 @@ def test_temperature_zero_takes_the_likeliest_token_and_small_ones_do_not_overfl
         ({"top_k": -2}, "top_k=-2 should be at least 0"),
         ({"top_p": 0.0}, "top_p=0.0 should be above 0 and at most 1"),
         ({"top_p": 1.1}, "top_p=1.1 should be above 0 and at most 1"),
-        ({"top_k": 5}, "top_k=5 has no effect at temperature 0, .*; set a temperature above 0, or remove top_k"),
-        ({"top_p": 0.5, "seed": 1}, "2 problems:\n  - top_p=0.5 has no effect .*\n  - seed=1 has no effect"),
+        ({"min_new_tokens": -1}, "min_new_tokens=-1 should be from 0 to max_new_tokens=1"),
+        ({"min_new_tokens": 2}, "min_new_tokens=2 should be from 0 to max_new_tokens=1"),
+        ({"num_return_sequences": 0, "temperature": 1}, "num_return_sequences=0 should be at least 1"),
+        ({"num_return_sequences": -3, "temperature": 1}, "num_return_sequences=-3 should be at least 1"),
+        ({"top_k": 5}, "top_k=5 needs a temperature above 0, because .*; set a temperature, or remove top_k"),
+        (
+            {"num_return_sequences": 2},
+            "num_return_sequences=2 needs a temperature above 0, because temperature 0 always",
+        ),
+        (
+            {"top_p": 0.5, "seed": 1},
+            "2 problems:\n  - top_p=0.5 needs a temperature .*\n  - seed=1 needs a temperature",
+        ),
     ],
 )
 def test_numbers_out_of_range_are_errors(arguments: dict[str, float], message: str) -> None:

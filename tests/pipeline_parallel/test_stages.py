@@ -86,6 +86,13 @@ def test_parse_stages_rejects_bad_text(text: str, message: str) -> None:
         parse_stages(text, num_layers=3, num_stages=2)
 
 
+def test_a_layout_of_megatron_lm_works_without_its_prediction_layer() -> None:
+    """The example of its documentation, for DeepSeek-V3. (Its other letters are E, t and L.)"""
+    with pytest.raises(UserError, match=r"has m \(multi-token prediction\), .*; remove it"):
+        parse_stages("Et*3|(tt|)*29,m|L", 61, 32)
+    assert list(map(str, parse_stages("Et*3|(tt|)*29,|L", 61, 32))) == ["Ettt", *["tt"] * 29, "", "L"]
+
+
 @given(st.text(alphabet="EtLm|()*,0123 ", max_size=12))
 def test_parse_stages_accepts_or_rejects_any_text(text: str) -> None:
     try:
