@@ -5,25 +5,31 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from picotron.collectives import all_reduce
+from picotron.console import UserError
 from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
+from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.model.weights import main_grad
-from picotron.pipeline_parallel.executor import Executor
+from picotron.optimizer import AdamW, update_weights
+from picotron.pipeline_parallel.executor import Executor, StepState
 from picotron.pipeline_parallel.modules import Message, Pipeline
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.schedules.actions import Schedule
+from picotron.schedules.actions import Action, Schedule
 from picotron.schedules.schedules import SCHEDULES, build, forward_only
 from picotron.schedules.search import fastest_schedule
 from picotron.schedules.simulate import Costs
-from tests.support.oracle import assert_close
+from tests.support.oracle import assert_close, make_config
 from tests.support.training import CPU
 from tests.support.worker_pool import WorkerPool
 
 D, V = 6, 11
+TRAINING = make_config(training__max_grad_norm=0.5, training__weight_decay=0.1).training
 ENGINES = [*SCHEDULES, "searched"]
 
 
@@ -167,7 +173,7 @@ def step(
     kind: str, engine: str, m: int, is_unequal: bool, pp: int = 2, wrap: type[DataParallel] = DataParallelBucket
 ) -> tuple[Tensor, Tensor, dict[tuple[int, str], Any]]:
     """Return the losses of a training step and of an evaluation, and the gradients of this rank's stages."""
-    grid = setup_process_group_manager(1, 1, pp, torch.distributed.get_world_size() // pp)
+    grid = setup_process_group_manager(1, 1, pp, dist.get_world_size() // pp)
     schedule = schedule_of(engine, pp, m)
     pipeline = pipeline_of(kind, schedule)
     model: Any = wrap(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
@@ -177,7 +183,7 @@ def step(
     evaluated = Executor(evaluation)(model, BatchList(batches), CPU).double()
     for each in (loss, evaluated):
         all_reduce(each, grid.pp_group)
-        all_reduce(each, grid.dp_group, torch.distributed.ReduceOp.AVG)
+        all_reduce(each, grid.dp_group, dist.ReduceOp.AVG)
     gradients = {
         (int(number), name): main_grad(parameter)
         for number, stage in pipeline.stages.items()
@@ -207,3 +213,141 @@ def test_gradients_equal_one_process(pool: WorkerPool, engine: str, kind: str, i
     m = 5 if engine == "searched" else 6
     stages = schedule_of(engine, 2, m).num_stages
     check(pool.run(step, 2, kind, engine, m, is_unequal), kind, stages, data_of(kind, m, is_unequal))
+
+
+STEPS = 3
+
+
+def trained(kind: str, engine: str, m: int, wrap: type[DataParallel], frozen: tuple[int, ...]) -> dict[Any, Tensor]:
+    """Return the weights of this rank's stages after some steps with clipping and weight decay."""
+    grid = setup_process_group_manager(1, 1, 2, dist.get_world_size() // 2)
+    schedule = schedule_of(engine, 2, m)
+    pipeline = pipeline_of(kind, schedule, frozen)
+    model: Any = wrap(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
+    optimizer = AdamW(model.parameters(), TRAINING, fused=False)
+    executor = Executor(schedule)
+    for number in range(STEPS):
+        batches = data_of(kind, m * grid.dp_world_size + number, True)[grid.dp_rank :: grid.dp_world_size][:m]
+        executor(model, BatchList(batches), CPU)
+        update_weights(model, optimizer, TRAINING.max_grad_norm)
+    return {
+        (int(number), name): parameter.detach()
+        for number, stage in pipeline.stages.items()
+        for name, parameter in stage.named_parameters()
+    }
+
+
+def expected_training(kind: str, stages: int, count: int, frozen: tuple[int, ...]) -> dict[Any, Tensor]:
+    modules = modules_of(kind, stages)
+    for (first, one), (second, other) in tied_places(kind, stages):
+        modules[second].get_submodule(other.rpartition(".")[0]).weight = modules[first].get_parameter(one)
+    for number in frozen:
+        modules[number].requires_grad_(False)
+    parameters = [p for p in nn.ModuleList(modules).parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": TRAINING.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    betas = TRAINING.adam_beta1, TRAINING.adam_beta2
+    optimizer = torch.optim.AdamW(groups, lr=TRAINING.learning_rate, betas=betas, eps=TRAINING.adam_eps)
+    for number in range(STEPS):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # weight decay reaches unused parameters, too
+        torch.stack(
+            [run_modules(modules, each) for each in data_of(kind, count + number, True)[:count]]
+        ).mean().backward()
+        torch.nn.utils.clip_grad_norm_(parameters, TRAINING.max_grad_norm)
+        optimizer.step()
+    return {(n, name): p.detach() for n, module in enumerate(modules) for name, p in module.named_parameters()}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "engine", "wrap", "ranks", "frozen"),
+    [
+        ("layers", "1f1b", DataParallelBucket, 2, (0,)),
+        ("encoder-decoder", "zbv", DataParallelBucket, 2, ()),
+        ("encoder-decoder", "1f1b", DataParallelZero1, 4, ()),
+        pytest.param("encoder-decoder", "interleaved_1f1b", DataParallelZero1, 4, (0, 1), marks=pytest.mark.parity),
+        pytest.param("layers", "zb_h1", DataParallelBucket, 4, (1,), marks=pytest.mark.parity),
+    ],
+)
+def test_trained_weights_equal_one_process(
+    pool: WorkerPool, kind: str, engine: str, wrap: type[DataParallel], ranks: int, frozen: tuple[int, ...]
+) -> None:
+    m = 4
+    stages = schedule_of(engine, 2, m).num_stages
+    expected = expected_training(kind, stages, m * ranks // 2, frozen)
+    for found in pool.run(trained, ranks, kind, engine, m, wrap, frozen):
+        for key, weight in found.items():
+            assert_close(weight, expected[key], what=str(key))
+
+
+class ForTorch(nn.Module):
+    """A layer with the interface of torch's pipelines: one tensor in, one tensor out, and the loss elsewhere."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.layer, layer.is_last = layer, False
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.layer(h, torch.tensor(0.5), x=h, target=h)
+
+
+def torch_gradients(engine: str, m: int) -> dict[str, Any]:
+    grid = setup_process_group_manager(1, 1, 2, 1)
+    batches = data_of("layers", m, False)
+    layer: Any = modules_of("layers", 2)[grid.pp_rank]
+    stage = PipelineStage(ForTorch(layer), grid.pp_rank, 2, CPU, group=grid.pp_group)
+    schedule = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B}[engine](stage, m, loss_fn=F.mse_loss)
+    x, target = (torch.cat([batch[name] for batch in batches]) for name in ("x", "target"))
+    if grid.pp_rank == 0:
+        schedule.step(x)
+    else:
+        schedule.step(target=target)
+    ours = pipeline_of("layers", build(engine, 2, m))
+    model: Any = DataParallelBucket(ours, parameters_by_stage=ours.parameters_by_stage())
+    Executor(ours.schedule)(model, BatchList([batch | {"args": (0.5,)} for batch in batches]), CPU)
+    pairs = zip(layer.named_parameters(), ours.stages[str(grid.pp_rank)].parameters(), strict=True)
+    return {name: (main_grad(own), theirs.grad) for (name, theirs), own in pairs if theirs.grad is not None}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("engine", ["afab", "1f1b"])
+def test_gradients_equal_those_of_torch(pool: WorkerPool, engine: str) -> None:
+    for found in pool.run(torch_gradients, 2, engine, 4):
+        assert len(found) == 3
+        for name, (ours, theirs) in found.items():
+            assert_close(ours, theirs, what=name)
+
+
+def mistake(kind: str) -> str:
+    grid = setup_process_group_manager(1, 1, 2, 1)
+    schedule, modules = build("1f1b", 2, 2), dict(enumerate(modules_of("encoder-decoder", 2)))
+    if kind == "missing":
+        del modules[1]
+    receives: Any = received_by_half(2)
+    if kind == "number":
+
+        def receives(stage: int, batch: dict[str, Any]) -> Message:
+            return like(2, 5, D)
+
+    elif kind == "shape":
+
+        def receives(stage: int, batch: dict[str, Any]) -> Message:
+            return received_by_half(2)(stage, batch | {"source": batch["source"][:, 1:]})
+
+    try:
+        pipeline = Pipeline(modules, receives, schedule)
+        if grid.pp_rank == 0 and kind != "missing":
+            batches = data_of("encoder-decoder", 2, False)
+            StepState(schedule, DataParallelBucket(pipeline), batches, CPU).forward(Action("F", 0, 0))
+    except (UserError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_mistakes_are_one_sentence(pool: WorkerPool) -> None:
+    assert pool.run(mistake, 2, "missing")[1] == "pp rank 1 runs stage 1, but `stages` lacks it; add its module"
+    assert "the receiver expects torch.float64 [2, 4, 6] on cpu" in pool.run(mistake, 2, "shape")[0]
+    assert pool.run(mistake, 2, "number")[0] == "stage 0 returned 2 tensors, but stage 1 receives 1"
