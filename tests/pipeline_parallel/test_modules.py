@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.console import UserError
 from picotron.data.loader import BatchList
@@ -24,6 +25,9 @@ from picotron.schedules.actions import Action, Schedule
 from picotron.schedules.schedules import SCHEDULES, build, forward_only
 from picotron.schedules.search import fastest_schedule
 from picotron.schedules.simulate import Costs
+from tests.support.nccl_calls import operations
+from tests.support.nccl_order import Play
+from tests.support.nccl_programs import recorded_rank
 from tests.support.oracle import assert_close, make_config
 from tests.support.training import CPU
 from tests.support.worker_pool import WorkerPool
@@ -351,3 +355,22 @@ def test_mistakes_are_one_sentence(pool: WorkerPool) -> None:
     assert pool.run(mistake, 2, "missing")[1] == "pp rank 1 runs stage 1, but `stages` lacks it; add its module"
     assert "the receiver expects torch.float64 [2, 4, 6] on cpu" in pool.run(mistake, 2, "shape")[0]
     assert pool.run(mistake, 2, "number")[0] == "stage 0 returned 2 tensors, but stage 1 receives 1"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_messages_of_several_tensors_finish_on_nccl(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are one operation, and no rank waits forever, even if a GPU runs one operation at a time."""
+    monkeypatch.setattr(pgm, "process_group_manager", None)
+    m, programs = 5 if engine == "searched" else 6, []
+    for rank in range(4):
+        with recorded_rank(rank, make_config(distributed__pp_size=2, distributed__dp_size=2)) as program:
+            pipeline = pipeline_of("encoder-decoder", schedule_of(engine, 2, m))
+            model: Any = DataParallelBucket(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
+            Executor(pipeline.schedule)(model, BatchList(data_of("encoder-decoder", m, True)), CPU)
+        programs.append(program)
+    for one_at_a_time in (False, True):
+        Play(programs, one_at_a_time=one_at_a_time).run()
+    sent = [operation for operation in operations(programs[0]) if operation.is_batch]
+    assert {len(operation.parts) for operation in sent} <= {1, 2, 3}
+    masks = [part.tensor for operation in sent for part in operation.parts if "bool" in part.tensor]
+    assert len(masks) >= m  # forward only: no gradients of masks
