@@ -56,6 +56,7 @@ def draw_case(seed: int, number: int) -> Case:
             keys.pop("distributed.pp_keep_activations", None)
     resume = {"after": dice.randint(1, STEPS - 1), "config": NO_LAYOUT | layouts[1]} if len(layouts) == 2 else None
     data = {"kind": kind, "seed": dice.randrange(1000), **draw_data(dice, kind)}
+    data["packed"] = is_packable(data) and random.Random(f"{seed} {number} packed").random() < 0.4
     if dice.random() < 0.05 and data.get("loss") != "preference":  # a number that need not fit the others
         numbers = [key for key, value in config.items() if type(value) is int and key != "training.seed"]
         config[dice.choice(numbers)] = dice.randint(0, 7)
@@ -259,6 +260,12 @@ def draw_data(dice: random.Random, kind: str) -> dict[str, Any]:
     }
 
 
+def is_packable(data: dict[str, Any]) -> bool:
+    """Whether rows can be cut to different lengths, which are then packed: the loss must not count other tokens."""
+    losses = ("cross_entropy", "focal")
+    return data["kind"] == "own" and data["loss"] in losses and data["scope"] == "global" and not data["documents"]
+
+
 def smaller(case: Case) -> Iterator[Case]:
     """Yield simpler variants of a case, the simplest first."""
     defaults = {
@@ -266,7 +273,8 @@ def smaller(case: Case) -> Iterator[Case]:
             "family": "llama", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "pad_token_id": None,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rms_norm_eps": 1e-6,
         },
-        "data": {"weights": False, "ignored": 0.0, "documents": False, "scope": "global", "loss": "cross_entropy"},
+        "data": {"weights": False, "ignored": 0.0, "documents": False, "scope": "global", "loss": "cross_entropy",
+                 "packed": False},
     }  # fmt: skip
     for key, value in (("resume", None), ("frozen", []), ("between", False)):
         if case[key] != value:

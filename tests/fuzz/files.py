@@ -113,7 +113,9 @@ def conversation(dice: random.Random) -> list[dict[str, str]]:
 
 
 def own_batch(case: Case, sequences: int, step: int) -> dict[str, Any]:
-    """Return the global batch of a step: random tokens, weights, targets of -100 and documents."""
+    """Return the global batch of a step: random tokens, weights, targets of -100 and documents. If sequences of
+    different lengths are packed, targets beyond the `lengths` of the rows are -100.
+    """
     data, vocab, length = case["data"], case["model"]["vocab_size"], case["config"]["training.seq_length"]
     generator = torch.Generator().manual_seed(1000 * data["seed"] + step)
     ids = torch.randint(vocab, (sequences, length + 1), generator=generator)
@@ -130,4 +132,13 @@ def own_batch(case: Case, sequences: int, step: int) -> dict[str, Any]:
         batch["cu_seqlens"] = torch.cat((first, torch.tensor([sequences * length]))).int()
         lengths = batch["cu_seqlens"].diff()
         batch["position_ids"] = torch.cat([torch.arange(int(n)) for n in lengths]).view(sequences, length)
+    if data.get("packed"):
+        batch["lengths"] = torch.randint(1, length + 1, (sequences,), generator=generator)
+        targets[torch.arange(length) >= batch["lengths"][:, None]] = IGNORE_INDEX
     return batch
+
+
+def sequences_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the sequences of a global batch, cut to their lengths."""
+    names = [name for name in batch if name != "lengths"]
+    return [{name: batch[name][i, :n] for name in names} for i, n in enumerate(batch["lengths"].tolist())]

@@ -27,9 +27,10 @@ from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import check_world_size
 from picotron.run.metrics import global_mean
 from picotron.run.progress import Progress
+from picotron.sequences import pack_sequences
 from picotron.train_step import make_evaluation, make_train_step
 from tests.fuzz.cases import Case
-from tests.fuzz.files import config_of, own_batch
+from tests.fuzz.files import config_of, own_batch, sequences_of
 from tests.fuzz.losses import LOSSES
 from tests.support.oracle import drawn_weights
 from tests.support.training import all_stages
@@ -103,11 +104,15 @@ def train(case: Case, config: Config) -> dict[str, Any]:
 
     def own_step(number: int) -> float:
         batch = own_batch(case, config.global_batch_size, number)
-        batches = split_batch(batch, training.gradient_accumulation_steps, layout.cp_sharding)
+        if case["data"].get("packed"):
+            count, sharding = training.gradient_accumulation_steps, layout.cp_sharding
+            batches = pack_sequences(sequences_of(batch), count, cp_sharding=sharding).batches
+        else:
+            batches = split_batch(batch, training.gradient_accumulation_steps, layout.cp_sharding)
         loss_fn = cross_entropy if case["data"]["loss"] == "cross_entropy" else LOSSES[case["data"]["loss"]][0]
         found = train_batch(step, model, batches, loss_fn, scope=case["data"]["scope"]).loss
         if case["between"]:
-            forward_batch(evaluate, model, batches)
+            forward_batch(evaluate, model, batches, merge=list)
         return found
 
     def loaded_step(_: int) -> float:
