@@ -1,5 +1,6 @@
 """Pipelines of modules that are not Llamas equal one process, in every schedule, and torch's own pipelines."""
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,13 +19,15 @@ from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucke
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.model.weights import main_grad
 from picotron.optimizer import AdamW, update_weights
+from picotron.pipeline_parallel import recorder
 from picotron.pipeline_parallel.executor import Executor, StepState
 from picotron.pipeline_parallel.modules import Message, Pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.schedules.actions import Action, Schedule
 from picotron.schedules.schedules import SCHEDULES, build, forward_only
 from picotron.schedules.search import fastest_schedule
-from picotron.schedules.simulate import Costs
+from picotron.schedules.simulate import Costs, Timeline
+from picotron.schedules.trace import timeline_costs
 from tests.support.nccl_calls import operations
 from tests.support.nccl_order import Play
 from tests.support.nccl_programs import recorded_rank
@@ -174,13 +177,13 @@ def pipeline_of(kind: str, schedule: Schedule, frozen: tuple[int, ...] = ()) -> 
 
 
 def step(
-    kind: str, engine: str, m: int, is_unequal: bool, pp: int = 2, wrap: type[DataParallel] = DataParallelBucket
+    kind: str, engine: str, m: int, is_unequal: bool, pp: int = 2
 ) -> tuple[Tensor, Tensor, dict[tuple[int, str], Any]]:
     """Return the losses of a training step and of an evaluation, and the gradients of this rank's stages."""
     grid = setup_process_group_manager(1, 1, pp, dist.get_world_size() // pp)
-    schedule = schedule_of(engine, pp, m)
+    schedule = schedule_of(engine, pp, m) if engine != "recorded" else recorded_schedule(kind, m)
     pipeline = pipeline_of(kind, schedule)
-    model: Any = wrap(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
+    model: Any = DataParallelBucket(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
     batches = data_of(kind, m * grid.dp_world_size, is_unequal)[grid.dp_rank :: grid.dp_world_size]
     loss = Executor(schedule)(model, BatchList(batches), CPU).double()
     evaluation = forward_only(schedule.pp, m, schedule.chunks, schedule.placement)
@@ -194,6 +197,19 @@ def step(
         for name, parameter in stage.named_parameters()
     }
     return loss, evaluated, gradients
+
+
+def recorded_schedule(kind: str, m: int) -> Schedule:
+    """Record the times of a step, and search the fastest schedule for them."""
+    pipeline = pipeline_of(kind, build("zbv", 2, m))
+    model: Any = DataParallelBucket(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
+    recorder.recorder = recorder.Recorder(CPU)
+    Executor(pipeline.schedule)(model, BatchList(data_of(kind, m, True)), CPU)
+    spans: list[Any] = [None, None]
+    dist.all_gather_object(spans, recorder.recorder.spans)
+    recorder.recorder = None
+    _, costs = timeline_costs(Timeline(spans), "of this test")
+    return fastest_schedule(2, m, 1.5, {(2, "V"): costs}).schedule
 
 
 def check(results: Sequence[Any], kind: str, stages: int, batches: Sequence[dict[str, Any]]) -> None:
@@ -217,6 +233,24 @@ def test_gradients_equal_one_process(pool: WorkerPool, engine: str, kind: str, i
     m = 5 if engine == "searched" else 6
     stages = schedule_of(engine, 2, m).num_stages
     check(pool.run(step, 2, kind, engine, m, is_unequal), kind, stages, data_of(kind, m, is_unequal))
+
+
+@pytest.mark.processes
+def test_schedules_for_recorded_times_equal_one_process(pool: WorkerPool) -> None:
+    m, kind = 5, "encoder-decoder"
+    check(pool.run(step, 2, kind, "recorded", m, True), kind, 4, data_of(kind, m, True))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_pipelines_equal_one_process(pool: WorkerPool, seed: int) -> None:
+    dice = random.Random(seed)
+    engine, kind, is_unequal = dice.choice(ENGINES), dice.choice(("layers", "encoder-decoder")), dice.random() < 0.5
+    pp, m = (dice.choice((2, 4)), dice.randint(1, 9))
+    dp = dice.choice((1, 4 // pp))
+    stages = schedule_of(engine, pp, m).num_stages
+    results = pool.run(step, pp * dp, kind, engine, m, is_unequal, pp)
+    check(results, kind, stages, data_of(kind, m * dp, is_unequal))
 
 
 STEPS = 3
