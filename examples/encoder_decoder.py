@@ -1,18 +1,18 @@
 """A T5 in a pipeline of any schedule:  torchrun --nproc_per_node 2 -m examples.encoder_decoder --schedule zbv
 
-An encoder reads the source, and a decoder writes the target, whose layers attend to the encoder's output (T5, Raffel et
-al. 2020, arXiv:1910.10683, without dropout). A stage has consecutive layers of both:
+An encoder reads the source, and a decoder, whose layers attend to the encoder's output, writes the target (T5, Raffel
+et al. 2020, arXiv:1910.10683, without dropout). Their layers, here four in each half, form the stages:
 
-    stage    0              1              2                   3
-    layers   encoder 0, 1   encoder 2, 3   decoder 0, 1        decoder 2, 3
-    receives                hidden states  encoder's output    encoder's output, hidden states
+    stage      0              1               2                  3
+    layers     encoder 0, 1   encoder 2, 3    decoder 0, 1       decoder 2, 3
+    receives   tokens         hidden states   encoder's output   encoder's output and hidden states
 
-So the encoder's output passes through the stages of the decoder, and its gradient comes back the same way, as the sum
-over their layers. Three matrices are tied: the embedding, which is also the head, and in each half the position biases,
-which all its layers share. Every stage that uses one of these matrices has a replica.
+So the encoder's output passes through the stages of the decoder, and each of them adds its part to the gradient that
+returns. Three matrices are tied: the embedding, which is also the head, and the position biases of each half, which all
+its layers share. Every stage that uses one of these matrices has a replica.
 
-The toy task: sort different numbers. Parameters have the names of transformers' T5ForConditionalGeneration, which draws
-the initial weights.
+The toy task is to sort numbers. Parameters have the names of transformers' T5ForConditionalGeneration, which also draws
+their initial values.
 """
 
 import functools
@@ -48,7 +48,7 @@ from picotron.schedules.schedules import SCHEDULES, build, forward_only
 
 PAD, END, FIRST_NUMBER, NUMBERS = 0, 1, 2, 30  # tokens; PAD also begins the decoder's input
 SHORTEST, LONGEST = 5, 10  # sources
-HELD_OUT = 8  # global batches of sequences
+HELD_OUT = 8  # global batches
 
 Measure = Callable[[Tensor, Tensor], Tensor]
 """`measure(logits, target)` returns a scalar for a micro-batch, such as the loss, from (B, T, V) and (B, T)"""
@@ -114,18 +114,17 @@ class Half(nn.Module):
         self.final_layer_norm = nn.RMSNorm(config.d_model, config.layer_norm_epsilon) if is_end else nn.Identity()
 
     def buckets(self, distance: Tensor) -> Tensor:
-        """Return the numbers of the biases of distances (key minus query): each of the small ones has a bias, larger
-        ones share biases with distances of about the same logarithm. The encoder's keys on both sides have their own.
+        """Return the rows of `relative_attention_bias` for distances, key minus query. Each small distance has a row;
+        larger ones share rows, which grow as their logarithm. In the encoder, keys after the query have rows of their
+        own; in the decoder, such keys are masked.
         """
-        count, last = self.config.relative_attention_num_buckets, self.config.relative_attention_max_distance
-        after = torch.zeros_like(distance)
-        if not self.is_decoder:
-            count //= 2
-            after = (distance > 0) * count
-        distance, exact = distance.abs(), count // 2
-        growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(last / exact)  # 0 to 1, up to `last`
-        large = (exact + (growth * (count - exact)).long()).clamp(max=count - 1)
-        return after + torch.where(distance < exact, distance, large)
+        rows, longest = self.config.relative_attention_num_buckets, self.config.relative_attention_max_distance
+        rows = rows if self.is_decoder else rows // 2
+        offset = torch.zeros_like(distance) if self.is_decoder else (distance > 0) * rows
+        distance, exact = distance.abs(), rows // 2
+        growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(longest / exact)  # 1 at the longest
+        large = (exact + (growth * (rows - exact)).long()).clamp(max=rows - 1)
+        return offset + torch.where(distance < exact, distance, large)
 
     def forward(self, x: Tensor, source_mask: Tensor, memory: Tensor | None = None) -> Tensor:
         """Run the layers on x (B, T, D). The decoder attends to `memory` (B, S, D) where `source_mask` (B, 1, 1, S)."""
@@ -139,7 +138,9 @@ class Half(nn.Module):
 
 
 class Stage(nn.Module):
-    """The given layers of the encoder and of the decoder, with the embedding where a half begins and for the head."""
+    """Some layers of the encoder, of the decoder, or of both. The first stage of each half and the last stage have the
+    embedding.
+    """
 
     def __init__(self, config: T5Config, encoder: range, decoder: range) -> None:
         super().__init__()
@@ -153,7 +154,13 @@ class Stage(nn.Module):
     def forward(
         self, memory: Tensor | None = None, x: Tensor | None = None, *, source: Tensor, target: Tensor, measure: Measure
     ) -> Message:
-        """Run the layers on hidden states of the encoder, or its output, (B, S, D), and of the decoder (B, T, D)."""
+        """Run the layers.
+
+        Args:
+            memory: hidden states or output of the encoder (B, S, D); none on the first stage.
+            x: hidden states of the decoder (B, T, D); none until its first stage.
+            source, target, measure: tokens (B, S) and (B, T), and the function that the last stage returns.
+        """
         mask = (source != PAD)[:, None, None]
         if self.encoder is not None:
             memory = self.encoder(self.shared(source) if memory is None else memory, mask)
@@ -168,15 +175,12 @@ class Stage(nn.Module):
 
 
 def split_layers(config: T5Config, stages: int) -> list[tuple[range, range]]:
-    """Return the layers of the encoder and those of the decoder in each stage: as many in all stages, if possible."""
+    """Return the layers of the encoder and of the decoder in each stage. Their number differs by at most one."""
     half, total = config.num_layers, config.num_layers + config.num_decoder_layers
     if stages > total:
         raise UserError(f"{total} layers cannot fill {stages} stages; use more --layers, or a smaller --pp")
     ends = [i * total // stages for i in range(stages + 1)]
-    return [
-        (range(min(first, half), min(end, half)), range(max(first, half) - half, max(end, half) - half))
-        for first, end in pairwise(ends)
-    ]
+    return [(range(first, min(end, half)), range(max(first - half, 0), end - half)) for first, end in pairwise(ends)]
 
 
 def name_in_transformers(name: str) -> str:
@@ -192,18 +196,15 @@ def build_model(
         stages = dict(enumerate(Stage(config, *ranges) for ranges in layers))
     places: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for i, stage in stages.items():
-        for name, _ in stage.named_parameters():
+        for name in stage.state_dict():
             places[name].append((i, name))
     for i in schedule.stages_of(pgm.process_group_manager.pp_rank):
-        names = {name: name_in_transformers(name) for name, _ in stages[i].named_parameters()}
-        own = {name: weights[theirs].to(device, copy=True) for name, theirs in names.items()}
+        own = {name: weights[name_in_transformers(name)].to(device, copy=True) for name in stages[i].state_dict()}
         stages[i].load_state_dict(own, assign=True)
 
     def receives(stage: int, batch: dict[str, Any]) -> Message:
-        memory, x = (
-            like.new_empty(*tokens.shape, config.d_model, device="meta", requires_grad=True)
-            for tokens in (batch["source"], batch["target"])
-        )
+        shapes = [(*batch[name].shape, config.d_model) for name in ("source", "target")]
+        memory, x = (like.new_empty(shape, device="meta", requires_grad=True) for shape in shapes)
         _, decoder = layers[stage]
         return (memory, x) if decoder.start else memory
 
@@ -280,7 +281,7 @@ def read_options(arguments: list[str]) -> tuple[Config, T5Config, Schedule]:
     parser = Parser(description="Train an encoder-decoder.", allow_abbrev=False)
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="pipeline schedule [1f1b]")
     parser.add_argument("--pp", type=positive, default=processes, help="processes of a pipeline [all]")
-    parser.add_argument("--steps", type=positive, default=200, help="optimizer steps [200]")
+    parser.add_argument("--steps", type=positive, default=100, help="optimizer steps [100]")
     parser.add_argument("--micro_batches", type=positive, default=8, help="of a data-parallel rank, per step [8]")
     parser.add_argument("--layers", type=positive, default=4, help="layers of each half of the model [4]")
     options = parser.parse_args(arguments)
