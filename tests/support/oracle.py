@@ -101,10 +101,10 @@ def oracle_model(
 
 
 def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace transformers' RMSNorm, which computes in float32 for every dtype, with torch's."""
+    """Replace transformers' RMSNorm (of T5: LayerNorm), which computes in float32 for every dtype, with torch's."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):
+            if type(child).__name__.endswith(("RMSNorm", "T5LayerNorm")):
                 norm = nn.RMSNorm(child.weight.shape, child.variance_epsilon)
                 norm.weight = child.weight
                 setattr(parent, name, norm)

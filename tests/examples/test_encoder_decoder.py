@@ -1,0 +1,216 @@
+"""examples/encoder_decoder.py: losses, gradients and weights in every schedule are those of transformers' T5."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import T5Config, T5ForConditionalGeneration
+
+from examples.encoder_decoder import (
+    END,
+    FIRST_NUMBER,
+    LONGEST,
+    PAD,
+    SHORTEST,
+    build_model,
+    draw_batch,
+    name_in_transformers,
+    read_options,
+    run,
+    share_correct,
+)
+from picotron.model.llama import IGNORE_INDEX
+from picotron.model.weights import main_grad
+from picotron.optimizer import AdamW, update_weights
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.schedules.schedules import SCHEDULES, build, forward_only
+from tests.support.hostile import assert_rejected
+from tests.support.oracle import assert_close, make_config, with_exact_norms
+from tests.support.program import TORCHRUN
+from tests.support.training import CPU
+from tests.support.worker_pool import WorkerPool
+
+V, SEQUENCES, MICRO_BATCHES, STEPS = 17, 24, 6, 3
+TRAINING = make_config().training
+
+
+def model_config(is_scaled: bool = True) -> T5Config:
+    """Return the config of a model whose position biases end within the sequences."""
+    sizes: dict[str, Any] = {"d_model": 24, "d_kv": 5, "num_heads": 3, "d_ff": 20, "num_layers": 5}
+    buckets = {"relative_attention_num_buckets": 12, "relative_attention_max_distance": 9}
+    keys = sizes | buckets | {"num_decoder_layers": 6, "vocab_size": V, "tie_word_embeddings": is_scaled}
+    return T5Config(dropout_rate=0.0, decoder_start_token_id=PAD, **keys)
+
+
+def oracle(config: T5Config) -> T5ForConditionalGeneration:
+    """Return transformers' model in float64, with norms that are not 1."""
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(config).double()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return with_exact_norms(model).eval()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Return sources of 4 to 14 tokens and targets of 1 to 13."""
+    draw = torch.Generator().manual_seed(1)
+    source, target = (torch.randint(1, V, (SEQUENCES, length), generator=draw) for length in (14, 13))
+    ends = torch.randint(1, 14, (SEQUENCES, 1), generator=draw)
+    source[torch.arange(14) >= 3 + ends.roll(1, 0)] = PAD
+    target[torch.arange(13) >= ends] = IGNORE_INDEX
+    return source, target
+
+
+def loss_of(model: T5ForConditionalGeneration, batch: tuple[Tensor, Tensor]) -> Tensor:
+    source, target = batch
+    return model(input_ids=source, attention_mask=(source != PAD).long(), labels=target).loss
+
+
+def by_name(stages: Any, attribute: Any) -> list[tuple[str, Tensor]]:
+    parameters = [each for stage in stages.values() for each in stage.named_parameters()]
+    return [(name_in_transformers(name), attribute(parameter).detach().clone()) for name, parameter in parameters]
+
+
+def train(name: str, pp: int, is_scaled: bool) -> tuple[list[float], list[float], Any, Any]:
+    """Return the losses of the steps and of an evaluation after them, the gradient norms, the gradients of the first
+    step and the weights at the end.
+    """
+    grid = setup_process_group_manager(1, 1, pp, torch.distributed.get_world_size() // pp)
+    config, schedule = model_config(is_scaled), build(name, pp, MICRO_BATCHES // grid.dp_world_size)
+    model: Any = build_model(config, schedule, oracle(config).state_dict(), CPU)
+    optimizer = AdamW(model.parameters(), TRAINING, fused=False)
+    losses, norms, gradients = [], [], None
+    for _ in range(STEPS):
+        losses.append(run(model, schedule, batch()))
+        gradients = gradients or by_name(model.module.stages, main_grad)
+        norms.append(update_weights(model, optimizer, TRAINING.max_grad_norm).item())
+    evaluation = forward_only(pp, schedule.microbatches, schedule.chunks, schedule.placement)
+    losses.append(run(model, evaluation, batch()))
+    return losses, norms, gradients, by_name(model.module.stages, lambda parameter: parameter)
+
+
+def expected_training(is_scaled: bool) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
+    model = oracle(model_config(is_scaled))
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": TRAINING.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, TRAINING.learning_rate, (TRAINING.adam_beta1, TRAINING.adam_beta2))
+    losses, norms, gradients = [], [], {}
+    for _ in range(STEPS):
+        loss = loss_of(model, batch())
+        loss.backward()
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, TRAINING.max_grad_norm).item())
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(loss_of(model, batch()).item())
+    return losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def check(pool: WorkerPool, name: str, pp: int, dp: int = 1, is_scaled: bool = True) -> None:
+    losses, norms, *tensors = expected_training(is_scaled)
+    seen: dict[tuple[int, str], Tensor] = {}
+    for our_losses, our_norms, *our_tensors in pool.run(train, pp * dp, name, pp, is_scaled):
+        assert_close(our_losses, losses, what="losses")
+        assert_close(our_norms, norms, what="norms")
+        for kind, (found, expected) in enumerate(zip(our_tensors, tensors, strict=True)):
+            for parameter, tensor in found:
+                assert_close(tensor, expected[parameter], what=parameter)
+                replica = seen.setdefault((kind, parameter), tensor)
+                assert torch.equal(tensor, replica), f"replicas of {parameter} differ"
+    assert {parameter for _, parameter in seen} == tensors[0].keys()
+
+
+@pytest.mark.processes
+def test_training_equals_transformers(pool: WorkerPool) -> None:
+    check(pool, "zbv", 2)
+
+
+@pytest.mark.processes
+@pytest.mark.parity
+@pytest.mark.parametrize(("pp", "dp"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_equals_transformers(pool: WorkerPool, name: str, pp: int, dp: int) -> None:
+    check(pool, name, pp, dp)
+
+
+@pytest.mark.processes
+@pytest.mark.parity
+def test_outputs_that_are_not_scaled(pool: WorkerPool) -> None:
+    check(pool, "1f1b", 2, is_scaled=False)
+
+
+def share(source: Tensor, target: Tensor) -> float:
+    setup_process_group_manager(1, 1, 2, 1)
+    schedule = build("interleaved_1f1b", 2, MICRO_BATCHES)
+    model = build_model(model_config(), schedule, oracle(model_config()).state_dict(), CPU)
+    return run(model, forward_only(2, MICRO_BATCHES, schedule.chunks), (source, target), share_correct)
+
+
+@pytest.mark.processes
+def test_the_share_is_that_of_greedy_decoding(pool: WorkerPool) -> None:
+    source, _ = batch()
+    model = oracle(model_config())
+    model.generation_config.eos_token_id = None
+    mask = (source != PAD).long()
+    # transformers makes its cache for as many layers as the encoder has
+    written = model.generate(source, attention_mask=mask, max_new_tokens=5, do_sample=False, use_cache=False)
+    target = written[:, 1:].clone()
+    target[::3, 3:] = IGNORE_INDEX
+    target[:6, 2] = (target[:6, 2] + 1) % V
+    assert pool.run(share, 2, source, target) == pytest.approx([18 / 24] * 2)
+
+
+def test_sources_are_different_numbers_and_targets_the_same_in_order() -> None:
+    for source, target in zip(*draw_batch(200, torch.Generator().manual_seed(0)), strict=True):
+        numbers = source[source != PAD].tolist()
+        assert SHORTEST <= len(set(numbers)) == len(numbers) <= LONGEST
+        assert target[: len(numbers) + 1].tolist() == [*sorted(numbers), END]
+        assert target[len(numbers) + 1 :].eq(IGNORE_INDEX).all()
+        assert min(numbers) >= FIRST_NUMBER
+
+
+@pytest.mark.processes
+@pytest.mark.parity
+@pytest.mark.parametrize(("processes", "words"), [(0, ""), (2, "--schedule zbv"), (4, "--schedule dualpipev --pp 2")])
+def test_the_program_runs_in_every_layout(processes: int, words: str) -> None:
+    start = [*TORCHRUN, str(processes), "-m"] if processes else [sys.executable, "-m"]
+    words = f"--steps 12 --layers 2 --micro_batches {4 if processes < 4 else 2} {words}"
+    result = subprocess.run(
+        [*start, "examples.encoder_decoder", *words.split()], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    *losses, last = result.stdout.splitlines()
+    assert [line.split(" | ")[0] for line in losses] == [f"step {step}" for step in range(2, 13, 2)]
+    assert float(losses[-1].split()[-1]) < float(losses[0].split()[-1])
+    assert last.endswith("% of 512 held-out sequences are sorted")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--pp 3", "--pp 3 needs a multiple of 3 processes, but 4 started; use torchrun --nproc_per_node 3"),
+        ("--pp 8", "--pp 8 needs a multiple of 8 processes, but 4 started"),
+        ("--pp 0", "'0' should be an integer from 1 to"),
+        ("--schedule auto", "invalid choice: 'auto'"),
+        ("--schedule zbv --layers 3", "6 layers cannot fill 8 stages; use more --layers, or a smaller --pp"),
+        ("--steps -1", "'-1' should be an integer from 1 to"),
+        ("--steps nan", "'nan' should be an integer from 1 to"),
+        ("--layers 1e3", "'1e3' should be an integer from 1 to"),
+        ("--micro_batches 1000000", "forwards per step; a schedule has at most 65,536"),
+        ("--sched zbv", "unrecognized arguments: --sched"),
+        ("zbv", "unrecognized arguments: zbv"),
+    ],
+)
+def test_mistakes_end_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, message: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert message in assert_rejected(lambda: read_options(words.split()), capsys)
