@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from picotron import process_group_manager as pgm
-from picotron.batches import BatchList
 from picotron.collectives import all_reduce
 from picotron.command_line import parse_config
 from picotron.config import Config
 from picotron.console import Parser, UserError, number, print_line
+from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.model.llama import IGNORE_INDEX
 from picotron.optimizer import AdamW, make_scheduler, update_weights

@@ -133,14 +133,15 @@ class Pipeline(PipelineStages):
             raise UserError(f"pp rank {rank} runs stage {missing[0]}, but `stages` lacks it; add its module")
         self.stages = nn.ModuleDict({str(number): stages[number] for number in schedule.stages_of(rank)})
         self.schedule, self.message_of = schedule, receives
-        self.tied: list[tuple[nn.Parameter | None, Any]] = [self._tie(each) for each in tied]
+        self.groups: dict[tuple[int, ...], Any] = {}  # of the ranks that share parameters
+        self.tied = [self._tie(each) for each in tied]
         if schedule.splits_backward:
             split_backward(self)
 
     def _tie(self, places: Sequence[tuple[int, str]]) -> tuple[nn.Parameter | None, Any]:
         """Let the stages of this rank share a parameter. Returns it, and the group of all ranks that hold it."""
         grid, mine = pgm.process_group_manager, None
-        ranks = list(dict.fromkeys(self.schedule.rank_of(stage) for stage, _ in places))
+        ranks = tuple(dict.fromkeys(self.schedule.rank_of(stage) for stage, _ in places))
         for stage, name in places:
             if str(stage) in self.stages:
                 path, _, leaf = name.rpartition(".")
@@ -148,8 +149,10 @@ class Pipeline(PipelineStages):
                 mine = getattr(module, leaf) if mine is None else mine
                 setattr(module, leaf, mine)
                 mark_tied(module, is_replica=grid.pp_rank != ranks[0])
-        rows = grid.grid.movedim(1, -1)[..., ranks].reshape(-1, len(ranks)).tolist()
-        return mine, new_groups(rows) if len(ranks) > 1 else None
+        if len(ranks) > 1 and ranks not in self.groups:
+            rows = grid.grid.movedim(1, -1)[..., ranks].reshape(-1, len(ranks)).tolist()
+            self.groups[ranks] = new_groups(rows)
+        return mine, self.groups.get(ranks)
 
     def forward(
         self,
