@@ -31,6 +31,7 @@ picotron/parallelize.py
 picotron/train_step.py
 picotron/optimizer.py
 picotron/batches.py
+picotron/sequences.py
 picotron/check_batches.py
 picotron/trainer.py
 picotron/data: documents text samples spans tokens cache rows loader
