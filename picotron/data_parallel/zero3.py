@@ -161,7 +161,10 @@ class DataParallelZero3(DataParallel):
 
     Attributes:
         shared: units of which several groups use parameters. They stay full from their first use to the end of forward.
-        running: units of the modules whose forward runs, and in forward the shared ones. They are not freed.
+        running: units that are not freed: those of the modules whose forward runs, and the shared ones. In backward,
+            those of the part that activation checkpointing computes again, which holds frozen parameters themselves,
+            not views of the buffer.
+        recomputing: node of the graph for whose backward such a part runs; None in forward.
         uses: the units that this micro-batch has used, forward and backward, in order.
         expected: the uses of the micro-batch before; at first, the given order and back. The next use is gathered in
             advance, and the next two are not freed.
@@ -202,17 +205,19 @@ class DataParallelZero3(DataParallel):
         uses = Counter(unit for units in used for unit in units)
         self.shared = tuple(unit for unit, count in uses.items() if count > 1)
         self.running: list[tuple[Unit, ...]] = []
+        self.recomputing: Any = None
         self.uses: list[tuple[Unit, ...]] = []
         self.expected, self.position = [*used, *used[-2:0:-1]], 0
         self.owners: dict[int, Unit] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.stays_full:
-            self.uses, self.position, self.running = [], 0, []
+            self.uses, self.position, self.owners = [], 0, {}
             return self.module(*args, **kwargs)
         self._finish_backward()
         self.expected, self.uses, self.position = self.uses or self.expected, [], 0
-        self.running, self.owners = [self.shared], {storage_key(unit.freed): unit for unit in self.units}
+        self.running = [self.shared]
+        self.owners = {storage_key(unit.freed): unit for unit in self.units}
         with saved_tensors_hooks(self._pack, self._unpack):
             output = self.module(*args, **kwargs)
         self.running = []
@@ -222,11 +227,14 @@ class DataParallelZero3(DataParallel):
         return output
 
     def _before_forward(self, units: tuple[Unit, ...]) -> None:
+        if (node := torch._C._current_autograd_node()) is not self.recomputing:
+            self.recomputing, self.running = node, []
         self.running.append(units)
         self._use(units)
 
     def _after_forward(self, *_: Any) -> None:
-        self.running.pop()
+        if self.recomputing is None:
+            self.running.pop()
         if len(self.uses) > 1:
             self._finish_reduction()  # the last one of the micro-batch before, meanwhile modules have computed
 
@@ -282,7 +290,7 @@ class DataParallelZero3(DataParallel):
             self._start_reduction(self.unit_of[parameter])
 
     def _start_reduction(self, unit: Unit) -> None:
-        if not self.stays_full:
+        if not self.stays_full and all(parameter.requires_grad for parameter in unit.parameters):
             unit.free()
         self._finish_reduction()  # so at most one buffer of full gradients exists
         self.finish_reduction = unit.start_reduction()
@@ -296,6 +304,7 @@ class DataParallelZero3(DataParallel):
         """Reduce the gradients of units that are incomplete, because some of their parameters were not used, and free
         all full weights.
         """
+        self.recomputing = None  # frees the graph
         for unit in self.units:
             if unit.gradients:
                 self._start_reduction(unit)

@@ -39,15 +39,15 @@ class Block(nn.Module):
         super().__init__()
         self.linear, self.embedding, self.projection = nn.Linear(SIZE, SIZE), nn.Embedding(5, 3), nn.Linear(3, SIZE)
         self.unused, self.scale = nn.Parameter(torch.randn(SIZE)), nn.Parameter(torch.randn(1))
-        self.nested = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()) if nested else nn.Identity()
+        self.nested = nn.Sequential(nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE)) if nested else nn.Identity()
         self.register_buffer("offset", torch.randn(SIZE))
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, pair: tuple[Tensor, Tensor], ids: Tensor, *, power: int = 1) -> tuple[tuple[Tensor, Tensor], Any]:
         x, y = pair
         self.calls += 1
-        branch = self.projection(self.embedding(ids)).tanh()
         x = self.nested(x) * self.scale  # a weight of the block after a module inside
+        branch = self.projection(self.embedding(ids)).tanh()
         return (self.linear(x).tanh() ** power + branch + self.offset, y + x), {"mean": x.mean(-1), "none": None}
 
 
@@ -57,20 +57,25 @@ class Toy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(SIZE, SIZE)
-        self.blocks = nn.ModuleList(Block(nested=i in (1, 3)) for i in range(6))
+        self.blocks = nn.ModuleList(Block(nested=i in (1, 3, 4)) for i in range(6))
         self.scale = nn.Parameter(torch.randn(SIZE))
         self.blocks[2].linear.weight = self.blocks[0].linear.weight
         self.blocks[1].requires_grad_(False)
         self.blocks[3].linear.requires_grad_(False)
+        self.blocks[3].scale.requires_grad_(False)
+        self.blocks[4].nested.requires_grad_(False)
+
+    def two_blocks(self, pair: tuple[Tensor, Tensor], ids: Tensor, power: int) -> tuple[tuple[Tensor, Tensor], Any]:
+        pair, _ = self.blocks[3](pair, ids, power=power)
+        return self.blocks[4](pair, ids, power=power)
 
     def forward(self, x: Tensor, ids: Tensor) -> dict[str, Any]:
         pair, means = (self.first(x) * self.scale, x), []
-        for i in (0, 1, 2, 3, 1, 3, 4):  # blocks 1 and 3 run twice, block 5 does not run
-            block = self.blocks[i]
-            if i in (3, 4):
-                pair, more = checkpoint(block, pair, ids, power=2, use_reentrant=False)
+        for i in (0, 1, 2, 3, 1, 3):  # blocks 1, 3 and 4 run twice, block 5 does not run
+            if i == 3:
+                pair, more = checkpoint(self.two_blocks, pair, ids, power=2, use_reentrant=False)
             else:
-                pair, more = block(pair, ids, power=1 + i % 2)
+                pair, more = self.blocks[i](pair, ids, power=1 + i % 2)
             means.append(more["mean"] * self.scale.sum())
         return {"loss": (pair[0] + pair[1]).square().mean() + torch.stack(means).square().mean()}
 
@@ -88,8 +93,8 @@ class RandomToy(nn.Module):
                 block.projection = other.projection
             if dice.random() < 0.2:
                 block.linear.weight = other.linear.weight
-            for name, parameter in block.named_parameters():
-                parameter.requires_grad_(dice.random() > 0.2 or name == "scale")
+            for parameter in block.parameters():
+                parameter.requires_grad_(dice.random() > 0.2)
             if dice.random() < 0.2:
                 block.requires_grad_(False)
         self.order = [dice.randrange(len(blocks)) for _ in range(dice.randint(1, 6))]
@@ -360,6 +365,30 @@ class UsesWeightOfAnother(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.layers[0].weight)
+
+
+def gradients_of_two_dtypes() -> None:
+    setup_process_group_manager(1, 1, 1, RANKS)
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE).double())
+    model[0].weight.data = model[0].weight.data.double()  # its bias is in float32
+    expected, x = copy.deepcopy(model), torch.ones(2, SIZE, dtype=torch.float64)
+    wrapped = DataParallelZero3(model, [])
+    assert {unit.full.dtype for unit in wrapped.units} == {torch.float32, torch.float64}
+
+    def output(of: Any) -> Tensor:
+        return of[1](nn.functional.linear(x, of[0].weight) + of[0].bias).square().sum()
+
+    expected_output = output(expected)
+    expected_output.backward()
+    model.forward = lambda x: output(model)  # type: ignore[method-assign]
+    wrapped(x).backward()
+    wrapped.finish_grad_sync()
+    for name, parameter in expected.named_parameters():
+        assert_close(full_tensor(model.get_parameter(name), "main_grad"), parameter.grad, what=name)
+
+
+def test_parameters_of_two_dtypes_form_two_units(pool: WorkerPool) -> None:
+    pool.run(gradients_of_two_dtypes, RANKS)
 
 
 def run_wrong_modules() -> None:
