@@ -1,8 +1,8 @@
 """ZeRO-3: data parallelism in which the ranks divide weights, gradients and the optimizer (Rajbhandari et al. 2019,
 arXiv:1910.02054; as PyTorch's FSDP: Zhao et al. 2023, arXiv:2304.11277).
 
-Each rank of a `cp_dp` group owns one slice of every unit: the weights of a decoder layer, of the embedding, or of the
-last norm and the head. The weights of a unit exist in full only while they are used:
+Each rank of a `cp_dp` group owns one slice of every unit, the weights of some modules: of a Llama, those of a decoder
+layer, of the embedding, or of the last norm and the head. The weights of a unit exist in full only while they are used:
 
     forward of a layer      gather its weights; meanwhile, the layer before it computes
                             compute, and free the weights
@@ -28,6 +28,7 @@ An update makes full weights stale, so the optimizer frees them.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections import Counter
@@ -150,20 +151,17 @@ class DataParallelZero3(DataParallel):
 
     Args:
         module: any module. Its buffers stay as they are.
-        units: groups of modules; the parameters of a group form a unit, without those of modules inside that are in
-            another group. The modules must be called: their hooks gather the weights for them, and for what the rest of
-            a forward does with them until it calls a module of another group. Parameters of no group form a unit that
-            is full during the whole forward. A parameter of several groups belongs to the first of them. By default,
-            see `members_of_lists`; to choose modules by a predicate,
-            `[[each] for each in module.modules() if isinstance(each, Block)]`.
+        units: groups of modules, by default `members_of_lists`. By a predicate:
+            `[[each] for each in module.modules() if isinstance(each, Block)]`. The parameters of a group form a unit,
+            without those of modules inside that are in another group; those of no group form a unit that is full during
+            the whole forward. The first module of a group that runs must be called, because hooks gather the weights.
         used_twice: parameters that two pipeline stages of this rank use, so that a micro-batch has two gradients of
             them.
 
     Attributes:
         shared: units of which several groups use parameters. They stay full from their first use to the end of forward.
-        running: units that are not freed: those of the modules whose forward runs, and the shared ones. In backward,
-            those of the part that activation checkpointing computes again, which holds frozen parameters themselves,
-            not views of the buffer.
+        running: units that are not freed: those of the modules whose forward runs, and the shared ones; in backward,
+            those of the part that activation checkpointing computes again. It holds frozen parameters, not views.
         recomputing: node of the graph for whose backward such a part runs; None in forward.
         uses: the units that this micro-batch has used, forward and backward, in order.
         expected: the uses of the micro-batch before; at first, the given order and back. The next use is gathered in
@@ -218,7 +216,8 @@ class DataParallelZero3(DataParallel):
         self.expected, self.uses, self.position = self.uses or self.expected, [], 0
         self.running = [self.shared]
         self.owners = {storage_key(unit.freed): unit for unit in self.units}
-        with saved_tensors_hooks(self._pack, self._unpack):
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        with saved_tensors_hooks(functools.partial(self._pack, outer), lambda saved: saved()):
             output = self.module(*args, **kwargs)
         self.running = []
         if not torch.is_grad_enabled():
@@ -238,8 +237,12 @@ class DataParallelZero3(DataParallel):
         if len(self.uses) > 1:
             self._finish_reduction()  # the last one of the micro-batch before, meanwhile modules have computed
 
-    def _pack(self, tensor: Tensor) -> Any:
-        """Return what autograd saves instead of a tensor: the tensor, or a weight's unit and its place there."""
+    def _pack(self, outer: tuple[Callable[..., Any], Callable[..., Tensor]] | None, tensor: Tensor) -> Any:
+        """Return what autograd saves instead of a tensor: a function that returns it, and gathers it if it is a weight.
+
+        Args:
+            outer: hooks of the caller for the tensors that are not weights.
+        """
         unit = self.owners.get(key := storage_key(tensor))
         if unit is not None and key == storage_key(unit.freed):
             names = [name for name, each in self.module.named_parameters() if self.unit_of[each] is unit]
@@ -247,20 +250,15 @@ class DataParallelZero3(DataParallel):
                 f"one of the weights {', '.join(names)} is used while they are freed: the module that holds it is not "
                 f"called; add the module that uses it to its group in `units`"
             )
-        if unit is None or key != storage_key(unit.full) or tensor.dtype != unit.full.dtype:
-            return tensor.detach(), tensor._version
-        return unit, tensor.shape, tensor.stride(), tensor.storage_offset()
+        if unit is not None and key == storage_key(unit.full) and tensor.dtype == unit.full.dtype:
+            return functools.partial(self._weight, unit, tensor.shape, tensor.stride(), tensor.storage_offset())
+        if outer is None:
+            return functools.partial(unchanged, tensor.detach(), tensor._version)
+        return functools.partial(outer[1], outer[0](tensor))
 
-    def _unpack(self, saved: Any) -> Tensor:
-        first, *rest = saved
-        if isinstance(first, Unit):
-            self._use((first,))
-            return first.full.as_strided(*rest)
-        if rest != [first._version]:  # autograd checks this only without hooks
-            raise RuntimeError(
-                f"a tensor {list(first.shape)} that backward needs was modified in place; copy it before"
-            )
-        return first
+    def _weight(self, unit: Unit, *place: Any) -> Tensor:
+        self._use((unit,))
+        return unit.full.as_strided(*place)
 
     def _use(self, units: tuple[Unit, ...]) -> None:
         """Gather units that are used now, start to gather the next ones, and free those that are not used soon."""
@@ -301,9 +299,7 @@ class DataParallelZero3(DataParallel):
             self.finish_reduction = None
 
     def _finish_backward(self) -> None:
-        """Reduce the gradients of units that are incomplete, because some of their parameters were not used, and free
-        all full weights.
-        """
+        """Reduce the gradients of units with unused parameters, which are not complete, and free all full weights."""
         self.recomputing = None  # frees the graph
         for unit in self.units:
             if unit.gradients:
@@ -341,6 +337,13 @@ def kind_of(tensor: Tensor) -> tuple[str, str]:
 def storage_key(tensor: Tensor) -> int:
     """Return a number that a tensor shares with its views, and with no other tensor at the same time."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+
+
+def unchanged(tensor: Tensor, version: int) -> Tensor:
+    """Return a tensor. Raises RuntimeError if it is not the given version, which autograd checks only without hooks."""
+    if tensor._version != version:
+        raise RuntimeError(f"a tensor {list(tensor.shape)} that backward needs was modified in place; copy it before")
+    return tensor
 
 
 def own_parameters(module: nn.Module, separate: Collection[nn.Module]) -> list[nn.Parameter]:
