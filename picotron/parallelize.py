@@ -118,11 +118,20 @@ def build_model(
     if device.type == "cuda" if config.training.compile is None else config.training.compile:
         compile_model(unwrap(stage))
     if not whole:
-        model = DataParallelZero3(stage, stage.used_twice())
+        model = DataParallelZero3(stage, units_of(unwrap(stage)), stage.used_twice())
         read_owned_weights(unwrap(stage), weights)
         return model
     wrap = {"naive": DataParallelNaive, "bucket": DataParallelBucket, "zero1": DataParallelZero1}[layout.dp_engine]
     return wrap(stage, parameters_by_stage=stage.parameters_by_stage())  # adds gradient buffers and hooks
+
+
+def units_of(llama: Llama) -> list[list[nn.Module]]:
+    """Return the modules whose weights ZeRO-3 gathers together: the embedding; each layer; the last norm and the head,
+    which is not always called, but runs after the norm.
+    """
+    decoder: Any = llama.model
+    groups = [decoder.embed_tokens], *([layer] for layer in decoder.layers.values()), [decoder.norm, llama.lm_head]
+    return [[each for each in group if each is not None] for group in groups]
 
 
 def compile_model(llama: Llama) -> None:

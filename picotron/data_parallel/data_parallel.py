@@ -126,6 +126,11 @@ class DataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward of a module that has one, such as `PipelineParallel`."""
+        module: Any = self.module
+        return module.backward(*args, **kwargs)
+
     def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
         return make_buckets(parameters, pgm.process_group_manager.cp_dp_group, self.bucket_mb)
 

@@ -1,8 +1,8 @@
 """ZeRO-3: data parallelism in which the ranks divide weights, gradients and the optimizer (Rajbhandari et al. 2019,
 arXiv:1910.02054; as PyTorch's FSDP: Zhao et al. 2023, arXiv:2304.11277).
 
-Each rank of a `cp_dp` group owns one slice of every unit: the weights of a decoder layer, of the embedding, or of the
-last norm and the head. The weights of a unit exist in full only while they are used:
+Each rank of a `cp_dp` group owns one slice of every unit, the weights of some modules: of a Llama, those of a decoder
+layer, of the embedding, or of the last norm and the head. The weights of a unit exist in full only while they are used:
 
     forward of a layer      gather its weights; meanwhile, the layer before it computes
                             compute, and free the weights
@@ -27,20 +27,27 @@ and sends 2 + 4 m.
 An update makes full weights stale, so the optimizer frees them.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, own_slice, start_gather_of_slices, start_reduce_to_slices
+from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.data_parallel.owned_slices import divide
-from picotron.model.llama import Llama
 from picotron.model.weights import sum_partial_gradients
+
+LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
 
 class Unit:
@@ -51,14 +58,13 @@ class Unit:
         group: the ranks that own slices.
 
     Attributes:
-        full: the buffer. Its storage has no bytes while the unit is freed. Autograd saves views of this storage in
-            forward, which are valid again in backward when the weights have been gathered into the same storage.
+        full: the buffer, which has no elements while the unit is freed. An operation or a graph that still holds a view
+            of the buffer keeps its memory.
+        freed: NaN, which all weights are while the unit is freed. Their shapes remain.
         shard: this rank's slice of the weights.
         gradient_shard: this rank's slice of the gradients, in float32 or wider.
         gradients: local gradients that are not reduced yet.
         missing: number of gradients of each parameter that a micro-batch still has to add before the unit is reduced.
-        in_backward: whether the backward that uses the weights runs.
-        has_previous: whether backward continues with the modules before this one, which need the gradient of its input.
     """
 
     def __init__(
@@ -68,7 +74,8 @@ class Unit:
         self.sizes = [parameter.numel() for parameter in parameters]
         first, ranks = parameters[0], dist.get_world_size(group)
         self.full = torch.zeros(-(-sum(self.sizes) // ranks) * ranks, dtype=first.dtype, device=first.device)
-        self.own = own_slice(self.full, group)
+        self.own, self.size = own_slice(self.full, group), len(self.full)
+        self.freed = self.full.new_full((), math.nan if first.is_floating_point() else 0)
         self.shard = torch.zeros_like(self.full[self.own])
         self.gradient_shard = torch.zeros_like(self.shard, dtype=accumulation_dtype(first))
         divide(parameters, self.full, self.shard, self.gradient_shard, group, after_update=self.free)
@@ -76,15 +83,16 @@ class Unit:
         self.gradients: dict[Tensor, Tensor] = {}
         self.missing: dict[Tensor, int] = {}
         self.work: dist.Work | None = None
-        self.is_full, self.in_backward, self.has_previous = True, False, False
+        self.is_full = True
         self.free()
 
     def start_gather(self) -> None:
         """Start to gather the weights, unless they are there already."""
         if not self.is_full:
-            self.is_full = True
-            self.full.untyped_storage().resize_(self.full.nbytes)
+            self.is_full, self.full = True, self.shard.new_empty(self.size)
             self.full[self.own] = self.shard
+            for parameter, view in zip(self.parameters, self._views(self.full), strict=True):
+                parameter.data = view.view(parameter.shape)
             self.work = start_gather_of_slices(self.full, self.group)
 
     def gather(self) -> None:
@@ -98,8 +106,12 @@ class Unit:
         """Free the full weights."""
         if self.is_full:
             self.gather()  # wait, if the weights are still on their way
-            self.is_full = False
-            self.full.untyped_storage().resize_(0)
+            self.is_full, self.full = False, self.full.new_empty(0)
+            for parameter in self.parameters:
+                parameter.data = self.freed.expand(parameter.shape)
+
+    def _views(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        return buffer[: sum(self.sizes)].split(self.sizes)
 
     def accumulate(self, parameter: Tensor) -> bool:
         """Take a parameter's gradient. Returns whether those of a micro-batch are complete now."""
@@ -114,9 +126,8 @@ class Unit:
 
     def start_reduction(self) -> Callable[[], None]:
         """Start to average the gradients. Returns a function that waits for it and adds up this rank's slice."""
-        buffer = self.full.new_zeros(self.full.shape, dtype=self.gradient_shard.dtype)
-        views = buffer[: sum(self.sizes)].split(self.sizes)
-        for parameter, view in zip(self.parameters, views, strict=True):
+        buffer = self.gradient_shard.new_zeros(self.size)
+        for parameter, view in zip(self.parameters, self._views(buffer), strict=True):
             if parameter in self.gradients:
                 view.copy_(self.gradients[parameter].flatten())
         self.gradients.clear()
@@ -132,96 +143,144 @@ class Unit:
 
 
 class DataParallelZero3(DataParallel):
-    """Gathers the weights of each unit when they are used. Every parameter that is not frozen must get a gradient in
-    each backward.
+    """Gathers the weights of each unit when they are used, in forward by hooks of the unit's modules, and in backward
+    by hooks of autograd, which is given the place of a weight to save instead of its values.
+
+    Gathers and reductions are collectives, so all ranks of a `cp_dp` group must run the same modules in the same order,
+    and use the same parameters. (With `torch.func`, autograd has no such hooks.)
 
     Args:
-        module: a module that contains a Llama, or some of its layers.
+        module: any module. Its buffers stay as they are.
+        units: groups of modules, by default `members_of_lists`. By a predicate:
+            `[[each] for each in module.modules() if isinstance(each, Block)]`. The parameters of a group form a unit,
+            without those of modules inside that are in another group; those of no group form a unit that is full during
+            the whole forward. The first module of a group that runs must be called, because hooks gather the weights.
         used_twice: parameters that two pipeline stages of this rank use, so that a micro-batch has two gradients of
             them.
+
+    Attributes:
+        shared: units of which several groups use parameters. They stay full from their first use to the end of forward.
+        running: units that are not freed: those of the modules whose forward runs, and the shared ones; in backward,
+            those of the part that activation checkpointing computes again. It holds frozen parameters, not views.
+        recomputing: node of the graph for whose backward such a part runs; None in forward.
+        uses: the units that this micro-batch has used, forward and backward, in order.
+        expected: the uses of the micro-batch before; at first, the given order and back. The next use is gathered in
+            advance, and the next two are not freed.
+        position: number of `expected` uses that have been there.
+        owners: units by the `storage_key` of their weights.
     """
 
-    def __init__(self, module: nn.Module, used_twice: Collection[nn.Parameter] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Sequence[nn.Module]] | None = None,
+        used_twice: Collection[nn.Parameter] = (),
+    ) -> None:
         super().__init__(module, bucket_mb=0.0, parameters_by_stage={})
-        grid = pgm.process_group_manager
+        grid, hook = pgm.process_group_manager, self._make_hook()
         self.stays_full = grid.pp_world_size > 1
         self.finish_reduction: Callable[[], None] | None = None
         self.units: list[Unit] = []
         self.unit_of: dict[Tensor, Unit] = {}
-        llama: Any = next(each for each in module.modules() if isinstance(each, Llama))
-        decoder, hook = llama.model, self._make_hook()
-        layers = list(decoder.layers.values())
-        groups = [decoder.embed_tokens], *([layer] for layer in layers), [decoder.norm, llama.lm_head]
-        for number, group in enumerate(groups):
-            modules = [each for each in group if each is not None]
-            parameters = dict.fromkeys(p for each in modules for p in each.parameters())
-            if unseen := [p for p in parameters if p not in self.unit_of]:
-                self.units.append(Unit(unseen, grid.cp_dp_group, used_twice))
-                self.unit_of |= dict.fromkeys(unseen, self.units[-1])
-            if modules:  # the head has no hook: it runs after the norm
-                units = list(dict.fromkeys(self.unit_of[p] for p in parameters))
-                modules[0].register_forward_pre_hook(functools.partial(self._before_forward, units, max(number - 1, 0)))
-        for layer in layers:
-            layer.register_forward_hook(self._after_layer)
-        embedding, head = decoder.embed_tokens, llama.lm_head
-        self.head_units = [] if head is None else list(dict.fromkeys(map(self._unit_of, (head, decoder.norm))))
-        if embedding is not None and (head is None or head.weight is not embedding.weight):
-            embedding.register_forward_hook(lambda *_: self._free(self.units[0]))  # backward does not need its weights
+        groups = [*(members_of_lists(module) if units is None else units), [module]]
+        separate = {each for group in groups for each in group}
+        used: list[tuple[Unit, ...]] = []
+        for group in groups:
+            parameters = dict.fromkeys(p for each in group for p in own_parameters(each, separate))
+            unseen = sorted((p for p in parameters if p not in self.unit_of), key=kind_of)
+            for _, alike in itertools.groupby(unseen, kind_of):
+                unit = Unit(list(alike), grid.cp_dp_group, used_twice)
+                self.units.append(unit)
+                self.unit_of |= dict.fromkeys(unit.parameters, unit)
+            if parameters:
+                used.append(tuple(dict.fromkeys(self.unit_of[p] for p in parameters)))
+                for each in group:
+                    each.register_forward_pre_hook(lambda *_, units=used[-1]: self._before_forward(units))
+                    each.register_forward_hook(self._after_forward, always_call=True)
         for parameter in self.unit_of:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(hook)
-        self.layer_units = [self._unit_of(layer) for layer in layers]
-
-    def _unit_of(self, module: nn.Module) -> Unit:
-        return self.unit_of[next(module.parameters())]
+        uses = Counter(unit for units in used for unit in units)
+        self.shared = tuple(unit for unit, count in uses.items() if count > 1)
+        self.running: list[tuple[Unit, ...]] = []
+        self.recomputing: Any = None
+        self.uses: list[tuple[Unit, ...]] = []
+        self.expected, self.position = [*used, *used[-2:0:-1]], 0
+        self.owners: dict[int, Unit] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.module(*args, **kwargs)
-        # Backward begins with the units that forward used last.
-        first = self.layer_units[-1:] + self.head_units if torch.is_grad_enabled() else []
-        for unit in self.units:
-            if unit not in first:
-                self._free(unit)
+        if self.stays_full:
+            self.uses, self.position, self.owners = [], 0, {}
+            return self.module(*args, **kwargs)
+        self._finish_backward()
+        self.expected, self.uses, self.position = self.uses or self.expected, [], 0
+        self.running = [self.shared]
+        self.owners = {storage_key(unit.freed): unit for unit in self.units}
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        with saved_tensors_hooks(functools.partial(self._pack, outer), lambda saved: saved()):
+            output = self.module(*args, **kwargs)
+        self.running = []
+        if not torch.is_grad_enabled():
+            self.uses, self.position = [], len(self.expected)
+        self._free_others()
         return output
 
-    def _free(self, unit: Unit) -> None:
-        if not self.stays_full:
-            unit.free()
+    def _before_forward(self, units: tuple[Unit, ...]) -> None:
+        if (node := torch._C._current_autograd_node()) is not self.recomputing:
+            self.recomputing, self.running = node, []
+        self.running.append(units)
+        self._use(units)
 
-    def _before_forward(self, units: list[Unit], layer: int, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Gather the units of a layer, of the embedding or of the head, and start to gather that of the next module.
+    def _after_forward(self, *_: Any) -> None:
+        if self.recomputing is None:
+            self.running.pop()
+        if len(self.uses) > 1:
+            self._finish_reduction()  # the last one of the micro-batch before, meanwhile modules have computed
+
+    def _pack(self, outer: tuple[Callable[..., Any], Callable[..., Tensor]] | None, tensor: Tensor) -> Any:
+        """Return what autograd saves instead of a tensor: a function that returns it, and gathers it if it is a weight.
 
         Args:
-            layer: number of layers of this rank before the module.
+            outer: hooks of the caller for the tensors that are not weights.
         """
+        unit = self.owners.get(key := storage_key(tensor))
+        if unit is not None and key == storage_key(unit.freed):
+            names = [name for name, each in self.module.named_parameters() if self.unit_of[each] is unit]
+            raise UserError(
+                f"one of the weights {', '.join(names)} is used while they are freed: the module that holds it is not "
+                f"called; add the module that uses it to its group in `units`"
+            )
+        if unit is not None and key == storage_key(unit.full) and tensor.dtype == unit.full.dtype:
+            return functools.partial(self._weight, unit, tensor.shape, tensor.stride(), tensor.storage_offset())
+        if outer is None:
+            return functools.partial(unchanged, tensor.detach(), tensor._version)
+        return functools.partial(outer[1], outer[0](tensor))
+
+    def _weight(self, unit: Unit, *place: Any) -> Tensor:
+        self._use((unit,))
+        return unit.full.as_strided(*place)
+
+    def _use(self, units: tuple[Unit, ...]) -> None:
+        """Gather units that are used now, start to gather the next ones, and free those that are not used soon."""
+        is_next = not (self.uses and set(units) <= set(self.uses[-1]))
+        if is_next:
+            self.uses.append(units)
+            with contextlib.suppress(ValueError):  # not expected
+                self.position = self.expected.index(units, self.position) + 1
+            self._free_others()
         for unit in units:
             unit.gather()
-        if units[0].in_backward:  # activation checkpointing computes forward again in backward
-            return
-        for unit in self.units[self.units.index(units[0]) + 1 :][:1]:
-            unit.start_gather()
-        units[0].has_previous = inputs[0].requires_grad
-        if inputs[0].requires_grad and not self.stays_full:
-            inputs[0].register_hook(lambda gradient: self._after_backward(units, layer))
+            self.owners[storage_key(unit.full)] = unit
+        if is_next:
+            for unit in itertools.chain(*self.expected[self.position :][:1]):
+                unit.start_gather()
 
-    def _after_layer(self, layer: nn.Module, _: Any, output: Tensor) -> None:
-        self._finish_reduction()  # the last one of the micro-batch before, meanwhile this layer has computed
-        unit = self._unit_of(layer)
-        if unit.in_backward:
-            return
-        if not output.requires_grad or unit is not self.layer_units[-1]:
-            self._free(unit)
-
-    def _after_backward(self, units: list[Unit], layer: int) -> None:
-        """Free the units of a module whose backward is complete, and gather those of the layer before it."""
-        for unit in units:
-            unit.in_backward = False
-            unit.free()
-        for previous in self.layer_units[:layer][-1:]:
-            previous.in_backward = True
-            previous.gather()
-        for following in self.layer_units[:layer][-2:-1]:
-            following.start_gather()
+    def _free_others(self) -> None:
+        """Free the units that are not used soon."""
+        if not self.stays_full:
+            soon = self.uses[-1:] + self.expected[self.position :][:2]
+            for unit in set(self.units).difference(*soon, *self.running):
+                unit.free()
 
     def _accumulate(self, parameter: Tensor) -> None:
         """Take `parameter.grad`, and reduce the gradients of its unit when all of them are there."""
@@ -229,9 +288,8 @@ class DataParallelZero3(DataParallel):
             self._start_reduction(self.unit_of[parameter])
 
     def _start_reduction(self, unit: Unit) -> None:
-        if not unit.has_previous:  # backward ends here
-            unit.in_backward = False
-            self._free(unit)
+        if not self.stays_full and all(parameter.requires_grad for parameter in unit.parameters):
+            unit.free()
         self._finish_reduction()  # so at most one buffer of full gradients exists
         self.finish_reduction = unit.start_reduction()
 
@@ -239,6 +297,14 @@ class DataParallelZero3(DataParallel):
         if self.finish_reduction is not None:
             self.finish_reduction()
             self.finish_reduction = None
+
+    def _finish_backward(self) -> None:
+        """Reduce the gradients of units with unused parameters, which are not complete, and free all full weights."""
+        self.recomputing = None  # frees the graph
+        for unit in self.units:
+            if unit.gradients:
+                self._start_reduction(unit)
+            unit.free()
 
     def bytes_held(self) -> tuple[int, int]:
         return sum(unit.shard.nbytes for unit in self.units), sum(unit.gradient_shard.nbytes for unit in self.units)
@@ -248,11 +314,39 @@ class DataParallelZero3(DataParallel):
 
     def finish_grad_sync(self) -> None:
         """Wait until this rank's slice of every gradient is the average, and free all full weights."""
-        for unit in self.units:
-            if unit.gradients:  # the backward of a zero-bubble schedule computes gradients of norms earlier than others
-                self._start_reduction(unit)
+        self._finish_backward()  # in a zero-bubble schedule, gradients of norms can come earlier than others
         self._finish_reduction()
-        for unit in self.units:
-            unit.in_backward = False
-            unit.free()
         sum_partial_gradients(self.module)
+
+
+def members_of_lists(module: nn.Module) -> list[list[nn.Module]]:
+    """Return the default units: each member of the outermost `ModuleList`s, `ModuleDict`s and `Sequential`s."""
+    found = []
+    for child in module.children():
+        if isinstance(module, LISTS) and not isinstance(child, LISTS[:2]):  # which have no forward
+            found.append([child])
+        else:
+            found += members_of_lists(child)
+    return found
+
+
+def kind_of(tensor: Tensor) -> tuple[str, str]:
+    return str(tensor.dtype), str(tensor.device)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that a tensor shares with its views, and with no other tensor at the same time."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+
+
+def unchanged(tensor: Tensor, version: int) -> Tensor:
+    """Return a tensor. Raises RuntimeError if it is not the given version, which autograd checks only without hooks."""
+    if tensor._version != version:
+        raise RuntimeError(f"a tensor {list(tensor.shape)} that backward needs was modified in place; copy it before")
+    return tensor
+
+
+def own_parameters(module: nn.Module, separate: Collection[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of a module, without those of the modules inside that are `separate`."""
+    inside = (own_parameters(child, separate) for child in module.children() if child not in separate)
+    return [*module.parameters(recurse=False), *itertools.chain(*inside)]
