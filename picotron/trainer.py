@@ -299,8 +299,7 @@ class FrozenModel:
         """Add the outputs of a function to micro-batches as `name`, see `forward_batch`. Only the ranks with the last
         stage get them, because only these compute the loss.
         """
-        outputs = forward_batch(self.evaluate, self.model, batches, function)
+        outputs = forward_batch(self.evaluate, self.model, batches, function, merge=list)
         if outputs is None:
             return list(batches)
-        parts = outputs.split(len(batches[0]["input_ids"]))
-        return [batch | {name: part} for batch, part in zip(batches, parts, strict=True)]
+        return [batch | {name: output} for batch, output in zip(batches, outputs, strict=True)]

@@ -332,7 +332,7 @@ def check_prompt(name: str, prompt: Sequence[int], config: PreTrainedConfig, max
 def _check(model: PipelineParallel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     for number, prompt in enumerate(prompts):
         check_prompt(f"prompts[{number}]", prompt, model.module.config, max_new_tokens)
-    if any(parameter.untyped_storage().size() == 0 for parameter in model.parameters()):
+    if any(parameter.untyped_storage().nbytes() < parameter.nbytes for parameter in model.parameters()):
         raise UserError(
             "the weights of this rank are not in memory, because dp_engine='zero3' divides them; use another dp_engine "
             "to generate"

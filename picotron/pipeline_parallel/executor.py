@@ -18,7 +18,7 @@ from torch import Tensor
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.model.split_backward import DeferredGrads, defer_weight_grads, run_deferred
-from picotron.pipeline_parallel.modules import Graph, Message, graph_of, tensors
+from picotron.pipeline_parallel.modules import Graph, Message, PipelineStages, graph_of, tensors
 from picotron.pipeline_parallel.pipeline_parallel import finish_step, sum_losses
 from picotron.pipeline_parallel.pp_communications import check_message, start_message
 from picotron.pipeline_parallel.recorder import record_action
@@ -29,7 +29,7 @@ MAX_SENDS_IN_FLIGHT = 2  # per receiving rank; each holds the memory of one outp
 
 
 class Executor:
-    """A training step or an evaluation of a `PipelineStages` in a `DataParallel` that follows a schedule.
+    """A training step of a `PipelineStages` in a `DataParallel`, or its evaluation, that follows a schedule.
 
     Raises:
         UserError: the schedule is incomplete or would deadlock, see `checker`.
@@ -81,6 +81,7 @@ class StepState:
 
     def __init__(self, schedule: Schedule, model: Any, batches: list[dict[str, Any]], device: torch.device) -> None:
         self.schedule, self.model, self.batches, self.device = schedule, model, batches, device
+        self.pipeline: Any = model if isinstance(model, PipelineStages) else model.module
         self.losses: list[Tensor] = []
         self.results: dict[Action, tuple[Tensor, ...]] = {}
         self.activations: dict[tuple[int, int], tuple[tuple[Tensor, ...], Graph]] = {}
@@ -137,13 +138,13 @@ class StepState:
 
     def received(self, stage: int, i: int) -> Message | None:
         """Return meta tensors like those that a stage receives for micro-batch i, None for the first stage."""
-        return self.model.module.receives(stage, self.batches[i]) if stage > 0 else None
+        return self.pipeline.receives(stage, self.batches[i]) if stage > 0 else None
 
     def backward(self, action: Action) -> None:
         _, stage, i = action
         is_last = stage == self.schedule.num_stages - 1
         dy = (None,) if is_last else self.take_input(action)
-        dx = self.model.module.backward(*self.activations.pop((stage, i)), dy)
+        dx = self.pipeline.backward(*self.activations.pop((stage, i)), dy)
         if stage > 0:
             self.results[action.result] = dx
 

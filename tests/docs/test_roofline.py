@@ -75,7 +75,10 @@ def test_times_of_products_follow_from_the_formula() -> None:
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 @pytest.mark.parametrize("model", BATCHES)
 def test_the_forecast_of_one_gpu_is_the_price_of_its_operations(model: str) -> None:
-    """Formulas and played operations have the same rates, but count element-wise operations in different ways."""
+    """Formulas and played operations have the same rates, but count element-wise operations in different ways: the
+    formula lets the loss move 32 bytes of each logit, a compiled loss moves 8. So the step of the formula is
+    up to 4 % slower.
+    """
     eager_difference, compiled_difference = rows_of("--model", model)["difference"]
-    assert abs(float(compiled_difference.rstrip("%"))) < 2
+    assert 0 < float(compiled_difference.rstrip("%")) < 4
     assert -4 < float(eager_difference.rstrip("%")) < 0

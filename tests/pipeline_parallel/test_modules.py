@@ -227,7 +227,7 @@ def check(results: Sequence[Any], kind: str, stages: int, batches: Sequence[dict
 
 @pytest.mark.processes
 @pytest.mark.parametrize("is_unequal", [pytest.param(False, marks=pytest.mark.parity), True], ids=["equal", "unequal"])
-@pytest.mark.parametrize("kind", ["layers", "encoder-decoder"])
+@pytest.mark.parametrize("kind", [pytest.param("layers", marks=pytest.mark.parity), "encoder-decoder"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_equal_one_process(pool: WorkerPool, engine: str, kind: str, is_unequal: bool) -> None:
     m = 5 if engine == "searched" else 6

@@ -23,7 +23,7 @@ from tests.support.worker_pool import WorkerPool
 
 COUNT_FAULTS = """
 import resource, sys, torch
-from picotron.launch import keep_freed_memory
+from picotron.run.launch import keep_freed_memory
 if "keep" in sys.argv:
     keep_freed_memory()
 for _ in range(3):
@@ -121,6 +121,7 @@ def test_torchrun_ends_with_the_error_of_the_user(words: list[str], message: str
 
 
 @pytest.mark.parity
+@pytest.mark.processes
 def test_torchrun_reports_a_stopped_run_as_one_without_an_error(tmp_path: Path) -> None:
     """A signal that torchrun itself has not received."""
     program = tmp_path / "stopped.py"

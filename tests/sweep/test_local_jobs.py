@@ -128,7 +128,7 @@ def test_local_job_without_memory_has_status_oom(
     make_job: Callable[..., Job], model_folder: Path, home: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(model_folder, tmp_path / "large")
-    sizes = json.loads((model_folder / "config.json").read_text()) | {"intermediate_size": 2**40}
+    sizes = json.loads((model_folder / "config.json").read_text()) | {"intermediate_size": 2**24, "hidden_size": 2**16}
     (tmp_path / "large" / "config.json").write_text(json.dumps(sizes))
     job = make_job("job", model__name=str(tmp_path / "large"))
     run_program(job.folder, "--local", environment={**os.environ, "HOME": str(home)}, code=1)
