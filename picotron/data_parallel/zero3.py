@@ -32,7 +32,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, own_slice, start_gather_of_slices, start_reduce_to_slices
-from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.data_parallel.owned_slices import divide
 from picotron.model.weights import sum_partial_gradients
@@ -142,9 +141,23 @@ class Unit:
         return finish
 
 
+class ReadParameters(dict[str, nn.Parameter | None]):
+    """The parameters of a module, with a function that is called when code that is not compiled reads one of them."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], on_read: Callable[[Tensor], None]) -> None:
+        super().__init__(parameters)
+        self.on_read = on_read
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        if (parameter := super().__getitem__(name)) is not None and not torch.compiler.is_compiling():
+            self.on_read(parameter)
+        return parameter
+
+
 class DataParallelZero3(DataParallel):
-    """Gathers the weights of each unit when they are used, in forward by hooks of the unit's modules, and in backward
-    by hooks of autograd, which is given the place of a weight to save instead of its values.
+    """Gathers the weights of each unit when they are used: in forward by hooks of the unit's modules, and in backward
+    by hooks of autograd, which is given the place of a weight to save instead of its values. Weights that are read
+    elsewhere, in forward or in a part of it that activation checkpointing computes again, are gathered when read.
 
     Gathers and reductions are collectives, so all ranks of a `cp_dp` group must run the same modules in the same order,
     and use the same parameters. (With `torch.func`, autograd has no such hooks.)
@@ -160,9 +173,9 @@ class DataParallelZero3(DataParallel):
 
     Attributes:
         shared: units of which several groups use parameters. They stay full from their first use to the end of forward.
-        running: units that are not freed: those of the modules whose forward runs, and the shared ones; in backward,
-            those of the part that activation checkpointing computes again. It holds frozen parameters, not views.
-        recomputing: node of the graph for whose backward such a part runs; None in forward.
+        running: in forward, the shared units and those of the modules that run. They are not freed.
+        recomputing, recomputed: node of the graph for which activation checkpointing computes a part of forward again,
+            and the units of this part. They are not freed either: it holds frozen parameters, not views.
         uses: the units that this micro-batch has used, forward and backward, in order.
         expected: the uses of the micro-batch before; at first, the given order and back. The next use is gathered in
             advance, and the next two are not freed.
@@ -200,24 +213,25 @@ class DataParallelZero3(DataParallel):
         for parameter in self.unit_of:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(hook)
+        for each in module.modules():
+            each._parameters = ReadParameters(each._parameters, self._access)
         uses = Counter(unit for units in used for unit in units)
         self.shared = tuple(unit for unit, count in uses.items() if count > 1)
         self.running: list[tuple[Unit, ...]] = []
         self.recomputing: Any = None
+        self.recomputed: list[tuple[Unit, ...]] = []
         self.uses: list[tuple[Unit, ...]] = []
         self.expected, self.position = [*used, *used[-2:0:-1]], 0
         self.owners: dict[int, Unit] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.stays_full:
-            self.uses, self.position, self.owners = [], 0, {}
-            return self.module(*args, **kwargs)
-        self._finish_backward()
-        self.expected, self.uses, self.position = self.uses or self.expected, [], 0
-        self.running = [self.shared]
-        self.owners = {storage_key(unit.freed): unit for unit in self.units}
+        if not self.stays_full:
+            self._finish_backward()
+            self.expected = self.uses or self.expected
+        self.uses, self.position, self.owners, self.running = [], 0, {}, [self.shared]
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        with saved_tensors_hooks(functools.partial(self._pack, outer), lambda saved: saved()):
+        hooks = saved_tensors_hooks(functools.partial(self._pack, outer), lambda saved: saved())
+        with contextlib.nullcontext() if self.stays_full else hooks:
             output = self.module(*args, **kwargs)
         self.running = []
         if not torch.is_grad_enabled():
@@ -226,16 +240,33 @@ class DataParallelZero3(DataParallel):
         return output
 
     def _before_forward(self, units: tuple[Unit, ...]) -> None:
-        if (node := torch._C._current_autograd_node()) is not self.recomputing:
-            self.recomputing, self.running = node, []
-        self.running.append(units)
-        self._use(units)
+        if torch._C._current_autograd_node() is None:
+            self.running.append(units)
+            self._use(units)
+        else:
+            self._recompute(units)
 
     def _after_forward(self, *_: Any) -> None:
-        if self.recomputing is None:
+        if torch._C._current_autograd_node() is None:
             self.running.pop()
         if len(self.uses) > 1:
             self._finish_reduction()  # the last one of the micro-batch before, meanwhile modules have computed
+
+    def _recompute(self, units: tuple[Unit, ...]) -> None:
+        """Gather units that backward needs to compute a part of forward again, and keep them until the next part."""
+        if (node := torch._C._current_autograd_node()) is not self.recomputing:
+            self.recomputing, self.recomputed = node, []
+        self.recomputed.append(units)
+        self._use(units)
+
+    def _access(self, parameter: Tensor) -> None:
+        """Gather a parameter that a module's code reads: it can be that of another module, or its own in backward."""
+        if (unit := self.unit_of.get(parameter)) is None:
+            return
+        if torch._C._current_autograd_node() is not None:
+            self._recompute((unit,))
+        elif self.running and not (unit.is_full and unit.work is None):
+            self._use((unit,))
 
     def _pack(self, outer: tuple[Callable[..., Any], Callable[..., Tensor]] | None, tensor: Tensor) -> Any:
         """Return what autograd saves instead of a tensor: a function that returns it, and gathers it if it is a weight.
@@ -244,12 +275,6 @@ class DataParallelZero3(DataParallel):
             outer: hooks of the caller for the tensors that are not weights.
         """
         unit = self.owners.get(key := storage_key(tensor))
-        if unit is not None and key == storage_key(unit.freed):
-            names = [name for name, each in self.module.named_parameters() if self.unit_of[each] is unit]
-            raise UserError(
-                f"one of the weights {', '.join(names)} is used while they are freed: the module that holds it is not "
-                f"called; add the module that uses it to its group in `units`"
-            )
         if unit is not None and key == storage_key(unit.full) and tensor.dtype == unit.full.dtype:
             return functools.partial(self._weight, unit, tensor.shape, tensor.stride(), tensor.storage_offset())
         if outer is None:
@@ -279,7 +304,7 @@ class DataParallelZero3(DataParallel):
         """Free the units that are not used soon."""
         if not self.stays_full:
             soon = self.uses[-1:] + self.expected[self.position :][:2]
-            for unit in set(self.units).difference(*soon, *self.running):
+            for unit in set(self.units).difference(*soon, *self.running, *self.recomputed):
                 unit.free()
 
     def _accumulate(self, parameter: Tensor) -> None:
@@ -300,7 +325,7 @@ class DataParallelZero3(DataParallel):
 
     def _finish_backward(self) -> None:
         """Reduce the gradients of units with unused parameters, which are not complete, and free all full weights."""
-        self.recomputing = None  # frees the graph
+        self.recomputing, self.recomputed = None, []
         for unit in self.units:
             if unit.gradients:
                 self._start_reduction(unit)
