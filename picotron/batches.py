@@ -38,10 +38,19 @@ class BatchResult(NamedTuple):
     statistics: dict[str, float]
 
 
-def default_micro_batches() -> int:
-    """Number of micro-batches of a step: two for each stage of a pipeline, whose bubble then takes at most a third."""
+def micro_batches_or_default(micro_batches: int | None) -> int:
+    """Return a number of micro-batches. By default, a pipeline has two for each rank, so that the bubble of 1F1B takes
+    less than a third of the time, and without a pipeline there is one.
+
+    Raises:
+        UserError: the number is less than 1.
+    """
     pp: int = pgm.process_group_manager.pp_world_size
-    return 2 * pp if pp > 1 else 1
+    if micro_batches is None:
+        return 2 * pp if pp > 1 else 1
+    if micro_batches < 1:
+        raise UserError(f"micro_batches={micro_batches} should be at least 1")
+    return micro_batches
 
 
 def split_batch(batch: Batch, micro_batches: int | None = None, cp_sharding: str = "zigzag") -> list[Batch]:
@@ -52,15 +61,15 @@ def split_batch(batch: Batch, micro_batches: int | None = None, cp_sharding: str
             T) are cut along the sequence, too, over the cp ranks. `cu_seqlens` has the boundaries of documents among
             all G T tokens, see `PackedDocuments`. By default, `position_ids` are 0, 1, 2, ... Everything else, such
             as a number, is passed on as it is.
-        micro_batches: number of micro-batches on each dp rank, see `default_micro_batches`. Micro-batch i of dp rank r
-            has the sequences that `MicroBatchDataLoader` would give it.
+        micro_batches: number of micro-batches on each dp rank, see `micro_batches_or_default`. Micro-batch i of dp
+            rank r has the sequences that `MicroBatchDataLoader` would give it.
         cp_sharding: see `local_positions`.
 
     Raises:
         UserError: the sequences or their tokens cannot be divided evenly.
     """
     grid = pgm.process_group_manager
-    micro_batches = default_micro_batches() if micro_batches is None else micro_batches
+    micro_batches = micro_batches_or_default(micro_batches)
     rows = check_split(batch, micro_batches, cp_sharding)
     sequences, length = batch["input_ids"].shape
     positions = local_positions(length, grid.cp_world_size, grid.cp_rank, cp_sharding)

@@ -88,9 +88,7 @@ def build_stage(
         llama = Llama(model_config, attention_fn, config.training.activation_checkpointing == "full").to(dtype)
 
         llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)  # replaces layers by their shards
-        stage = PipelineParallel(
-            llama, plan, config.distributed.sequence_parallel
-        )  # removes the layers of other stages
+        stage = PipelineParallel(llama, plan, config.distributed.sequence_parallel)  # removes other stages' layers
         apply_context_parallel(stage, config.distributed)  # swaps the attention function
     materialise(llama, device, weights)
     return stage

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
-from picotron.batches import default_micro_batches
+from picotron.batches import micro_batches_or_default
 from picotron.check_batches import Batch
 from picotron.console import UserError
 from picotron.context_parallel.positions import chunk_count, local_positions
@@ -77,22 +77,26 @@ def pack_sequences(
     Args:
         sequences: a dict for each, with `input_ids` (T,). Other tensors that begin with T are packed, too; anything
             else is collected in a list. Without `target_weights`, all targets but those that are IGNORE_INDEX weigh 1.
-        micro_batches: number of micro-batches on each dp rank, see `default_micro_batches`.
+        micro_batches: number of micro-batches on each dp rank, see `micro_batches_or_default`.
         max_tokens: number of tokens that a micro-batch may have, before padding. There are more micro-batches if it is
             exceeded.
         cp_sharding: see `local_positions`.
 
     Raises:
-        UserError: there are fewer sequences than micro-batches, or one of them is empty or longer than `max_tokens`.
+        UserError: there are fewer sequences than micro-batches, one of them is empty or longer than `max_tokens`, or
+            they have different keys.
     """
-    grid, lengths = pgm.process_group_manager, [len(each["input_ids"]) for each in sequences]
-    for i, length in enumerate(lengths):
-        if length == 0 or length > (max_tokens or length):
-            limit = f", but max_tokens={max_tokens}; use a larger max_tokens" if length else "; leave it out"
-            raise UserError(f"sequence {i} has {length} tokens{limit}")
-    count = (default_micro_batches() if micro_batches is None else micro_batches) * grid.dp_world_size
+    grid, lengths = pgm.process_group_manager, [len(each.get("input_ids", ())) for each in sequences]
+    for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+        if length == 0:
+            raise UserError(f"sequence {i} has no tokens in input_ids; leave it out")
+        if max_tokens is not None and length > max_tokens:
+            raise UserError(f"sequence {i} has {length} tokens, but max_tokens={max_tokens}; use a larger max_tokens")
+        if different := sequence.keys() ^ sequences[0].keys():
+            raise UserError(f"only one of the sequences 0 and {i} has {min(different)}; give it to all or none")
+    count = micro_batches_or_default(micro_batches) * grid.dp_world_size
     bins = _balance(lengths, count)
-    while max_tokens and max(sum(lengths[i] for i in each) for each in bins) > max_tokens:
+    while max_tokens is not None and max(sum(lengths[i] for i in each) for each in bins) > max_tokens:
         count += grid.dp_world_size
         bins = _balance(lengths, count)
     multiple = chunk_count(grid.cp_world_size, cp_sharding) * grid.tp_world_size
@@ -128,7 +132,7 @@ def _pack(sequences: Sequence[Batch], numbers: list[int], multiple: int, cp_shar
     rows = {"position_ids": torch.cat([torch.arange(length, device=device) for length in documents])}
     for name, value in first.items():
         values = [sequences[i][name] for i in numbers]
-        if isinstance(value, Tensor) and value.shape[:1] == (lengths[0],):
+        if all(isinstance(each, Tensor) and each.shape[:1] == (n,) for each, n in zip(values, lengths, strict=True)):
             fill = IGNORE_INDEX if name == "target_ids" else 0
             rows[name] = torch.cat([*values, value.new_full((padding, *value.shape[1:]), fill)])
         else:

@@ -144,9 +144,8 @@ def check_beside_model(
         tokenizer.save_pretrained(folder)
         model_config.save_pretrained(folder)
         try:
-            problem = (
-                "as another tokenizer" if _rules(AutoTokenizer.from_pretrained(folder)) != _rules(tokenizer) else ""
-            )
+            is_same = _rules(AutoTokenizer.from_pretrained(folder)) == _rules(tokenizer)
+            problem = "" if is_same else "as another tokenizer"
         except Exception as error:  # of many types
             problem = f"not at all ({first_line(error)})"
     if problem:

@@ -25,6 +25,12 @@ instead, from their first use to the end of the step: a rank holds 2 bytes more 
 and sends 2 + 4 m.
 
 An update makes full weights stale, so the optimizer frees them.
+
+How does a unit know when its weights are used? In forward, a hook of each of its modules runs before the module. In
+backward, autograd asks for what forward has saved: for a weight, forward saves its place in the unit, not its values,
+so the request is the moment to gather (`torch.autograd.graph.saved_tensors_hooks`). And when all gradients of a unit
+have arrived, its weights are no longer needed. Which unit comes next, to be gathered in advance, is known from the
+micro-batch before.
 """
 
 import contextlib
@@ -44,7 +50,7 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, own_slice, start_gather_of_slices, start_reduce_to_slices
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.data_parallel.owned_slices import divide
-from picotron.model.weights import sum_partial_gradients
+from picotron.model.weights import sum_partial_gradients, tied_parameters
 
 LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
@@ -195,13 +201,18 @@ class DataParallelZero3(DataParallel):
         self.finish_reduction: Callable[[], None] | None = None
         self.units: list[Unit] = []
         self.unit_of: dict[Tensor, Unit] = {}
+        # A parameter that another pipeline stage holds, too, has a separate unit, so that the ranks of both stages own
+        # the same elements: `sum_tied_gradients` adds their gradients.
+        tied = tied_parameters(module)
+        numbered = enumerate(module.parameters(), 1)
+        kinds = {p: (str(p.dtype), str(p.device), i if p in tied else 0) for i, p in numbered}
         groups = [*(members_of_lists(module) if units is None else units), [module]]
         separate = {each for group in groups for each in group}
         used: list[tuple[Unit, ...]] = []
         for group in groups:
             parameters = dict.fromkeys(p for each in group for p in own_parameters(each, separate))
-            unseen = sorted((p for p in parameters if p not in self.unit_of), key=kind_of)
-            for _, alike in itertools.groupby(unseen, kind_of):
+            unseen = sorted((p for p in parameters if p not in self.unit_of), key=kinds.__getitem__)
+            for _, alike in itertools.groupby(unseen, kinds.__getitem__):
                 unit = Unit(list(alike), grid.cp_dp_group, used_twice)
                 self.units.append(unit)
                 self.unit_of |= dict.fromkeys(unit.parameters, unit)
@@ -353,10 +364,6 @@ def members_of_lists(module: nn.Module) -> list[list[nn.Module]]:
         else:
             found += members_of_lists(child)
     return found
-
-
-def kind_of(tensor: Tensor) -> tuple[str, str]:
-    return str(tensor.dtype), str(tensor.device)
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -51,15 +51,16 @@ def parameters_and_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter,
         yield name, parameter, getattr(model.get_submodule(owner), "shards", {}).get(leaf)
 
 
-def mark_tied(module: nn.Module, is_replica: bool) -> None:
-    """Mark a module whose weight another pipeline stage holds, too, see `is_tied_replica` and `tied_parameters`."""
-    module.is_tied_replica = is_replica  # type: ignore[assignment]  # torch's modules take any attribute
+def mark_tied(module: nn.Module, name: str, is_replica: bool) -> None:
+    """Mark a parameter of a module that another pipeline stage holds, too, see `is_tied_replica` and
+    `tied_parameters`.
+    """
+    module.tied_replicas = getattr(module, "tied_replicas", {}) | {name: is_replica}  # type: ignore[assignment]
 
 
 def tied_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that another pipeline stage holds, too: the tied embedding on the first and last stage."""
-    marked = (module for module in model.modules() if hasattr(module, "is_tied_replica"))
-    return {parameter for module in marked for parameter in module.parameters()}
+    return {getattr(module, name) for module in model.modules() for name in getattr(module, "tied_replicas", ())}
 
 
 def is_tied_replica(model: nn.Module, name: str) -> bool:
@@ -67,7 +68,9 @@ def is_tied_replica(model: nn.Module, name: str) -> bool:
 
     The gradient norm and checkpoints include the original only.
     """
-    return getattr(model.get_submodule(name.rpartition(".")[0]), "is_tied_replica", False)
+    owner, _, leaf = name.rpartition(".")
+    is_replica: bool = getattr(model.get_submodule(owner), "tied_replicas", {}).get(leaf, False)
+    return is_replica
 
 
 def main_grad(parameter: Tensor) -> Tensor:

@@ -40,7 +40,19 @@ class Executor:
         self.program = add_communication(schedule)[pgm.process_group_manager.pp_rank]
 
     def __call__(self, model: Any, data_loader: Any, device: torch.device) -> Tensor:
-        """Run one step. Arguments and result are those of `train_step_pipeline_afab`."""
+        """Run one step.
+
+        Args:
+            model: a `PipelineStages` in a `DataParallel`; for an evaluation, also without.
+            data_loader: the micro-batches of this rank's pipeline, see `BatchList`.
+            device: where messages arrive.
+
+        Returns:
+            See `train_step_pipeline_afab`.
+
+        Raises:
+            UserError: the schedule is for another number of micro-batches.
+        """
         check_micro_batches(self.schedule.microbatches, data_loader.grad_acc_steps)
         forward_only = self.schedule.forward_only
         batches = [next(data_loader) for _ in range(self.schedule.microbatches)]

@@ -148,7 +148,7 @@ class Pipeline(PipelineStages):
                 module = self.stages[str(stage)].get_submodule(path)
                 mine = getattr(module, leaf) if mine is None else mine
                 setattr(module, leaf, mine)
-                mark_tied(module, is_replica=grid.pp_rank != ranks[0])
+                mark_tied(module, leaf, is_replica=grid.pp_rank != ranks[0])
         if len(ranks) > 1 and ranks not in self.groups:
             rows = grid.grid.movedim(1, -1)[..., ranks].reshape(-1, len(ranks)).tolist()
             self.groups[ranks] = new_groups(rows)

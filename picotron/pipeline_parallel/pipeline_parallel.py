@@ -71,7 +71,7 @@ class PipelineParallel(PipelineStages):
         if not has_head:
             untyped.model.norm = untyped.lm_head = None
         if has_replica and (has_embedding or has_head):
-            mark_tied(untyped.model.embed_tokens, is_replica=not has_embedding)
+            mark_tied(untyped.model.embed_tokens, "weight", is_replica=not has_embedding)
         elif not has_embedding:
             untyped.model.embed_tokens = None
         ends = grid.grid.movedim(1, -1)[..., [0, plan.last_rank]]  # (dp, cp, tp, 2), the ends of each pipeline
@@ -167,7 +167,9 @@ def finish_step(model: Any, losses: list[Tensor], device: torch.device) -> Tenso
 
 
 def sum_losses(losses: list[Tensor], device: torch.device) -> Tensor:
-    """Sum the losses without waiting for the device. Returns 0 if there are none, as on all stages except the last."""
+    """Sum the losses without waiting for the device. Returns 0 if there are none, as on all stages except the last; it
+    is in float32, whatever the dtype of the losses.
+    """
     return torch.stack(losses).sum() if losses else torch.zeros((), device=device)
 
 
@@ -230,9 +232,7 @@ def train_step_pipeline_1f1b(
 
     if warmup < micro_batches:
         x = pipeline_communicate("recv_forward", device, dtype, shapes=shapes[warmup])
-    for i in range(
-        micro_batches - warmup
-    ):  # steady state: forward of the newest (new), then backward of the oldest (i)
+    for i in range(micro_batches - warmup):  # steady state: forward of the newest, then backward of the oldest
         new = warmup + i
         y = forward_step(model, data_loader, x, new, losses)
         dy = bidirectional_pipeline_communicate("send_fwd_recv_bwd", y, shapes[i], device, dtype, shapes[new])

@@ -168,6 +168,7 @@ class Schedule:
 
     @functools.cached_property
     def splits_backward(self) -> bool:
+        """Whether some backwards are two actions, I and W."""
         return any(part.kind == "I" for program in self.programs for action in program for part in action.parts)
 
     def rank_of(self, stage: int) -> int:

@@ -17,6 +17,7 @@ from picotron.console import UserError
 from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
+from picotron.data_parallel.zero3 import DataParallelZero3
 from picotron.model.weights import main_grad
 from picotron.optimizer import AdamW, update_weights
 from picotron.pipeline_parallel import recorder
@@ -81,15 +82,15 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Its output and the encoder's travel together, with a mask that needs no gradient, and an embedding that is tied
-    to the head of the last stage.
+    """Its output and the encoder's travel together, with a mask that needs no gradient. The embedding is tied to the
+    head of the last stage, whose bias is not.
     """
 
     def __init__(self, is_first: bool, is_last: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(V, D) if is_first else None
         self.query = nn.Linear(D, D)
-        self.head = nn.Linear(D, V, bias=False) if is_last else None
+        self.head = nn.Linear(D, V) if is_last else None
 
     def forward(self, h: Tensor, mask: Tensor, x: Tensor | None = None, *, source: Tensor, target: Tensor) -> Message:
         x = x if self.embedding is None else self.embedding(target)
@@ -261,15 +262,21 @@ def trained(kind: str, engine: str, m: int, wrap: type[DataParallel], frozen: tu
     grid = setup_process_group_manager(1, 1, 2, dist.get_world_size() // 2)
     schedule = schedule_of(engine, 2, m)
     pipeline = pipeline_of(kind, schedule, frozen)
-    model: Any = wrap(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
+    model: Any
+    if wrap is DataParallelZero3:
+        model = wrap(pipeline, used_twice=pipeline.used_twice())
+    else:
+        model = wrap(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
     optimizer = AdamW(model.parameters(), TRAINING, fused=False)
     executor = Executor(schedule)
     for number in range(STEPS):
         batches = data_of(kind, m * grid.dp_world_size + number, True)[grid.dp_rank :: grid.dp_world_size][:m]
         executor(model, BatchList(batches), CPU)
         update_weights(model, optimizer, TRAINING.max_grad_norm)
+    for unit in getattr(model, "units", []):
+        unit.gather()
     return {
-        (int(number), name): parameter.detach()
+        (int(number), name): parameter.detach().clone()
         for number, stage in pipeline.stages.items()
         for name, parameter in stage.named_parameters()
     }
@@ -306,6 +313,8 @@ def expected_training(kind: str, stages: int, count: int, frozen: tuple[int, ...
         ("layers", "1f1b", DataParallelBucket, 2, (0,)),
         ("encoder-decoder", "zbv", DataParallelBucket, 2, ()),
         ("encoder-decoder", "1f1b", DataParallelZero1, 4, ()),
+        ("encoder-decoder", "zbv", DataParallelZero3, 4, ()),
+        pytest.param("encoder-decoder", "interleaved_1f1b", DataParallelZero3, 4, (1,), marks=pytest.mark.parity),
         pytest.param("encoder-decoder", "interleaved_1f1b", DataParallelZero1, 4, (0, 1), marks=pytest.mark.parity),
         pytest.param("layers", "zb_h1", DataParallelBucket, 4, (1,), marks=pytest.mark.parity),
     ],

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from benchmarks.pipeline import HeldOutput
 from picotron import process_group_manager as pgm
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.pipeline_parallel import pipeline_parallel
-from picotron.pipeline_parallel.modules import Graph, graph_of
+from picotron.pipeline_parallel.modules import Graph
 from picotron.schedules.schedules import build
 from tests.pipeline_parallel.test_pipeline_parallel import STEPS
 from tests.support.oracle import make_config, tiny_llama
@@ -181,14 +182,6 @@ class Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-
-
-class HeldOutput(list[Any]):
-    """The graph of an output, with the output, which the loops should not keep."""
-
-    def __init__(self, output: Tensor) -> None:
-        super().__init__(graph_of(output))
-        self.output = output
 
 
 def live_micro_batches(

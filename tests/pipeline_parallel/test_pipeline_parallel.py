@@ -64,7 +64,7 @@ def expected_training(micro_batches: int, layers: int, tied: bool) -> dict[str, 
 
 @pytest.mark.parametrize(
     ("engine", "layout", "micro_batches", "tied", "checkpointing"),
-    CASES,
+    [pytest.param(*case, marks=pytest.mark.parity if len(case[1]) > 2 else []) for case in CASES],
     ids=layout_name,
 )
 def test_ten_steps_equal_one_process(
