@@ -26,9 +26,9 @@ import resource, sys, torch
 from picotron.run.launch import keep_freed_memory
 if "keep" in sys.argv:
     keep_freed_memory()
-for _ in range(3):
+for step in range(3):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones(2**20) for _ in range(25)]  # 100 MiB
+    tensors = [torch.ones(2**20 + 4096 * step * i) for i in range(25)]  # over 100 MiB, of other sizes in each step
     del tensors
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
