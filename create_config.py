@@ -18,8 +18,8 @@ the configs are for this hardware. On a GPU, the dtype of the template becomes b
 
 --best N, with --world_size, --global_batch_size and --hardware, writes the N fastest layouts that fit into the memory
 of a device (--gib). It tries all sizes of the axes, and of keys that are not given: micro-batches of 1 to 8 sequences,
-activation checkpointing, dp_engine bucket, zero1 and zero3, pp_engine 1f1b, interleaved_1f1b and zbv. With tp above 1,
-sequence_parallel is on unless it is given.
+activation checkpointing of each kind, dp_engine bucket, zero1 and zero3, pp_engine 1f1b, interleaved_1f1b and zbv. With
+tp above 1, sequence_parallel is on unless it is given.
 """
 
 import argparse
@@ -175,6 +175,11 @@ def read_or_none(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def memory_of(options: argparse.Namespace, hardware: Hardware | None) -> float | None:
+    """Return the GiB of a device; None if they are unknown."""
+    return hardware.gib if options.gib is None and hardware is not None else options.gib
+
+
 def find_best(
     options: argparse.Namespace, choices: Choices, base: dict[str, Any], hardware: Hardware
 ) -> list[Combination]:
@@ -192,15 +197,16 @@ def find_best(
             f"no layout of {options.world_size[0]} ranks can train this model with this batch; change one of them"
         )
     model_config = load_model_config(tried[0][1].model)
-    gib = hardware.gib if options.gib is None else options.gib
-    best, (needed, _, least, closest) = best_configs(tried, model_config, hardware, gib, options.best)
-    if closest is None:
+    gib = memory_of(options, hardware)
+    assert gib is not None
+    best, least = best_configs(tried, model_config, hardware, gib, options.best)
+    if not best and least is None:
         raise UserError("no layout can be planned with this batch; change its size, or the pipeline's schedule")
-    if not best:
-        text = ", ".join(f"{short_name(key)} {value}" for key, value in least.items())
+    if least is not None:
+        text = ", ".join(f"{short_name(key)} {value}" for key, value in least.values.items())
         raise UserError(
-            f"no layout of {options.world_size[0]} ranks fits into {usable(gib)}; the closest one needs about {needed:.1f} GiB: "
-            f"{text}; {what_fits(closest, model_config, gib)}"
+            f"no layout of {options.world_size[0]} ranks fits into {usable(gib)}; the smallest one needs about "
+            f"{least.gib:.1f} GiB: {text}; {what_fits(least.config, model_config, gib)}"
         )
     print_line(
         f"{len(tried):,} combinations of {options.world_size[0]} ranks can run; these are the fastest that fit into "
@@ -233,6 +239,9 @@ def header(planned: Sequence[PlannedJob], hardware: Hardware, taken: dict[str, A
     """Return what all forecasts assume."""
     dtypes = " and ".join(dict.fromkeys(p.config.model.dtype for p in planned))
     lines = [f"Forecast in {dtypes} on {hardware.name}:"]
+    if hardware.cores is None:
+        overlap = "where another computation hides them, except in ZeRO-3"
+        lines.insert(0, f"Forecasts assume that messages cost nothing {overlap} (picotron/explain/forecast.py).")
     if taken:
         values = ", ".join(f"{key} {value}" for key, value in taken.items())
         lines.insert(0, f"From {TEMPLATE}, since there is no --config: {values}.")
@@ -276,10 +285,11 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
     unchanged = write_configs(planned, folder, options.overwrite)
     if hardware is not None:
         print_line(header(planned, hardware, inherited(base, chosen[0]) if options.config is None else {}))
-    print_line(table(planned, brief=options.best is not None))
+    print_line(table(planned, brief=options.best is not None, gib=memory_of(options, hardware)))
     print_line(
-        "(sequences/step: dp x micro-batch x micro-batches. GiB/rank, on the rank that needs most: weights, gradients and\n"
-        f"optimizer + activations and temporary tensors; formulas in picotron/explain/estimate.py)\n\n{len(planned)} configs in {folder}: {len(planned) - unchanged} written, "
+        f"({'' if options.best else 'sequences/step: dp x micro-batch x micro-batches. '}GiB/rank, on the rank that needs most: "
+        f"weights, gradients and\noptimizer + activations and temporary tensors; formulas in picotron/explain/estimate.py)\n\n"
+        f"{len(planned)} configs in {folder}: {len(planned) - unchanged} written, "
         f"{unchanged} unchanged; {len(chosen) - len(planned)} of {len(chosen)} combinations left out. "
         f"To {'run them on this machine' if runs_here(planned) else 'submit them to Slurm'}:"
     )

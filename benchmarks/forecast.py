@@ -3,9 +3,10 @@
     python -m benchmarks.forecast
     python -m benchmarks.forecast --held_out
 
-prints a row for each run, worst first, and a summary of each source. Runs used for calibration are those that were
-known when the three fractions in `picotron.explain.hardware` were chosen; all others are held out. None of the
-published runs is picotron's: their programs differ from it in what they overlap and fuse.
+prints a row for each run, worst first, and a summary of each source and of each kind of layout. Prices may be chosen
+with the runs for calibration; all others are held out. None of the published runs is picotron's: their programs differ
+from it in what they overlap and fuse. Products in float8 are forecast as products in bfloat16, so no summary contains
+their runs.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from transformers import LlamaConfig
 from picotron.command_line import parse_config
 from picotron.config import Config
 from picotron.console import text_table
-from picotron.explain.forecast import Forecast, forecast
+from picotron.explain.errors import ERRORS, Errors, kinds_of
+from picotron.explain.forecast import Clock, Forecast, forecast
 from picotron.explain.hardware import HARDWARE
 from picotron.model.flops import PEAK_BF16_FLOPS, model_cost
 from picotron.pipeline_parallel.plan import plan_pipeline
@@ -36,6 +38,7 @@ class Row:
 
     source: str
     run: dict[str, Any]
+    kinds: list[str]
     measured: float
     forecast: Forecast
 
@@ -46,7 +49,7 @@ class Row:
     @property
     def layout(self) -> str:
         run = self.run
-        return f"dp {run['dp']} pp {run['pp']} tp {run['tp']}"
+        return " ".join(f"{axis} {run[axis]}" for axis in ("dp", "pp", "cp", "tp") if axis in run)
 
 
 def shape(model: dict[str, Any], tp: int) -> LlamaConfig:
@@ -57,24 +60,24 @@ def shape(model: dict[str, Any], tp: int) -> LlamaConfig:
     return LlamaConfig(**model)
 
 
-def config_of(run: dict[str, Any], source: dict[str, Any], fused: bool) -> Config:
+def config_of(run: dict[str, Any], source: dict[str, Any], fused: bool, recomputed: str = "none") -> Config:
     """Return the config of a run. Programs of 2022 and before had no fused attention."""
     tp = run["tp"]
     return parse_config(
         {
             "distributed": {
-                **{f"{axis}_size": run[axis] for axis in ("dp", "pp", "tp")},
-                **{key: run[key] for key in ("pp_engine", "pp_chunks") if key in run},
+                **{f"{axis}_size": run[axis] for axis in ("dp", "pp", "cp", "tp") if axis in run},
+                **{key: run[key] for key in ("pp_engine", "pp_chunks", "pp_layout", "cp_engine") if key in run},
                 "sequence_parallel": run.get("sequence_parallel", False) and tp > 1,
                 "dp_engine": ENGINES[run.get("zero", 0)],
                 "use_cpu": False,
             },
             "model": {"name": run["model"], "use_flash_attention": fused, "dtype": "bfloat16"},
             "training": {
-                "seq_length": source["seq_length"],
+                "seq_length": run.get("seq_length", source["seq_length"]),
                 "micro_batch_size": run["micro_batch_size"],
                 "gradient_accumulation_steps": run["micro_batches"],
-                "activation_checkpointing": run.get("activation_checkpointing", "none"),
+                "activation_checkpointing": run.get("activation_checkpointing", recomputed),
             },
             "dataset": {"name": "published"},
         }
@@ -87,6 +90,8 @@ def measured_seconds(run: dict[str, Any], config: Config, model: LlamaConfig, ha
     tokens = config.global_batch_size * T
     if "seconds" in run:
         return run["seconds"]
+    if "samples_per_second_per_gpu" in run:
+        return config.global_batch_size / run["samples_per_second_per_gpu"] / world
     if "tokens_per_second_per_gpu" in run:
         return tokens / run["tokens_per_second_per_gpu"] / world
     flops = model_cost(model, T).flops * tokens
@@ -96,18 +101,38 @@ def measured_seconds(run: dict[str, Any], config: Config, model: LlamaConfig, ha
     return flops / (run.get("mfu") or run["hfu"]) / PEAK_BF16_FLOPS[hardware] / world
 
 
+def estimate(run: dict[str, Any], source: dict[str, Any], model: LlamaConfig, fused: bool) -> Forecast:
+    """Forecast a run, and add the time of recomputing a fraction of the layers or only attention, where it does so."""
+    config, hardware = config_of(run, source, fused), HARDWARE[source["hardware"]]
+    hardware = dataclasses.replace(hardware, memory=hardware.memory * source.get("memory", 1))  # of another variant
+    plan = plan_pipeline(config, model)
+    found = forecast(config, model, plan, hardware)
+    if "recomputed" not in run:
+        return found
+    if run["recomputed"] == "attention":
+        forwards = config.training.gradient_accumulation_steps * model.num_hidden_layers / run["pp"]
+        added = forwards * Clock(config, model, hardware).attention[0] / (1 - found.bubble)
+    else:
+        full = forecast(config_of(run, source, fused, "full"), model, plan, hardware)
+        added = run["recomputed"] * (full.step_time - found.step_time)
+    step = found.step_time + added
+    seconds = found.seconds._replace(compute=found.seconds.compute + added)
+    return found._replace(
+        seconds=seconds, step_time=step, tokens_per_second=found.tokens_per_second * found.step_time / step
+    )
+
+
 def rows(file: Path = RUNS) -> list[Row]:
     """Forecast all runs of a file."""
     data, found = json.loads(file.read_text()), []
     for source in data["sources"]:
-        name = source["hardware"]
         for run in source["runs"]:
             spec = data["models"][run["model"]]
-            config = config_of(run, source, fused=spec["mlp"] == "swiglu")
-            model = shape(spec, run["tp"])
-            measured = measured_seconds(run, config, model, name)
-            estimate = forecast(config, model, plan_pipeline(config, model), HARDWARE[name])
-            found.append(Row(source["title"], run, measured, estimate))
+            model, fused = shape(spec, run["tp"]), source.get("fused", spec["mlp"] == "swiglu")
+            config = config_of(run, source, fused)
+            measured = measured_seconds(run, config, model, source["hardware"])
+            kinds = kinds_of(config) + ["parts"] * ("recomputed" in run)
+            found.append(Row(source["title"], run, kinds, measured, estimate(run, source, model, fused)))
     return found
 
 
@@ -134,10 +159,10 @@ def per_token(row: Row) -> tuple[float, float]:
 def summary(found: list[Row]) -> str:
     """Format the median error and the rank correlation of each source, and of all runs."""
     groups: dict[tuple[str, bool], list[Row]] = defaultdict(list)
-    for row in found:
+    for row in comparable(found):
         for source in (row.source, "all sources"):
             groups[source, row.run["calibration"]].append(row)
-    lines = [["source", "used for calibration", "runs", "median error", "worst", "rank correlation"]]
+    lines = [["source", "for calibration", "runs", "median error", "worst", "rank correlation"]]
     for (source, calibration), each in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
         errors = [abs(row.error) for row in each]
         compared = len(each) > 2 and source != "all sources"
@@ -146,6 +171,33 @@ def summary(found: list[Row]) -> str:
             [source, "yes" if calibration else "no", str(len(each)), f"{median(errors):.1%}", f"{max(errors):.1%}",
              correlation]
         )  # fmt: skip
+    return text_table(lines, first_number=2)
+
+
+def comparable(found: list[Row]) -> list[Row]:
+    return [row for row in found if not row.run.get("float8")]
+
+
+def by_kind(found: list[Row]) -> dict[str, Errors]:
+    """Return the errors of each kind of layout. A run counts for all of its kinds."""
+    kinds: dict[str, list[float]] = {kind: [] for kind in ERRORS}
+    for row in comparable(found):
+        for kind in row.kinds:
+            kinds[kind].append(row.error)
+    return {
+        kind: Errors(len(each), median(map(abs, each)), min(each), max(each)) for kind, each in kinds.items() if each
+    }
+
+
+def kinds_table(found: list[Row]) -> str:
+    """Format the errors of each kind of layout."""
+    lines = [["kind", "for calibration", "runs", "median error", "too fast by", "too slow by"]]
+    for calibration in (False, True):
+        for kind, each in by_kind([row for row in found if row.run["calibration"] == calibration]).items():
+            lines.append(
+                [kind, "yes" if calibration else "no", str(each.runs), f"{each.median:.1%}",
+                 f"{max(0, -each.lowest):.1%}", f"{max(0, each.highest):.1%}"]
+            )  # fmt: skip
     return text_table(lines, first_number=2)
 
 
@@ -167,7 +219,7 @@ def main() -> None:
     parser.add_argument("--held_out", action="store_true", help="leave out the runs used for calibration")
     options = parser.parse_args()
     found = [row for row in rows() if not (options.held_out and row.run["calibration"])]
-    print(f"{table(found)}\n\n{summary(found)}")
+    print(f"{table(found)}\n\n{summary(found)}\n\n{kinds_table(found)}")
 
 
 if __name__ == "__main__":

@@ -162,8 +162,9 @@ class Training(Section):
     """term that AdamW adds to its denominator"""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """global gradient norm above which gradients are scaled down to it; null: no clipping"""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """full: keep only the input of each layer and recompute its other activations in backward; none: keep all"""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """full: keep only the input of each layer, and recompute its other activations in backward; selective: recompute
+    only the results of its norms and of its gated activation; none: keep all"""
     compile: bool | None = None
     """apply torch.compile to each decoder layer and to the loss's softmax; null applies it on GPUs"""
     eval_frequency: NonNegative = 0

@@ -18,6 +18,7 @@ from picotron.model.families import head_size
 from picotron.model.float8 import use_float8
 from picotron.model.llama import Llama, fused_attention, math_attention
 from picotron.model.model_config import check_window, load_model_config
+from picotron.model.recompute import recompute_cheap_results
 from picotron.model.weights import ReadTensor, materialise
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.plan import PipelinePlan, plan_pipeline
@@ -90,6 +91,8 @@ def build_stage(
         llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)  # replaces layers by their shards
         stage = PipelineParallel(llama, plan, config.distributed.sequence_parallel)  # removes other stages' layers
         apply_context_parallel(stage, config.distributed)  # swaps the attention function
+    if config.training.activation_checkpointing == "selective":
+        recompute_cheap_results(llama)
     materialise(llama, device, weights)
     return stage
 

@@ -240,12 +240,12 @@ PUZZLES = [
         "70 billion parameters on 1,024 GPUs",
         "docs/seventy_billion.md#what-to-run-instead",
         (
-            "Begin with the settings of docs/seventy_billion.json; par is a tenth less. Which parts of its time are not computation? "
+            "Begin with the settings of docs/seventy_billion.json; par is 5 % less. Which parts of its time are not computation? "
             "The picture shows them for any answer.",
-            "With 1,024 sequences per step, a pipeline is not the only way to fit: zero3 divides weights, gradients and "
-            'optimizer over dp ranks, and activation_checkpointing "full" keeps only the input of each layer.',
-            "Fewer tp ranks send less. Try tp_size 4 or 2 with sequence_parallel, pp_size 1, dp_engine zero3 and full "
-            "activation checkpointing, with the micro_batch_size that makes gradient_accumulation_steps 1.",
+            "Messages of tp take 15 % of the time. With fewer tp ranks, each sends less, but has more activations: which "
+            "other axis divides them?",
+            "Try tp_size 4 with sequence_parallel, cp_size 2, pp_size 4 and dp_engine zero1, with the pp_engine of "
+            "docs/seventy_billion.json and a micro_batch_size of 2.",
         ),
     ),
 ]

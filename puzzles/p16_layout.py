@@ -16,7 +16,7 @@ def layout() -> dict[str, Any]:
     pp_chunks, dp_engine and activation_checkpointing; see `python train.py --help`. Time and memory are the estimates
     of `train.py --explain --hardware H100`.
 
-    Score: the time of a step. Par is a tenth less than that of docs/seventy_billion.json. The best known
+    Score: the time of a step. Par is 5 % less than that of docs/seventy_billion.json. The best known
     time was found by a search.
     """
     raise NotImplementedError

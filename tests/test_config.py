@@ -67,7 +67,7 @@ BAD = [
     ),
     (
         changed(training__activation_checkpointing="some"),
-        r"activation_checkpointing=\"some\": it should be 'none' or 'full'",
+        r"activation_checkpointing=\"some\": it should be 'none', 'selective' or 'full'",
     ),
     (
         changed(training__warmup_steps=200),

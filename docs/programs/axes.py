@@ -35,7 +35,7 @@ SITUATIONS = (
     Situation("tp", "docs/llama-3.1-8b", 64, 16, 4096, {AXES["tp"]: 1}),
     Situation("cp", "docs/llama-3.1-8b", 64, 8, 131072, {AXES["cp"]: 1}),
     Situation("pp", "docs/llama-3.1-70b", 256, 64, 4096, {AXES["pp"]: 1}),
-    Situation("recomputation", "docs/llama-3.1-70b", 32, 64, 4096, {RECOMPUTATION: "none"}),
+    Situation("recomputation", "docs/llama-3.1-70b", 32, 64, 8192, {RECOMPUTATION: "none"}),
 )
 
 

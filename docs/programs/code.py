@@ -22,7 +22,7 @@ ORDER = """
 train.py
 picotron/config.py
 picotron/process_group_manager.py
-picotron/model: llama families attention model_config weights split_backward float8 flops hub
+picotron/model: llama families attention model_config weights split_backward recompute float8 flops hub
 picotron/tensor_parallel: tp_communications tensor_parallel cross_entropy
 picotron/pipeline_parallel: pipeline_parallel modules pp_communications stages plan auto executor recorder
 picotron/context_parallel: context_parallel cp_communications positions block_attention
@@ -38,11 +38,11 @@ picotron/data: documents text samples spans tokens cache rows loader
 picotron/checkpoint: checkpoint writer stage_files safetensors_folder host_buffers
 picotron/run: launch run_folder metrics progress
 # What is built on it
-picotron/schedules: actions schedules order checker simulate search generation schedule_csv trace
-picotron/drawing: __main__ draw draw_text draw_svg
+picotron/schedules: actions schedules order checker simulate improve search generation schedule_csv trace
+picotron/drawing: __main__ score draw draw_text draw_svg
 generate.py
 picotron/generation: rotation kv_cache sampling prompts
-picotron/explain: explain estimate forecast hardware measure fake_group
+picotron/explain: explain estimate forecast errors hardware measure fake_group
 create_config.py
 submit_slurm_jobs.py
 extract_metrics.py

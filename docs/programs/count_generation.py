@@ -24,8 +24,8 @@ PROMPTS, LENGTH = 8, 40  # prompts, and tokens of each
 
 
 def generate_on_rank(rank: int, new: int, **layout: int) -> tuple[int, int]:
-    """Play a rank that generates, and that receives zeros from others. Returns the number of tokens that its last layer
-    computes, and the largest size of its caches in bytes.
+    """Play a rank that generates, and that receives and gathers zeros from others. Returns the number of tokens that
+    its last layer computes, and the largest size of its caches in bytes.
     """
     config, tokens, sizes = quickstart(**layout), [0], []
 
@@ -37,7 +37,9 @@ def generate_on_rank(rank: int, new: int, **layout: int) -> tuple[int, int]:
         return [torch.zeros_like(buffer) for buffer in allocate(rotation, action)]
 
     allocate, received = Rotation.buffers, mock.patch.object(Rotation, "buffers", zeros)
-    with fake_rank(rank, config.distributed), mock.patch("torch.distributed.broadcast"), received, torch.no_grad():
+    gathered = mock.patch.object(Tensor, "new_empty", Tensor.new_zeros)
+    silent = mock.patch("torch.distributed.broadcast")
+    with fake_rank(rank, config.distributed), silent, received, gathered, torch.no_grad():
         stage, grid = stage_of(config), pgm.process_group_manager
         p, mine = grid.pp_world_size, range(grid.cp_dp_rank, PROMPTS, grid.cp_dp_world_size)
         groups = [Group({n: [n] * LENGTH for n in mine[i::p]}, Sampling(new), 0, CPU) for i in range(p)]

@@ -148,8 +148,9 @@ def keep(lines: list[str], counts: str) -> list[str]:
 
 
 def shape(output: str) -> str:
-    """Replace every number in an output by 0."""
-    return re.sub(r"\s+", " ", re.sub(r"\d[\d.,]*(e[+-]\d+)?", "0", output))
+    """Replace every number in an output by 0, and the unit of a rate, which depends on the rate."""
+    numbers = re.sub(r"\d[\d.,]*(e[+-]\d+)?", "0", output)
+    return re.sub(r"\s+", " ", re.sub(r"\b0[kMG]?B", "0B", numbers))
 
 
 def make(page: Path, wanted: Callable[[Block], bool]) -> None:

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 from picotron.console import UserError, number, print_line
 from picotron.drawing.draw import write
 from picotron.drawing.draw_text import as_text
+from picotron.drawing.score import score_tables
 from picotron.schedules.actions import Schedule
 from picotron.schedules.generation import generation
 from picotron.schedules.schedule_csv import read_csv
-from picotron.schedules.schedules import SCHEDULES, build
+from picotron.schedules.schedules import LOOPS, SCHEDULES, build
 from picotron.schedules.search import Shape, fastest_schedule, shapes
 from picotron.schedules.simulate import Costs, Timeline, simulate, summary
 from picotron.schedules.trace import read_trace, recorded_costs
@@ -31,7 +32,7 @@ Timelines = dict[str, Timeline]  # by title
 
 def draw_schedule(options: argparse.Namespace) -> Timelines:
     schedule = build(options.name, options.pp, options.microbatches, options.chunks, options.group_size)
-    return {title(options.name, schedule): simulate_equal(schedule, options)}
+    return {title(options.name, schedule): simulate_equal(schedule, options, options.name)}
 
 
 def draw_all(options: argparse.Namespace) -> Timelines:
@@ -40,7 +41,7 @@ def draw_all(options: argparse.Namespace) -> Timelines:
         chunks = options.chunks if recipe.any_chunks else None
         group_size = options.group_size if recipe.has_groups else None
         schedule = build(name, options.pp, options.microbatches, chunks, group_size)
-        timelines[title(name, schedule)] = simulate_equal(schedule, options)
+        timelines[title(name, schedule)] = simulate_equal(schedule, options, name)
     return timelines
 
 
@@ -81,11 +82,12 @@ def fastest(pp: int, costs: Mapping[Shape, Costs], options: argparse.Namespace) 
         pp, options.microbatches, options.memory, costs, options.deferred, sizes=options.activations
     )
     name = f"{found.name}, {found.schedule.placement} placement, memory limit {options.memory:g}"
-    return {title(name, found.schedule): simulate(found.schedule, found.costs)}
+    return {f"{title(name, found.schedule)}, {found.quality}": simulate(found.schedule, found.costs)}
 
 
-def simulate_equal(schedule: Schedule, options: argparse.Namespace) -> Timeline:
-    return simulate(schedule, equal_stages(schedule.pp, schedule.chunks, options))
+def simulate_equal(schedule: Schedule, options: argparse.Namespace, name: str | None = None) -> Timeline:
+    costs = equal_stages(schedule.pp, schedule.chunks, options)
+    return simulate(schedule, dataclasses.replace(costs, waits=name in LOOPS and costs.p2p + costs.transfer > 0))
 
 
 def equal_stages(pp: int, chunks: int, options: argparse.Namespace) -> Costs:
@@ -103,6 +105,13 @@ def with_activations(timeline: Timeline, options: argparse.Namespace) -> Timelin
 def check_activations(stages: int, options: argparse.Namespace) -> None:
     if options.activations and len(options.activations) != stages:
         raise UserError(f"--activations has {len(options.activations)} sizes, but there are {stages} stages")
+
+
+def score(options: argparse.Namespace) -> Timelines:
+    """Print the tables of `score_tables`. There is nothing to draw."""
+    for table in score_tables({file: read_csv(file) for file in options.files}):
+        print_line(table)
+    return {}
 
 
 def title(name: str, schedule: Schedule) -> str:
@@ -161,6 +170,12 @@ COMMANDS = {
         "runs/pp2 --memory 2 --out found.csv",
         "run_dir --memory --step --microbatches --activations --deferred --out",
     ),
+    "score": Command(
+        score,
+        "rank a schedule in a CSV file among the published ones, under the settings of docs/scoreboard.md",
+        "own.csv",
+        "files",
+    ),
 }
 
 COUNT: dict[str, Any] = {"type": number(int, 1), "metavar": "N"}
@@ -169,6 +184,7 @@ SIZE: dict[str, Any] = {"type": number(float, 0), "metavar": "SIZE"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "name": {"metavar": "NAME", "choices": SCHEDULES, "help": ", ".join(SCHEDULES)},
     "file": {"metavar": "FILE", "help": "the CSV file"},
+    "files": {"metavar": "FILE", "nargs": "+", "help": "the CSV file, and others to rank with it"},
     "run_dir": {"metavar": "RUN_DIR", "help": "the folder of the run"},
     "--step": COUNT | {"help": "the recorded step; by default the newest"},
     "--pp": COUNT | {"default": 4, "help": "pp ranks; by default 4"},
@@ -194,7 +210,7 @@ def make_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     program = "python -m picotron.drawing"
     parser = argparse.ArgumentParser(prog=program, description=__doc__, formatter_class=raw)
-    parser.set_defaults(activations=None, deferred=1.0)  # for commands without these options
+    parser.set_defaults(activations=None, deferred=1.0, out=None)  # for commands without these options
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         description = f"{command.help}:\n\n    {program} {name} {command.example}"

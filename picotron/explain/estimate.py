@@ -38,8 +38,9 @@ without dropout and scores. Without a fused kernel, or with Ulysses, autograd sa
     on a GPU, not in bfloat16           k and v of H heads each, except with cp_engine "ring" or "all_gather"
     cp_engine is "ulysses"              y twice, before and after its all-to-all
 
-With activation_checkpointing "full", a layer saves only x: D numbers, or D / tp with sequence parallelism. In
-a pipeline, some micro-batches save everything nevertheless, see `plan.kept_activations`.
+With activation_checkpointing "selective", a layer does not save the results of its norms, a and b, nor what norms keep
+besides x, nor silu(gate) and h. With "full", it saves only x: D numbers, or D / tp with sequence parallelism. In a
+pipeline, some micro-batches save everything nevertheless, see `plan.kept_activations`.
 
 All layers of a stage share the rotary angles, d numbers per token. The last stage also saves, for each micro-batch, the
 input of the last norm and the gradient of its output, which the loss computes in its forward (`LinearCrossEntropy`):
@@ -74,6 +75,7 @@ allocator rounds up and cannot use. torch.compile saves less than these formulas
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from picotron.config import Config
@@ -82,6 +84,7 @@ from picotron.model.flops import part_parameters
 from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.pipeline_parallel.stages import Stage, stage_weights
 from picotron.schedules.actions import Action
+from picotron.schedules.schedules import LOOPS
 from picotron.schedules.simulate import Costs, peak_activations, simulate
 
 if TYPE_CHECKING:
@@ -104,6 +107,7 @@ class Sizes(NamedTuple):
     F: int  # F / tp
     vocabulary: int  # V / tp, padded
     normed: int  # numbers of queries and keys per token that a norm inside attention reads
+    pre_norm: bool  # whether the norms of a layer normalise inputs of its products, not their outputs
     norms: int  # and how many norms these are: one per head, or one of all queries and one of all keys
 
 
@@ -126,6 +130,7 @@ def sizes(config: Config, model: "PreTrainedConfig") -> Sizes:
         F=model.intermediate_size // layout.tp_size,
         vocabulary=-(-model.vocab_size // layout.tp_size),
         normed=queries + kv if norms else 0,
+        pre_norm=not differences(model).norm_after,
         norms=norms,
     )
 
@@ -184,8 +189,15 @@ def layer_bytes(config: Config, s: Sizes) -> int:
 
 def layer_saves(config: Config, s: Sizes) -> int:
     """Bytes that a layer saves per micro-batch."""
-    full = config.training.activation_checkpointing == "full"
-    return s.tokens * s.shard * s.number if full else layer_bytes(config, s)
+    if config.training.activation_checkpointing == "full":
+        return s.tokens * s.shard * s.number
+    return layer_bytes(config, s) - (config.training.activation_checkpointing == "selective") * cheap_bytes(config, s)
+
+
+def cheap_bytes(config: Config, s: Sizes) -> int:
+    """Bytes that a layer saves less per micro-batch with activation_checkpointing "selective"."""
+    norms = s.pre_norm * 2 * norm_bytes(config, s, s.shard)  # of which x remains, and which free their results
+    return s.tokens * (norms + 2 * s.F * s.number)
 
 
 def stage_bytes(config: Config, model: "PreTrainedConfig", s: Sizes, stage: Stage) -> int:
@@ -225,7 +237,7 @@ def temporary_in_forward(config: Config, s: Sizes, stage: Stage) -> int:
     logit = s.wide + (s.number if s.number < s.wide else 0)
     logits = min(s.tokens, loss_chunk(config, s)) * s.vocabulary * logit
     head = stage.has_head * (s.tokens * s.D * s.number + logits)
-    if config.training.activation_checkpointing == "none" or not stage.layers:
+    if config.training.activation_checkpointing != "full" or not stage.layers:
         return head
     return max(head, s.tokens * (4 * s.F + 2 * s.shard) * s.number - stage.has_head * head_bytes(config, s))
 
@@ -249,18 +261,26 @@ def temporary_in_backward(config: Config, model: "PreTrainedConfig", s: Sizes, s
     if config.training.activation_checkpointing == "full":
         x = s.tokens * s.shard * s.number  # the part of a layer's tensors that is saved
         layers += layer_bytes(config, s) - x
-        if split:  # in the first layer, whose backward is last, all others keep tensors for W instead of x
-            layers += (len(stage.layers) - 1) * (deferred_bytes(s, stage) // len(stage.layers) - x)
+    elif config.training.activation_checkpointing == "selective":
+        layers += s.tokens * (s.F + s.pre_norm * s.shard) * s.number  # h and b again
+    more = deferred_bytes(s, stage) // len(stage.layers) - layer_saves(config, s)
+    if split and more > 0:  # in the first layer, whose backward is last, all others keep tensors for W instead
+        layers += (len(stage.layers) - 1) * more
     if model.tie_word_embeddings and stage.has_embedding:
         layers += head_gradient
     return max(head_gradient, layers)
 
 
-def rank_parameters(config: Config, model: "PreTrainedConfig", stages: list[Stage]) -> int:
+def rank_parameters(config: Config, model: "PreTrainedConfig", stages: Sequence[Stage]) -> int:
     """Number of parameters on a rank that holds these stages."""
-    layer, embedding, head = part_parameters(model, config.distributed.tp_size)
+    return count_parameters(part_parameters(model, config.distributed.tp_size), model.tie_word_embeddings, stages)
+
+
+def count_parameters(parts: tuple[int, int, int], tied: bool, stages: Sequence[Stage]) -> int:
+    """Number of parameters of stages on one rank; `parts` are those of `part_parameters`."""
+    layer, embedding, head = parts
     has_embedding, has_head = any(s.has_embedding for s in stages), any(s.has_head for s in stages)
-    shared = model.tie_word_embeddings and has_embedding and has_head  # a rank with only the head holds a replica
+    shared = tied and has_embedding and has_head  # a rank with only the head holds a replica
     parameters = sum(len(stage.layers) for stage in stages) * layer
     return parameters + has_embedding * embedding + has_head * head - shared * embedding
 
@@ -309,7 +329,7 @@ def activation_peaks(config: Config, model: "PreTrainedConfig", plan: PipelinePl
 def rank_memory(config: Config, model: "PreTrainedConfig", plan: PipelinePlan) -> list[Memory]:
     """Return the memory of each pp rank. All tp, cp and dp ranks of a pp rank need the same amount."""
     s, memories, layout = sizes(config, model), [], config.distributed
-    zero3, by_executor = layout.dp_engine == "zero3", layout.pp_size > 1 and layout.pp_engine not in ("afab", "1f1b")
+    zero3, by_executor = layout.dp_engine == "zero3", layout.pp_size > 1 and layout.pp_engine not in LOOPS
     messages = by_executor * 4 * s.tokens * s.shard * s.number
     for rank in range(plan.schedule.pp):
         parameters = rank_parameters(config, model, list(plan.stages_of(rank).values()))

@@ -29,6 +29,7 @@ from picotron.console import text_table
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.explain.errors import describe_errors
 from picotron.explain.estimate import GIB, Memory, bubble, rank_memory
 from picotron.explain.fake_group import FakeGroup, Message, fake_rank
 from picotron.explain.forecast import Forecast, forecast
@@ -93,21 +94,21 @@ def run_rank(rank: int, config: Config, model_config: PreTrainedConfig, plan: Pi
 
 
 def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, plan: PipelinePlan) -> Step:
-    """Play a rank with one micro-batch and with two. Every further one has the messages that the second one adds."""
+    """Play a rank with few micro-batches and with one more. Every further one has the messages that this one adds."""
     layout, count = config.distributed, config.training.gradient_accumulation_steps
+    few = 2 * layout.pp_size if order_matters(config, plan) else 1  # then the schedule repeats itself
     searched = layout.pp_size > 1 and layout.pp_engine not in SCHEDULES  # or read from a file
-    if count <= 3 or searched or plan.keep_activations or order_matters(config, plan):
+    if count <= 2 * few + 1 or searched or plan.keep_activations:
         return run_rank(rank, config, model_config, plan)
     steps = []
-    for few in (1, 2):
-        schedule = build(layout.pp_engine if layout.pp_size > 1 else "1f1b", layout.pp_size, few, plan.schedule.chunks)
-        training = config.training.model_copy(update={"gradient_accumulation_steps": few})
+    for each in (few, few + 1):
+        schedule = build(layout.pp_engine if layout.pp_size > 1 else "1f1b", layout.pp_size, each, plan.schedule.chunks)
+        training = config.training.model_copy(update={"gradient_accumulation_steps": each})
         brief = config.model_copy(update={"training": training})
         steps.append(run_rank(rank, brief, model_config, PipelinePlan(schedule, plan.stages)))
-    one, two = (step.messages for step in steps)
-    return steps[0]._replace(
-        messages=Counter({each: one[each] + (two[each] - one[each]) * (count - 1) for each in two})
-    )
+    fewer, more = (step.messages for step in steps)
+    messages = {each: fewer[each] + (more[each] - fewer[each]) * (count - few) for each in more}
+    return steps[0]._replace(messages=Counter(messages))
 
 
 def run_stages(config: Config, model_config: PreTrainedConfig, plan: PipelinePlan) -> list[Step]:
@@ -184,7 +185,7 @@ def explain(config: Config, hardware: str | None = None, gib: float | None = Non
         ("Bytes that a rank sends per step, if collectives use a ring", _traffic(columns)),
         (
             "Time of a step, estimated",
-            f"bubble {idle:.1%}" if times is None or device is None else _times(times, device),
+            f"bubble {idle:.1%}" if times is None or device is None else _times(times, device, config),
         ),
     ):
         print(f"\n{title}:\n{text}")
@@ -242,13 +243,15 @@ def _fits(memories: list[Memory], gib: float | None) -> str:
     return f"\npp rank {rank} needs most, {peak:.2f} GiB: it {verdict} into {usable(gib)}"
 
 
-def _times(times: Forecast, hardware: Hardware) -> str:
+def _times(times: Forecast, hardware: Hardware, config: Config) -> str:
     rows = [["", "seconds", "share"]]
     for name, each in times.seconds._asdict().items():
         rows.append([name, f"{each:.4g}", f"{each / times.step_time:.1%}"])
     rows.append(["step", f"{times.step_time:.4g}", "100.0%"])
     mfu = "" if times.mfu is None else f", MFU {times.mfu:.1%}"
-    return f"{text_table(rows, first_number=1)}\n{times.tokens_per_second:,.0f} tokens/s{mfu} on {hardware.name}"
+    rate = f"{times.tokens_per_second:,.0f} tokens/s{mfu} on {hardware.name}"
+    errors = f"\n{describe_errors(config)}" if hardware.cores is None else ""  # all published runs are of GPUs
+    return f"{text_table(rows, first_number=1)}\n{rate}{errors}"
 
 
 def _messages(columns: dict[str, Step]) -> str:

@@ -22,8 +22,8 @@ the time of the bytes that a rank sends around a ring (Thakur et al. 2005) over 
     tp, the gradient of an input        the gradients of these matrices, except in I              `ColumnParallel`
     cp, ring                            attention to the previous block; the last sum: nothing    `RingAttention`
     dp, bucket and zero1, gradients     the stage's last backward, except for the last bucket     `DataParallelBucket`
-    dp, zero3                           forward and backward of each micro-batch                  `DataParallelZero3`
-    pp                                  computations of other micro-batches                       `simulate`
+    dp, zero3                           forward and backward of each micro-batch, but for a part  `Clock.delay`
+    pp                                  computations of other micro-batches; afab, 1f1b: nothing  `Costs.waits`
     all others                          nothing
 
 A pipeline takes as long as `simulate` finds. A GPU computes while Python starts operations, so a layer takes the longer
@@ -31,18 +31,21 @@ of both times; on a CPU they add up. AdamW reads and writes master weights and t
 clipping reads these twice and writes them, and zeroing writes them.
 """
 
+import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from picotron.config import Config
-from picotron.explain.estimate import loss_chunk, rank_parameters, sizes
+from picotron.explain.estimate import count_parameters, loss_chunk, sizes
 from picotron.explain.hardware import Hardware
-from picotron.model.flops import model_cost
+from picotron.model.flops import model_cost, part_parameters
 from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.pipeline_parallel.stages import Stage
-from picotron.schedules.simulate import CostKey, Costs, Timeline, simulate
+from picotron.schedules.schedules import LOOPS
+from picotron.schedules.simulate import Costs, Timeline, simulate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -79,12 +82,32 @@ class Work(NamedTuple):
         return Work(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
+class DpMessages(NamedTuple):
+    """Seconds of a stage's messages over dp.
+
+    Args:
+        reduction: of gradients, which runs behind the stage's last backward.
+        after: the part of it that has to wait for the end of this backward.
+        exposed: what nothing hides.
+    """
+
+    reduction: float
+    after: float
+    exposed: float
+
+
 class Clock:
-    """The times of the actions of a config on some hardware. `kept` is the plan's `kept_fraction`."""
+    """The times of the actions of a config on some hardware.
+
+    Args:
+        kept: the fraction of the forwards that keep their activations.
+    """
 
     def __init__(self, config: Config, model: "PreTrainedConfig", hardware: Hardware, kept: float = 0.0) -> None:
         self.config, self.model, self.hardware, self.layout = config, model, hardware, config.distributed
         self.s, self.dtype, self.kept = sizes(config, model), config.model.dtype, kept
+        self.tied_weights: bool = model.tie_word_embeddings
+        self.works: dict[tuple[int, bool, bool, str], Work] = {}
 
     def product(self, n: int, k: int) -> float:
         """Seconds of (tokens x n) times (n x k)."""
@@ -125,6 +148,11 @@ class Clock:
         steps = 1 if axis == "pp" else 2 * math.log2(n) if all_reduce else n - 1
         return self.hardware.collective(n, in_node, count * steps, sent)
 
+    @cached_property
+    def message(self) -> float:
+        """Seconds of a message from one stage to the next."""
+        return self.collective("pp", self.s.tokens * self.s.shard * self.s.number)
+
     def units(self, count: float) -> float:
         """Seconds of gathers or scatters of hidden states over tp; an all-reduce is one of each."""
         n, split = self.layout.tp_size, self.layout.sequence_parallel
@@ -160,7 +188,10 @@ class Clock:
         exposed = sum(max(0.0, sums - each) + max(0.0, gathers - each) for each in inputs)
         again = (self.config.training.activation_checkpointing == "full") * (1 - self.kept)  # up to down_proj's input
         recomputed = Work(products - down + moved + forward, self.units(2 + split), cp_forward)
-        back = Work(products + 2 * moved + backward, 2 * gathers, cp_backward).plus(recomputed, again)
+        selective = self.config.training.activation_checkpointing == "selective"
+        # Cheap results are computed again twice: for the products that read them, and for their own backward.
+        cheap = selective * 2 * self.move(4 * s.shard * s.pre_norm + 5 * s.F)
+        back = Work(products + 2 * moved + cheap + backward, 2 * gathers, cp_backward).plus(recomputed, again)
         return {
             "F": self.launched(Work(products + moved + forward, self.units(4), cp_forward), 1),
             "B": self.launched(back.plus(Work(products, exposed)), 2 + again),
@@ -175,6 +206,12 @@ class Clock:
 
     def work(self, stage: Stage, kind: str) -> Work:
         """The work of an action in a stage."""
+        key = len(stage.layers), stage.has_embedding, stage.has_head, kind
+        if key not in self.works:
+            self.works[key] = self._work(stage, kind)
+        return self.works[key]
+
+    def _work(self, stage: Stage, kind: str) -> Work:
         s, work, split = self.s, Work().plus(self.layer[kind], len(stage.layers)), self.layout.sequence_parallel
         if stage.has_head and kind == "F":
             sums = self.hardware.move(2 * -(-s.tokens // loss_chunk(self.config, s)) * s.vocabulary * s.D * s.wide)
@@ -185,72 +222,111 @@ class Clock:
             work = work.plus(Work(scaled, self.units(2 - split)))
         if stage.has_embedding and kind != "W" and (kind == "F" or split):
             work = work.plus(Work(0.0, self.units(2 - split)))
-        added = rank_parameters(self.config, self.model, [stage]) * (s.number + 2 * s.wide) * (kind in ("B", "W"))
+        added = self.parameters([stage]) * (s.number + 2 * s.wide) * (kind in ("B", "W"))
         return work.plus(Work(self.hardware.move(added)))
 
     def optimizer(self, parameters: int) -> float:
         """Seconds of clipping, AdamW and zeroing on a rank with this number of parameters."""
-        s, engine, ranks = self.s, self.layout.dp_engine, self.layout.dp_size * self.layout.cp_size
+        s, engine, ranks = self.s, self.layout.dp_engine, self.data_ranks
         owned = parameters / (ranks if engine in ("zero1", "zero3") else 1)
         zeroed = parameters / (ranks if engine == "zero3" else 1)
         copied = s.wide + s.number if s.number < s.wide else 0
         moved = owned * (10 * s.wide + copied) + zeroed * s.wide
         return self.hardware.move(moved) + self.hardware.step(self.layout.world_size)
 
-    def exposed_dp(self, plan: PipelinePlan, timeline: Timeline, work: dict[tuple[str, int], Work]) -> float:
+    @cached_property
+    def parts(self) -> tuple[int, int, int]:
+        """See `part_parameters`."""
+        return part_parameters(self.model, self.layout.tp_size)
+
+    def parameters(self, stages: Sequence[Stage]) -> int:
+        """Number of parameters on a rank that holds these stages."""
+        return count_parameters(self.parts, self.tied_weights, stages)
+
+    @cached_property
+    def data_ranks(self) -> int:
+        """Number of ranks that hold the same weights."""
+        return self.layout.dp_size * self.layout.cp_size
+
+    def delay(self, messages: float, computation: float) -> float:
+        """Seconds that messages add to a computation that runs at the same time, see `Hardware.contention`."""
+        hidden = min(messages, computation)
+        return messages - hidden + self.hardware.contention * hidden
+
+    def dp_messages(self, stage: Stage) -> DpMessages:
+        """The messages of a stage over dp in a step."""
+        s, n, engine = self.s, self.data_ranks, self.layout.dp_engine
+        parameters = self.parameters([stage])
+        if n == 1 or not parameters:
+            return DpMessages(0.0, 0.0, 0.0)
+        once = parameters * (n - 1) / n
+        buckets = max(1.0, parameters * s.wide / max(25 * 2**20, 4 * 2**20 * n))  # see `DataParallelBucket`
+        if engine == "naive":  # nine parameters in a layer, one after the other
+            buckets = 9.0 * len(stage.layers) + 3
+        elif engine == "zero3":  # one collective for each layer, the embedding and the head
+            buckets = float(len(stage.layers) + stage.has_embedding + stage.has_head)
+        gather, scatter = (self.collective("dp", size * once, buckets) for size in (s.number, s.wide))
+        if engine == "zero3":  # backward gathers all but the last layer; in a pipeline, weights stay
+            F, B = (sum(self.work(stage, kind)) for kind in "FB")
+            m, alone = self.config.training.gradient_accumulation_steps, self.layout.pp_size == 1
+            others = Stage(stage.layers[1:])
+            again = alone * gather * self.parameters([others]) / parameters
+            exposed = m * self.delay(scatter + again, B) + (m if alone else 1) * self.delay(gather, F)
+            return DpMessages(0.0, 0.0, exposed)
+        if engine == "zero1":
+            return DpMessages(scatter, scatter / buckets, gather)
+        reduction = self.collective("dp", 2 * s.wide * once, buckets, all_reduce=True)
+        return DpMessages(reduction, reduction if engine == "naive" else reduction / buckets, 0.0)
+
+    def exposed_dp(self, plan: PipelinePlan, timeline: Timeline) -> float:
         """Seconds of messages over dp that computations do not hide, on the rank where they end last."""
-        s, n, engine = self.s, self.layout.dp_size * self.layout.cp_size, self.layout.dp_engine
         ends = [timeline.step_time]
-        for spans in timeline.spans if n > 1 else ():
-            done = later = 0.0
+        for spans in timeline.spans:
+            done = exposed = 0.0
             last = {part.stage: span for span in spans for part in span.action.parts}
             for i, (_, start, end) in sorted(last.items(), key=lambda item: item[1].end):
-                parameters = rank_parameters(self.config, self.model, [plan.stages[i]])
-                if not parameters:
-                    continue  # an empty stage
-                held, once = plan.stages[i], parameters * (n - 1) / n
-                buckets = max(1.0, parameters * s.wide / max(25 * 2**20, 4 * 2**20 * n))  # see `DataParallelBucket`
-                if engine == "naive":  # nine parameters in a layer, one after the other
-                    start, buckets = end, 9.0 * len(held.layers) + 3
-                elif engine == "zero3":  # one collective for each layer, the embedding and the head
-                    buckets = float(len(held.layers) + held.has_embedding + held.has_head)
-                gather, scatter = (self.collective("dp", size * once, buckets) for size in (s.number, s.wide))
-                if engine == "zero3":  # backward gathers all but the last layer; in a pipeline, weights stay
-                    F, B, m = sum(work["F", i]), sum(work["B", i]), plan.schedule.microbatches
-                    alone, others = self.layout.pp_size == 1, Stage(held.layers[1:])
-                    again = alone * gather * rank_parameters(self.config, self.model, [others]) / parameters
-                    later += m * max(0.0, scatter + again - B) + (m if alone else 1) * max(0.0, gather - F)
-                elif engine == "zero1":
-                    later, done = later + gather, max(max(done, start) + scatter, end + scatter / buckets)
-                else:
-                    reduction = self.collective("dp", 2 * s.wide * once, buckets, all_reduce=True)
-                    done = max(max(done, start) + reduction, end + reduction / buckets)
-            ends.append(max(done, timeline.step_time) + later)
+                messages = self.dp_messages(plan.stages[i])
+                done = max(max(done, start) + messages.reduction, end + messages.after)
+                exposed += messages.exposed
+            ends.append(max(done, timeline.step_time) + exposed)
         return max(ends) - timeline.step_time
+
+    def tied(self, last_rank: int) -> float:
+        """Seconds in which the first rank and that of the last stage sum the gradients of their matrix."""
+        if not self.tied_weights or last_rank == 0:
+            return 0.0
+        return self.collective("pp", self.s.vocabulary * self.s.D * self.s.wide)
 
 
 def forecast(config: Config, model: "PreTrainedConfig", plan: PipelinePlan, hardware: Hardware) -> Forecast:
     """Forecast the time of a training step. Raises a UserError if the hardware has no rate for the model's dtype."""
-    clock, layout = Clock(config, model, hardware, plan.kept_fraction), config.distributed
-    work = {(kind, i): clock.work(stage, kind) for i, stage in enumerate(plan.stages) for kind in "FBIW"}
-    ranks = [Work()] * layout.pp_size
+    layout, pp = config.distributed, config.distributed.pp_size
+    clock, kept = Clock(config, model, hardware, plan.kept_fraction), plan.all_kept_activations
+    clocks = {False: Clock(config, model, hardware), True: Clock(config, model, hardware, kept=1.0)}
+    # A stage is named ~i where a micro-batch keeps its activations, see `Costs.key`.
+    work = {
+        (kind, ~i if keeps else i): clocks[keeps].work(stage, kind)
+        for i, stage in enumerate(plan.stages)
+        for kind in "FBIW"
+        for keeps in ({False, True} if kept else {False})
+    }
+    costs = Costs(measured={(key,): sum(each) for key, each in work.items()}, kept=kept)
+    ranks = [Work()] * pp
     for rank, program in enumerate(plan.schedule.programs):
-        for key, times in Counter((part.kind, part.stage) for action in program for part in action.parts).items():
+        for key, times in Counter(costs.key(part)[0] for action in program for part in action.parts).items():
             ranks[rank] = ranks[rank].plus(work[key], times)
-    seconds_of: dict[CostKey, float] = {(key,): sum(each) for key, each in work.items()}
-    message = clock.collective("pp", clock.s.tokens * clock.s.shard * clock.s.number)
-    timeline = simulate(plan.schedule, Costs(measured=seconds_of, p2p=message))
+    waits = pp > 1 and layout.pp_engine in LOOPS
+    timeline = alone = simulate(plan.schedule, costs)
+    if clock.message:
+        timeline = simulate(plan.schedule, dataclasses.replace(costs, p2p=clock.message, waits=waits))
     pipeline = timeline.step_time
-    alone = simulate(plan.schedule, Costs(measured=seconds_of)) if message else timeline
     instant = alone.step_time
     if hardware.cores is not None:  # the ranks share them
-        shared = sum(map(sum, ranks)) * layout.world_size / layout.pp_size / hardware.cores
+        shared = sum(map(sum, ranks)) * layout.world_size / pp / hardware.cores
         instant, pipeline = max(instant, shared), max(pipeline, shared)
-    held = [list(plan.stages_of(rank).values()) for rank in range(layout.pp_size)]
-    optimizer = max(clock.optimizer(rank_parameters(config, model, stages)) for stages in held)
-    busiest, dp = max(ranks, key=sum), clock.exposed_dp(plan, timeline, work)
-    if model.tie_word_embeddings and plan.last_rank > 0:  # the first and the last stage sum their gradients
-        dp += clock.collective("pp", clock.s.vocabulary * clock.s.D * clock.s.wide)
+    held = [list(plan.stages_of(rank).values()) for rank in range(pp)]
+    optimizer = max(clock.optimizer(clock.parameters(stages)) for stages in held)
+    busiest, dp = max(ranks, key=sum), clock.exposed_dp(plan, timeline) + clock.tied(plan.last_rank)
     seconds = Seconds(*busiest, pipeline - instant, instant - sum(busiest), dp, optimizer)
     rate = config.global_batch_size * config.training.seq_length / sum(seconds)
     peak = hardware.peak * layout.world_size * (config.model.dtype == "bfloat16")

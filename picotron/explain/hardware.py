@@ -57,6 +57,8 @@ class Hardware:
         layer_launch: seconds in which Python starts the operations of a layer's forward.
         step_launch: seconds of a step that depend on nothing: data, loop over the parameters, wait for the loss.
         step_wait: seconds in which several ranks wait for the slowest one in a step, apart from their messages.
+        contention: fraction of the time of ZeRO-3's messages by which computations that hide them take longer, because
+            both need the memory and the processors of the device.
         cores: number of ranks that compute at the same time; null if every rank has a separate device. Then the device
             also computes while Python starts further operations, and while messages are on their way.
     """
@@ -79,6 +81,7 @@ class Hardware:
     layer_launch: NonNegative = 0.4e-3
     step_launch: NonNegative = 0.008
     step_wait: NonNegative = 0.052
+    contention: NonNegative = 0.4
     cores: Count | None = None
 
     def rate(self, dtype: str) -> float:
@@ -141,7 +144,8 @@ def gpu(
     The fractions of products and of the network, and the sum of `step_launch` and `step_wait`, 0.06 s, are calibrated:
     they are those with which `benchmarks.forecast` agrees best with the published runs that it lists as used for
     calibration. All these runs, even those of two GPUs, have several ranks. What one rank needs of this sum,
-    `step_launch`, is an assumption, until a run of one GPU measures it. The other fractions are from these sources:
+    `step_launch`, is an assumption, until a run of one GPU measures it. `contention` is calibrated with the runs of
+    ZeRO-3. The other fractions are from these sources:
 
         memory      0.85: what a triad reaches on an A100 (BabelStream's results, Deakin et al. 2018)
         link        0.78: bus bandwidth that NVIDIA's nccl-tests print for large all-reduces on an H100, 350 of 450 GB/s

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from picotron.collectives import accumulation_dtype
 from picotron.model.attention import PackedDocuments, attend_per_document, packed_attention
 from picotron.model.families import differences, head_size
+from picotron.model.recompute import recompute_result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -168,14 +169,19 @@ class MLP(nn.Module):
 
     def __init__(self, config: "PreTrainedConfig") -> None:
         super().__init__()
-        self.project_fn, bias = project, differences(config).mlp_bias
+        self.project_fn, self.activation_fn, bias = project, swiglu, differences(config).mlp_bias
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.project_fn(x, self.gate_proj, self.up_proj)  # (B, T, F) each
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.activation_fn(gate, up))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute silu(gate) * up, each of any shape."""
+    return F.silu(gate) * up
 
 
 class DecoderLayer(nn.Module):
@@ -193,6 +199,12 @@ class DecoderLayer(nn.Module):
         y = self.mlp(self.post_attention_layernorm(x))
         return torch.add(x, y, alpha=self.residual_multiplier)
 
+    def recompute_cheap_results(self) -> None:
+        """Keep neither the norms' results nor that of the activation for backward."""
+        recompute_result(self.input_layernorm, "forward", self.self_attn)
+        recompute_result(self.post_attention_layernorm, "forward", self.mlp)
+        recompute_result(self.mlp, "activation_fn", self.mlp.down_proj)
+
 
 class PostNormLayer(nn.Module):
     """A decoder layer that normalises the outputs of attention and MLP, instead of their inputs (OLMo 2)."""
@@ -207,6 +219,10 @@ class PostNormLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
         x = x + self.post_attention_layernorm(self.self_attn(x, cos, sin, documents))
         return x + self.post_feedforward_layernorm(self.mlp(x))
+
+    def recompute_cheap_results(self) -> None:
+        """Do not keep the result of the activation for backward. Nothing keeps those of the norms, which are added."""
+        recompute_result(self.mlp, "activation_fn", self.mlp.down_proj)
 
 
 class Head(nn.Linear):

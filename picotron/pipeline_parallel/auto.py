@@ -1,8 +1,10 @@
 """The schedule of `pp_engine: auto`: a search with the times of a recorded run, or with estimated ones. No torch."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from picotron.console import UserError
+from picotron.model.families import differences, head_size
 from picotron.pipeline_parallel.plan import PipelinePlan, settings_of, stages_for
 from picotron.pipeline_parallel.stages import count_stages, stage_weights
 from picotron.schedules.search import Found, Shape, fastest_schedule, shapes
@@ -34,10 +36,11 @@ def search_schedule(config: "Config", model_config: "PreTrainedConfig") -> Pipel
             "s",
         )
     schedule = found.schedule
-    facts = summary(simulate(schedule, found.costs))
+    deferred = deferred_fraction(config, model_config)
+    facts = summary(dataclasses.replace(simulate(schedule, found.costs), deferred=deferred))
     expectation = (
         f"schedule: {found.name} with {schedule.chunks} chunk(s) per pp rank, {schedule.placement} placement; expected, "
-        f"with times {source}: step time {facts.pop('step time')} {unit}, "
+        f"with times {source}: step time {facts.pop('step time')} {unit} ({found.quality}), "
         f"{', '.join(f'{name} {value}' for name, value in facts.items())} (limit {memory:g})"
     )
     stages = stages_for(config, model_config, (schedule.chunks, schedule.placement))
@@ -61,8 +64,8 @@ def _search_with_estimates(config: "Config", model_config: "PreTrainedConfig", m
         chunks = max(1, count_stages(layout.pp_layout) // layout.pp_size)
     elif chunks is None and model_config.num_hidden_layers < 2 * layout.pp_size:
         chunks = 1
-    options = {shape: costs_of(shape) for shape in shapes(chunks)}
-    return fastest_schedule(layout.pp_size, training.gradient_accumulation_steps, memory, options)
+    options, deferred = {shape: costs_of(shape) for shape in shapes(chunks)}, deferred_fraction(config, model_config)
+    return fastest_schedule(layout.pp_size, training.gradient_accumulation_steps, memory, options, deferred)
 
 
 def _search_with_recording(config: "Config", model_config: "PreTrainedConfig", memory: float) -> Found:
@@ -75,4 +78,23 @@ def _search_with_recording(config: "Config", model_config: "PreTrainedConfig", m
             raise UserError(f"the run in pp_costs={layout.pp_costs!r} has {key}={theirs}, but the config has {ours}")
     shape = recorded.chunks, recorded.placement
     check_recording(layout.pp_costs, settings_of(config, model_config, stages_for(config, model_config, shape)))
-    return fastest_schedule(layout.pp_size, config.training.gradient_accumulation_steps, memory, {shape: costs})
+    microbatches, deferred = config.training.gradient_accumulation_steps, deferred_fraction(config, model_config)
+    return fastest_schedule(layout.pp_size, microbatches, memory, {shape: costs}, deferred)
+
+
+def deferred_fraction(config: "Config", model_config: "PreTrainedConfig") -> float:
+    """Return what a layer keeps between I and W, the inputs of all projections and the gradients of their outputs, as a
+    fraction of what its forward keeps: all activations, which are about as large, or less if some are recomputed.
+    """
+    if config.training.activation_checkpointing == "none":
+        return 1.0
+    layout, hidden, head = config.distributed, model_config.hidden_size, head_size(model_config)
+    x = hidden // (layout.tp_size if layout.sequence_parallel else 1)
+    queries = model_config.num_attention_heads // layout.tp_size * head
+    kv = max(1, model_config.num_key_value_heads // layout.tp_size) * head
+    F = model_config.intermediate_size // layout.tp_size
+    differs = differences(model_config)
+    normed = queries + kv if differs.qk_norm else 0
+    inputs = (4 if differs.norm_after else 2) * x + normed  # of norms, and of projections where these differ
+    kept = {"full": x, "selective": inputs + 2 * queries + 2 * kv + 2 * F}[config.training.activation_checkpointing]
+    return (2 * x + 2 * hidden + 2 * queries + 2 * kv + 3 * F) / kept

@@ -49,10 +49,14 @@ class PipelinePlan:
         return kept_activations(self.schedule.programs[rank], self.keep_activations)
 
     @property
+    def all_kept_activations(self) -> set[tuple[int, int]]:
+        """(stage, micro-batch) of the forwards of all ranks that keep their activations."""
+        return {each for rank in range(self.schedule.pp) for each in self.kept_activations(rank)}
+
+    @property
     def kept_fraction(self) -> float:
         """The fraction of all forwards that keep their activations."""
-        kept = sum(len(self.kept_activations(rank)) for rank in range(self.schedule.pp))
-        return kept / (self.schedule.num_stages * self.schedule.microbatches)
+        return len(self.all_kept_activations) / (self.schedule.num_stages * self.schedule.microbatches)
 
     def __str__(self) -> str:
         table = format_stages(self.stages, self.schedule.pp, self.schedule.placement)

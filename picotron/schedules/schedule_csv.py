@@ -3,7 +3,8 @@
 0F0,0F1,0B0,0B1
 1F0,1B0,1F1,1B1
 
-torch.distributed.pipelining reads and writes the same format (`compute_only`).
+torch.distributed.pipelining reads and writes the same format (`compute_only`). Of its format `compute_comms`, the cells
+of messages, of FSDP and of reductions are ignored, because `checker` adds messages and reductions.
 """
 
 import csv
@@ -13,7 +14,9 @@ from pathlib import Path
 
 from picotron.console import UserError, first_line
 from picotron.schedules.actions import AnyAction, Overlapped, Placement, Schedule, parse_action
-from picotron.schedules.checker import ADDED_AUTOMATICALLY, check
+from picotron.schedules.checker import check
+
+_ADDED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB][0-9]+)")  # of torch's `compute_comms`
 
 
 def as_csv(programs: Sequence[Sequence[AnyAction]]) -> str:
@@ -23,7 +26,7 @@ def as_csv(programs: Sequence[Sequence[AnyAction]]) -> str:
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """Read and check a schedule for training. Empty cells are ignored.
+    """Read and check a schedule for training. Empty cells are ignored, and so are torch's messages and reductions.
 
     Stages are placed in a V if the last rank has the first stage of the second chunk, else in a loop, see `rank_of`.
 
@@ -76,15 +79,12 @@ def arrange(programs: Sequence[Sequence[AnyAction]], name: str) -> Schedule:
 
 
 def _program(name: str, line: int, cells: Sequence[str]) -> list[AnyAction]:
-    program = []
+    program: list[AnyAction] = []
     for column, cell in enumerate(cells, start=1):
-        if re.fullmatch(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)", cell.strip()):  # of torch's format "compute_comms"
-            raise UserError(
-                f"the schedule {name} has {cell.strip()!r} in line {line}, column {column}; remove all such cells: "
-                f"{ADDED_AUTOMATICALLY}"
-            )
+        if not cell.strip() or _ADDED.fullmatch(cell.strip()):
+            continue
         try:
-            program += [parse_action(cell.strip())] if cell.strip() else []
+            program.append(parse_action(cell.strip()))
         except ValueError:
             raise UserError(
                 f"the schedule {name} has {cell.strip()!r} in line {line}, column {column}; expected stage, kind "

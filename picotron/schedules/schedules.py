@@ -225,6 +225,8 @@ SCHEDULES = {
     "dualpipev": Recipe(dualpipev, chunks=2, placement="V"),
 }
 
+LOOPS = ("afab", "1f1b")  # run by loops of their own, in which ranks wait for their messages, not by the executor
+
 
 def check_name(name: str) -> str:
     """Return `name` if it names a schedule: a key of SCHEDULES, auto (see `search`), or csv:FILE.

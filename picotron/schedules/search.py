@@ -3,8 +3,8 @@
 A greedy scheduler simulates a step: whenever a rank is free, it starts the action that can start first. Three knobs
 decide between actions, as in the heuristic of Qi et al. 2023 (arXiv:2401.10241, section 3.1): which of F and I comes
 first, how far ranks may run ahead with forwards, and how long a W may delay another action. The search tries several
-settings of the knobs and all hand-made schedules, and returns the fastest schedule that fits into memory. It uses no
-random numbers, so all ranks find the same schedule.
+settings of the knobs and all hand-made schedules, improves the fastest schedules that fit into memory (`improve`), and
+returns the best one, with a bound of how much faster any schedule could be. All ranks find the same schedule.
 """
 
 import heapq
@@ -16,21 +16,32 @@ from typing import NamedTuple
 
 from picotron.console import UserError
 from picotron.schedules.actions import Action, Placement, Schedule
+from picotron.schedules.improve import BUDGET, ROUNDING, Improver, joins
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.simulate import Costs, Timeline, activations, simulate
 
 Shape = tuple[int, Placement]  # chunks per rank, and placement of the stages
 SHAPES: list[Shape] = [(1, "loop"), (2, "loop"), (2, "V")]
-ROUNDING = 1e-9  # relative: sums of fractions are rounded
+STARTS = 2  # number of schedules that are improved
 
 
 class Found(NamedTuple):
-    """A schedule that was found, where it comes from (a key of SCHEDULES, or "search"), and how its step was timed."""
+    """A schedule that was found, where it comes from (a name of `hand_made`, or "search"), how its step was timed, and
+    the `lower_bound` of all schedules that were possible.
+    """
 
     score: float  # the step time, or another objective
     name: str
     schedule: Schedule
     costs: Costs
+    bound: float = 0.0
+
+    @property
+    def quality(self) -> str:
+        """How far the step time is from the bound, in words."""
+        step_time = simulate(self.schedule, self.costs).step_time
+        percent = math.ceil(100 * (step_time / self.bound - 1) - 1e-6) if self.bound else 0
+        return f"at most {percent} % above the best possible" if percent else "the best possible"
 
 
 class Knobs(NamedTuple):
@@ -54,29 +65,36 @@ class Greedy:
     Args:
         empty: a schedule whose programs are to be found.
         memory, deferred, sizes: see `fastest_schedule`.
-        costs: times of actions and messages; the time of a pair or a full backward is not used.
+        costs: times of actions and messages; the time of a pair is not used.
+        split: whether backwards are split into I and W. If not, a full backward takes the place of I.
     """
 
     def __init__(
-        self, empty: Schedule, memory: float, costs: Costs, deferred: float, sizes: Sequence[float] | None = None
+        self,
+        empty: Schedule,
+        memory: float,
+        costs: Costs,
+        deferred: float,
+        sizes: Sequence[float] | None = None,
+        split: bool = True,
     ) -> None:
         self.empty, self.last, self.m = empty, empty.num_stages - 1, empty.microbatches
         self.memory = memory * (1 + ROUNDING)
-        sizes = stage_sizes(empty, sizes)
+        self.sizes = stage_sizes(empty, sizes)
         stages = range(empty.num_stages)
-        fractions = {"F": 1.0, "I": deferred - 1, "W": -deferred}
-        self.change = {kind: [fraction * size for size in sizes] for kind, fraction in fractions.items()}
+        self.kinds = {"F": "F", "I": "I", "W": "W"} if split else {"F": "F", "I": "B"}
+        fractions = {"F": 1.0, "I": deferred - 1, "W": -deferred} if split else {"F": 1.0, "I": -1.0}
+        self.change = {kind: [fraction * size for size in self.sizes] for kind, fraction in fractions.items()}
         self.owner = [empty.rank_of(stage) for stage in stages]
-        # The stages of each rank, the last one first: its place, its number, and the size of it and of those before it.
-        self.stages: list[list[tuple[int, int, float]]] = []
-        for own in (empty.stages_of(rank)[::-1] for rank in range(empty.pp)):
-            needs = itertools.accumulate(sizes[stage] for stage in own)
-            self.stages.append(list(zip(itertools.count(1), own, needs)))
-        self.time = {kind: [costs.of(Action(kind, stage)) for stage in stages] for kind in "FIW"}
+        own = [empty.stages_of(rank)[::-1] for rank in range(empty.pp)]
+        self.stages = [list(enumerate(each, start=1)) for each in own]  # of each rank, the last one first
+        # What an I adds, if it keeps more for its W than it frees.
+        self.extra = [max(0.0, *(self.change["I"][stage] for stage in each)) for each in own]
+        self.time = {kind: [costs.of(Action(name, stage)) for stage in stages] for kind, name in self.kinds.items()}
         message = costs.p2p + costs.transfer
         self.message = [message * (a != b) for a, b in itertools.pairwise(self.owner)]  # from each stage to the next
-        self.work = [sum(self.time[kind][s] for kind in "FIW" for _, s, _ in own) * self.m for own in self.stages]
-        full = [own[-1][2] for own in self.stages]  # the size of one micro-batch in all stages of a rank
+        self.work = [sum(times[stage] for times in self.time.values() for stage in each) * self.m for each in own]
+        full = [sum(self.sizes[stage] for stage in each) for each in own]  # of one micro-batch
         # How far each rank could have run ahead in the last run, by its knobs other than the slope.
         self.reached: dict[tuple[bool, float], list[int]] = {}
         self.room = [empty.chunks * self.memory / size if size else math.inf for size in full]  # in forwards
@@ -98,7 +116,7 @@ class Greedy:
         queue: list[tuple[float, int, int, str, int]] = []  # start, rank, version of the choice, and the action
         versions = [0] * pp
         changed: Iterable[int] = range(pp)
-        for _ in range(3 * count * self.m):
+        for _ in range(len(self.kinds) * count * self.m):
             for rank in changed:
                 versions[rank] += 1
                 if choice := self.choose(rank):
@@ -108,7 +126,7 @@ class Greedy:
             if not queue:
                 return None
             start, rank, _, kind, stage = heapq.heappop(queue)
-            programs[rank].append(Action(kind, stage, len(self.ends[kind][stage])))
+            programs[rank].append(Action(self.kinds[kind], stage, len(self.ends[kind][stage])))
             time = self.time[kind][stage]
             self.free[rank] = start + time
             left[rank] -= time
@@ -127,10 +145,13 @@ class Greedy:
         forwards, backwards, weights = self.ends["F"], self.ends["I"], self.ends["W"]
         place_of_f, place_of_i = (0, 1) if self.knobs.forward_first else (1, 0)
         best: tuple[float, int, int, str] = (math.inf, 0, 0, "")  # its start, and what decides between equal starts
-        for order, stage, need in self.stages[rank]:
+        # The oldest micro-batch that has not finished on this rank is left room to finish, so that the next ones can.
+        oldest = len(backwards[self.stages[rank][-1][1]])
+        needs = held + self.extra[rank]
+        needs += sum(self.sizes[stage] for _, stage in self.stages[rank] if len(forwards[stage]) <= oldest)
+        for order, stage in self.stages[rank]:
             f, i = len(forwards[stage]), len(backwards[stage])
-            # Each later stage is left room for a micro-batch, without which this one could not finish.
-            if f < self.m and held + need <= self.memory:
+            if f < self.m and needs + (f > oldest) * self.sizes[stage] <= self.memory:
                 self.reach[rank] = max(self.reach[rank], ahead + order)
                 start = free if ahead + order <= self.limit[rank] else math.inf
                 if stage > 0:
@@ -138,14 +159,14 @@ class Greedy:
                     start = max(start, inputs[f] + self.message[stage - 1]) if f < len(inputs) else math.inf
                 if start <= best[0]:
                     best = min(best, (start, place_of_f, order, "F"))
-            if i < f:
+            if i < f and held + self.change["I"][stage] <= self.memory:
                 start = free
                 if stage < self.last:
                     inputs = backwards[stage + 1]
                     start = max(free, inputs[i] + self.message[stage]) if i < len(inputs) else math.inf
                 if start <= best[0]:
                     best = min(best, (start, place_of_i, order, "I"))
-            if len(weights[stage]) < i:
+            if "W" in self.kinds and len(weights[stage]) < i:
                 # A W starts when the rank is free, but it is chosen as if it started later.
                 best = min(best, (free + (1 - self.knobs.patience) * self.time["W"][stage], 2, order, "W"))
         start, _, order, kind = best
@@ -168,10 +189,19 @@ def fits(schedule: Schedule, memory: float, deferred: float, sizes: Sequence[flo
 
 
 def hand_made(pp: int, microbatches: int, shape: Shape) -> dict[str, Schedule]:
-    """Build all hand-made schedules for this number and placement of stages, by name."""
-    chunks, placement = shape
-    names = (name for name, r in SCHEDULES.items() if r.placement == placement and (r.any_chunks or r.chunks == chunks))
-    return {name: build(name, pp, microbatches, chunks) for name in names}
+    """Build all hand-made schedules for this number and placement of stages, by name. Schedules with groups also come
+    with groups of m, m / 2, m / 3 and m / 4 micro-batches: the default size suits equal times and free messages.
+    """
+    (chunks, placement), found = shape, dict[str, Schedule]()
+    sizes = dict.fromkeys(size for parts in (1, 2, 3, 4) if (size := -(-microbatches // parts)) >= pp)
+    for name, recipe in SCHEDULES.items():
+        if recipe.placement == placement and (recipe.any_chunks or recipe.chunks == chunks):
+            found[name] = build(name, pp, microbatches, chunks)
+            for size in sizes if recipe.has_groups and chunks > 1 else ():
+                schedule = build(name, pp, microbatches, chunks, size)
+                if schedule not in found.values():
+                    found[f"{name} in groups of {size}"] = schedule
+    return found
 
 
 def step_time(timeline: Timeline) -> float:
@@ -192,8 +222,9 @@ def fastest_schedule(
     Args:
         memory: the most activations of a rank, in the unit of `sizes`.
         options: the times of the actions in each stage, by shape.
-        deferred: fraction of a stage's activations that is kept between I and W.
-        objective: what to minimise, by default the step time.
+        deferred: fraction of a stage's activations that is kept between I and W. It is above 1 if a forward keeps
+            little, because I computes the rest again; then a low limit needs full backwards.
+        objective: what to minimise, by default the step time. Only for it, the best schedules are improved.
         sizes: the activations of a micro-batch in each stage, in any unit, such as bytes; then all shapes have this
             number of stages. By default, the unit is one micro-batch in all stages of a rank.
 
@@ -207,22 +238,78 @@ def fastest_schedule(
             raise UserError(f"a memory limit of {memory:g} micro-batches is too low: a pp rank holds at least one")
         least = min(largest_rank(each, sizes) for each in empty.values())
         raise UserError(f"a memory limit of {memory:g} is too low: one micro-batch takes {least:g} on a pp rank")
-    best = math.inf
+    bound = min(lower_bound(empty[shape], memory, options[shape], deferred, sizes) for shape in roomy)
+    best, found = math.inf, list[Found]()  # each one better than the one before it
     for shape in roomy:
         costs = options[shape]
         for name, schedule in hand_made(pp, microbatches, shape).items():
             if fits(schedule, memory, deferred, sizes) and (score := objective(simulate(schedule, costs))) < best:
-                best, found = score, Found(score, name, schedule, costs)
+                best = score
+                found.append(Found(score, name, schedule, costs, bound))
     # A program for equal stages of the largest size also fits, and is sometimes faster.
-    for shape, each in itertools.product(roomy, [sizes] if sizes is None else [sizes, [max(sizes)] * len(sizes)]):
+    each_sizes = [sizes] if sizes is None else [sizes, [max(sizes)] * len(sizes)]
+    for shape, each, split in itertools.product(roomy, each_sizes, (True, False)):
         costs = options[shape]
-        greedy = Greedy(empty[shape], memory, costs, deferred, each)
+        if not split and not joins(empty[shape], costs, deferred):
+            continue
+        greedy = Greedy(empty[shape], memory, costs, deferred, each, split)
         for knobs in KNOBS:
             new = greedy.run(knobs, stop=best * (1 - ROUNDING) if objective is step_time else math.inf)
             if new is not None and (score := objective(simulate(new, costs))) < best:
-                best, found = score, Found(score, "search", new, costs)
-    assert best < math.inf, "room for a micro-batch on each rank is enough"
-    return found
+                best = score
+                found.append(Found(score, "search", new, costs, bound))
+    assert found, "room for a micro-batch on each rank is enough"
+    if objective is not step_time:
+        return found[-1]
+    for _, _, old, costs, _ in found[-STARTS:]:
+        new = Improver(old, memory, costs, deferred, stage_sizes(old, sizes)).run(old, bound, BUDGET // STARTS)
+        if new is not old:
+            found.append(Found(simulate(new, costs).step_time, "search", new, costs, bound))
+    return min(found, key=lambda each: each.score)
+
+
+def lower_bound(
+    empty: Schedule, memory: float, costs: Costs, deferred: float = 1.0, sizes: Sequence[float] | None = None
+) -> float:
+    """Return a time that no step of a shape can fall below. It is the longest of
+
+    - the way of one micro-batch through all stages and back;
+    - for each rank, the earliest arrival of a forward, and the rank's work;
+    - the same without W, and the way of the last gradient from the rank to the first stage;
+    - the earliest arrival, and the product of memory and time that a rank's micro-batches need, divided by its memory.
+
+    Args:
+        empty: a schedule of that shape, whose programs are not used.
+        memory, costs, deferred, sizes: see `fastest_schedule`.
+    """
+    stages, m, sizes = range(empty.num_stages), empty.microbatches, stage_sizes(empty, sizes)
+    pairs = [(t, sum(costs.of(Action(*part)) for part in key)) for key, t in costs.measured.items() if len(key) == 2]
+    # An overlapped action takes at least this fraction of its time.
+    shortest = min([1.0, costs.overlapped, *(together / alone for together, alone in pairs if alone)])
+    f, b, i, w = ([shortest * costs.of(Action(kind, stage)) for stage in stages] for kind in "FBIW")
+    half = list(map(min, b, i))
+    whole = [min(b[s], i[s] + w[s]) for s in stages]
+    message = [(costs.p2p + costs.transfer) * (empty.rank_of(s) != empty.rank_of(s + 1)) for s in stages[:-1]]
+    arrival = [0.0, *itertools.accumulate(f[s] + message[s] for s in stages[:-1])]  # of the first forward
+    ways = (message[s] + (half[s] if s else whole[s]) for s in stages[:-1])
+    rest = [0.0, *itertools.accumulate(ways)]  # from the end of a backward to the end of the step
+    back = [rest[s] + (half[s] if s else whole[s]) for s in stages]
+    path = arrival[-1] + f[-1] + back[-1]
+    # From the start of a forward to the start of its backward.
+    stay = [path - arrival[s] - back[s] for s in stages]
+    bounds = [path]
+    for own in map(empty.stages_of, range(empty.pp)):
+        unit, usable = sizes[own[0]], memory
+        if deferred == 1 and unit and all(sizes[s] == unit for s in own):  # whole units are held
+            usable = unit * math.floor(memory * (1 + ROUNDING) / unit)
+        held = sum(sizes[s] * (stay[s] + min(b[s], i[s] + deferred * w[s])) for s in own)
+        needs = [
+            m * sum(f[s] + whole[s] for s in own),
+            m * sum(f[s] + half[s] for s in own) + min(rest[s] for s in own),
+            m * held / usable if usable else 0.0,
+        ]
+        bounds.append(arrival[own[0]] + max(needs))
+    return max(bounds)
 
 
 def largest_rank(schedule: Schedule, sizes: Sequence[float] | None) -> float:

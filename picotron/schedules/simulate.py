@@ -2,13 +2,14 @@
 
 A rank runs its actions in order, each as soon as the rank is free and the action's input has arrived. A message leaves
 when the action that produces it ends and the messages before it, from the same rank to the same rank, have left. While
-it travels, both ranks continue to compute.
+it travels, both ranks continue to compute. (Not so in `train_step_pipeline_afab` and `train_step_pipeline_1f1b`, where
+they wait for it, see `Costs.waits`.)
 """
 
 import dataclasses
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -34,7 +35,10 @@ class Costs:
         p2p: latency of a message from one rank to another.
         transfer: time in which a message occupies the link between two ranks: its size, divided by the bandwidth.
         weights: relative time of each stage, see `stages.stage_weights`; by default 1.
-        measured: measured times of actions, by `cost_key`; they replace the times that follow from the fields above.
+        measured: measured times of actions, by `key`; they replace the times that follow from the fields above.
+        kept: (stage, micro-batch) that keep their activations, so that their actions have times of their own.
+        waits: whether a rank waits until each message has arrived, its own ones, too. A message to a rank and the next
+            one from that rank travel together.
     """
 
     F: float = 1.0
@@ -46,9 +50,17 @@ class Costs:
     transfer: float = 0.0
     weights: Sequence[float] | None = None
     measured: Mapping[CostKey, float] = dataclasses.field(default_factory=dict)
+    kept: Collection[tuple[int, int]] = ()
+    waits: bool = False
+
+    def key(self, action: AnyAction) -> CostKey:
+        """Return what the time of an action depends on. A stage whose activations are kept is written as ~stage."""
+        if not self.kept:
+            return cost_key(action)
+        return tuple((p.kind, ~p.stage if (p.stage, p.microbatch) in self.kept else p.stage) for p in action.parts)
 
     def of(self, action: AnyAction) -> float:
-        if (key := cost_key(action)) in self.measured:
+        if (key := self.key(action)) in self.measured:
             return self.measured[key]
         if isinstance(action, Overlapped):
             return self.overlapped * (self.of(action.forward) + self.of(action.backward))
@@ -117,7 +129,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Raises:
         Deadlock: the schedule deadlocks, see `run_order`.
     """
-    return simulate_events(run_order(schedule), schedule.pp, costs or Costs())
+    costs = costs or Costs()
+    return (
+        _simulate_waiting(schedule, costs) if costs.waits else simulate_events(run_order(schedule), schedule.pp, costs)
+    )
 
 
 def simulate_events(events: Sequence[Event], pp: int, costs: Costs) -> Timeline:
@@ -128,7 +143,7 @@ def simulate_events(events: Sequence[Event], pp: int, costs: Costs) -> Timeline:
     link_free: dict[tuple[int, int], float] = defaultdict(float)  # by sender and receiver
     times: dict[CostKey, float] = {}
     for rank, action, sources, receivers in events:
-        if (key := cost_key(action)) not in times:
+        if (key := costs.key(action)) not in times:
             times[key] = costs.of(action)
         start = free[rank]
         for source in sources:
@@ -141,6 +156,59 @@ def simulate_events(events: Sequence[Event], pp: int, costs: Costs) -> Timeline:
             else:
                 link_free[rank, receiver] = max(end, link_free[rank, receiver]) + costs.transfer
                 arrival.append(link_free[rank, receiver] + costs.p2p)
+    return Timeline(spans)
+
+
+Message = tuple[int, int, Action]  # sender, receiver and result
+
+
+def _with_messages(schedule: Schedule, rank: int) -> Iterator[AnyAction | list[Message]]:
+    """Yield the actions of a rank, and between them the messages that it waits for together."""
+    sent: list[Message] = []
+    for action in schedule.programs[rank]:
+        sources = [source for part in action.parts if (source := schedule.source(part)) is not None]
+        owners = [schedule.rank_of(source.stage) for source in sources]
+        received = [(owner, rank, each) for owner, each in zip(owners, sources, strict=True) if owner != rank]
+        if {peer for _, peer, _ in sent} == {peer for peer, _, _ in received}:
+            sent, received = sent + received, []
+        yield from (each for each in (sent, received) if each)
+        yield action
+        targets = [(part, schedule.target(part)) for part in action.parts]
+        sent = [
+            (rank, peer, part.result)
+            for part, target in targets
+            if target is not None and (peer := schedule.rank_of(target)) != rank
+        ]
+    if sent:
+        yield sent
+
+
+def _simulate_waiting(schedule: Schedule, costs: Costs) -> Timeline:
+    """Compute when each action runs if ranks wait for their messages: a message leaves when both ends wait for it."""
+    programs = [deque(_with_messages(schedule, rank)) for rank in range(schedule.pp)]
+    spans: list[list[Span]] = [[] for _ in programs]
+    free = [0.0] * schedule.pp
+    waiting: dict[Message, dict[int, float]] = defaultdict(dict)  # since when each end waits
+    ready = deque(range(schedule.pp))
+    while ready:
+        rank = ready.popleft()
+        while programs[rank]:
+            next_one = programs[rank][0]
+            if not isinstance(next_one, list):
+                spans[rank].append(Span(next_one, free[rank], free[rank] + costs.of(next_one)))
+                free[rank] = spans[rank][-1].end
+            else:
+                for message in next_one:
+                    if rank not in waiting[message]:
+                        waiting[message][rank] = free[rank]
+                        ready.append(sum(message[:2]) - rank)  # the other end
+                if any(len(waiting[message]) == 1 for message in next_one):
+                    break
+                left = max(max(waiting[message].values()) for message in next_one)
+                free[rank] = left + costs.transfer + costs.p2p
+            programs[rank].popleft()
+    if any(programs):
+        raise ValueError("ranks wait for each other's messages: this order of actions needs messages that overlap")
     return Timeline(spans)
 
 

@@ -33,7 +33,7 @@ BRIEF = {  # parts of brief names, with the value as {}
     "distributed.dp_engine": "{}",
     "distributed.pp_engine": "{}",
     "distributed.sequence_parallel": "sp",
-    "training.activation_checkpointing": "recompute",
+    "training.activation_checkpointing": "{}",
 }
 
 MAX_COMBINATIONS = 10_000

@@ -16,7 +16,7 @@ from picotron.config import Model as ModelSection
 from picotron.console import UserError, text_table
 from picotron.explain.estimate import GIB, Memory, bubble, rank_memory
 from picotron.explain.forecast import Forecast, forecast
-from picotron.explain.hardware import Hardware, fits
+from picotron.explain.hardware import USABLE, Hardware, fits
 from picotron.explain.measure import on_hardware
 from picotron.files import write_atomically
 from picotron.model.model_config import load_model_config
@@ -24,13 +24,12 @@ from picotron.parallelize import check_layout
 from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.sweep.combinations import FLAGS, GLOBAL_BATCH, Combination, canonical_json
 from picotron.sweep.jobs import Job
-from picotron.sweep.planner import IDLE
 
 OPTIONS: dict[str, list[Any]] = {  # values that `--best` tries of keys that are not given
     "training.micro_batch_size": [1, 2, 4, 8],
-    "training.activation_checkpointing": ["none", "full"],
+    "training.activation_checkpointing": ["none", "selective", "full"],
     "distributed.dp_engine": ["bucket", "zero1", "zero3"],
-    "distributed.pp_engine": list(IDLE),
+    "distributed.pp_engine": ["1f1b", "interleaved_1f1b", "zbv"],
 }
 
 
@@ -153,9 +152,10 @@ def candidates(base: dict[str, Any], layouts: Sequence[Combination]) -> Iterator
 
 def what_fits(config: Config, model_config: PreTrainedConfig, gib: float) -> str:
     """Return the smallest change with which a config fits into `gib`: recomputation, ZeRO, or also more ranks."""
-    full, zero3 = {"activation_checkpointing": "full"}, {"dp_engine": "zero3"}
+    selective, full = ({"activation_checkpointing": how} for how in ("selective", "full"))
+    zero3 = {"dp_engine": "zero3"}
     dp = config.distributed.dp_size
-    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, full), (zero3, {}), (zero3, full)]
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, selective), ({}, full), (zero3, {}), (zero3, full)]
     changes += [(zero3 | {"dp_size": dp * 2**i}, full) for i in range(1, 13)]
     for layout, training in changes:
         sections = {"distributed": layout, "training": training}
@@ -195,15 +195,17 @@ def _fits(config: Config) -> bool:
     return True
 
 
-def table(planned: Sequence[PlannedJob], brief: bool = False) -> str:
+def table(planned: Sequence[PlannedJob], brief: bool = False, gib: float | None = None) -> str:
     """Format the layout, batch, bubble and memory of each job; memory is that of the rank that needs most.
 
     Args:
-        brief: whether to omit the layout, which is in the names of `--best`, and the tokens of a step, which are equal.
+        brief: whether to omit the layout, which is in the names of `--best`, and the size of a step, which is equal.
+        gib: memory of a device, for a column with what is left of the part that a plan may use.
     """
+    left = () if gib is None else ("GiB left",)
     times = ("s/step", "tokens/s", "MFU") if planned[0].forecast is not None else ()
-    sizes = ("sequences/step",) if brief else ("dp pp cp tp", "sequences/step", "tokens/step")
-    rows: list[tuple[str, ...]] = [("", *sizes, "parameters/rank", "bubble", "GiB/rank", *times)]
+    sizes = () if brief else ("dp pp cp tp", "sequences/step", "tokens/step")
+    rows: list[tuple[str, ...]] = [("", *sizes, "parameters/rank", "bubble", "GiB/rank", *left, *times)]
     digits = 1 if min(p.peak for p in planned) > 4 * GIB else 3
     for p in planned:
         layout, training = p.config.distributed, p.config.training
@@ -214,10 +216,11 @@ def table(planned: Sequence[PlannedJob], brief: bool = False) -> str:
         axes = f"{dp:2} {layout.pp_size:2} {layout.cp_size:2} {layout.tp_size:2}"
         rows.append((
             p.job.name,
-            *((batch,) if brief else (axes, batch, f"{p.config.global_batch_size * training.seq_length:,}")),
+            *(() if brief else (axes, batch, f"{p.config.global_batch_size * training.seq_length:,}")),
             f"{max(memory.parameters for memory in p.memory):,}",
             f"{p.bubble:.1%}",
             "{} + {} = {}".format(*(f"{amount / GIB:.{digits}f}" for amount in amounts)),
+            *(() if gib is None else (f"{USABLE * gib - heaviest.total / GIB:.{digits}f}",)),
             *(() if p.forecast is None else (
                 f"{p.forecast.step_time:.3f}",
                 f"{p.forecast.tokens_per_second:,.0f}",

@@ -1,69 +1,200 @@
-"""Search for the configs that fit into memory and, by `forecast`, are the fastest. No torch here."""
+"""Search for the configs that fit into memory and, by `forecast`, are the fastest. No torch here.
+
+Most configs are left out by lower bounds of their time and their memory, which follow from their stages without a
+schedule. A bound never exceeds the value of the config (tests/sweep/test_planner.py), so the search finds what an
+evaluation of all configs would find.
+"""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.explain.estimate import GIB, layer_saves, rank_memory, rank_parameters, state_bytes
+from picotron.explain.estimate import GIB, rank_memory, stage_bytes, state_bytes
 from picotron.explain.forecast import Clock, forecast
 from picotron.explain.hardware import Hardware, fits
-from picotron.pipeline_parallel.plan import PipelinePlan, plan_pipeline
+from picotron.pipeline_parallel.plan import PipelinePlan, plan_pipeline, stages_for
 from picotron.pipeline_parallel.stages import Stage
-from picotron.schedules.schedules import build
-from picotron.schedules.simulate import Costs, simulate
+from picotron.schedules.actions import rank_of
+from picotron.schedules.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-IDLE = {"1f1b": 1.0, "interleaved_1f1b": 1 / 2, "zbv": 1 / 6}  # of (p - 1) times the work of a micro-batch
+SPLIT = ("zb_h1", "zbv", "dualpipev")  # schedules with split backwards; the last one also has full ones
+ROUNDING = 1e-9
 Values = dict[str, Any]  # of the keys that distinguish a config from others
-Least = tuple[float, int, Values, Config | None]  # GiB, number and values of the config that needs least
 
 
-def bounds(config: Config, model: "PreTrainedConfig", hardware: Hardware) -> tuple[float, float]:
-    """Return lower bounds of the seconds and of the GiB, from the first pp rank, the average, and the idle time."""
-    layout, m = config.distributed, config.training.gradient_accumulation_steps
-    layers, pp, engine = model.num_hidden_layers, layout.pp_size, layout.pp_engine
-    clock = Clock(config, model, hardware, kept=float(layout.pp_keep_activations > 0))  # at most all of them are kept
-    idle = IDLE.get(engine, 0.0) if layout.pp_chunks is None else 0.0
-    is_loop = pp == 1 or engine in ("afab", "1f1b", "looped_bfs", "interleaved_1f1b", "zb_h1")
-    # In a V, the first rank also has the head, so another one may have more layers.
-    whole, first = Stage(range(layers), True, True), Stage(range(layers // pp), is_loop)
-    one = PipelinePlan(build("1f1b", 1, 1), [first])
-    work = {(kind, 0): clock.work(first, kind) for kind in "FB"}
-    timeline = simulate(one.schedule, Costs(measured={(key,): sum(each) for key, each in work.items()}))
-    dp = clock.exposed_dp(one, timeline, work) * (m if layout.dp_engine == "zero3" and pp == 1 else 1)
-    average = sum(sum(clock.work(whole, kind)) for kind in ("FIW" if engine == "zbv" else "FB")) / pp
-    busiest = sum(sum(clock.work(Stage(range(-(-layers // pp))), kind)) for kind in "FB")
-    pipeline = max(average * (m + idle * (pp - 1)), busiest * m)
-    parameters, saved = rank_parameters(config, model, [first]), layer_saves(config, clock.s)
-    memory = sum(state_bytes(config, clock.s, parameters)) + min(m, pp) * len(first.layers) * saved
-    return pipeline + dp + clock.optimizer(parameters), memory / GIB
+class Candidate(NamedTuple):
+    """A config with lower bounds of its seconds and of its GiB."""
+
+    seconds: float
+    gib: float
+    number: int
+    values: Values
+    config: Config
+
+
+class Least(NamedTuple):
+    """The config that needs least memory, if none fits."""
+
+    gib: float
+    values: Values
+    config: Config
+
+
+class Placed(NamedTuple):
+    """The stages of a pipeline and their ranks, and the stages of ranks that differ, those of the first rank first."""
+
+    stages: list[Stage]
+    ranks: list[int]
+    held: list[list[Stage]]
+
+
+class Planner:
+    """Evaluates configs of one model on some hardware. Plans and stages are kept by what they depend on."""
+
+    def __init__(self, model: "PreTrainedConfig", hardware: Hardware) -> None:
+        self.model, self.hardware = model, hardware
+        self.plans: dict[Any, PipelinePlan | None] = {}
+        self.placed: dict[Any, Placed] = {}
+
+    def plan(self, config: Config) -> PipelinePlan | None:
+        """Return the plan of a config; None if it has none, for example if a schedule has too many forwards."""
+        training, layout = config.training, config.distributed
+        pipeline = [value for name, value in layout if name.startswith("pp_")]
+        key = *pipeline, training.gradient_accumulation_steps, training.activation_checkpointing, training.seq_length
+        if layout.pp_engine == "auto":
+            key = *key, layout.tp_size, layout.sequence_parallel  # see `auto.deferred_fraction`
+        if key not in self.plans:
+            try:
+                self.plans[key] = plan_pipeline(config, self.model)
+            except UserError:
+                self.plans[key] = None
+        return self.plans[key]
+
+    def gib(self, config: Config, plan: PipelinePlan) -> float:
+        """Return the memory of the rank that needs most."""
+        return max(each.total for each in rank_memory(config, self.model, plan)) / GIB
+
+    def least(self, candidates: Iterable[Candidate]) -> Least | None:
+        """Return the config that needs least memory. None if none of them can be planned."""
+        least: Least | None = None
+        for each in sorted(candidates, key=lambda each: each.gib):
+            if least is not None and each.gib * (1 - ROUNDING) > least.gib:
+                break  # no other config can need less
+            if (plan := self.plan(each.config)) is not None:
+                gib = self.gib(each.config, plan)
+                if least is None or gib < least.gib:
+                    least = Least(gib, each.values, each.config)
+        return least
+
+    def bounds(self, config: Config) -> tuple[float, float]:
+        """Return lower bounds of the seconds of a step, and of the GiB of the rank that needs most."""
+        layout, m = config.distributed, config.training.gradient_accumulation_steps
+        # With pp_keep_activations, work is least if all micro-batches keep them, and hides most if none does.
+        most = Clock(config, self.model, self.hardware)
+        clock = Clock(config, self.model, self.hardware, kept=1.0) if layout.pp_keep_activations else most
+        if layout.pp_size > 1 and layout.pp_engine not in SCHEDULES:  # the stages are not known yet
+            return self._average(clock, m)
+        placed = self.place(config)
+        parameters = [clock.parameters(stages) for stages in placed.held]
+        seconds = self._pipeline(clock, placed, m) + self._exposed_dp(most, placed) + clock.tied(placed.ranks[-1])
+        # One micro-batch in all stages of a rank; and on the first rank, one in each stage of each rank.
+        saved = [[stage_bytes(config, self.model, clock.s, stage) for stage in stages] for stages in placed.held]
+        activations = [sum(each) for each in saved]
+        activations[0] = max(activations[0], len(saved[0]) * min(m, layout.pp_size) * min(saved[0]))
+        needed = [self._held(clock, *each) for each in zip(parameters, activations, strict=True)]
+        return seconds + clock.optimizer(max(parameters)), max(needed) / GIB
+
+    def place(self, config: Config) -> Placed:
+        """Place the stages of a hand-made schedule, the only one of one rank being 1F1B."""
+        layout = config.distributed
+        recipe = SCHEDULES[layout.pp_engine if layout.pp_size > 1 else "1f1b"]
+        chunks = layout.pp_chunks if layout.pp_chunks and recipe.any_chunks else recipe.chunks
+        key = layout.pp_layout, layout.pp_size, chunks, recipe.placement, config.training.seq_length
+        if key not in self.placed:
+            stages = stages_for(config, self.model, (chunks, recipe.placement))
+            ranks = [rank_of(i, layout.pp_size, recipe.placement) for i in range(len(stages))]
+            same = dict[Any, Stage]()  # stages that cost the same are the same object
+            stages = [same.setdefault((len(each.layers), each.has_embedding, each.has_head), each) for each in stages]
+            held = [[stages[i] for i, rank in enumerate(ranks) if rank == r] for r in range(layout.pp_size)]
+            distinct = {tuple(map(id, each)): each for each in held}
+            self.placed[key] = Placed(stages, ranks, list(distinct.values()))
+        return self.placed[key]
+
+    def _average(self, clock: Clock, m: int) -> tuple[float, float]:
+        """Bounds without stages: what an average rank computes and holds."""
+        pp, whole = clock.layout.pp_size, Stage(range(self.model.num_hidden_layers), True, True)
+        parameters = clock.parameters([whole]) // pp
+        F, B, split = (sum(sum(clock.work(whole, kind)) for kind in kinds) for kinds in ("F", "B", "IW"))
+        saved = stage_bytes(clock.config, self.model, clock.s, whole) / pp
+        seconds = m / pp * (F + min(B, split)) + clock.optimizer(parameters)
+        return seconds, self._held(clock, parameters, saved) / GIB
+
+    def _held(self, clock: Clock, parameters: int, activations: float) -> float:
+        """Bytes of a rank without temporary tensors."""
+        gathered = clock.layout.dp_engine == "zero3" and clock.layout.pp_size > 1
+        return (
+            sum(state_bytes(clock.config, clock.s, parameters)) + gathered * parameters * clock.s.number + activations
+        )
+
+    def _pipeline(self, clock: Clock, placed: Placed, m: int) -> float:
+        """A bound of the simulated step: a rank waits until a forward reaches its first stage, and works. If its last
+        action can only be a full backward, the gradients have to return to the first stage.
+        """
+        engine, busy = clock.layout.pp_engine, [0.0] * clock.layout.pp_size
+        split = clock.layout.pp_size > 1 and engine in SPLIT
+        seconds = {  # of stages that differ
+            id(stage): [sum(sum(clock.work(stage, kind)) for kind in kinds) for kinds in ("F", "B", "IW")]
+            for stages in placed.held
+            for stage in stages
+        }
+        arrival = way_back = 0.0
+        start, end = dict[int, float](), dict[int, float]()  # by rank, of its first stage
+        for i, (stage, rank) in enumerate(zip(placed.stages, placed.ranks, strict=True)):
+            F, B, IW = seconds[id(stage)]
+            start.setdefault(rank, arrival)
+            end.setdefault(rank, 0.0 if split else way_back)
+            busy[rank] += m * (F + (B if not split else min(B, IW) if engine == "dualpipev" else IW))
+            message = 0.0 if placed.ranks[i + 1 : i + 2] == [rank] else clock.message
+            arrival, way_back = arrival + F + message, way_back + B + message
+        return max(start[rank] + each + end[rank] for rank, each in enumerate(busy))
+
+    def _exposed_dp(self, clock: Clock, placed: Placed) -> float:
+        """A bound of `Clock.exposed_dp`. The step ends with the last action of some stage, on some rank."""
+        kinds = "B"
+        if clock.layout.pp_size > 1 and clock.layout.pp_engine in SPLIT:
+            kinds = "FB" if clock.layout.pp_engine == "dualpipev" else "W"
+        after, exposed = [], []
+        for stages in placed.held:
+            messages = [clock.dp_messages(stage) for stage in stages]
+            last = [sum(sum(clock.work(stage, kind)) for kind in kinds) for stage in stages]
+            exposed.append(sum(each.exposed for each in messages))
+            shown = (max(each.reduction - t, each.after) for each, t in zip(messages, last, strict=True))
+            after.append(exposed[-1] + min(shown))
+        return max(min(after), *exposed)
 
 
 def best_configs(
     configs: Iterable[tuple[Values, Config]], model: "PreTrainedConfig", hardware: Hardware, gib: float, count: int
-) -> tuple[list[Values], Least]:
-    """Return the `count` fastest configs that fit into `gib`, best first, and the smallest. All pass all checks."""
+) -> tuple[list[Values], Least | None]:
+    """Return the `count` fastest configs that fit into `gib`, best first; if none fits, the one that needs least.
+
+    Args:
+        configs: configs that pass all checks, with the values that distinguish them.
+    """
+    planner, best = Planner(model, hardware), list[tuple[float, int, Values]]()
     ordered = sorted(
-        (*bounds(config, model, hardware), i, values, config) for i, (values, config) in enumerate(configs)
+        Candidate(*planner.bounds(config), i, values, config) for i, (values, config) in enumerate(configs)
     )
-    plans, best = dict[Any, PipelinePlan](), list[tuple[float, int, Values]]()  # plans by what they depend on
-    least: Least = (float("inf"), -1, {}, None)
-    for bound, memory, i, values, config in ordered:
-        if len(best) == count and bound >= best[-1][0]:
+    for each in ordered:
+        if len(best) == count and each.seconds * (1 - ROUNDING) > best[-1][0]:
             break  # no other config can be faster
-        if fits(memory, gib):
-            training = config.training
-            pipeline = [value for name, value in config.distributed if name.startswith("pp_")]
-            key = *pipeline, training.gradient_accumulation_steps, training.activation_checkpointing
-            try:
-                plans[key] = plan = plans.get(key) or plan_pipeline(config, model)
-            except UserError:  # for example, too many forwards for a schedule
-                continue
-            memory = max(each.total for each in rank_memory(config, model, plan)) / GIB
-        if fits(memory, gib):
-            best = sorted([*best, (forecast(config, model, plan, hardware).step_time, i, values)])[:count]
-        least = min(least, (memory, i, values, config))
-    return [values for _, _, values in best], least
+        if not fits(each.gib * (1 - ROUNDING), gib) or (plan := planner.plan(each.config)) is None:
+            continue
+        if fits(planner.gib(each.config, plan), gib):
+            seconds = forecast(each.config, model, plan, hardware).step_time
+            best = sorted([*best, (seconds, each.number, each.values)])[:count]
+    return [values for _, _, values in best], None if best else planner.least(ordered)

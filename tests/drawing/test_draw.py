@@ -199,7 +199,7 @@ def test_draw_takes_the_activations_of_each_stage(capsys: pytest.CaptureFixture[
     assert lines[-3].endswith("below each rank its activations, █ = 45 in the given unit")
     assert lines[-2] == "step time 13, bubble 7.7%, peak activations by pp rank 20 45"
     run("schedule", "afab", "--pp", 2, "--microbatches", 4, "--transfer", 2, "--p2p", 0.5)
-    assert "step time 23" in capsys.readouterr().out
+    assert "step time 35" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from picotron import process_group_manager as pgm
@@ -28,28 +28,37 @@ CPU = torch.device("cpu")
 
 
 class SavedBytes:
-    """Counter of the bytes that autograd saves for backward. Each storage counts once.
+    """Counter of the bytes that autograd saves for backward. Each storage counts once, with the bytes it has when the
+    next tensor is saved or read: selective recomputation empties storages.
 
     Args:
-        excluded: tensors whose storages do not count.
+        model: module whose weights do not count. (ZeRO-3 replaces them by gathered ones while modules run.)
 
     Attributes:
         current: bytes saved now.
         peak: maximum of `current`.
     """
 
-    def __init__(self, excluded: list[Tensor]) -> None:
-        self.excluded = {tensor.untyped_storage()._cdata for tensor in excluded}  # ZeRO-3 moves the data of a storage
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.uses: Counter[int] = Counter()
-        self.current = self.peak = 0
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.peak = 0
+
+    @property
+    def current(self) -> int:
+        return sum(self.storages[key].nbytes() for key, uses in self.uses.items() if uses)
 
     def pack(self, tensor: Tensor) -> Any:
+        self.peak = max(self.peak, self.current)
         storage = tensor.untyped_storage()
-        if storage._cdata in self.excluded or storage.nbytes() == 0:
+        weights = (weight for module in self.model.modules() for weight in module._parameters.values())
+        if any(storage._cdata == w.untyped_storage()._cdata for w in weights if w is not None) or storage.nbytes() == 0:
             return tensor
         return SavedTensor(self, tensor)
 
     def unpack(self, saved: Any) -> Tensor:
+        self.peak = max(self.peak, self.current)
         return saved.tensor if isinstance(saved, SavedTensor) else saved
 
 
@@ -58,14 +67,14 @@ class SavedTensor:
 
     def __init__(self, counter: SavedBytes, tensor: Tensor) -> None:
         self.counter, self.tensor, storage = counter, tensor, tensor.untyped_storage()
-        self.pointer, self.bytes = storage.data_ptr(), storage.nbytes()
-        counter.current += self.bytes * (counter.uses[self.pointer] == 0)
-        counter.uses[self.pointer] += 1
-        counter.peak = max(counter.peak, counter.current)
+        self.key = storage._cdata
+        counter.storages[self.key] = storage
+        counter.uses[self.key] += 1
 
     def __del__(self) -> None:
-        self.counter.uses[self.pointer] -= 1
-        self.counter.current -= self.bytes * (self.counter.uses[self.pointer] == 0)
+        self.counter.uses[self.key] -= 1
+        if self.counter.uses[self.key] == 0:
+            del self.counter.storages[self.key], self.counter.uses[self.key]
 
 
 class CountedPair(tuple):
@@ -82,6 +91,7 @@ def count_gradients_of_loss(saved: SavedBytes) -> Any:
         loss = forward(ctx, *arguments)
         ctx.gradients = CountedPair(ctx.gradients)
         ctx.gradients.counters = [saved.pack(tensor) for tensor in ctx.gradients]
+        saved.peak = max(saved.peak, saved.current)
         return loss
 
     return mock.patch.object(LinearCrossEntropy, "forward", staticmethod(forward_and_count))
@@ -96,7 +106,7 @@ def measure_rank(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     parameters = list(model.parameters())
     optimizer = AdamW(parameters, config.training, fused=True)
     step = make_train_step(config, model_config, plan, CPU, dtype)
-    saved = SavedBytes(excluded=parameters)
+    saved = SavedBytes(model)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), count_gradients_of_loss(saved):
         step(model, MicroBatchDataLoader(random_rows(config, vocab_size=model_config.vocab_size), config, CPU))
     assert saved.current == 0
@@ -131,6 +141,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [  # changes of the config,
     ({"training__activation_checkpointing": "full", "distributed__pp_size": 2, "distributed__pp_engine": "afab"}, {}),
     ({"training__activation_checkpointing": "full", "distributed__pp_size": 2, "distributed__pp_keep_activations": 1}, {}),
     ({"training__activation_checkpointing": "full", "distributed__tp_size": 2, "distributed__sequence_parallel": True}, {}),
+    ({"training__activation_checkpointing": "selective"}, {}),
+    ({"training__activation_checkpointing": "selective", "distributed__tp_size": 2, "distributed__sequence_parallel": True}, {}),
+    ({"training__activation_checkpointing": "selective", "distributed__pp_size": 2, "distributed__pp_engine": "zbv"}, {}),
     ({"model__use_flash_attention": False, "model__dtype": "bfloat16"}, {}),
     ({"distributed__dp_size": 2, "distributed__dp_engine": "zero1", "model__dtype": "bfloat16"}, {}),
     ({"distributed__dp_size": 2, "distributed__dp_engine": "zero3", "model__dtype": "bfloat16"}, {}),

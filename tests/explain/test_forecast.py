@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.forecast import RUNS, Row, per_token, rank_correlation, rows
+from benchmarks.forecast import RUNS, Row, by_kind, comparable, per_token, rank_correlation, rows
 from picotron.console import UserError
+from picotron.explain.errors import ERRORS, describe_errors
 from picotron.explain.explain import run_stages
-from picotron.explain.forecast import Forecast, forecast
+from picotron.explain.forecast import Clock, Forecast, forecast
 from picotron.explain.hardware import HARDWARE, Hardware, read_hardware
 from picotron.model.flops import model_cost
 from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.schedules.order import run_order
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.training import layout_name
 
@@ -22,7 +24,7 @@ MODEL = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "n
 ONLY_LINKS = Hardware(  # computations and latencies take no time, so that nothing hides a message: seconds are bytes
     name="links", peak=0.0, gib=1.0, products={"bfloat16": 1e30, "float64": 1e30}, attention=1.0, attention_backward=1.0,
     memory=1e30, link=1.0, network=1.0, latency=0.0, network_latency=0.0, layer_launch=0.0, step_launch=0.0,
-    step_wait=0.0,
+    step_wait=0.0, contention=0.0,
 )  # fmt: skip
 ONLY_PRODUCTS = dataclasses.replace(ONLY_LINKS, products={"float64": 1.0}, link=1e30, network=1e30)
 
@@ -218,17 +220,27 @@ def published() -> list[Row]:
 
 @pytest.mark.parity
 def test_forecasts_of_held_out_runs_are_close(published: list[Row]) -> None:
-    held_out = [row for row in published if not row.run["calibration"]]
-    assert len(held_out) >= 12
+    held_out = [row for row in comparable(published) if not row.run["calibration"]]
+    assert len(held_out) >= 40
     assert median(abs(row.error) for row in held_out) < 0.15
+
+
+@pytest.mark.parity
+def test_forecasts_of_each_kind_are_close(published: list[Row]) -> None:
+    """The context kind is one run, of which the source does not say what it recomputes: 28 % too slow."""
+    held_out = by_kind([row for row in published if not row.run["calibration"]])
+    assert all(each.median < (0.30 if kind == "context" else 0.25) for kind, each in held_out.items())
+    assert held_out.keys() == ERRORS.keys()
+    for kind, each in held_out.items():
+        assert each == pytest.approx(ERRORS[kind], abs=0.0006), kind
 
 
 @pytest.mark.parity
 def test_forecasts_order_the_runs_of_a_source(published: list[Row]) -> None:
     for source in {row.source for row in published}:
-        pairs = [per_token(row) for row in published if row.source == source]
-        measured, expected = map(list, zip(*pairs, strict=True))
-        if len(pairs) > 2:
+        pairs = [per_token(row) for row in comparable(published) if row.source == source]
+        measured, expected = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
+        if len(set(expected)) > 2:  # others compare compiled with eager operations, not layouts
             assert rank_correlation(measured, expected) > 0.7, source
 
 
@@ -236,3 +248,45 @@ def test_rank_correlation_equals_hand_computed_values() -> None:
     assert rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
     assert rank_correlation([1, 2, 3], [30, 20, 10]) == pytest.approx(-1)
     assert rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)  # 1 - 6 * 2 / (4 * 15)
+
+
+def test_errors_of_a_layout_are_those_of_all_its_kinds() -> None:
+    keys = {"distributed__dp_size": 4, "distributed__dp_engine": "zero3", "distributed__pp_size": 2}
+    keys |= {"distributed__pp_engine": "zbv", "training__gradient_accumulation_steps": 4}
+    text = describe_errors(make_config(**keys)).splitlines()
+    assert [line.split("(")[1].split(")")[0] for line in text] == ["ZeRO-3", "zero bubble"]
+    assert "too fast to" in text[0]
+    assert "(dp, tp, 1f1b)" in describe_errors(make_config())
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.4])
+def test_hidden_messages_of_zero3_slow_the_computation_that_hides_them(fraction: float) -> None:
+    keys = {"distributed__dp_size": 4, "distributed__dp_engine": "zero3"}
+    sent = times(ONLY_LINKS, **keys).seconds.dp
+    fast = dataclasses.replace(ONLY_PRODUCTS, link=1.0, contention=fraction)  # all messages are hidden
+    found = times(fast, **keys).seconds
+    assert found.compute > 10 * sent
+    assert found.dp == pytest.approx(fraction * times(ONLY_LINKS, model__dtype="float64", **keys).seconds.dp)
+
+
+@pytest.mark.parametrize(("engine", "keep"), [("1f1b", 1), ("1f1b", 3), ("interleaved_1f1b", 2), ("zbv", 4)])
+def test_only_the_micro_batches_that_recompute_take_longer(engine: str, keep: int) -> None:
+    """The last rank sets the pace of a pipeline whose first rank recomputes most, so the mean is not enough."""
+    changes = {
+        "distributed__pp_size": 4,
+        "distributed__pp_engine": engine,
+        "distributed__pp_keep_activations": keep,
+        "training__gradient_accumulation_steps": 16,
+        "training__activation_checkpointing": "full",
+    }
+    config, model = make_config(**changes), tiny_llama(**MODEL | {"num_hidden_layers": 8})
+    plan = plan_pipeline(config, model)
+    clocks = [Clock(config, model, ONLY_PRODUCTS, float(keeps)) for keeps in (False, True)]
+    free, arrivals = [0.0] * 4, list[float]()
+    for rank, action, sources, receivers in run_order(plan.schedule):
+        kept, parts = plan.kept_activations(rank), action.parts
+        times = [clocks[part[1:] in kept].work(plan.stages[part.stage], part.kind) for part in parts]
+        free[rank] = max([free[rank], *(arrivals[i] for i in sources)]) + sum(map(sum, times))
+        arrivals += [free[rank]] * len(receivers)
+    found = forecast(config, model, plan, ONLY_PRODUCTS).seconds
+    assert found.compute + found.bubble == pytest.approx(max(free), rel=1e-9)

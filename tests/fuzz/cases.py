@@ -51,7 +51,7 @@ def draw_case(seed: int, number: int) -> Case:
             config["dataset.mask_documents"] = False
     if all(layout.get("distributed.cp_engine", "ulysses") == "ulysses" for layout in layouts) and dice.random() < 0.2:
         config["model.use_flash_attention"] = False
-    if config["training.activation_checkpointing"] == "none":
+    if config["training.activation_checkpointing"] != "full":
         for keys in (config, *layouts):
             keys.pop("distributed.pp_keep_activations", None)
     resume = {"after": dice.randint(1, STEPS - 1), "config": NO_LAYOUT | layouts[1]} if len(layouts) == 2 else None
@@ -231,9 +231,9 @@ def draw_family(dice: random.Random) -> dict[str, Any]:
 
 
 def draw_training(dice: random.Random) -> dict[str, Any]:
-    full = dice.random() < 0.4
+    share = dice.random()
     return {
-        "training.activation_checkpointing": "full" if full else "none",
+        "training.activation_checkpointing": "full" if share < 0.4 else "selective" if share < 0.7 else "none",
         "training.max_grad_norm": dice.choice((None, 0.1, 1.0)),
         "training.weight_decay": dice.choice((0.0, 0.1)),
         "training.adam_eps": dice.choice((1e-4, 1e-3)),  # larger than rounding errors of gradients that should be 0

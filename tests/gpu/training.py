@@ -120,6 +120,7 @@ ROW = 60.0  # seconds of a layout, with the start of its processes
 COMPILED = {"training": {"compile": True}, "model": {"dtype": "float32"}}  # torch 2.11 cannot in float64, on a CPU
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "activation checkpointing": {"training": {"activation_checkpointing": "full"}},
+    "selective recomputation": {"training": {"activation_checkpointing": "selective"}},
     "plain attention": {"model": {"use_flash_attention": False}},
     "AdamW not fused": {"model": {"use_fused_adam": False}},
     "compiled": COMPILED,

@@ -34,10 +34,6 @@ FAULTS = [
     (["0F0,0B0", "1B0,1F0"], "pp rank 1 has 1B0 too early: it must come after 1F0"),
     (["0F0,0B0", "(1F0;1B0)"], "pp rank 1 has 1B0 too early: it must come after 1F0"),
     (["1F0,1B0", "0F0,0B0"], "pp rank 0 has 1F0, but stage 1 is on pp rank 1 (loop placement)"),
-    (
-        ["0F0,0SEND_F0,0B0", "1F0,1B0"],
-        "pp rank 0 has 0SEND_F0; remove it: messages and reductions are added automatically",
-    ),
     (["0F0,0B0,0R", "1F0,1B0"], "pp rank 0 has 0R; remove it"),
     (["0F0,0F2,0B0,0B2", "1F0,1F2,1B0,1B2"], "pp rank 0 lacks 0F1, the forward of micro-batch 1 through stage 0"),
 ]
@@ -61,6 +57,8 @@ def test_check_rejects_faults_that_a_file_cannot_have() -> None:
         check(Schedule([evaluation.programs[0], [*evaluation.programs[1], Action("B", 1)]], 1, forward_only=True))
     with pytest.raises(UserError, match="pp rank 0 has 0F1, but the schedule has 2 stages and 1 micro-batches"):
         check(Schedule([[Action("F", 0, 1)], []], 1))
+    with pytest.raises(UserError, match="pp rank 0 has 0SEND_F0; remove it: messages and reductions are added automat"):
+        check(schedule_of("0F0,0SEND_F0,0B0", "1F0,1B0"))
 
 
 @pytest.mark.parametrize(

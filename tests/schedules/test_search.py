@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from picotron.console import UserError
 from picotron.drawing.__main__ import main
+from picotron.explain import estimate
+from picotron.pipeline_parallel.auto import deferred_fraction
 from picotron.pipeline_parallel.plan import plan_pipeline, settings_of
+from picotron.pipeline_parallel.stages import Stage
 from picotron.schedules.actions import Schedule, parse_action
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.search import KNOBS, ROUNDING, Greedy, Shape, fastest_schedule, fits, hand_made, shapes
@@ -40,7 +43,7 @@ def test_search_reaches_the_bubbles_of_the_zero_bubble_paper(case: Case) -> None
 times = st.floats(0.25, 4)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(
     pp=st.integers(1, 5),
     microbatches=st.integers(1, 12),
@@ -65,7 +68,7 @@ def test_schedule_fits_runs_and_nothing_hand_made_is_faster(
             assert found.score <= simulate(schedule, costs).step_time
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(
     pp=st.integers(1, 5),
     microbatches=st.integers(1, 12),
@@ -142,7 +145,7 @@ def test_runs_that_are_skipped_would_repeat_an_earlier_one(shape: Shape, memory:
     found = [shared.run(knobs, math.inf) for knobs in KNOBS]
     for schedule in (greedy().run(knobs, math.inf) for knobs in KNOBS):
         assert schedule in found
-    assert (None in found) == (memory in (1, 12))
+    assert (None in found) == (memory == 12 or (memory == 1 and shape == LOOP))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +235,7 @@ def test_plan_uses_the_times_of_a_recorded_run(tmp_path: Path) -> None:
     plan = plan_pipeline(auto_config(tmp_path, pp_costs=True), tiny_llama(num_hidden_layers=6))
     assert (plan.schedule.chunks, plan.schedule.microbatches) == (1, 6)
     assert f"measured in '{tmp_path}': step time" in str(plan)
-    assert " s, bubble" in str(plan)
+    assert " s (the best possible), bubble" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +296,47 @@ def test_mismatch_is_rejected_in_one_line(changes: dict[str, Any], message: str,
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_deferred_fraction_is_that_of_the_estimated_memory(tp: int, sequence_parallel: bool) -> None:
+    keys = {"distributed__tp_size": tp, "distributed__sequence_parallel": sequence_parallel}
+    config, model = make_config(training__activation_checkpointing="full", **keys), tiny_llama()
+    s = estimate.sizes(config, model)
+    deferred = estimate.deferred_bytes(s, Stage(range(1), False, False))
+    assert deferred_fraction(config, model) == deferred / estimate.layer_saves(config, s) > 1
+    assert deferred_fraction(make_config(**keys), model) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "qwen3"])
+def test_deferred_fraction_of_selective_recomputation_is_nearly_that_of_the_estimated_memory(family: str) -> None:
+    """It leaves out the numbers in float32: the log-sum-exp of scores, and of norms after products 1 / rms."""
+    keys = {"training__activation_checkpointing": "selective", "distributed__use_cpu": False}
+    config, model = make_config(model__dtype="bfloat16", **keys), tiny_llama(family, hidden_size=256, head_dim=64)
+    s = estimate.sizes(config, model)
+    kept = estimate.layer_saves(config, s) / estimate.deferred_bytes(s, Stage(range(1), False, False))
+    assert 1 / deferred_fraction(config, model) == pytest.approx(kept, rel=0.02)
+
+
+def test_memory_of_a_searched_schedule_with_recomputation_is_near_that_of_1f1b() -> None:
+    """The sizes of Llama 70B. If the search counted nothing between I and W, its schedule would hold 18 GiB."""
+    sizes = {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256}
+    model = tiny_llama(**sizes, num_attention_heads=64, num_key_value_heads=8)
+    keys: dict[str, Any] = {
+        "distributed__tp_size": 8,
+        "distributed__pp_size": 8,
+        "training__activation_checkpointing": "full",
+        "training__gradient_accumulation_steps": 32,
+        "training__micro_batch_size": 1,
+        "training__seq_length": 4096,
+        "model__dtype": "bfloat16",
+    }
+    peaks = []
+    for engine in ("1f1b", "auto"):
+        config = make_config(distributed__pp_engine=engine, **keys)
+        memories = estimate.rank_memory(config, model, plan_pipeline(config, model))
+        peaks.append(max(memory.activations for memory in memories))
+    assert peaks[1] <= 1.2 * peaks[0] < 10 * 2**30
+
+
 def test_drawing_searches_with_and_without_recorded_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["search", "--memory", "2", "--chunks", "1", "--out", str(tmp_path / "found.csv")])
     programs = [line.split(",") for line in (tmp_path / "found.csv").read_text().splitlines()]
@@ -334,4 +378,50 @@ def test_drawing_searches_with_sizes_of_stages(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_search_knows_every_hand_made_schedule() -> None:
-    assert {name for shape in shapes(None) for name in hand_made(2, 4, shape)} == set(SCHEDULES)
+    found = {name: schedule for shape in shapes(None) for name, schedule in hand_made(2, 4, shape).items()}
+    assert {name.partition(" in groups of ")[0] for name in found} == set(SCHEDULES)
+
+
+def test_search_tries_other_group_sizes() -> None:
+    """Groups of at least p micro-batches, each different from the default, which is as long as possible for m < p."""
+    found = hand_made(4, 12, (2, "loop"))
+    assert [name for name in found if name.startswith("zb_h1")] == [
+        "zb_h1",
+        *(f"zb_h1 in groups of {g}" for g in (12, 6)),
+    ]
+    assert found["zb_h1 in groups of 6"] == build("zb_h1", 4, 12, 2, group_size=6)
+    assert not any("groups" in name for name in [*hand_made(4, 12, LOOP), *hand_made(4, 3, (2, "loop"))])
+    slow = Costs(p2p=0.2)
+    assert simulate(found["zb_h1 in groups of 6"], slow).step_time < simulate(found["zb_h1"], slow).step_time
+
+
+@pytest.mark.parametrize("deferred", [1.5, 5.6])
+@pytest.mark.parametrize("shape", [LOOP, (2, "loop"), (2, "V")])
+def test_full_backwards_where_w_keeps_more_than_a_forward(shape: Shape, deferred: float) -> None:
+    """With room for one micro-batch, the backward of a single stage cannot be split."""
+    costs = {shape: Costs()}
+    for memory in (1, 1.4, 2, 4, 7, 30):
+        found = fastest_schedule(3, 6, memory, costs, deferred)
+        assert_runs(found.schedule)
+        assert fits(found.schedule, memory, deferred)
+        assert found.schedule.splits_backward or memory < 7
+        assert not found.schedule.splits_backward or memory > 1 or shape != LOOP
+
+
+def test_full_backwards_where_they_are_faster() -> None:
+    """Some backwards are full, because a full one is shorter than its halves together."""
+    found = fastest_schedule(2, 4, 2, {LOOP: Costs(B=1.5, weights=[1, 1.2], p2p=0.3)})
+    assert found.score < fastest_schedule(2, 4, 2, {LOOP: Costs(B=2, weights=[1, 1.2], p2p=0.3)}).score
+    assert any(part.kind == "B" for program in found.schedule.programs for action in program for part in action.parts)
+
+
+def test_bound_is_the_least_step_time_of_simple_cases() -> None:
+    """Work and the way of the first forward; one micro-batch; memory for one micro-batch; messages on its way."""
+    for pp, m, memory, costs, least in (
+        (2, 8, 2, Costs(), 25),
+        (4, 1, 4, Costs(), 9),
+        (4, 8, 1, Costs(), 72),
+        (4, 1, 4, Costs(p2p=0.5), 12),
+    ):
+        found = fastest_schedule(pp, m, memory, {LOOP: costs})
+        assert (found.score, found.bound, found.quality) == (least, least, "the best possible")

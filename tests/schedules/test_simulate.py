@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from picotron.schedules.actions import Action, Schedule, parse_action
-from picotron.schedules.schedules import SCHEDULES, build, forward_only
+from picotron.schedules.schedules import LOOPS, SCHEDULES, build, forward_only
 from picotron.schedules.simulate import (
     Costs,
     Span,
@@ -214,6 +214,24 @@ def test_messages_queue_on_the_link_between_two_ranks() -> None:
     assert timeline.spans[0][3].start == back[0] + 1.75
     fast = Costs(transfer=0.9, p2p=0.1)  # links are free when the next message leaves: as one time of a message
     assert simulate(build("1f1b", 3, 5), fast) == simulate(build("1f1b", 3, 5), Costs(p2p=1.0))
+
+
+@pytest.mark.parametrize("message", [0.0, 0.1, 2.0])
+def test_ranks_of_the_loops_wait_for_their_messages(message: float) -> None:
+    """Worked out by hand for 2 ranks, 2 micro-batches and messages of x. In AFAB, rank 1 computes forwards until 2 + x
+    and 3 + 2x, and backwards until 5 + 2x and 7 + 3x, after each of which rank 0 gets a message and computes for 2. In
+    1F1B, rank 1 computes until 4 + x, exchanges its gradient for the second forward, and computes until 7 + 2x.
+    """
+    costs = Costs(p2p=message, waits=True)
+    assert simulate(build("afab", 2, 2), costs).step_time == pytest.approx(9 + 4 * message)
+    assert simulate(build("1f1b", 2, 2), costs).step_time == pytest.approx(9 + 3 * message)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_ranks_that_wait_for_instant_messages_lose_no_time(name: str) -> None:
+    for pp, microbatches in itertools.product((1, 2, 3, 5), (1, 2, 4, 7)):
+        schedule = build(name, pp, microbatches)
+        assert simulate(schedule, Costs(waits=True)).spans == simulate(schedule).spans
 
 
 def test_memory_curves_are_the_activations_at_each_time() -> None:

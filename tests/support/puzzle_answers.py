@@ -56,8 +56,8 @@ WRONG = [
     (15, "if not state:", "if True:", "WRONG", "rank 0 of 3, step 2, 200 weights: weights"),
     (15, "F.pad(w, padding).chunk(group.size)[group.rank].clone()", "w.clone()", "ERROR", "line 1[0-9]"),
     (16, '"tp_size": 4', '"tp_size": 2', "WRONG", "the settings are for 512 GPUs, expected 1024"),
-    (16, '"activation_checkpointing": "full"', '"activation_checkpointing": "none"', "WRONG", "a rank needs .* GiB, expected at most 92 % of 79.1 GiB"),
-    (16, '"dp_engine": "zero3"', '"dp_engin": "zero3"', "WRONG", "there is no key 'dp_engin'"),
+    (16, '"dp_engine": "zero1"', '"dp_engine": "bucket"', "WRONG", "a rank needs .* GiB, expected at most 92 % of 79.1 GiB"),
+    (16, '"dp_engine": "zero1"', '"dp_engin": "zero1"', "WRONG", "there is no key 'dp_engin'"),
     (16, '"tp_size": 4', '"tp_size": 3', "WRONG", "tp_size"),
 ]  # fmt: skip
 
@@ -251,7 +251,7 @@ def program(rank):
 """),
     (16, """
 def layout():
-    return {"dp_size": 512, "tp_size": 2, "sequence_parallel": True, "dp_engine": "zero3", "micro_batch_size": 2,
-            "gradient_accumulation_steps": 1, "activation_checkpointing": "full"}
+    return {"dp_size": 32, "pp_size": 4, "cp_size": 2, "tp_size": 4, "sequence_parallel": True, "dp_engine": "zero1",
+            "pp_engine": "interleaved_1f1b", "micro_batch_size": 2, "gradient_accumulation_steps": 16}
 """),
 ]  # fmt: skip

@@ -1,6 +1,8 @@
 """The search for the best layouts: equal to an evaluation of all, and fast enough for all layouts of 1,024 ranks."""
 
+import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +12,13 @@ from picotron.config import Config
 from picotron.console import UserError
 from picotron.explain.estimate import GIB, rank_memory
 from picotron.explain.forecast import forecast
-from picotron.explain.hardware import HARDWARE
+from picotron.explain.hardware import HARDWARE, USABLE, Hardware
 from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.schedules.schedule_csv import as_csv
+from picotron.schedules.schedules import build
 from picotron.sweep.combinations import combinations
 from picotron.sweep.planned_jobs import candidates, what_fits
-from picotron.sweep.planner import best_configs
+from picotron.sweep.planner import Planner, best_configs
 
 BASE: dict[str, Any] = {
     "distributed": {"use_cpu": False},
@@ -37,44 +41,83 @@ SMALL = LlamaConfig(
 )  # fmt: skip
 
 
-INTERLEAVED: dict[str, list[Any]] = {
-    "distributed.pp_engine": ["interleaved_1f1b"],
-    "distributed.dp_engine": ["bucket"],
-    "training.micro_batch_size": [1],
-}
+def draw_space(seed: int, folder: Path) -> tuple[list[tuple[dict[str, Any], Config]], LlamaConfig, Hardware, float]:
+    """Draw a model, a number of ranks, keys that are given, hardware and its memory."""
+    draw = random.Random(seed)
+    layers, seq = draw.choice([2, 4, 8, 9]), draw.choice([256, 1024, 2048])
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 8}
+    model = LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, vocab_size=draw.choice([32000, 128256]),
+        tie_word_embeddings=draw.random() < 0.3, **sizes,
+    )  # fmt: skip
+    base = BASE | {"model": BASE["model"] | {k: v for k, v in sizes.items() if k != "num_key_value_heads"}}
+    base |= {"training": {"seq_length": seq}}
+    given: dict[str, list[Any]] = {"global_batch_size": [draw.choice([8, 16, 32])]}
+    given |= {"distributed.tp_size": [1, draw.choice([2, 8])], "distributed.cp_size": [draw.choice([1, 1, 2])]}
+    given["distributed.pp_size"] = draw.choice([[1, 2, 4, 8], [2, 4]])
+    if draw.random() < 0.6:
+        chunks = draw.choice([1, 2, 3])
+        file = folder / f"{seed}.csv"
+        file.write_text(as_csv(build("interleaved_1f1b", 2, 4, 2).programs))
+        options: list[dict[str, list[Any]]] = [
+            {"distributed.pp_engine": ["afab", "zb_h1", "dualpipev", "looped_bfs"]},
+            {"distributed.pp_engine": ["zb_h1", "interleaved_1f1b"], "distributed.pp_chunks": [chunks]},
+            {"distributed.pp_engine": ["interleaved_1f1b"], "distributed.pp_group_size": [2, 4, 8]},
+            {"distributed.pp_keep_activations": [2], "training.activation_checkpointing": ["full"]},
+            {"distributed.pp_engine": ["auto"], "distributed.pp_memory": [1, 2], "distributed.pp_size": [2]},
+            {"distributed.pp_engine": [f"csv:{file}"], "distributed.pp_size": [2]},
+            {"distributed.pp_layout": [f"E|t*{layers}L", f"Et*{layers - 1}|tL"], "distributed.pp_size": [2]},
+        ]
+        given |= draw.choice(options)
+    if draw.random() < 0.5:
+        given["training.micro_batch_size"] = [1]
+    if draw.random() < 0.3:
+        given["distributed.dp_engine"] = ["naive", "zero1"]
+    hardware = HARDWARE[draw.choice(list(HARDWARE))]
+    gib = draw.choice([hardware.gib, 8.0, 4.0, 3.0, 1.0])
+    return list(candidates(base, combinations(given, [8], base))), model, hardware, gib
 
 
-@pytest.mark.parametrize(
-    ("gib", "given"),
-    [
-        (79.1, {}),
-        (6.0, {}),
-        (79.1, INTERLEAVED | {"distributed.pp_chunks": [4]}),
-        (79.1, INTERLEAVED | {"distributed.pp_group_size": [2, 4]}),  # pp 4 and more need a larger group than 2
-        (79.1, {"distributed.pp_keep_activations": [2], "distributed.dp_engine": ["bucket"]}),
-    ],
-    ids=["all", "memory", "chunks", "groups", "kept"],
-)
-def test_best_configs_are_those_of_an_evaluation_of_all(gib: float, given: dict[str, list[Any]]) -> None:
-    tried = of_ranks(8, 16, given, num_hidden_layers=8, num_attention_heads=32)
-    best, _ = best_configs(tried, SMALL, HARDWARE["H100"], gib, 4)
-    seconds = []
+def check_space(seed: int, folder: Path, count: int = 4) -> int:
+    """Compare the search with an evaluation of all configs of a space, and each bound with its value."""
+    tried, model, hardware, gib = draw_space(seed, folder)
+    planner, fitting, needs = Planner(model, hardware), [], []
     for i, (_, config) in enumerate(tried):
         try:
-            plan = plan_pipeline(config, SMALL)
+            plan = plan_pipeline(config, model)
         except UserError:
             continue
-        if max(memory.total for memory in rank_memory(config, SMALL, plan)) <= 0.92 * gib * GIB:
-            seconds.append((forecast(config, SMALL, plan, HARDWARE["H100"]).step_time, i))
-    assert len(seconds) >= 4
-    assert best == [tried[i][0] for _, i in sorted(seconds)[:4]]
+        seconds, needed = forecast(config, model, plan, hardware).step_time, planner.gib(config, plan)
+        lower = planner.bounds(config)
+        assert lower[0] <= seconds * (1 + 1e-12)
+        assert lower[1] <= needed
+        needs.append(needed)
+        if needed <= USABLE * gib:
+            fitting.append((seconds, i))
+    best, least = best_configs(tried, model, hardware, gib, count)
+    assert best == [tried[i][0] for _, i in sorted(fitting)[:count]]
+    if needs and not best:
+        assert least is not None
+        assert least.gib == min(needs)
+    return len(needs)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_search_finds_what_an_evaluation_of_all_configs_finds(seed: int, tmp_path: Path) -> None:
+    check_space(seed, tmp_path)
+
+
+@pytest.mark.parity
+def test_the_search_finds_the_best_configs_of_200_more_spaces(tmp_path: Path) -> None:
+    evaluated = sum(check_space(seed, tmp_path) for seed in range(12, 212))
+    assert evaluated > 10_000
 
 
 def test_if_nothing_fits_the_smallest_change_is_named() -> None:
     [(_, config)] = [each for each in of_ranks(1, 1, num_hidden_layers=8, num_attention_heads=32)
                      if each[1].training.activation_checkpointing == "none" and each[1].training.micro_batch_size == 1]  # fmt: skip
     needs = [memory.total / GIB for memory in rank_memory(config, SMALL, plan_pipeline(config, SMALL))]
-    assert what_fits(config, SMALL, needs[0] / 0.92 - 0.1) == "it fits with activation_checkpointing full"
+    assert what_fits(config, SMALL, needs[0] / 0.92 - 0.1) == "it fits with activation_checkpointing selective"
     assert "ranks" in what_fits(config, SMALL, needs[0] / 4)
     assert what_fits(config, SMALL, 0.1).startswith("neither recomputation nor ZeRO-3")
 

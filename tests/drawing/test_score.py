@@ -1,0 +1,149 @@
+"""The scoreboard of schedules: hand-worked figures, bounds that hold, errors in one sentence, and valid entries."""
+
+from pathlib import Path
+
+import pytest
+
+from docs.programs.scoreboard import FOLDER, read_entry
+from docs.programs.v_min import v_min
+from picotron.console import UserError
+from picotron.drawing import __main__ as drawing
+from picotron.drawing.score import MEMORY, MESSAGES, TIMES, Score, Setting, bound, peak, published, ranking, settings
+from picotron.schedules.actions import Schedule
+from picotron.schedules.checker import check
+from picotron.schedules.schedule_csv import as_csv
+from picotron.schedules.schedules import build
+from picotron.schedules.search import SHAPES, fastest_schedule
+
+ENTRIES = sorted(FOLDER.glob("*.csv"))
+
+
+def written(schedule: Schedule, folder: Path) -> Path:
+    path = folder / "own.csv"
+    path.write_text(as_csv(schedule.programs))
+    return path
+
+
+def test_ranking_by_hand() -> None:
+    """Each rank works for 8 x 3. To this, 1F1B adds 3 (p - 1), ZB-H1 p - 1, ZB-V and ZB-H1 with two stages half of it.
+    (AFAB holds 8 micro-batches, interleaved 1F1B and DualPipeV hold more than 4.)
+    """
+    setting = Setting(4, 8, "p", 0.0, "equal")
+    assert ranking(setting, published(setting)) == [
+        Score(1, "zb_h1 (v 2)", 25.5, pytest.approx(1.5 / 25.5), 4),
+        Score(1, "zbv (v 2)", 25.5, pytest.approx(1.5 / 25.5), 4),
+        Score(3, "zb_h1 (v 1)", 27, pytest.approx(3 / 27), 4),
+        Score(4, "1f1b (v 1)", 33, pytest.approx(9 / 33), 4),
+    ]
+
+
+def test_bound_by_hand() -> None:
+    """The last rank starts after three forwards of a half, and works for 8 x 3. In a third of the memory, there is room
+    for one micro-batch. In a V with 8 stages, the first one holds it for 4 forwards, 4 backwards and a W of a half, the
+    last one for 1.5, and each holds half of it: (8.5 + 1.5) / 2 = 5 for each of 8 micro-batches.
+    """
+    assert bound(Setting(4, 8, "p", 0.0, "equal")) == 1.5 + 8 * 3
+    assert bound(Setting(4, 8, "p", 0.1, "equal")) == pytest.approx(1.5 + 0.3 + 8 * 3)
+    assert bound(Setting(4, 8, "p/3", 0.0, "equal")) == 1.5 + 8 * 5
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_no_schedule_is_faster_than_the_bound(memory: str) -> None:
+    for pp, m in ((3, 2), (3, 7), (4, 4), (5, 10), (6, 6)):
+        for message in MESSAGES:
+            for times in TIMES:
+                setting = Setting(pp, m, memory, message, times)
+                scores = ranking(setting, published(setting))
+                assert scores[0].step_time >= bound(setting) - 1e-9, setting
+
+
+def test_a_program_faster_than_all_hand_made_ones_is_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With slow messages and as many micro-batches as ranks, the search finds one."""
+    setting = Setting(4, 4, "p", 0.1, "equal")
+    own = fastest_schedule(4, 4, 4, {shape: setting.costs(shape[0]) for shape in SHAPES}).schedule
+    hand_made = [pair for pair in published(setting) if not pair[0].startswith("search")]
+    scores = ranking(setting, [*hand_made, ("own", own)])
+    assert [(score.place, score.name) for score in scores[:2]] == [(1, "own"), (2, "zb_h1 (v 2)")]
+
+    path = written(own, tmp_path)
+    drawing.main(["score", str(path)])
+    tables = capsys.readouterr().out.split("\n\n")
+    title, header, first, *_ = next(table for table in tables if table.startswith(str(setting))).splitlines()
+    assert title == f"{setting}; no step can take less than 13.8"
+    assert header.split() == ["place", "schedule", "step", "time", "idle", "activations"]
+    assert first.split()[:2] == ["1", str(path)]
+
+
+def test_a_program_is_ranked_only_where_its_memory_suffices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = FOLDER / "v_min_4_8.csv"
+    drawing.main(["score", str(written(build("zbv", 4, 8), tmp_path)), str(other)])
+    printed = capsys.readouterr().out
+    assert printed.count("memory p = 4 micro-batches") == len(MESSAGES) * len(TIMES) == printed.count(str(other))
+    assert "memory p/2" not in printed
+    drawing.main(["score", str(other)])
+    assert "memory p/2 = 2 micro-batches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (build("1f1b", 2, 4), "no setting has pp=2 and microbatches=4; the settings are pp=4 with 4, 8, 16 micro-b"),
+        (build("zb_h1", 4, 8, 4), "the schedule has 4 stages per pp rank; the settings allow at most 2"),
+        (
+            build("afab", 4, 16),
+            "a pp rank holds the activations of up to 16 micro-batches; the settings with pp=4 allow",
+        ),
+    ],
+)
+def test_other_programs_are_refused_in_one_sentence(schedule: Schedule, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as exit:
+        drawing.main(["score", str(written(schedule, tmp_path))])
+    assert str(exit.value).startswith(f"error: {message}")
+    assert "\n" not in str(exit.value)
+
+
+def test_a_deadlock_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    for path, message in (
+        ("docs/solutions/deadlock.csv", "cannot run: deadlock"),
+        (tmp_path / "no.csv", "No such file"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            drawing.main(["score", str(path)])
+
+
+@pytest.mark.parametrize("path", ENTRIES, ids=lambda path: path.stem)
+def test_entries_fit_the_settings_that_they_claim(path: Path) -> None:
+    entry = read_entry(path)
+    check(entry.schedule)
+    pp, microbatches = map(int, path.stem.split("_")[-2:])
+    claimed = [setting for setting in settings(pp, microbatches) if setting.memory == entry.memory]
+    assert len(claimed) == len(MESSAGES) * len(TIMES)
+    assert all(setting.admits(entry.schedule) for setting in claimed)
+    assert entry.name
+    assert entry.author
+    assert entry.link.startswith("https://")
+
+
+def test_entries_need_their_description(tmp_path: Path) -> None:
+    (tmp_path / "mine_4_8.csv").write_text((FOLDER / "v_min_4_8.csv").read_text())
+    with pytest.raises(UserError, match=r"mine_4_8.csv needs .*mine.json with name, author, link and memory"):
+        read_entry(tmp_path / "mine_4_8.csv")
+    (tmp_path / "mine.json").write_text('{"name": "mine"}')
+    with pytest.raises(UserError, match="needs"):
+        read_entry(tmp_path / "mine_4_8.csv")
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 6, 8, 9, 16])
+def test_v_min_needs_the_memory_of_its_paper(pp: int) -> None:
+    """(p + 4) / 3 micro-batches, rounded down (Qi et al. 2024)."""
+    schedule = Schedule([v_min(rank, pp, 2 * pp) for rank in range(pp)], 2 * pp, 2, "V")
+    check(schedule)
+    assert peak(schedule) == (pp + 4) // 3
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in ENTRIES if path.stem.startswith("v_min")], ids=lambda path: path.stem
+)
+def test_program_of_v_min_has_written_its_entries(path: Path) -> None:
+    pp, m = map(int, path.stem.split("_")[-2:])
+    assert as_csv([v_min(rank, pp, m) for rank in range(pp)]) == path.read_text()
