@@ -66,7 +66,7 @@ class Greedy:
         empty: a schedule whose programs are to be found.
         memory, deferred, sizes: see `fastest_schedule`.
         costs: times of actions and messages; the time of a pair is not used.
-        backwards: "split" into I and W, "full", or "mixed": full where an I, which keeps more than it frees, does not fit.
+        backwards: "split" into I and W, "full", or "mixed": full where an I that keeps more than it frees does not fit.
     """
 
     def __init__(
@@ -94,7 +94,9 @@ class Greedy:
         message = costs.p2p + costs.transfer
         self.message = [message * (a != b) for a, b in itertools.pairwise(self.owner)]  # from each stage to the next
         halves = list(map(operator.add, self.time["I"], self.time["W"]))
-        self.least = {"split": halves, "full": self.time["B"], "mixed": list(map(min, self.time["B"], halves))}[backwards]
+        self.least = {"split": halves, "full": self.time["B"], "mixed": list(map(min, self.time["B"], halves))}[
+            backwards
+        ]
         self.work = [self.m * sum(self.time["F"][stage] + self.least[stage] for stage in each) for each in own]
         full = [sum(self.sizes[stage] for stage in each) for each in own]  # of one micro-batch
         # How far each rank could have run ahead in the last run, by its knobs other than the slope.

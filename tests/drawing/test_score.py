@@ -48,7 +48,8 @@ def test_bound_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pp", "m"), [(3, 2), (3, 7), *(pytest.param(*each, marks=pytest.mark.parity) for each in ((4, 4), (5, 10), (6, 6)))]
+    ("pp", "m"),
+    [(3, 2), (3, 7), *(pytest.param(*each, marks=pytest.mark.parity) for each in ((4, 4), (5, 10), (6, 6)))],
 )
 @pytest.mark.parametrize("memory", MEMORY)
 def test_no_schedule_is_faster_than_the_bound(memory: str, pp: int, m: int) -> None:
