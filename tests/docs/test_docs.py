@@ -88,7 +88,8 @@ def test_every_block_has_valid_options(page: Path) -> None:
     languages = re.findall(r"^```(.*)\n(?:.*\n)*?```$", text, re.MULTILINE)
     assert set(languages) <= {"console", "bash", "text", "python", "json", "csv"}
     assert sum(language in ("console", "bash") for language in languages) == sum(b.picture is None for b in found)
-    comments = re.findall(r"<!-- *(\w+):", text)
+    assert text.count("<!-- code") == len(make.CODE.findall(text)), "a comment that belongs to no code"
+    comments = [key for key in re.findall(r"<!-- *(\w+):", text) if key != "code"]
     expected = [[*block.options, *(["picture"] if block.picture else [])] for block in found]
     assert comments == [key for keys in expected for key in keys], "a comment that belongs to no block"
     for block in found:
@@ -96,6 +97,12 @@ def test_every_block_has_valid_options(page: Path) -> None:
         assert block.shown != "", f"line {block.line} shows nothing that the command prints"
         for key, value in block.options.items():
             assert re.fullmatch(OPTIONS[key], value), f"line {block.line}: {key}: {value}"
+
+
+@each_page
+def test_code_on_the_page_is_that_of_the_file(page: Path) -> None:
+    text = page.read_text()
+    assert text == make.paste_code(text), "run python -m docs.programs.make --code"
 
 
 # ------------------------------------------------------------------------------------------------ names within commands
@@ -288,6 +295,31 @@ def test_make_replaces_outputs(tmp_path: Path) -> None:
     with pytest.raises(make.CommandFailed, match="line 6: exit 3\nexit status 3"):
         make.make(page, lambda block: True)
     assert "old" in page.read_text()
+
+
+def test_code_is_pasted_when_it_differs_from_its_file(tmp_path: Path) -> None:
+    file, page = tmp_path / "code.py", tmp_path / "page.md"
+    file.write_text(
+        'class A:\n    """A letter."""\n\n    @staticmethod\n    def f() -> int:  # one\n        return 1\n\n\n'
+        'def g() -> None:\n    """Do\n    nothing.\n    """\n'
+    )
+    method = "@staticmethod\ndef f() -> int:  # one\n    return 1\n"
+    indented = "".join(f"    {line}\n" for line in method.splitlines())
+    for symbols, code in {
+        "A.f": method,
+        "A.f g": method + '\ndef g() -> None:\n    """Do\n    nothing.\n    """\n',
+        "A": f'class A:\n    """A letter."""\n\n{indented}',
+        "A, without docstring": f"class A:\n{indented}",
+    }.items():
+        block = f"<!-- code: {file} {symbols} -->\n```python\n{{}}```\n"
+        assert make.paste_code(block.format("old\n")) == block.format(code)
+        assert make.paste_code(block.format("")) == make.paste_code(block.format(code)) == block.format(code)
+    page.write_text(block.format("old\n"))
+    with mock.patch("sys.argv", ["make", "--code", str(page)]), pytest.raises(SystemExit, match="^False$"):
+        make.main()
+    assert page.read_text() == block.format(code)
+    with pytest.raises(LookupError, match="defines no A.g"):
+        make.paste_code(block.format("").replace(" A,", " A.g,"))
 
 
 @pytest.mark.processes
