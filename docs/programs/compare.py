@@ -21,7 +21,7 @@ def read_steps(folder: Path) -> dict[int, list[float]]:
 
 
 def largest_difference(one: dict[int, list[float]], other: dict[int, list[float]]) -> float:
-    """Return the largest difference of two numbers of the same step, relative to the number in `one`; NaN if any is NaN.
+    """Return the largest difference of two numbers of the same step, relative to the number in `one`, or NaN.
 
     Raises:
         ValueError: the runs have different steps, or none.

@@ -305,20 +305,20 @@ def test_code_is_pasted_when_it_differs_from_its_file(tmp_path: Path) -> None:
     )
     method = "@staticmethod\ndef f() -> int:  # one\n    return 1\n"
     indented = "".join(f"    {line}\n" for line in method.splitlines())
-    for symbols, code in {
+    for symbols, pasted in {
         "A.f": method,
         "A.f g": method + '\ndef g() -> None:\n    """Do\n    nothing.\n    """\n',
         "A": f'class A:\n    """A letter."""\n\n{indented}',
         "A, without docstring": f"class A:\n{indented}",
     }.items():
         block = f"<!-- code: {file} {symbols} -->\n```python\n{{}}```\n"
-        assert make.paste_code(block.format("old\n")) == block.format(code)
-        assert make.paste_code(block.format("")) == make.paste_code(block.format(code)) == block.format(code)
+        assert make.paste_code(block.format("old\n")) == block.format(pasted)
+        assert make.paste_code(block.format("")) == make.paste_code(block.format(pasted)) == block.format(pasted)
     page.write_text(block.format("old\n"))
-    with mock.patch("sys.argv", ["make", "--code", str(page)]), pytest.raises(SystemExit, match="^False$"):
+    with mock.patch("sys.argv", ["make", "--code", str(page)]), pytest.raises(SystemExit, match=r"^False$"):
         make.main()
-    assert page.read_text() == block.format(code)
-    with pytest.raises(LookupError, match="defines no A.g"):
+    assert page.read_text() == block.format(pasted)
+    with pytest.raises(LookupError, match=r"defines no A\.g"):
         make.paste_code(block.format("").replace(" A,", " A.g,"))
 
 
