@@ -150,12 +150,12 @@ def test_every_benchmark_has_a_test() -> None:
     programs = {path.stem for path in Path("benchmarks").glob("*.py") if "__main__" in path.read_text()}
     assert programs == ROWS.keys() | OTHERS
     of_make = set(re.findall(r"-m benchmarks\.(\w+)", Path("Makefile").read_text()))
-    assert programs - of_make == {"forecast", "forecast_here", "roofline"}  # docs/benchmarks.md says so
+    assert programs - of_make == {"forecast", "forecast_here", "roofline"}  # docs/reference/benchmarks.md says so
 
 
 def test_every_measured_table_of_the_page_has_its_commit() -> None:
     """A measured table is below a command that is not run for the page, up to the next such command."""
-    page = Path("docs/benchmarks.md").read_text()
+    page = Path("docs/reference/benchmarks.md").read_text()
     measured = [part for part in re.split(r"^<!-- run: ", page, flags=re.MULTILINE) if part.startswith("no,")]
     assert len(measured) > 9
     for part in measured:

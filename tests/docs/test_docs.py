@@ -1,4 +1,4 @@
-"""README.md and docs/*.md: outputs are up to date, and named files, options, symbols and link targets exist."""
+"""README.md and docs/**/*.md: outputs are up to date, and named files, options, symbols and link targets exist."""
 
 import ast
 import contextlib
