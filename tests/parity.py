@@ -188,7 +188,7 @@ def report(rows: dict[str, dict[str, float]]) -> str:
         f"is larger than {LIMIT:g}.",
         "",
         "The errors are relative: the largest |a - b| of a tensor divided by its largest |b|, where a is picotron's value and b",
-        "that of the reference. Each column has the largest error on any rank:",
+        "the reference's. Each column has the largest error on any rank:",
         "",
         "- loss: the losses of the ten steps",
         "- gradients: every gradient of the first step, and the gradient norms of the ten steps",
