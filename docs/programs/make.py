@@ -3,7 +3,9 @@
     make docs                                   all pages
     python -m docs.programs.make docs/checkpoints.md     some pages
 
-tests/docs/test_docs.py checks that the outputs have not changed. A page can have three kinds of blocks:
+    python -m docs.programs.make --code         no command: only the code on all pages
+
+tests/docs/test_docs.py checks that outputs and code have not changed. A page can have four kinds of blocks:
 
     ```console                  a command, and its output, including stderr
     $ make help
@@ -12,8 +14,12 @@ tests/docs/test_docs.py checks that the outputs have not changed. A page can hav
     ```bash                     a script whose output is not shown
     <!-- picture: python -m docs.programs.run_pictures batch --out docs/pictures/batch.svg -->
     ![A global batch](pictures/batch.svg)                                     a picture, and the command that draws it
+    <!-- code: picotron/data_parallel/data_parallel.py Bucket.reset Bucket.launch -->
+    ```python                   the source of functions, methods or classes of a file; with `, without docstring`
+    ...                         before the end of the comment, without theirs
+    ```
 
-Comments before a block are its options:
+Comments before the other blocks are their options:
 
     <!-- run: slow -->          run in `make docs` and `make parity`, but not in `make test`; a bash block is never fast
     <!-- run: no, REASON -->    never run it; the tests only check that its options and files exist
@@ -27,6 +33,7 @@ folder is ~ and the copy ~/picotron.
 """
 
 import argparse
+import ast
 import dataclasses
 import os
 import re
@@ -34,6 +41,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +51,11 @@ BLOCK = re.compile(
     r"(?:^```console\n\$ (?P<console>(?:.*\\\n)*.*)\n(?P<shown>(?:(?!```).*\n)*)```$"
     r"|^```bash\n(?P<bash>(?:(?!```).*\n)*)```$"
     r"|^<!-- picture: (?P<drawing>.*) -->\n!\[[^\]]*\]\((?P<picture>[^)]*)\)$)",
+    re.MULTILINE,
+)
+CODE = re.compile(
+    r"^<!-- code: (?P<file>\S+) (?P<symbols>[\w. ]+)(?P<bare>, without docstring)? -->\n"
+    r"```python\n(?P<shown>(?:(?!```).*\n)*)```$",
     re.MULTILINE,
 )
 
@@ -153,12 +166,49 @@ def shape(output: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"\b0[kMG]?B", "0B", numbers))
 
 
+def source(file: Path, symbol: str, with_docstring: bool = True) -> str:
+    """Return the source of a function or a class, with its decorators and without the indentation of its class.
+
+    Args:
+        symbol: dotted name, such as `Bucket.launch`.
+
+    Raises:
+        LookupError: the file defines no such function or class.
+    """
+    text = file.read_text()
+    node: ast.Module | ast.FunctionDef | ast.ClassDef = ast.parse(text)
+    for name in symbol.split("."):
+        found = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name == name]
+        if not found:
+            raise LookupError(f"{file} defines no {symbol}")
+        node = found[0]
+    assert not isinstance(node, ast.Module)
+    first = min(each.lineno for each in (node, *node.decorator_list))
+    lines: list[str | None] = [*text.splitlines()[: node.end_lineno]]
+    if not with_docstring and ast.get_docstring(node) is not None:
+        begin, end = node.body[0].lineno - 1, node.body[0].end_lineno or 0
+        end += lines[end : end + 1] == [""]  # the empty line after the docstring of a class
+        lines[begin:end] = [None] * (end - begin)
+    return textwrap.dedent("".join(f"{line}\n" for line in lines[first - 1 :] if line is not None))
+
+
+def paste_code(text: str) -> str:
+    """Replace the code on a page by the source of its symbols, with an empty line between two of them."""
+
+    def paste(match: re.Match[str]) -> str:
+        sources = [source(ROOT / match["file"], symbol, not match["bare"]) for symbol in match["symbols"].split()]
+        return match[0].removesuffix(match["shown"] + "```") + "\n".join(sources) + "```"
+
+    return CODE.sub(paste, text)
+
+
 def make(page: Path, wanted: Callable[[Block], bool]) -> None:
-    """Run the wanted blocks of a page, and write their output into it.
+    """Run the wanted blocks of a page, and write their output and the page's code into it.
 
     Raises:
         CommandFailed: a command ends with an unexpected exit status.
-        OSError: a command did not write its picture.
+        LookupError: a symbol, whose code the page shows, does not exist.
+        OSError: a command did not write its picture, or a file with code does not exist.
     """
 
     def run(match: re.Match[str]) -> str:
@@ -173,7 +223,7 @@ def make(page: Path, wanted: Callable[[Block], bool]) -> None:
         return match[0] if block.shown is None else match[0].removesuffix(block.shown + "```") + output + "```"
 
     with Workspace() as workspace:
-        page.write_text(BLOCK.sub(run, page.read_text()))
+        page.write_text(paste_code(BLOCK.sub(run, page.read_text())))
 
 
 def main() -> None:
@@ -181,13 +231,17 @@ def main() -> None:
         description="Run the commands on README.md and docs/*.md, and write their output into these pages."
     )
     parser.add_argument("pages", nargs="*", type=Path, help="pages to update; default: all")
+    parser.add_argument("--code", action="store_true", help="run no command: only update the code on the pages")
     parser.add_argument("--fast", action="store_true", help="skip slow commands and keep their output")
     options = parser.parse_args()
     failed = False
     for page in [path.resolve() for path in options.pages] or pages():
         try:
+            if options.code:
+                page.write_text(paste_code(page.read_text()))
+                continue
             make(page, lambda block: block.speed == "fast" or not options.fast)
-        except (CommandFailed, OSError) as error:
+        except (CommandFailed, LookupError, OSError) as error:
             failed = True
             print(f"{page.name} was not updated: {error}", file=sys.stderr)
     sys.exit(failed)

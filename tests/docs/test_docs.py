@@ -1,4 +1,4 @@
-"""README.md and docs/*.md: outputs are up to date, and named files, options, symbols and link targets exist."""
+"""README.md and docs/**/*.md: outputs are up to date, and named files, options, symbols and link targets exist."""
 
 import ast
 import contextlib
@@ -88,7 +88,8 @@ def test_every_block_has_valid_options(page: Path) -> None:
     languages = re.findall(r"^```(.*)\n(?:.*\n)*?```$", text, re.MULTILINE)
     assert set(languages) <= {"console", "bash", "text", "python", "json", "csv"}
     assert sum(language in ("console", "bash") for language in languages) == sum(b.picture is None for b in found)
-    comments = re.findall(r"<!-- *(\w+):", text)
+    assert text.count("<!-- code") == len(make.CODE.findall(text)), "a comment that belongs to no code"
+    comments = [key for key in re.findall(r"<!-- *(\w+):", text) if key != "code"]
     expected = [[*block.options, *(["picture"] if block.picture else [])] for block in found]
     assert comments == [key for keys in expected for key in keys], "a comment that belongs to no block"
     for block in found:
@@ -96,6 +97,12 @@ def test_every_block_has_valid_options(page: Path) -> None:
         assert block.shown != "", f"line {block.line} shows nothing that the command prints"
         for key, value in block.options.items():
             assert re.fullmatch(OPTIONS[key], value), f"line {block.line}: {key}: {value}"
+
+
+@each_page
+def test_code_on_the_page_is_that_of_the_file(page: Path) -> None:
+    text = page.read_text()
+    assert text == make.paste_code(text), "run python -m docs.programs.make --code"
 
 
 # ------------------------------------------------------------------------------------------------ names within commands
@@ -247,11 +254,17 @@ def test_page_of_the_code_lists_every_file() -> None:
     assert sorted(listed) == sorted([*there, *map(str, Path().glob("*.py"))])
 
 
-def test_readme_cites_every_paper_of_the_code() -> None:
-    papers = {
-        paper for path in Path("picotron").rglob("*.py") for paper in re.findall(r"arXiv:(\d+\.\d+)", path.read_text())
-    }
-    assert papers == set(re.findall(r"arxiv\.org/abs/(\d+\.\d+)", Path("README.md").read_text()))
+def test_page_of_papers_has_every_citation_of_the_code() -> None:
+    """Each row of docs/papers.md links to the paper and to all files that cite it."""
+    listed: dict[str, list[str]] = {}
+    for row in re.findall(r"^\| .*$", Path("docs/papers.md").read_text(), re.MULTILINE):
+        for paper in re.findall(r"arxiv\.org/abs/(\d+\.\d+)", row):
+            listed.setdefault(paper, []).extend(re.findall(r"\]\(\.\./(picotron/[^)]*\.py)\)", row))
+    cited: dict[str, list[str]] = {}
+    for path in sorted(Path("picotron").rglob("*.py")):
+        for paper in set(re.findall(r"arXiv:(\d+\.\d+)", path.read_text())):
+            cited.setdefault(paper, []).append(str(path))
+    assert listed == cited
 
 
 # ---------------------------------------------------------------------------------------------- docs/programs/make.py
@@ -288,6 +301,31 @@ def test_make_replaces_outputs(tmp_path: Path) -> None:
     with pytest.raises(make.CommandFailed, match="line 6: exit 3\nexit status 3"):
         make.make(page, lambda block: True)
     assert "old" in page.read_text()
+
+
+def test_code_is_pasted_when_it_differs_from_its_file(tmp_path: Path) -> None:
+    file, page = tmp_path / "code.py", tmp_path / "page.md"
+    file.write_text(
+        'class A:\n    """A letter."""\n\n    @staticmethod\n    def f() -> int:  # one\n        return 1\n\n\n'
+        'def g() -> None:\n    """Do\n    nothing.\n    """\n'
+    )
+    method = "@staticmethod\ndef f() -> int:  # one\n    return 1\n"
+    indented = "".join(f"    {line}\n" for line in method.splitlines())
+    for symbols, pasted in {
+        "A.f": method,
+        "A.f g": method + '\ndef g() -> None:\n    """Do\n    nothing.\n    """\n',
+        "A": f'class A:\n    """A letter."""\n\n{indented}',
+        "A, without docstring": f"class A:\n{indented}",
+    }.items():
+        block = f"<!-- code: {file} {symbols} -->\n```python\n{{}}```\n"
+        assert make.paste_code(block.format("old\n")) == block.format(pasted)
+        assert make.paste_code(block.format("")) == make.paste_code(block.format(pasted)) == block.format(pasted)
+    page.write_text(block.format("old\n"))
+    with mock.patch("sys.argv", ["make", "--code", str(page)]), pytest.raises(SystemExit, match=r"^False$"):
+        make.main()
+    assert page.read_text() == block.format(pasted)
+    with pytest.raises(LookupError, match=r"defines no A\.g"):
+        make.paste_code(block.format("").replace(" A,", " A.g,"))
 
 
 @pytest.mark.processes

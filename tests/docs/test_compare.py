@@ -1,0 +1,42 @@
+"""docs/programs/compare.py: the largest relative difference of two runs, and when a comparison fails."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from docs.programs import compare
+
+
+def write(folder: Path, numbers: list[tuple[int, float, float]]) -> Path:
+    folder.mkdir()
+    records = [{"step": step, "loss": loss, "grad_norm": norm, "tokens": 8} for step, loss, norm in numbers]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def run(*arguments: object) -> object:
+    with mock.patch.object(sys, "argv", ["compare", *map(str, arguments)]), pytest.raises(SystemExit) as stop:
+        compare.main()
+    return stop.value.code
+
+
+def test_largest_relative_difference_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(tmp_path / "one", [(1, 4.0, 2.0), (2, 2.0, 1.0)])
+    other = write(tmp_path / "other", [(1, 4.0, 2.0 + 2e-6), (2, 2.0 + 1e-6, 1.0)])
+    assert run(one, one) == 0
+    assert run(one, other) == 1
+    assert run(one, other, "--tolerance", 2e-6) == 0
+    line = "2 steps, largest relative difference of losses and gradient norms: "
+    assert capsys.readouterr().out == f"{line}0e+00\n{line}1e-06\n{line}1e-06\n"
+    assert run(one, write(tmp_path / "nan", [(1, 4.0, 2.0), (2, math.nan, 1.0)])) == 1
+
+
+def test_runs_of_different_steps_are_not_compared(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"different steps: \[1, 2\] and \[1\]"):
+        compare.largest_difference({1: [1.0], 2: [1.0]}, {1: [1.0]})
+    with pytest.raises(ValueError, match="different steps"):
+        compare.largest_difference({}, {})
