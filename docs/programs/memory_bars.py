@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from docs.programs.svg import LINE, RANKS, WIDTH, Svg
+from docs.programs.svg import LINE, TENSORS, WIDTH, Svg
 from picotron.command_line import parse_config
 from picotron.console import text_table
 from picotron.explain.estimate import GIB, Memory, rank_memory
@@ -75,20 +75,15 @@ def bars(found: dict[str, tuple[Memory, dict[str, int]]]) -> str:
     """Draw two bars for each remedy: the estimate above, the count below."""
     left, row = 230.0, 46
     scale = (WIDTH - left - 90) / max(memory.total for memory, _ in found.values())
-    picture, x = Svg(WIDTH, 2 * LINE + 10 + row * len(found)), left
-    for colour, part in zip(RANKS, PARTS, strict=True):
-        picture.box(x, 0, 18, 18, colour)
-        picture.text(x + 24, 14, part)
-        x += 34 + 9 * len(part)
-    picture.frame(x, 0, 18, 18)
-    picture.text(x + 24, 14, "counted")
+    picture = Svg(WIDTH, 2 * LINE + 10 + row * len(found))
+    picture.keys(left - 50, 0, *((TENSORS[part], part) for part in PARTS), ("", "counted"))
     for number, (name, (memory, counted)) in enumerate(found.items()):
         x, y = left, LINE + 10 + row * number
         picture.text(0, y + 24, name)
         sizes = [getattr(memory, part) for part in PARTS]
         sizes[-1] += memory.gathered
-        for colour, part, size in zip(RANKS, PARTS, sizes, strict=True):
-            picture.box(x, y, size * scale, 20, colour, f"{size / GIB:.1f}", f"{part}: {size / GIB:.2f} GiB")
+        for part, size in zip(PARTS, sizes, strict=True):
+            picture.box(x, y, size * scale, 20, TENSORS[part], f"{size / GIB:.1f}", f"{part}: {size / GIB:.2f} GiB")
             x += size * scale
         picture.text(x + 8, y + 24, f"{memory.total / GIB:.1f} GiB")
         picture.frame(left, y + 22, counted["peak"] * scale, 12)
