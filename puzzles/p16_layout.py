@@ -1,6 +1,6 @@
 """Puzzle 16, layout: 70 billion parameters on 1,024 GPUs.
 
-To read: docs/seventy_billion.md and docs/which_axis.md. Check your answer with `python -m puzzles 16`.
+To read: docs/seventy_billion.md and docs/when_an_axis_pays.md. Check your answer with `python -m puzzles 16`.
 """
 
 from typing import Any
