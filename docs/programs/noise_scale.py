@@ -59,7 +59,8 @@ def main() -> None:
             record = trainer.train(trainer.next_batches(), cross_entropy)
             if step in MEASURED:
                 tokens = scale * config.training.seq_length
-                rows.append([f"{step}", f"{record['loss']:.2f}", f"{scale:.2g}", f"{tokens:.2g}"])
+                rounded = (f"{float(f'{number:.2g}'):,.0f}" for number in (scale, tokens))  # two digits
+                rows.append([f"{step}", f"{record['loss']:.2f}", *rounded])
     print(text_table(rows, first_number=0))
 
 

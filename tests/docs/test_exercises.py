@@ -211,8 +211,8 @@ def test_afab_holds_twice_the_activations_of_twice_as_many_micro_batches() -> No
     """docs/memory.md, exercise 2: 1F1B holds those of p micro-batches, however many there are."""
     model = tiny_llama(num_hidden_layers=4)
     held = {}
-    for engine, count in itertools.product(("afab", "1f1b"), (4, 8)):
-        config = pipeline_config(engine, 4, count)
-        held[engine, count] = rank_memory(config, model, check_layout(config, model))[0].activations
+    for engine, micro_batches in itertools.product(("afab", "1f1b"), (4, 8)):
+        config = pipeline_config(engine, 4, micro_batches)
+        held[engine, micro_batches] = rank_memory(config, model, check_layout(config, model))[0].activations
     assert held["afab", 4] == held["1f1b", 4] == held["1f1b", 8]
     assert held["afab", 8] == 2 * held["afab", 4]
