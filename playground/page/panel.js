@@ -21,7 +21,8 @@ export class Panel {
     this.action = el("p", { className: "action" });
     this.chain = el("p", { className: "chain" });
     this.table = el("table");
-    this.details = el("details", { className: "ranks" }, el("summary", {}, "Each rank in numbers"), this.table);
+    this.details = el("details", { className: "ranks" }, el("summary", {}, "Each rank in numbers"),
+      el("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": `Ranks of schedule ${id.toUpperCase()}` }, this.table));
     this.details.ontoggle = () => this.fillTable();
     this.timeline = new Timeline(view, { onselect: (span, tell) => this.onselect(span, tell), oncritical });
     this.body = el("div", {}, this.figures, this.error, this.timeline.element, this.action, this.chain, this.details);

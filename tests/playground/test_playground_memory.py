@@ -1,4 +1,4 @@
-"""The playground's memory tab and scoreboard, compared with the trainer's estimate and with the scoreboard's command."""
+"""The memory tab and the scoreboard of the playground, compared with the trainer and with the scoreboard's command."""
 
 import itertools
 import json
