@@ -11,9 +11,7 @@ const row = (number) => page.$$eval(`#bytes tbody tr:nth-child(${number}) > *`, 
 test("bars and numbers follow the layout", async () => {
   await open("#tab=memory&tp_size=1&sequence_parallel=false&pp_size=1&dp_size=1");
   // 18 bytes for each of 8,030,261,248 parameters, in GiB: 15.0 + 29.9 + 89.7 = 134.6 without activations.
-  const [rank, stages, weights, gradients, optimizer] = await row(1);
-  assert.deepEqual([rank, stages, weights, gradients, optimizer], ["pp 0", "Et×32L", "15", "29.9", "89.7"].map((each, i) => (i === 4 ? optimizer : each)));
-  assert.equal(Number(optimizer), Number(((12 * 8030261248) / 2 ** 30).toPrecision(3)));
+  assert.deepEqual((await row(1)).slice(0, 5), ["pp 0", "Et×32L", "15", "29.9", "89.7"]);
   const parts = await widths();
   assert.ok(Math.abs(parts.gradients / parts.weights - 2) < 0.05 && Math.abs(parts.optimizer / parts.weights - 6) < 0.1);
   assert.match(await text("#bytes .figures .bad"), /exceeds 80 GiB/);
