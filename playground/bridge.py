@@ -18,7 +18,9 @@ from picotron.schedules.search import ROUNDING
 from picotron.schedules.simulate import Costs, simulate_events
 from picotron.schedules.trace import parse_trace, timeline_costs
 from playground.drawing import Drawing, Structure, sketch, times, waits
-from playground.requests import Request, stage_costs, structure
+from playground.memory import memory
+from playground.requests import FieldError, Request, stage_costs, structure
+from playground.score import score
 from playground.training import training_command
 
 
@@ -29,12 +31,15 @@ def call(function: str, argument: str) -> str:
         argument: a request as JSON, or the contents of a trace.
 
     Returns:
-        The result as JSON; for a mistake of the reader {"error": SENTENCE}, and for a deadlock its drawing, too.
+        The result as JSON; for a mistake of the reader {"error": SENTENCE}, with the "field" of the control if there is
+        one, and for a deadlock with its drawing.
     """
     try:
         result = FUNCTIONS[function](argument)
     except Deadlock as deadlock:
         result = {"error": str(deadlock), "deadlock": draw_deadlock(deadlock)}
+    except FieldError as error:
+        result = {"error": str(error), "field": error.field}
     except UserError as error:
         result = {"error": str(error)}
     return json.dumps(result)
@@ -131,4 +136,6 @@ def trace(contents: str) -> dict[str, Drawing]:
     }
 
 
-FUNCTIONS = {function.__name__: function for function in (start, timeline, ranking, best, edit, train, trace)}
+FUNCTIONS = {
+    function.__name__: function for function in (start, timeline, ranking, best, edit, train, trace, memory, score)
+}

@@ -1,5 +1,6 @@
 """What the page's controls ask for: a schedule (hand-made, searched or the reader's own) and the times of actions."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -7,6 +8,7 @@ import json
 import linecache
 import math
 import traceback
+from collections.abc import Iterator
 
 from picotron.console import UserError
 from picotron.pipeline_parallel.stages import count_layers, count_stages, parse_stages
@@ -21,6 +23,23 @@ from playground.drawing import Structure
 
 EDITOR = "<editor>"
 MAX_ACTIONS = 2**15  # of the reader's own schedule, so that the page stays fast
+
+
+class FieldError(UserError):
+    """A mistake in one control of the page, next to which its message appears."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@contextlib.contextmanager
+def of_field(name: str) -> Iterator[None]:
+    """Raise a UserError of this block as the mistake of a control."""
+    try:
+        yield
+    except UserError as error:
+        raise FieldError(name, str(error)) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +94,15 @@ def layout_sizes(layout: str, pp: int, chunks: int) -> list[float]:
         layout: see `Request`.
 
     Raises:
-        UserError: the layout is not in its notation, has no layers, or has another number of stages.
+        FieldError: the layout is not in its notation, has no layers, or has another number of stages.
     """
     if not layout:
         return [1 / chunks] * (pp * chunks)
-    layers = count_layers(layout)
-    stages = parse_stages(layout, layers, pp * chunks)
-    if not layers:
-        raise UserError(f"pp_layout={layout!r} has no layers (t)")
+    with of_field("layout"):
+        layers = count_layers(layout)
+        stages = parse_stages(layout, layers, pp * chunks)
+        if not layers:
+            raise UserError(f"pp_layout={layout!r} has no layers (t)")
     return [pp * len(stage.layers) / layers for stage in stages]
 
 
@@ -90,7 +110,7 @@ def stage_costs(request: Request, pp: int, shape: Shape) -> Costs:
     """Return the times of the stages: their `layout_sizes`, and what `first`, `last` and `factors` add.
 
     Raises:
-        UserError: the layout does not fit, or `factors` are not numbers above 0, or are neither one for each rank nor
+        FieldError: the layout does not fit, or `factors` are not numbers above 0, or are neither one for each rank nor
             one for each stage.
     """
     chunks, placement = shape
@@ -102,12 +122,12 @@ def stage_costs(request: Request, pp: int, shape: Shape) -> Costs:
     except ValueError:
         factors = [math.nan]
     if not all(0 < factor < math.inf for factor in factors):
-        raise UserError(f"the factors {request.factors!r} are not numbers above 0, separated by spaces")
+        raise FieldError("factors", f"the factors {request.factors!r} are not numbers above 0, separated by spaces")
     if len(factors) == pp:
         factors = [factors[rank_of(stage, pp, placement)] for stage in range(pp * chunks)]
     if len(factors) not in (0, len(weights)):
         stages = f", or {len(weights)}, one for each stage" if chunks > 1 else ""
-        raise UserError(f"there are {len(factors)} factors; write {pp}, one for each pp rank{stages}")
+        raise FieldError("factors", f"there are {len(factors)} factors; write {pp}, one for each pp rank{stages}")
     weights = [weight * factor for weight, factor in zip(weights, factors or [1.0] * len(weights), strict=True)]
     times = request.F, request.B, request.I, request.W
     return Costs(*times, overlapped=request.overlapped, p2p=request.message, transfer=request.transfer, weights=weights)
@@ -130,7 +150,8 @@ def structure(request: Request) -> Structure:
 def searched(request: Request) -> Found:
     """Search for the fastest schedule within the limit of memory; without one, a rank can hold all micro-batches."""
     pp, layout = request.pp, request.layout
-    chunks = count_stages(layout) // pp or 1 if layout else request.chunks
+    with of_field("layout"):
+        chunks = count_stages(layout) // pp or 1 if layout else request.chunks
     options = {shape: stage_costs(request, pp, shape) for shape in shapes(chunks or None)}
     sizes = layout_sizes(layout, pp, chunks) if layout else None
     memory = request.memory or request.microbatches * (chunks * max(sizes) if sizes else 1)

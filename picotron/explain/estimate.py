@@ -78,7 +78,6 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from picotron.config import Config
 from picotron.model.families import differences, head_size
 from picotron.model.flops import part_parameters
 from picotron.pipeline_parallel.plan import PipelinePlan
@@ -89,6 +88,8 @@ from picotron.schedules.simulate import Costs, peak_activations, simulate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from picotron.config import Config
 
 GIB = 2**30
 
@@ -111,7 +112,7 @@ class Sizes(NamedTuple):
     norms: int  # and how many norms these are: one per head, or one of all queries and one of all keys
 
 
-def sizes(config: Config, model: "PreTrainedConfig") -> Sizes:
+def sizes(config: "Config", model: "PreTrainedConfig") -> Sizes:
     """Compute the symbols for a config and a model."""
     layout, training = config.distributed, config.training
     number = {"bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
@@ -164,12 +165,12 @@ class Memory:
         return self.state + self.gathered + self.activations + self.temporary
 
 
-def norm_bytes(config: Config, s: Sizes, size: int, count: int = 1) -> int:
+def norm_bytes(config: "Config", s: Sizes, size: int, count: int = 1) -> int:
     """Bytes that `count` norms of `size` numbers in total save per token, without their outputs."""
     return (2 * size * s.wide if config.distributed.use_cpu else size * s.number) + count * s.wide
 
 
-def attention_bytes(config: Config, s: Sizes) -> int:
+def attention_bytes(config: "Config", s: Sizes) -> int:
     """Bytes that attention saves per token, with its output."""
     layout, output = config.distributed, s.queries * s.number
     ulysses = layout.cp_size > 1 and layout.cp_engine == "ulysses"
@@ -181,26 +182,26 @@ def attention_bytes(config: Config, s: Sizes) -> int:
     return (2 * s.queries + 2 * kv) * s.number + s.heads * s.wide + ulysses * output
 
 
-def layer_bytes(config: Config, s: Sizes) -> int:
+def layer_bytes(config: "Config", s: Sizes) -> int:
     """Bytes that a layer saves per micro-batch without activation checkpointing."""
     norms = 2 * (norm_bytes(config, s, s.shard) + s.shard * s.number) + norm_bytes(config, s, s.normed, s.norms)
     return s.tokens * (norms + attention_bytes(config, s) + 4 * s.F * s.number)
 
 
-def layer_saves(config: Config, s: Sizes) -> int:
+def layer_saves(config: "Config", s: Sizes) -> int:
     """Bytes that a layer saves per micro-batch."""
     if config.training.activation_checkpointing == "full":
         return s.tokens * s.shard * s.number
     return layer_bytes(config, s) - (config.training.activation_checkpointing == "selective") * cheap_bytes(config, s)
 
 
-def cheap_bytes(config: Config, s: Sizes) -> int:
+def cheap_bytes(config: "Config", s: Sizes) -> int:
     """Bytes that a layer saves less per micro-batch with activation_checkpointing "selective"."""
     norms = s.pre_norm * 2 * norm_bytes(config, s, s.shard)  # of which x remains, and which free their results
     return s.tokens * (norms + 2 * s.F * s.number)
 
 
-def stage_bytes(config: Config, model: "PreTrainedConfig", s: Sizes, stage: Stage) -> int:
+def stage_bytes(config: "Config", model: "PreTrainedConfig", s: Sizes, stage: Stage) -> int:
     """Bytes that a stage saves per micro-batch."""
     angles = s.tokens * head_size(model) * s.number
     return (
@@ -210,17 +211,17 @@ def stage_bytes(config: Config, model: "PreTrainedConfig", s: Sizes, stage: Stag
     )
 
 
-def head_bytes(config: Config, s: Sizes) -> int:
+def head_bytes(config: "Config", s: Sizes) -> int:
     """Bytes that the last norm and the loss save per micro-batch."""
     return s.tokens * (norm_bytes(config, s, s.shard) + s.D * s.number) + s.vocabulary * s.D * s.wide
 
 
-def loss_chunk(config: Config, s: Sizes) -> int:
+def loss_chunk(config: "Config", s: Sizes) -> int:
     """Number of tokens whose logits are computed together: `cross_entropy.chunk_tokens`, without torch."""
     return 512 if config.distributed.use_cpu else max(512, 2**28 // s.vocabulary // 256 * 256)
 
 
-def zero3_bytes(config: Config, model: "PreTrainedConfig", s: Sizes, stage: Stage) -> tuple[int, int]:
+def zero3_bytes(config: "Config", model: "PreTrainedConfig", s: Sizes, stage: Stage) -> tuple[int, int]:
     """Bytes of full weights and gradients in the forward of a stage's head, and in the backward of its last layer."""
     layer, _, head = part_parameters(model, config.distributed.tp_size)
     has_matrix = stage.has_head and not (model.tie_word_embeddings and stage.has_embedding)
@@ -232,7 +233,7 @@ def zero3_bytes(config: Config, model: "PreTrainedConfig", s: Sizes, stage: Stag
     return (layer + head) * s.number, 2 * layer * s.number + gradients
 
 
-def temporary_in_forward(config: Config, s: Sizes, stage: Stage) -> int:
+def temporary_in_forward(config: "Config", s: Sizes, stage: Stage) -> int:
     """Bytes of temporary tensors in the forward of a stage: those of the head, or of a layer that saves only x."""
     logit = s.wide + (s.number if s.number < s.wide else 0)
     logits = min(s.tokens, loss_chunk(config, s)) * s.vocabulary * logit
@@ -247,7 +248,7 @@ def deferred_bytes(s: Sizes, stage: Stage) -> int:
     return len(stage.layers) * s.tokens * (2 * s.shard + 2 * s.D + 2 * s.queries + 2 * s.kv + 3 * s.F) * s.number
 
 
-def temporary_in_backward(config: Config, model: "PreTrainedConfig", s: Sizes, stage: Stage, split: bool) -> int:
+def temporary_in_backward(config: "Config", model: "PreTrainedConfig", s: Sizes, stage: Stage, split: bool) -> int:
     """Bytes of temporary tensors in the backward of a stage, in addition to all that the stage has saved.
 
     Args:
@@ -271,7 +272,7 @@ def temporary_in_backward(config: Config, model: "PreTrainedConfig", s: Sizes, s
     return max(head_gradient, layers)
 
 
-def rank_parameters(config: Config, model: "PreTrainedConfig", stages: Sequence[Stage]) -> int:
+def rank_parameters(config: "Config", model: "PreTrainedConfig", stages: Sequence[Stage]) -> int:
     """Number of parameters on a rank that holds these stages."""
     return count_parameters(part_parameters(model, config.distributed.tp_size), model.tie_word_embeddings, stages)
 
@@ -285,7 +286,7 @@ def count_parameters(parts: tuple[int, int, int], tied: bool, stages: Sequence[S
     return parameters + has_embedding * embedding + has_head * head - shared * embedding
 
 
-def state_bytes(config: Config, s: Sizes, parameters: int) -> tuple[int, int, int]:
+def state_bytes(config: "Config", s: Sizes, parameters: int) -> tuple[int, int, int]:
     """Bytes of the weights, gradients and optimizer state of a rank with this number of parameters."""
     layout, optimizer = config.distributed, 2 * s.wide + (s.wide if s.number < s.wide else 0)
     ranks, engine = layout.dp_size * layout.cp_size, layout.dp_engine
@@ -297,7 +298,7 @@ def state_bytes(config: Config, s: Sizes, parameters: int) -> tuple[int, int, in
 Unit = tuple[int, bool]  # a stage, and whether a micro-batch keeps its activations there instead of recomputing them
 
 
-def activation_peaks(config: Config, model: "PreTrainedConfig", plan: PipelinePlan, rank: int) -> tuple[int, int]:
+def activation_peaks(config: "Config", model: "PreTrainedConfig", plan: PipelinePlan, rank: int) -> tuple[int, int]:
     """Peak of the bytes that a rank's micro-batches save, and the peak of these and of temporary tensors together."""
     s, kept, zero3 = sizes(config, model), plan.kept_activations(rank), config.distributed.dp_engine == "zero3"
     configs = {False: config}  # of forwards that drop activations as the config says, and of those that keep them all
@@ -326,7 +327,7 @@ def activation_peaks(config: Config, model: "PreTrainedConfig", plan: PipelinePl
     )
 
 
-def rank_memory(config: Config, model: "PreTrainedConfig", plan: PipelinePlan) -> list[Memory]:
+def rank_memory(config: "Config", model: "PreTrainedConfig", plan: PipelinePlan) -> list[Memory]:
     """Return the memory of each pp rank. All tp, cp and dp ranks of a pp rank need the same amount."""
     s, memories, layout = sizes(config, model), [], config.distributed
     zero3, by_executor = layout.dp_engine == "zero3", layout.pp_size > 1 and layout.pp_engine not in LOOPS
@@ -349,7 +350,7 @@ def rank_memory(config: Config, model: "PreTrainedConfig", plan: PipelinePlan) -
     return memories
 
 
-def bubble(config: Config, model: "PreTrainedConfig", plan: PipelinePlan) -> float:
+def bubble(config: "Config", model: "PreTrainedConfig", plan: PipelinePlan) -> float:
     """Return the idle fraction of all ranks' time, 0 to 1, if the time of a stage is proportional to its FLOPs."""
     weights = stage_weights(model, plan.stages, config.training.seq_length, plan.schedule.pp)
     return simulate(plan.schedule, Costs(weights=weights)).bubble

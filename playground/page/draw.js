@@ -46,7 +46,8 @@ export function paint(context, layout, rows, colours, options) {
   rows.forEach((spans, rank) => {
     context.fillStyle = colours.text;
     context.textAlign = "left";
-    context.fillText(`pp ${rank}`, 0, layout.top(rank) + layout.row / 2);
+    const legible = layout.each >= 14 || rank % 2 === 0; // in a low timeline, every other label
+    if (legible) context.fillText(`pp ${rank}`, 0, layout.top(rank) + Math.max(layout.row / 2, 7));
   });
   context.save();
   context.beginPath();
@@ -130,6 +131,7 @@ function paintCurve(context, layout, spans, rank, colours, { peak, limit }) {
 }
 
 function paintPeak(context, layout, spans, rank, colours, { limit }) {
+  if (layout.curve < 12) return; // its number has no room
   const most = spans.reduce((peak, { during }) => Math.max(peak, during ?? 0), 0);
   context.fillStyle = limit && most > limit * (1 + 1e-9) ? colours.limit : colours.soft;
   context.textAlign = "left";

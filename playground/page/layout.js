@@ -10,6 +10,13 @@ export class View {
     this.listeners = [];
     this.from = 0;
     this.to = 1;
+    this.room = Infinity;
+  }
+
+  // Make timelines at most so high, in pixels.
+  fit(room) {
+    this.room = room;
+    this.listeners.forEach((listener) => listener());
   }
 
   set(from, to) {
@@ -36,9 +43,9 @@ export class View {
 export class Layout {
   // Args: ranks: number of rows; width: of the canvas; duration: the time that View's fractions are of.
   constructor(ranks, width, duration, view) {
-    this.row = ranks > 12 ? 18 : 24;
-    this.curve = ranks > 12 ? 16 : 22;
-    this.gap = ranks > 12 ? 6 : 10;
+    const usual = ranks > 12 ? [18, 16, 6] : [24, 22, 10];
+    const share = Math.min(1, (view.room - AXIS) / (ranks * (usual[0] + usual[1] + usual[2])));
+    [this.row, this.curve, this.gap] = usual.map((size) => Math.max(2, Math.floor(size * share)));
     this.each = this.row + this.curve + this.gap;
     this.width = width;
     this.height = ranks * this.each + AXIS;

@@ -17,16 +17,18 @@ export class Panel {
     this.edit = el("button", { onclick: onedit }, "Edit");
     this.train = el("button", { onclick: ontrain }, "Train this");
     this.figures = el("dl", { className: "figures" });
-    this.error = el("p", { className: "error", role: "alert", hidden: true });
+    this.error = el("p", { id: `${id}-error`, className: "error", role: "alert", hidden: true });
     this.action = el("p", { className: "action" });
     this.chain = el("p", { className: "chain" });
     this.table = el("table");
-    this.details = el("details", { className: "ranks" }, el("summary", {}, "Each rank in numbers"), this.table);
+    this.details = el("details", { className: "ranks" }, el("summary", {}, "Each rank in numbers"),
+      el("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": `Ranks of schedule ${id.toUpperCase()}` }, this.table));
     this.details.ontoggle = () => this.fillTable();
     this.timeline = new Timeline(view, { onselect: (span, tell) => this.onselect(span, tell), oncritical });
     this.body = el("div", {}, this.figures, this.error, this.timeline.element, this.action, this.chain, this.details);
     const label = el("label", { htmlFor: this.choice.id }, id === "a" ? "Schedule" : "Compare with");
     this.element.append(el("div", { className: "title" }, label, this.choice, this.note, this.edit, this.train), this.body);
+    this.choice.setAttribute("aria-describedby", this.error.id);
     this.unit = UNIT;
   }
 
@@ -41,6 +43,7 @@ export class Panel {
     this.unit = unit;
     this.result = result;
     this.error.hidden = true;
+    this.choice.setAttribute("aria-invalid", "false");
     this.timeline.element.classList.remove("stale");
     const name = label || result.name;
     this.note.textContent = [
@@ -72,9 +75,10 @@ export class Panel {
   }
 
   // Show a mistake. A deadlock's part that can run is drawn with its cycle; else the last timeline stays, but paler.
-  fail({ error, deadlock }) {
+  fail({ error, deadlock, field }) {
     this.error.textContent = error;
     this.error.hidden = false;
+    this.choice.setAttribute("aria-invalid", String(!field)); // else the field of the mistake is marked
     this.figures.replaceChildren();
     this.chain.textContent = this.action.textContent = this.note.textContent = "";
     this.timeline.element.classList.toggle("stale", !deadlock);

@@ -1,6 +1,6 @@
 // The page's side of the worker: calls of playground/bridge.py, one at a time.
 
-const LONGEST = 8000; // milliseconds: a call that takes longer is stopped
+const LONGEST = 8000; // milliseconds: a call that takes longer is stopped, unless it may
 
 export class Python {
   // Args: pyodide: the folder of Pyodide; onready: called with the times of the start, in milliseconds.
@@ -22,12 +22,12 @@ export class Python {
 
   // Call a function of bridge.FUNCTIONS. A newer call replaces one with the same slot that has not been sent; the
   // older one's promise then resolves to undefined.
-  call(name, argument, slot = name) {
+  call(name, argument, slot = name, longest = LONGEST) {
     const text = typeof argument === "string" ? argument : JSON.stringify(argument);
     return new Promise((resolve, reject) => {
       const index = this.waiting.findIndex((each) => each.slot === slot);
       if (index >= 0) this.waiting.splice(index, 1)[0].resolve(undefined);
-      this.waiting.push({ name, argument: text, slot, resolve, reject });
+      this.waiting.push({ name, argument: text, slot, longest, resolve, reject });
       this.send();
     });
   }
@@ -35,8 +35,8 @@ export class Python {
   send() {
     if (!this.isReady || this.current || !this.waiting.length) return;
     this.current = this.waiting.shift();
-    const { name, argument } = this.current;
-    this.timer = setTimeout(() => this.stop(), LONGEST);
+    const { name, argument, longest } = this.current;
+    this.timer = setTimeout(() => this.stop(), longest);
     this.worker.postMessage({ name, argument });
   }
 
@@ -62,6 +62,6 @@ export class Python {
     this.current = null;
     this.worker.terminate();
     this.start();
-    stopped.resolve({ error: `this ran for more than ${LONGEST / 1000} seconds, so it was stopped; is there an endless loop?` });
+    stopped.resolve({ error: `this ran for more than ${stopped.longest / 1000} seconds, so it was stopped; is there an endless loop?` });
   }
 }

@@ -1,35 +1,16 @@
 // The state of the page, and its form in a link: #a=zbv&pp=8, with the values that differ from the defaults.
 
-export const DEFAULTS = {
-  a: "1f1b",
-  b: "zbv",
-  pp: 4,
-  microbatches: 8,
-  chunks: 0,
-  group_size: 0,
-  F: 1,
-  B: 2,
-  I: 1,
-  W: 1,
-  message: 0,
-  transfer: 0,
-  overlapped: 1,
-  first: 0,
-  last: 0,
-  layout: "",
-  factors: "",
-  memory: 0,
-  deferred: 1,
-  critical: 0,
-  csv: "",
-  python: "",
-};
-const PANELS = ["a", "b", "critical", "csv", "python"]; // what is not part of a request
+import { data } from "./data.js";
+import { memorySettings, problem, read, SCHEDULES } from "./settings.js";
+
+export const TABS = { schedules: SCHEDULES, memory: memorySettings(data.schedules) };
+const SETTINGS = Object.fromEntries(Object.values(TABS).flatMap((groups) => Object.values(groups).flat()).map((each) => [each.name, each]));
+const OTHERS = { tab: "schedules", ...data.panels, critical: 0, csv: "", python: "", gpu_memory: 80 }; // no part of a request
+const DEFAULTS = { ...OTHERS, ...data.defaults.timeline, ...data.defaults.memory };
 
 export class State {
   constructor() {
     this.listeners = [];
-    this.values = { ...DEFAULTS };
     this.read();
     window.addEventListener("hashchange", () => {
       if (location.hash !== this.written) {
@@ -39,15 +20,30 @@ export class State {
     });
   }
 
-  // Take the values from the page's address. Numbers are limited as the controls limit them, by Python if not here.
+  // Take the values from the page's address. `refused` has the texts that are no values, and why.
   read() {
     this.values = { ...DEFAULTS };
+    this.refused = {};
+    this.unknown = [];
     for (const [name, text] of new URLSearchParams(location.hash.slice(1))) {
-      if (!(name in DEFAULTS)) continue;
-      const isNumber = typeof DEFAULTS[name] === "number";
-      if (isNumber && Number.isFinite(Number(text))) this.values[name] = Number(text);
-      if (!isNumber) this.values[name] = text;
+      if (name in SETTINGS) this.take(SETTINGS[name], text);
+      else if (name === "critical") this.values.critical = Number(text === "1");
+      else if (name === "tab" ? text in TABS : name in OTHERS) this.values[name] = text;
+      else this.unknown.push(`${name}=${text}`);
     }
+  }
+
+  // Take a setting's text as its value, or keep the value and say why the text is refused.
+  take(setting, text) {
+    const why = problem(setting, text);
+    delete this.refused[setting.name];
+    if (why) this.refused[setting.name] = { text, why: `${why}; ${this.values[setting.name]} is still in use` };
+    else this.values[setting.name] = read(setting, text);
+  }
+
+  enter(setting, text) {
+    this.take(setting, text);
+    this.set({});
   }
 
   get link() {
@@ -67,11 +63,18 @@ export class State {
     for (const listener of this.listeners) listener(this.values);
   }
 
-  // The request for a panel's schedule, see playground/requests.py.
+  // The request for a schedule, see playground/requests.py.
   request(schedule) {
-    const request = { schedule, text: this.values[schedule] ?? "" };
-    for (const [name, value] of Object.entries(this.values)) if (!PANELS.includes(name)) request[name] = value;
-    if (schedule !== "csv" && schedule !== "python") request.text = "";
-    return request;
+    const request = this.values_of(data.defaults.timeline);
+    return { schedule, text: schedule === "csv" || schedule === "python" ? this.values[schedule] : "", ...request };
+  }
+
+  // The request for the memory of the ranks, see playground/memory.py.
+  get memory() {
+    return this.values_of(data.defaults.memory);
+  }
+
+  values_of(defaults) {
+    return Object.fromEntries(Object.keys(defaults).map((name) => [name, this.values[name]]));
   }
 }

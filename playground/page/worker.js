@@ -11,7 +11,7 @@ async function start({ pyodide, base }) {
   const response = await archive;
   if (!response.ok) throw new Error(`python.zip: ${response.status} ${response.statusText}`);
   python.unpackArchive(await response.arrayBuffer(), "zip", { extractDir: "/playground" });
-  python.runPython("import sys; sys.path.insert(0, '/playground')");
+  python.runPython("import os, sys; sys.path.insert(0, '/playground'); os.chdir('/playground')"); // entries of the scoreboard
   call = python.pyimport("playground.bridge").call;
   return { load: loaded - began, start: performance.now() - loaded, python: python.runPython("sys.version.split()[0]") };
 }

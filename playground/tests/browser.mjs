@@ -16,12 +16,15 @@ function program(name) {
   return execFileSync("sh", ["-c", 'command -v "$1"', "sh", name], { encoding: "utf8" }).trim();
 }
 
-function serve() {
+// edit(file, text): replaces the text of some files, for a test; null leaves them as they are.
+function serve(browser) {
   const server = http.createServer((request, response) => {
     const file = path.join(SITE, decodeURIComponent(new URL(request.url, "http://localhost").pathname).replace(/\/$/, "/index.html"));
     if (!file.startsWith(SITE) || !fs.existsSync(file)) return response.writeHead(404).end();
     response.writeHead(200, { "content-type": TYPES[path.extname(file)] ?? "application/octet-stream" });
-    fs.createReadStream(file).pipe(response);
+    const edited = browser.edit && /\.(html|js)$/.test(file) && browser.edit(path.relative(SITE, file), fs.readFileSync(file, "utf8"));
+    if (edited) response.end(edited);
+    else fs.createReadStream(file).pipe(response);
   });
   return new Promise((resolve) => server.listen(0, "localhost", () => resolve(server)));
 }
@@ -29,22 +32,24 @@ function serve() {
 export class Browser {
   static async start() {
     const self = new Browser();
-    self.server = await serve();
+    self.server = await serve(self);
     self.url = `http://localhost:${self.server.address().port}/`;
     self.chromium = await chromium.launch({ executablePath: program(process.env.CHROMIUM ?? "chromium"), args: FLAGS });
     return self;
   }
 
-  // Open the page, and wait until it shows a schedule. Errors of the page are collected in page.errors.
-  async open(hash = "", { width = 1280, height = 900, scheme = "light", scale = 1, ready = true } = {}) {
+  // Open the page, and wait until it shows its first view. Errors of the page are collected in page.errors.
+  // prepare: called with the empty page.
+  async open(hash = "", { width = 1280, height = 900, scheme = "light", scale = 1, prepare = () => {} } = {}) {
     const page = await this.chromium.newPage({ viewport: { width, height }, colorScheme: scheme, deviceScaleFactor: scale });
     page.errors = [];
     page.on("pageerror", (error) => page.errors.push(error.message));
     page.on("console", (message) => message.type() === "error" && page.errors.push(message.text()));
     page.on("requestfailed", (request) => page.errors.push(`${request.url()} failed`));
     page.setDefaultTimeout(60_000);
+    await prepare(page);
     await page.goto(this.url + hash);
-    if (ready) await page.waitForSelector("html[data-ready]");
+    await page.waitForSelector("html[data-ready]");
     return page;
   }
 

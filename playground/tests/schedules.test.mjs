@@ -57,6 +57,8 @@ test("a factor slows a rank down, and a wrong number of factors is explained", a
   assert.equal((await figures(page))["Step time"], "55");
   await set(page, "factors", "1 2");
   assert.equal(await text("#a .error"), "there are 2 factors; write 4, one for each pp rank");
+  assert.equal(await page.getAttribute("#factors", "aria-invalid"), "true");
+  assert.equal(await text("#factors-fault"), await text("#a .error"));
   await set(page, "factors", "");
   assert.equal((await figures(page))["Step time"], "33");
   assert.equal(await page.isVisible("#a .error"), false);

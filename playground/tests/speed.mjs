@@ -7,8 +7,9 @@ const median = (values) => values.toSorted((a, b) => a - b)[Math.floor(values.le
 const browser = await Browser.start();
 
 const first = await browser.open();
+await first.waitForSelector("html[data-python]");
 const { load, start, ready } = await first.evaluate(() => ({ ...document.documentElement.dataset }));
-console.log(`Pyodide loaded in ${load}, then picotron's Python in ${start}; the first picture was there after ${ready}`);
+console.log(`The first picture was there after ${ready}; Pyodide loaded in ${load}, then picotron's Python in ${start}`);
 await first.close();
 
 // Move a slider back and forth; each time, wait for the redraw.

@@ -120,7 +120,7 @@ def test_first_and_last_stages_and_factors_change_the_times() -> None:
     ],
 )
 def test_wrong_factors_are_explained(factors: str, message: str) -> None:
-    assert ask("timeline", schedule="zbv", factors=factors) == {"error": message}
+    assert ask("timeline", schedule="zbv", factors=factors) == {"error": message, "field": "factors"}
 
 
 def test_layout_gives_stages_their_times_and_activations() -> None:
@@ -143,7 +143,9 @@ def test_layout_gives_stages_their_times_and_activations() -> None:
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "auto"])
 def test_wrong_layouts_are_explained(schedule: str, layout: str, message: str) -> None:
-    assert ask("timeline", schedule=schedule, pp=4, layout=layout)["error"].startswith(message)
+    result = ask("timeline", schedule=schedule, pp=4, layout=layout)
+    assert result["error"].startswith(message)
+    assert result["field"] == "layout"
 
 
 def test_search_uses_the_layout() -> None:

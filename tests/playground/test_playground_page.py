@@ -9,6 +9,7 @@ import zipfile
 from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pytest
 
@@ -19,8 +20,9 @@ from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import SCHEDULES, build
 from playground.bridge import call
-from playground.build import CDN, PYODIDE_FILES, ROOT, python_files
+from playground.build import CDN, PANELS, PYODIDE_FILES, ROOT, python_files
 from playground.build import build as build_page
+from playground.memory import MODEL, MemoryRequest
 from playground.requests import Request
 
 
@@ -68,14 +70,72 @@ def test_train_this_writes_the_readers_own_schedule_to_a_file() -> None:
 # ------------------------------------------------------------------------------------------------------------ the page
 
 
-def test_state_of_the_page_has_the_defaults_of_requests() -> None:
-    source = (ROOT / "playground/page/state.js").read_text()
-    defaults = re.search(r"export const DEFAULTS = \{(.*?)\n\};", source, re.DOTALL)
-    assert defaults
-    pairs = dict(re.findall(r"^  (\w+): (.*),$", defaults[1], re.MULTILINE))
-    for field, default in vars(Request()).items():
-        if field not in ("schedule", "text"):
-            assert json.loads(pairs[field]) == default, field
+def data_of(site: Path) -> dict[str, Any]:
+    """Return the data in a built page."""
+    text = re.search(r'<script id="data" type="application/json">(.*?)</script>', (site / "index.html").read_text())
+    assert text
+    return dict(json.loads(text[1]))
+
+
+def test_page_has_the_results_of_its_first_view_and_of_its_links(tmp_path: Path) -> None:
+    """It draws them before Python runs."""
+    build_page(tmp_path)
+    results = data_of(tmp_path)["results"]
+    for each in results:
+        assert each["result"] == ask(each["call"], **each["request"])
+        assert "error" not in each["result"]
+    asked = [(each["call"], each["request"]) for each in results]
+    first = {name: vars(Request(schedule=name)) for name in PANELS.values()}
+    assert asked[:3] == [*(("timeline", request) for request in first.values()), ("memory", vars(MemoryRequest()))]
+    html = (ROOT / "playground/page/index.html").read_text()
+    links = [dict(parse_qsl(unescape(link))) for link in re.findall(r'href="#(.*?=.*?)"', html)]
+    assert len(links) == 7  # three questions in each tab, and a link in the text of one
+    for link in links:
+        call_of = "memory" if link.pop("tab", "") == "memory" else "timeline"
+        changed = {key: text for key, text in link.items() if key not in ("a", "b", "critical")}
+        assert any(name == call_of and has(request, changed) for name, request in asked), link
+
+
+def has(request: dict[str, Any], texts: dict[str, str]) -> bool:
+    """Return whether a request has the values that a link writes as texts."""
+    written = {key: str(request[key]).lower() if isinstance(request[key], bool) else request[key] for key in texts}
+    return all(written[key] == type(written[key])(text) for key, text in texts.items())
+
+
+def test_data_of_the_page_cannot_end_its_element(tmp_path: Path) -> None:
+    build_page(tmp_path)
+    text = (tmp_path / "index.html").read_text()
+    data = text.split('type="application/json">')[1].split("</script>")[0]
+    assert "<" not in data
+
+
+def test_models_of_the_page_are_those_of_the_pages(tmp_path: Path) -> None:
+    build_page(tmp_path)
+    models = data_of(tmp_path)["models"]
+    assert {"llama-3.1-8b", "llama-3.1-70b"} <= set(models)
+    defaults = vars(MemoryRequest())
+    assert models["llama-3.1-8b"] == {key: defaults[key] for key in MODEL}
+
+
+def test_service_worker_keeps_all_files_and_its_version_follows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def versions(site: Path) -> tuple[str, list[str]]:
+        build_page(site)
+        text = (site / "offline.js").read_text()
+        version, files = re.search(r'CACHE = "playground (\w+)"', text), re.search(r"FILES = (\[.*?\]);", text)
+        assert version
+        assert files
+        return version[1], json.loads(files[1])
+
+    first, files = versions(tmp_path / "one")
+    written = {
+        path.relative_to(tmp_path / "one").as_posix() for path in (tmp_path / "one").rglob("*") if path.is_file()
+    }
+    assert set(files) == written - {"index.html", "offline.js"} | {"./"} | {CDN + name for name in PYODIDE_FILES}
+    assert versions(tmp_path / "two")[0] == first
+    monkeypatch.setattr("playground.build.PANELS", {"a": "zbv", "b": "1f1b"})
+    assert versions(tmp_path / "three")[0] != first
 
 
 def test_legend_colours_and_names_come_from_the_pictures() -> None:
@@ -90,11 +150,12 @@ def test_built_page_is_complete(tmp_path: Path) -> None:
     build_page(site)
     html = (site / "index.html").read_text()
     assert f'<meta name="pyodide" content="{CDN}">' in html
-    links = re.findall(r'(?:src|href)="([^"#][^":]*)"', unescape(html))
+    links = re.findall(r'(?:src|href)="([^"#][^":]*)"', unescape(html.split("<body")[0]))
     scripts = list(site.glob("*.js"))
     links += [name for path in scripts for name in re.findall(r'from "\./([^"]+)"', path.read_text())]
+    links += re.findall(r'register\("([^"]+)"', (site / "install.js").read_text())
     links += [name for path in scripts for name in re.findall(r'new URL\("([^"]+)", (?:base|import)', path.read_text())]
-    assert {"main.js", "style.css", "worker.js", "python.zip", "state.js"} <= set(links)
+    assert {"main.js", "style.css", "worker.js", "python.zip", "state.js", "offline.js"} <= set(links)
     assert all((site / link).is_file() for link in links)
 
 
@@ -114,15 +175,18 @@ def test_python_of_the_page_runs_with_nothing_else(tmp_path: Path) -> None:
 def test_archive_has_what_the_page_imports_and_nothing_else(tmp_path: Path) -> None:
     build_page(tmp_path)
     names = zipfile.ZipFile(tmp_path / "python.zip").namelist()
-    assert names == [str(path) for path in python_files()]
+    entries = [f"docs/schedules/{path.name}" for path in sorted((ROOT / "docs/schedules").iterdir())]
+    assert names == [*map(str, python_files()), *entries]
     program = (
         "import sys, playground.bridge\nprint(*(getattr(m, '__file__', '') for m in sys.modules.values()), sep='\\n')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded = [Path(line) for line in done.stdout.splitlines()]
-    rooms = [ROOT / "picotron", ROOT / "playground"]
-    assert names == sorted(str(path.relative_to(ROOT)) for path in loaded if set(rooms) & set(path.parents))
-    assert {"picotron/schedules/simulate.py", "picotron/pipeline_parallel/stages.py"} <= set(names)
+    rooms = [ROOT / "picotron", ROOT / "playground", ROOT / "docs"]
+    assert names[: -len(entries)] == sorted(
+        str(path.relative_to(ROOT)) for path in loaded if set(rooms) & set(path.parents)
+    )
+    assert {"picotron/schedules/simulate.py", "picotron/explain/estimate.py", "picotron/drawing/score.py"} <= set(names)
 
 
 def test_build_copies_pyodide_and_names_what_is_missing(tmp_path: Path) -> None:
