@@ -1,7 +1,7 @@
 """A tiny Llama and its data, which all steps use unchanged: the model knows no parallelism.
 
-What the steps replace are four attributes of a layer: `enter`, `leave`, `attend` and `positions`. Local sizes come from
-the shapes of the weights, so a layer that holds half of the heads runs the same code.
+Steps replace attributes of a layer: `enter`, `leave`, `attend` and `positions`. Local sizes come from the shapes of the
+weights, so a layer that holds half of the heads runs the same code.
 
 In shapes, B is the number of sequences of a micro-batch, T of tokens, H of query heads, K of key/value heads; D is the
 hidden size, d the head size, F the intermediate size and V the vocabulary size.
@@ -22,6 +22,7 @@ DTYPE = torch.float64  # so that layouts, which add in different orders, agree t
 
 
 def identity(x: Tensor) -> Tensor:
+    """Return x."""
     return x
 
 
@@ -31,7 +32,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + d/2]) by an angle that grows with the position (T,): x (B, T, heads, d)."""
+    """Rotate each pair (x[i], x[i + d/2]) by an angle that grows with the position (Su et al. 2021, arXiv:2104.09864),
+    computed in float32 like in transformers. x (B, T, heads, d), positions (T,) -> (B, T, heads, d)
+    """
     frequencies = 1.0 / 10000.0 ** (torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
     angles = positions[:, None, None].float() * frequencies  # (T, 1, d/2)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -89,5 +92,6 @@ def make_batches() -> Tensor:
 
 
 def print_losses(losses: list[float]) -> None:
+    """Print a line for each step."""
     for step, loss in enumerate(losses, start=1):
         print(f"step {step:2} | loss {loss:.9f}")

@@ -26,7 +26,7 @@ def parallelize(model: nn.Sequential) -> nn.Module:
 
 
 def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Add up the gradients of all micro-batches, (ids, targets) each (B, T). Returns this rank's part of the loss."""
+    """Add up the gradients of all micro-batches, (ids, targets) each (B, T). Returns their part of the loss."""
     total = torch.zeros((), dtype=llama.DTYPE)
     for ids, targets in micro_batches:
         loss = llama.loss_fn(model(ids), targets)

@@ -71,7 +71,7 @@ def make_buckets(model: nn.Module) -> list[Bucket]:
 
 
 def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Add up the gradients of all micro-batches, (ids, targets) each (B, T). Returns this rank's part of the loss."""
+    """Add up the gradients of all micro-batches, (ids, targets) each (B, T). Returns their part of the loss."""
     total, running, sent = torch.zeros((), dtype=llama.DTYPE), deque[tuple[Tensor, Tensor]](), []
     first, last = rank["pp"] == 0, rank["pp"] == size["pp"] - 1
 
