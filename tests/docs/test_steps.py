@@ -56,7 +56,7 @@ MISTAKES = {
     "first_micro_batch_only": ("s5_buckets", {"dp": 2, "tp": 1}, "len(self.parameters) * llama.MICRO_BATCHES", "len(self.parameters)"),
     "gradients_not_cleared": ("s5_buckets", {"dp": 2, "tp": 1}, "self.gradients.zero_()", "pass"),
     "weights_not_gathered": ("s6_zero", {"dp": 2, "tp": 1}, "            bucket.gather()\n", ""),
-    "wrong_backward_first": ("s7_pp", {"dp": 1, "pp": 2, "tp": 1}, "running.popleft()", "running.pop()"),
+    "wrong_backward_first": ("s7_pp", {"dp": 1, "pp": 2, "tp": 1}, "running.popleft()", "running.pop() if first else running.popleft()"),
     "newest_backward_first": ("s8_1f1b", {"dp": 1, "pp": 2, "tp": 1}, "running.popleft()", "running.pop()"),
     "future_seen": ("s9_cp", {"dp": 1, "pp": 1, "cp": 2, "tp": 1}, ".masked_fill(future, -1e9)", ""),
     "cp_not_summed": ("s9_cp", {"dp": 1, "pp": 1, "cp": 2, "tp": 1}, '"cp_dp" if "_proj"', '"dp" if "_proj"'),
