@@ -1,0 +1,118 @@
+"""Communication between ranks, which steps 2 to 9 use unchanged: groups of ranks, and functions of (tensor, axis).
+
+All functions return a new tensor. The size of a group, and a rank's index in it, are in `size[axis]` and `rank[axis]`.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from docs.steps import llama
+
+group: dict[str, Any] = {}  # for each axis, this rank's group,
+size: dict[str, int] = {}  # the number of its members,
+rank: dict[str, int] = {}  # and this rank's index among them
+
+
+def make_groups(sizes: dict[str, int], *axes: str) -> None:
+    """Number the ranks like the elements of an array with these sizes, and make the groups of each axis.
+
+    The members of a group differ in the dimensions that the axis names, such as "tp" or "cp_dp", and share the others.
+    """
+    if math.prod(sizes.values()) != dist.get_world_size():
+        raise ValueError(f"the sizes {sizes} need {math.prod(sizes.values())} processes, not {dist.get_world_size()}")
+    grid = torch.arange(dist.get_world_size()).view(*sizes.values())
+    for axis in axes:
+        dims = [dim for dim, name in enumerate(sizes) if name in axis.split("_")]
+        others = [dim for dim in range(len(sizes)) if dim not in dims]
+        members = math.prod(grid.shape[dim] for dim in dims)
+        rows = grid.permute(*others, *dims).reshape(-1, members).tolist()  # a row for each group
+        group[axis], _ = dist.new_subgroups_by_enumeration(rows)
+        size[axis], rank[axis] = dist.get_world_size(group[axis]), dist.get_rank(group[axis])
+
+
+class Pair(torch.autograd.Function):
+    """forward: one of the functions below. backward: the function that its gradient needs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, axis: str, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+    ) -> Tensor:
+        ctx.axis, ctx.communicate = axis, backward
+        return forward(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.communicate(gradient, ctx.axis), None, None, None
+
+
+def copy(x: Tensor, axis: str) -> Tensor:
+    """Send nothing: all ranks have the same tensor."""
+    return x.view_as(x)
+
+
+def all_reduce(partial: Tensor, axis: str) -> Tensor:
+    """Sum the tensors of the ranks."""
+    full = partial.clone()
+    dist.all_reduce(full, group=group[axis])
+    return full
+
+
+def all_gather(shard: Tensor, axis: str) -> Tensor:
+    """Join the ranks' shards of the sequence: (B, T/n, D) on each of n ranks -> (B, T, D)."""
+    shards = [torch.empty_like(shard) for _ in range(size[axis])]
+    dist.all_gather(shards, shard.contiguous(), group=group[axis])
+    return torch.cat(shards, dim=1)
+
+
+def reduce_scatter(partial: Tensor, axis: str) -> Tensor:
+    """Sum the tensors of the ranks, and keep this rank's shard of the sequence: (B, T, D) -> (B, T/n, D)."""
+    shards = [shard.contiguous() for shard in partial.chunk(size[axis], dim=1)]
+    own = torch.empty_like(shards[0])
+    dist.reduce_scatter(own, shards, group=group[axis])
+    return own
+
+
+def send(tensor: Tensor, axis: str, to: int) -> dist.Work:
+    """Start to send a tensor to the rank with index `to`. Returns the handle to wait for."""
+    work = dist.isend(tensor.contiguous(), group=group[axis], group_dst=to)
+    assert work is not None
+    return work
+
+
+def receive(shape: Sequence[int], axis: str, source: int) -> Tensor:
+    """Wait for a tensor of this shape from the rank with index `source`."""
+    tensor = torch.empty(*shape, dtype=llama.DTYPE)
+    dist.recv(tensor, group=group[axis], group_src=source)
+    return tensor
+
+
+def send_to_next(tensor: Tensor, axis: str, places: int = 1) -> Tensor:
+    """Send a tensor to the next rank of a ring, and return the one from the previous rank."""
+    work = send(tensor, axis, (rank[axis] + places) % size[axis])
+    received = receive(tensor.shape, axis, (rank[axis] - places) % size[axis])
+    work.wait()
+    return received
+
+
+def send_to_previous(tensor: Tensor, axis: str) -> Tensor:
+    """Send a tensor to the previous rank of a ring, and return the one from the next rank."""
+    return send_to_next(tensor, axis, -1)
+
+
+def launch(train: Callable[..., tuple[nn.Module, list[float]]], *axes: str) -> None:
+    """Call `train` with the sizes on the command line, such as `--tp 2`. An axis that is not given has size 1."""
+    parser = argparse.ArgumentParser()
+    for axis in axes:
+        parser.add_argument(f"--{axis}", type=int, default=1)
+    sizes = vars(parser.parse_args())
+    dist.init_process_group("gloo")
+    _, losses = train(**sizes)
+    if dist.get_rank() == 0:
+        llama.print_losses(losses)
+    dist.destroy_process_group()
