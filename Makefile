@@ -35,7 +35,7 @@ test: $(STAMP) ## run the tests (8 minutes on 2 cores)
 test-fast: $(STAMP) ## run the tests that start no processes (under 2 minutes)
 	$(BIN)/python -m pytest -q -m "not parity and not processes" $(ARGS)
 
-parity: $(STAMP) ## compare 73 layouts with one process, write docs/parity.md, run the long tests
+parity: $(STAMP) ## compare 73 layouts with one process, write docs/reference/parity.md, run the long tests
 	$(BIN)/python -m tests.parity
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m parity $(ARGS)
 
@@ -76,7 +76,7 @@ bench: $(STAMP) ## compare speed and memory with transformers and with torch's o
 	$(BIN)/python -m benchmarks.packing
 	$(BIN)/python -m benchmarks.generation
 
-gpu: ## check and measure on this machine's GPUs, write the results into docs/gpu.md
+gpu: ## check and measure on this machine's GPUs, write the results into docs/reference/gpu.md
 	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m tests.gpu $(ARGS)
 
 playground: $(STAMP) ## build the playground, a page for browsers, in site/ (ARGS=--pyodide DIR: for use without a network)

@@ -2,8 +2,8 @@
 
     make parity        or: python -m tests.parity [WORD ...]
 
-trains the same model in every layout of LAYOUTS, prints the largest errors, writes them to docs/parity.md, and fails if
-one is above LIMIT. With words it takes only layouts that have all of them, and writes nothing.
+trains the same model in every layout of LAYOUTS, prints the largest errors, writes them to docs/reference/parity.md,
+and fails if one is above LIMIT. With words it takes only layouts that have all of them, and writes nothing.
 """
 
 import functools
@@ -23,7 +23,7 @@ from tests.support.training import train
 from tests.support.worker_pool import WorkerPool
 
 LIMIT = 1e-9
-REPORT = Path("docs/parity.md")
+REPORT = Path("docs/reference/parity.md")
 HEADS = 8
 GLOBAL_BATCH = 16  # sequences
 
@@ -180,7 +180,7 @@ def report(rows: dict[str, dict[str, float]]) -> str:
     lines = [
         "# Parity",
         "",
-        "Terms and symbols: [terms.md](terms.md).",
+        "Terms and symbols: [terms.md](../terms.md).",
         "",
         f"`make parity` generates this page. It trains small models in {len(rows)} layouts with different options, on up to 16 processes.",
         "The reference is a single process that runs transformers' model with torch's `AdamW`. All of them train",
@@ -188,7 +188,7 @@ def report(rows: dict[str, dict[str, float]]) -> str:
         f"is larger than {LIMIT:g}.",
         "",
         "The errors are relative: the largest |a - b| of a tensor divided by its largest |b|, where a is picotron's value and b",
-        "that of the reference. Each column has the largest error on any rank:",
+        "the reference's. Each column has the largest error on any rank:",
         "",
         "- loss: the losses of the ten steps",
         "- gradients: every gradient of the first step, and the gradient norms of the ten steps",

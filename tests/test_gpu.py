@@ -104,10 +104,8 @@ def test_all_sections_write_a_page_that_follows_the_rules_of_pages(tmp_path: Pat
     for path in Path().resolve().iterdir():
         if path.name != docs.name:
             (tmp_path / path.name).symlink_to(path)
-    docs.mkdir()
-    for path in PAGE.parent.glob("*.md"):
-        shutil.copy(path, docs)
-    page = docs / PAGE.name
+    shutil.copytree(PAGE.parents[1], docs)
+    page = tmp_path / PAGE
     assert program.main(["--cpu", "--out", str(page), "--trace", str(tmp_path / "trace")]) == 0
     text = page.read_text()
     assert all(f"\n## {section.title}\n" in text for section in SECTIONS.values())

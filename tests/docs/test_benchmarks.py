@@ -150,17 +150,35 @@ def test_every_benchmark_has_a_test() -> None:
     programs = {path.stem for path in Path("benchmarks").glob("*.py") if "__main__" in path.read_text()}
     assert programs == ROWS.keys() | OTHERS
     of_make = set(re.findall(r"-m benchmarks\.(\w+)", Path("Makefile").read_text()))
-    assert programs - of_make == {"forecast", "forecast_here", "roofline"}  # docs/benchmarks.md says so
+    assert programs - of_make == {"forecast", "forecast_here", "roofline"}  # docs/reference/benchmarks.md says so
 
 
-def test_every_measured_table_of_the_page_has_its_commit() -> None:
-    """A measured table is below a command that is not run for the page, up to the next such command."""
-    page = Path("docs/benchmarks.md").read_text()
-    measured = [part for part in re.split(r"^<!-- run: ", page, flags=re.MULTILINE) if part.startswith("no,")]
-    assert len(measured) > 9
-    for part in measured:
-        found = re.findall(r"\|\n\n(.*)\n", part)
-        assert all(line.startswith("Measured at commit ") for line in found), found
+PAGE, FORECASTS = Path("docs/reference/benchmarks.md"), Path("docs/reference/forecasts.md")
+SUMMARY = "| comparison | relative speed | relative memory |"
+
+
+def test_every_measured_table_has_its_commit() -> None:
+    for page, expected in {PAGE: 14, FORECASTS: 1, **dict.fromkeys(Path("benchmarks/results").glob("*.md"), 1)}.items():
+        found = re.findall(r"^(\|.*)\n\|(?:---\|)+\n(?:\|.*\n)+\n?(.*)\n", page.read_text(), re.MULTILINE)
+        measured = [after for header, after in found if header != SUMMARY]
+        assert len(measured) >= expected, page
+        assert all(line.startswith("Measured at commit ") for line in measured), (page, measured)
+
+
+def test_summary_of_the_page_repeats_its_tables() -> None:
+    """Each ratio of the first table is a cell of a table in the section that its row links to."""
+    page = PAGE.read_text()
+    sections = {
+        title.lower().replace(" ", "-"): {cell for table in tables(text) for row in table for cell in row}
+        for title, text in re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", page, re.MULTILINE)
+    }
+    summary = tables(page)[0]
+    assert len(summary) >= 7
+    for comparison, *ratios in summary:
+        anchor = re.findall(r"\(#([^)]*)\)", comparison)[0]
+        numbers = re.findall(r"\d\.\d\d", " ".join(ratios))
+        assert len(numbers) >= 2
+        assert set(numbers) <= sections[anchor], comparison
 
 
 # ------------------------------------------------------------------------------------------------------ side by side

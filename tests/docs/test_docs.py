@@ -1,4 +1,4 @@
-"""README.md and docs/*.md: outputs are up to date, and named files, options, symbols and link targets exist."""
+"""README.md and docs/**/*.md: outputs are up to date, and named files, options, symbols and link targets exist."""
 
 import ast
 import contextlib
@@ -254,11 +254,17 @@ def test_page_of_the_code_lists_every_file() -> None:
     assert sorted(listed) == sorted([*there, *map(str, Path().glob("*.py"))])
 
 
-def test_readme_cites_every_paper_of_the_code() -> None:
-    papers = {
-        paper for path in Path("picotron").rglob("*.py") for paper in re.findall(r"arXiv:(\d+\.\d+)", path.read_text())
-    }
-    assert papers == set(re.findall(r"arxiv\.org/abs/(\d+\.\d+)", Path("README.md").read_text()))
+def test_page_of_papers_has_every_citation_of_the_code() -> None:
+    """Each row of docs/papers.md links to the paper and to all files that cite it."""
+    listed: dict[str, list[str]] = {}
+    for row in re.findall(r"^\| .*$", Path("docs/papers.md").read_text(), re.MULTILINE):
+        for paper in re.findall(r"arxiv\.org/abs/(\d+\.\d+)", row):
+            listed.setdefault(paper, []).extend(re.findall(r"\]\(\.\./(picotron/[^)]*\.py)\)", row))
+    cited: dict[str, list[str]] = {}
+    for path in sorted(Path("picotron").rglob("*.py")):
+        for paper in set(re.findall(r"arXiv:(\d+\.\d+)", path.read_text())):
+            cited.setdefault(paper, []).append(str(path))
+    assert listed == cited
 
 
 # ---------------------------------------------------------------------------------------------- docs/programs/make.py

@@ -20,12 +20,18 @@ def test_each_letter_has_one_meaning_and_each_meaning_one_letter() -> None:
     assert set("BTDHKdFVLpmv") <= set(letters)
 
 
-PAGES = [path for path in sorted(Path("docs").glob("*.md")) if path.name != "terms.md"]
+PAGES = [
+    path
+    for folder in ("docs", "docs/reference")
+    for path in sorted(Path(folder).glob("*.md"))
+    if path.name != "terms.md"
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_each_page_begins_with_a_link_to_the_terms(page: Path) -> None:
-    assert re.match(r"# .*\n\nTerms and symbols: \[terms\.md\]\(terms\.md\)\.", page.read_text())
+    link = "../terms.md" if page.parent.name == "reference" else "terms.md"
+    assert re.match(rf"# .*\n\nTerms and symbols: \[terms\.md\]\({re.escape(link)}\)\.", page.read_text())
 
 
 def test_pages_and_docstrings_use_the_letters_of_the_table() -> None:

@@ -9,7 +9,7 @@ if __name__ == "__main__":
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         sys.exit(
             f"{sys.executable} has no {', '.join(missing)}, which make gpu needs; create .venv with `make setup`, or see "
-            f"docs/gpu.md for a machine without a network"
+            f"docs/reference/gpu.md for a machine without a network"
         )
     from tests.gpu.program import main
 

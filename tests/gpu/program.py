@@ -1,4 +1,4 @@
-"""Check and measure picotron on this machine's GPUs, and write the results into docs/gpu.md:
+"""Check and measure picotron on this machine's GPUs, and write the results into docs/reference/gpu.md:
 
     make gpu        or: python -m tests.gpu [--only SECTION ...] [--out FILE] [--trace FOLDER] [--no-compile] [--cpu]
 
@@ -29,7 +29,7 @@ from tests.gpu.trace import trace_section
 from tests.gpu.training import layouts_section, transformers_section
 from tests.support.worker_pool import CONTEXT, WorkerError, WorkerPool
 
-PAGE = Path("docs/gpu.md")
+PAGE = Path("docs/reference/gpu.md")
 SECONDS = 570.0  # for all sections together
 START = 60.0  # seconds in which a worker has to be there
 RESULTS = "Results"  # heading above the summary

@@ -204,7 +204,7 @@ def rates(options: Options) -> Iterator[Part]:
 def rates_section(options: Options) -> Content:
     """Return the section of the report."""
     return [
-        "What single operations reach in bfloat16, and the rates that [hardware.py](../picotron/explain/hardware.py) assumes for them.",
+        "What single operations reach in bfloat16, and the rates that [hardware.py](../../picotron/explain/hardware.py) assumes for them.",
         "Forecasts and priced steps are computed from the assumed rates, so the last column shows which of them to correct. A",
         "loss is far below the rate of products, because it also moves the logits; generation reads all weights for each token.",
         *header("operation", "size", "ms", "measured", "assumed", "measured / assumed"),
