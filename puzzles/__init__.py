@@ -1,4 +1,5 @@
-"""Puzzles: fill in a function, and `python -m puzzles NUMBER` checks it.
+"""Puzzles: fill in a function, and `python -m puzzles NUMBER` checks it. docs/puzzles.md describes how to
+check the functions of another package.
 
 p01_*.py, ...       the puzzles, which you edit
 checks/             their checks; they compare with torch's own functions, so any correct implementation is accepted

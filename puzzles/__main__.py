@@ -4,9 +4,13 @@
     python -m puzzles 7             check puzzles/p07_*.py
     python -m puzzles 7 --hint      the next of three hints
     python -m puzzles 7 --solution  a solution
+    python -m puzzles --adapter course.py    check functions of another package: all that the file offers
 
 Some puzzles have a score; lower is better. An answer is RIGHT if its score is at most par; best known is the best that
 we have found. Pictures of the answers, and which puzzles are solved, are in runs/puzzles/.
+
+An adapter is a Python file whose functions are named as the puzzles' files, with the arguments and results of these:
+`from ring import my_all_reduce as p02_ring`. With a number, too, it prints the whole result of one puzzle.
 """
 
 import argparse
@@ -16,11 +20,15 @@ import os
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from picotron.console import UserError, text_table
 from picotron.files import read_object, write_atomically
 from puzzles.catalogue import PUZZLES, Puzzle, find
+
+if TYPE_CHECKING:
+    from puzzles.report import Report
+    from tests.support.worker_pool import WorkerPool
 
 OUTPUT = Path("runs/puzzles")
 
@@ -53,17 +61,22 @@ def list_puzzles(folder: Path) -> None:
     print("Edit a file puzzles/p*.py, and check it with: python -m puzzles NUMBER")
 
 
-def check(puzzle: Puzzle, folder: Path) -> bool:
-    """Check the learner's file, print the result, and remember it. Returns whether the answer is right."""
+def start_pool() -> "WorkerPool":
+    """Return the processes in which answers run."""
     try:
-        from puzzles.harness import run  # imports torch
+        from tests.support.worker_pool import WorkerPool  # imports torch
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error.name} is not installed here; activate the environment: source .venv/bin/activate")
-    from tests.support.worker_pool import WorkerPool
-
     # Forked processes start without importing torch again. (A fork after torch has computed could hang; it has not.)
-    pool = WorkerPool(context=multiprocessing.get_context("fork" if sys.platform == "linux" else "forkserver"))
-    report = run(puzzle, puzzle.path, pool)
+    return WorkerPool(context=multiprocessing.get_context("fork" if sys.platform == "linux" else "forkserver"))
+
+
+def report_of(puzzle: Puzzle, path: Path, folder: Path, adapter: bool = False) -> "Report":
+    """Check an answer, print the result, and write its picture. Returns the report."""
+    pool = start_pool()
+    from puzzles.harness import run
+
+    report = run(puzzle, path, pool, adapter=adapter)
     pool.close()
     print(f"{report.verdict}: puzzle {puzzle.number}, {puzzle.title}")
     for line in filter(None, (report.sentence, report.score and f"score: {report.score}")):
@@ -74,8 +87,14 @@ def check(puzzle: Puzzle, folder: Path) -> bool:
         write_atomically(folder / name, text)
     if files:
         print(f"see {' and '.join(str(folder / name) for name in files)}")
-    progress = read_progress(folder)
+    return report
+
+
+def check(puzzle: Puzzle, folder: Path) -> bool:
+    """Check the learner's file, print the result, and remember it. Returns whether the answer is right."""
+    report, progress = report_of(puzzle, puzzle.path, folder), read_progress(folder)
     if report.verdict == "RIGHT":
+        print(f"in picotron: {puzzle.place}")
         known = progress[puzzle.name]
         if report.score and report.score.value <= known.get("score", report.score.value):
             known |= {"score": report.score.value, "text": report.score.text}
@@ -88,6 +107,26 @@ def check(puzzle: Puzzle, folder: Path) -> bool:
     elif progress[puzzle.name]["hints"] < len(puzzle.hints):
         print(f"for a hint: python -m puzzles {puzzle.number} --hint")
     return report.verdict == "RIGHT"
+
+
+def check_adapter(adapter: Path) -> bool:
+    """Check all functions of an adapter, and print a row for each puzzle. Returns whether it offers a function, and all
+    that it offers are right.
+    """
+    pool = start_pool()
+    from puzzles.harness import run
+
+    reports = {puzzle: run(puzzle, adapter, pool, adapter=True) for puzzle in PUZZLES}
+    pool.close()
+    print(text_table([["", "function", "verdict", "score"], *([
+        str(puzzle.number), puzzle.name, report.verdict.lower(), report.score.text if report.score else ""
+    ] for puzzle, report in reports.items())]))  # fmt: skip
+    offered = {puzzle: report for puzzle, report in reports.items() if report.verdict != "NOT OFFERED"}
+    wrong = {puzzle: report for puzzle, report in offered.items() if report.verdict != "RIGHT"}
+    print(f"\n{len(offered) - len(wrong)} of {len(offered)} offered functions are right.")
+    for puzzle, report in wrong.items():
+        print(f"{puzzle.name}: {report.sentence}")
+    return bool(offered) and not wrong
 
 
 def hint(puzzle: Puzzle, folder: Path) -> None:
@@ -108,7 +147,15 @@ def main(arguments: list[str] | None = None, folder: Path = OUTPUT) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--hint", action="store_true", help="print one more hint")
     what.add_argument("--solution", action="store_true", help="print a solution")
+    what.add_argument(
+        "--adapter", type=Path, metavar="FILE", help="check the functions of this file instead, see above"
+    )
     options = parser.parse_args(arguments)
+    if options.adapter is not None and not options.adapter.is_file():
+        print(f"error: there is no file {options.adapter}", file=sys.stderr)
+        return 2
+    if options.puzzle is None and options.adapter is not None:
+        return 0 if check_adapter(options.adapter) else 1
     if options.puzzle is None:
         if options.hint or options.solution:
             parser.error("name a puzzle, such as: python -m puzzles 7 --hint")
@@ -124,6 +171,8 @@ def main(arguments: list[str] | None = None, folder: Path = OUTPUT) -> int:
         hint(puzzle, folder)
     elif options.solution:
         print(puzzle.solution.read_text(), end="")
+    elif options.adapter is not None:
+        return 0 if report_of(puzzle, options.adapter, folder, adapter=True).verdict == "RIGHT" else 1
     elif not puzzle.path.exists():
         print(f"error: there is no {puzzle.path}; restore it with: git checkout -- {puzzle.path}", file=sys.stderr)
         return 2

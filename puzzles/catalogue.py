@@ -16,6 +16,7 @@ class Puzzle:
         title: the title, as at the top of the file.
         page: page and section of the docs from which one can solve it.
         hints: three hints, each of which says more than the one before.
+        place: the file and the symbol of picotron that do it, and how.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Puzzle:
     title: str
     page: str
     hints: tuple[str, str, str]
+    place: str
 
     @property
     def number(self) -> int:
@@ -49,6 +51,7 @@ PUZZLES = [
             "For other P, append zeros until the length is divisible, for example with torch.nn.functional.pad, and cut "
             "the result back to P numbers.",
         ),
+        "picotron/data_parallel/zero1.py DataParallelZero1 does these two halves, with the optimizer's step between them.",
     ),
     Puzzle(
         "p02_ring",
@@ -63,6 +66,7 @@ PUZZLES = [
             "Rank r has the sum of block r + 1. Second round, n - 1 steps: in step s, rank r sends block r + 1 - s, and "
             "replaces block r - s by the one that it receives.",
         ),
+        "picotron/context_parallel/cp_communications.py ring sends keys and values around such a ring; all-reduces are those of NCCL or gloo.",
     ),
     Puzzle(
         "p03_place",
@@ -74,6 +78,7 @@ PUZZLES = [
             "divmod(sample, samples per step) is the step, and what remains within it.",
             "What remains: divide by the samples of a micro-batch on all ranks, B dp, then by B.",
         ),
+        "picotron/data/loader.py MicroBatchDataLoader computes the inverse: the samples of a rank's micro-batches.",
     ),
     Puzzle(
         "p04_mean_gradient",
@@ -88,6 +93,7 @@ PUZZLES = [
             "Call backward for each micro-batch, which adds to w.grad. Then all-reduce w.grad and the number of targets, "
             "as float64, and divide.",
         ),
+        "picotron/data/loader.py micro_batch_samples weights each micro-batch by the targets of all ranks.",
     ),
     Puzzle(
         "p05_buckets",
@@ -102,6 +108,7 @@ PUZZLES = [
             "Let best(b) be the earliest end of the reduction of the first b gradients. If their last bucket begins at "
             "gradient a, it ends at max(best(a), ready[b - 1]) + latency + bytes / bandwidth: try every a.",
         ),
+        "picotron/data_parallel/data_parallel.py make_buckets closes a bucket at one limit of bytes, as par does.",
     ),
     Puzzle(
         "p06_split",
@@ -114,6 +121,7 @@ PUZZLES = [
             "Outputs are rows, dimension 0: q, k, v, gate and up. Inputs are columns, dimension 1: o and down.",
             "For k_proj and v_proj with tp > K, a rank holds one head, number rank * K // tp.",
         ),
+        "picotron/tensor_parallel/tensor_parallel.py apply_tensor_parallel chooses rows or columns of each matrix; _kv_shard, the key/value heads.",
     ),
     Puzzle(
         "p07_mlp",
@@ -128,6 +136,7 @@ PUZZLES = [
             "Leave: forward returns group.all_reduce(y), and backward returns the gradient unchanged. For Enter, look at the "
             "last two lines of the page's example: dx is partial on each rank, and is then summed.",
         ),
+        "picotron/tensor_parallel/tp_communications.py CopyToRanks is your Enter, and ReduceFromRanks your Leave.",
     ),
     Puzzle(
         "p08_cross_entropy",
@@ -143,6 +152,7 @@ PUZZLES = [
             "and sum. Make an all-reduce of it from messages, group.send and group.receive, with torch.logaddexp, and let the "
             "rank that has a target's logit send it to one rank, and the one of the two that has sent less send it on.",
         ),
+        "picotron/tensor_parallel/cross_entropy.py Softmax.of computes it, with two all-reduces per chunk of tokens.",
     ),
     Puzzle(
         "p09_owner",
@@ -155,6 +165,7 @@ PUZZLES = [
             "The rank with the chunk of the least work should also have the one with the most.",
             "Chunks i and 2 cp - 1 - i together are as much work for every i.",
         ),
+        "picotron/context_parallel/positions.py local_chunks gives out the chunks of a sequence.",
     ),
     Puzzle(
         "p10_merge",
@@ -167,6 +178,7 @@ PUZZLES = [
             "also if one of the two is -inf.",
             "exp(lse1 - lse) and exp(lse2 - lse) are at most 1. Append a dimension to multiply them by y: [..., None].",
         ),
+        "picotron/context_parallel/context_parallel.py accumulate_attention merges blocks like this.",
     ),
     Puzzle(
         "p11_ring_attention",
@@ -179,6 +191,7 @@ PUZZLES = [
             "these keys; if it is r itself, the block is causal; if it is a later rank, none do.",
             "Merge the blocks as in puzzle 10, from y = 0 and lse = -inf. To beat par, ask which ranks need which keys at all.",
         ),
+        "picotron/context_parallel/context_parallel.py RingAttention does it, forward and backward, with zigzag shards.",
     ),
     Puzzle(
         "p12_1f1b",
@@ -191,6 +204,7 @@ PUZZLES = [
             "Rank r: min(p - 1 - r, m) forwards; then pairs of a forward and a backward until the forwards are used up; then "
             "the remaining backwards.",
         ),
+        "picotron/schedules/schedules.py one_f_one_b is this schedule; train_step_pipeline_1f1b runs it as a loop.",
     ),
     Puzzle(
         "p13_bubble",
@@ -206,19 +220,22 @@ PUZZLES = [
             "other W, too, run W only when nothing else can run, and watch the activations; compare with `python -m "
             "picotron.drawing schedule zb_h1 --pp 4 --microbatches 8`.",
         ),
+        "picotron/schedules/schedules.py zb_h1 is a schedule with the best known bubble.",
     ),
     Puzzle(
-        "p14_schedule",
+        "p14_messages",
         "pipeline",
-        "the best of seven schedules",
-        "docs/pipeline_parallel.md#draw-a-schedule",
+        "1F1B when messages take time",
+        "docs/pipeline_parallel.md#the-algorithm-of-1f1b",
         (
-            "You need not find a rule: seven simulations take milliseconds.",
-            "for name in SCHEDULES: simulate it, and leave it out if the largest number of memory_curves(timeline) is above "
-            "the limit.",
-            "The peak is max(live for curve in memory_curves(timeline) for _, live in curve). Of the others, return the one "
-            "with the smallest step_time.",
+            "Begin with your solution of puzzle 12, and look at the picture: a rank waits although it could run another "
+            "forward. How many forwards must rank p - 2 start before its first backward, so that the last rank never waits?",
+            "Between a forward of a rank and the backward of the same micro-batch, each later rank adds a forward, a "
+            "backward and two messages: 3 + 2 p2p. How many micro-batches start in this time, one every 3?",
+            "Rank r: min(m, 1 + k (p - 1 - r)) forwards, with k = ceil(1 + 2/3 p2p); then a backward and a forward in turn. "
+            "So messages of up to 1.5 forwards need twice as long a warm-up as messages that take no time.",
         ),
+        "picotron/schedules/search.py fastest_schedule runs ahead as far as messages and memory ask for: pp_engine auto trains with its result.",
     ),
     Puzzle(
         "p15_zero1",
@@ -233,20 +250,22 @@ PUZZLES = [
             "all of w) and an optimizer torch.optim.AdamW over it. Pad w and the gradient with zeros to a length that n "
             "divides.",
         ),
+        "picotron/data_parallel/zero1.py SlicedBucket reduces and gathers these slices; the optimizer sees only the rank's own.",
     ),
     Puzzle(
         "p16_layout",
         "layout",
-        "70 billion parameters on 1,024 GPUs",
+        "sequences of 128 Ki tokens on 64 GPUs",
         "docs/seventy_billion.md#what-to-run-instead",
         (
-            "Begin with the settings of docs/seventy_billion.json; par is 5 % less. Which parts of its time are not computation? "
-            "The picture shows them for any answer.",
-            "Messages of tp take 15 % of the time. With fewer tp ranks, each sends less, but has more activations: which "
-            "other axis divides them?",
-            "Try tp_size 4 with sequence_parallel, cp_size 2, pp_size 4 and dp_engine zero1, with the pp_engine of "
-            "docs/seventy_billion.json and a micro_batch_size of 2.",
+            "Begin with the layout of the statement. Which parts of its time are not necessary? The picture shows them for "
+            "any answer. Without recomputation, computing takes a fifth less; how much memory is missing then?",
+            "Messages of tp take 3.2 s. With fewer tp ranks, each sends less, but has more activations: which other axis "
+            'divides them? And activation_checkpointing="selective" recomputes only what is cheap.',
+            "Divide sequences over more ranks than matrices: a cp_size of 4 and a tp_size of 2. Then weights and optimizer "
+            "take more memory on a rank: choose a dp_engine that shards them.",
         ),
+        "picotron/sweep/planner.py best_configs searches all layouts, for create_config.py --best.",
     ),
 ]
 

@@ -8,10 +8,13 @@ import pickle
 import re
 import resource
 import signal
+import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,7 +23,7 @@ from puzzles.group import Group, Misuse
 from puzzles.report import Report, Wrong
 from tests.support.worker_pool import WorkerError, WorkerPool
 
-LIMIT = 10.0  # seconds for the learner's code
+LIMIT, ADAPTER_LIMIT = 10.0, 60.0  # seconds for the learner's code, and for an adapter's, which may import much
 PUZZLE = "puzzle"  # name of the module with the learner's code
 MEMORY = 6 * 2**30  # bytes of a process, where a list that grows endlessly ends
 START = 120.0  # seconds for the start of the processes
@@ -33,20 +36,25 @@ class Failed(Exception):
     """Lets the pool stop the other ranks."""
 
 
-def run(puzzle: Puzzle, path: Path, pool: WorkerPool, limit: float = LIMIT) -> Report:
+class NotOffered(Exception):
+    """An adapter has no function with the name of a puzzle."""
+
+
+def run(puzzle: Puzzle, path: Path, pool: WorkerPool, limit: float | None = None, adapter: bool = False) -> Report:
     """Check a file with the learner's code.
 
     Args:
         path: the file.
+        adapter: whether the file is an adapter, whose functions have the names of puzzles.
         pool: the processes, as many as the check asks for.
-        limit: seconds after which the code counts as hanging.
+        limit: seconds after which the code counts as hanging; by default 10, or 60 for an adapter.
     """
-    report = Report()
+    report, limit = Report(), limit or (ADAPTER_LIMIT if adapter else LIMIT)
     for ranks in getattr(check_of(puzzle), "SIZES", (1,)):
         with tempfile.TemporaryDirectory() as folder:
             failure = ""
             try:
-                pool.run(run_rank, ranks, puzzle, path, Path(folder), limit, timeout=START + limit)
+                pool.run(run_rank, ranks, puzzle, path, Path(folder), limit, adapter, timeout=START + limit)
             except WorkerError as error:
                 lines = str(error).strip().splitlines()
                 failure = next((line for line in lines if "the worker died" in line), lines[-1])
@@ -68,7 +76,7 @@ def check_of(puzzle: Puzzle) -> ModuleType:
     return importlib.import_module(f"puzzles.checks.{puzzle.name}")
 
 
-def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float) -> None:
+def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float, adapter: bool) -> None:
     """Run the check on one rank, and write its report to the folder, because a rank that hangs cannot return it.
 
     Raises:
@@ -85,9 +93,11 @@ def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, even if it never returns to Python
         signal.setitimer(signal.ITIMER_REAL, limit + LAST)
         try:
-            module.check(load(path), group, report)
+            module.check(load_adapter(path, puzzle) if adapter else load(path), group, report)
             if report.score is not None and not report.score.reached:
                 report.verdict, report.sentence = "OVER PAR", "a correct answer, but not yet as good as par"
+        except NotOffered:
+            report.verdict, report.sentence = "NOT OFFERED", f"{path.name} has no function {puzzle.name}"
         except Wrong as error:
             report.verdict, report.sentence = "WRONG", str(error)
         except BaseException as error:  # also SystemExit
@@ -113,6 +123,29 @@ def load(path: Path) -> ModuleType:
     module.__file__ = str(path)
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
     return module
+
+
+class Adapted:
+    """A function of an adapter, in place of the module of the puzzle that it answers."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return self._function  # a check calls only one function, whose name differs from the puzzle's
+
+
+def load_adapter(path: Path, puzzle: Puzzle) -> Any:
+    """Return the function with a puzzle's name from a file, which may import from its own folder.
+
+    Raises:
+        NotOffered: the file has no such function.
+    """
+    sys.path.insert(0, str(path.resolve().parent))
+    module = load(path)
+    if not hasattr(module, puzzle.name):
+        raise NotOffered
+    return Adapted(getattr(module, puzzle.name))
 
 
 def explain(error: BaseException, path: Path) -> tuple[str, str]:

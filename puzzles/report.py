@@ -46,7 +46,7 @@ class Report:
     """The result of a check, which fills it in as it goes.
 
     Args:
-        verdict: RIGHT, WRONG, OVER PAR, NOT DONE YET, ERROR or HANGS.
+        verdict: RIGHT, WRONG, OVER PAR, NOT DONE YET, NOT OFFERED (by an adapter), ERROR or HANGS.
         sentence: the first difference or the error; empty if the answer is right.
         picture: an SVG drawing of the learner's answer, or nothing.
         files: other files for the learner, by name.

@@ -1,19 +1,20 @@
 """Check of puzzle 12: the schedule is complete, does not deadlock, and is as fast and as small as 1F1B."""
 
+import itertools
 from types import ModuleType
 
 from picotron.console import UserError
 from picotron.drawing.draw_svg import as_svg
-from picotron.schedules.actions import Action, Schedule, parse_action
+from picotron.schedules.actions import Action, AnyAction, Schedule, parse_action
 from picotron.schedules.checker import check as check_schedule
-from picotron.schedules.simulate import Timeline, peak_activations
+from picotron.schedules.simulate import peak_activations, simulate
 from puzzles.group import Group
 from puzzles.report import Report, kind
 
 
-def simulated(group: Group, programs: list[list[str]], m: int, where: str) -> Timeline:
-    """Return the timeline of a schedule with one stage per rank, if it can run."""
-    parsed = []
+def parsed(group: Group, programs: list[list[str]], m: int, where: str) -> list[list[AnyAction]]:
+    """Return the actions of a schedule with one stage per rank, if it can run."""
+    found = []
     for rank, names in enumerate(programs):
         group.require(isinstance(names, list | tuple), f"{where}, rank {rank}: expected a list, got {kind(names)}")
         actions = []
@@ -22,12 +23,20 @@ def simulated(group: Group, programs: list[list[str]], m: int, where: str) -> Ti
                 actions.append(parse_action(name if isinstance(name, str) else repr(name)))
             except ValueError:
                 group.require(False, f'{where}, rank {rank}: {name!r} is not an action such as "2F0"')
-        parsed.append(actions)
+        found.append(actions)
     try:
-        return check_schedule(Schedule(parsed, m))
+        check_schedule(Schedule(found, m))
     except UserError as error:
         group.require(False, f"{where}: {str(error).replace(' (loop placement)', '')}")
         raise
+    return found
+
+
+def only_forwards_and_backwards(group: Group, schedule: Schedule, where: str) -> None:
+    """Raise Wrong if a schedule has actions of other kinds than F and B."""
+    actions = itertools.chain(*schedule.programs)
+    only = all(isinstance(action, Action) and action.kind in "FB" for action in actions)
+    group.require(only, f"{where}: expected only the actions F and B; the other kinds are those of puzzle 13")
 
 
 def check(learner: ModuleType, group: Group, report: Report) -> None:
@@ -37,7 +46,8 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         for rank in range(p):
             report.begin(f"program({rank}, {p}, {m})")
             programs.append(learner.program(rank, p, m))
-        timeline = simulated(group, programs, m, where)
+        schedule = Schedule(parsed(group, programs, m, where), m)
+        timeline = simulate(schedule)
         report.picture = as_svg(timeline)
         for rank, actions in enumerate(timeline.programs):
             peak, most = peak_activations(actions), min(p - rank, m)
@@ -46,5 +56,4 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         step = 3 * (m + p - 1)  # of AFAB, as each rank has m forwards and m backwards, see the statement
         sentence = f"{where}: the step takes as long as {timeline.step_time:g} forwards, expected at most {step}"
         group.require(timeline.step_time <= step, sentence)
-        only = all(isinstance(action, Action) and action.kind in "FB" for each in timeline.programs for action in each)
-        group.require(only, f"{where}: expected only the actions F and B; the other kinds are for the next puzzle")
+        only_forwards_and_backwards(group, schedule, where)

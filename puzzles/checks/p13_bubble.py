@@ -3,9 +3,10 @@
 from types import ModuleType
 
 from picotron.drawing.draw_svg import as_svg
+from picotron.schedules.actions import Schedule
 from picotron.schedules.schedules import build
 from picotron.schedules.simulate import peak_activations, simulate
-from puzzles.checks.p12_1f1b import simulated
+from puzzles.checks.p12_1f1b import parsed
 from puzzles.group import Group
 from puzzles.report import Report, Score
 
@@ -18,7 +19,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     for rank in range(P):
         report.begin(f"program({rank})")
         programs.append(learner.program(rank))
-    timeline = simulated(group, programs, M, f"p = {P}, m = {M}")
+    timeline = simulate(Schedule(parsed(group, programs, M, f"p = {P}, m = {M}"), M))
     report.picture = as_svg(timeline)
     for rank, actions in enumerate(timeline.programs):
         peak = peak_activations(actions)

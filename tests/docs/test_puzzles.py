@@ -3,6 +3,7 @@
 import ast
 import itertools
 import json
+import math
 import multiprocessing
 import re
 from collections.abc import Iterator
@@ -11,13 +12,19 @@ from xml.etree import ElementTree
 
 import pytest
 
+import create_config
 from picotron.command_line import load_config
+from picotron.explain.estimate import GIB
+from picotron.explain.hardware import fits
+from picotron.schedules.actions import AnyAction, Schedule, parse_action
+from picotron.schedules.schedules import SCHEDULES, build
+from picotron.schedules.simulate import Costs, simulate
 from puzzles import __main__ as cli
 from puzzles.catalogue import PUZZLES, Puzzle, find
-from puzzles.checks import p05_buckets, p16_layout
+from puzzles.checks import p05_buckets, p09_owner, p14_messages, p16_layout
 from puzzles.harness import run
 from puzzles.report import Report
-from tests.docs.test_docs import anchors
+from tests.docs.test_docs import anchors, defined_in
 from tests.support.puzzle_answers import BEST, OTHERS, WRONG
 from tests.support.worker_pool import WorkerPool
 
@@ -114,15 +121,63 @@ def test_best_known_score_is_reached(number: int, text: str, processes: WorkerPo
     assert report.score.value == pytest.approx(report.score.best, rel=1e-9)
 
 
-def test_par_and_best_known_of_puzzle_16_are_those_of_its_page() -> None:
-    """The page's tests repeat the forecast and the search."""
-    page = Path("docs/seventy_billion.md").read_text()
-    given = p16_layout.estimate(load_config(["--config", "docs/seventy_billion.json"]))[1]
-    assert f"step          {given.step_time:.3f}  100.0%" in page
-    best = p16_layout.estimate(p16_layout.config_of(p16_layout.BEST))[1]
-    found = page[page.index("these are the fastest that fit into 92 % of ") :].splitlines()[4]
-    assert f" {best.step_time:.3f} " in found
-    assert found.startswith("dp32_pp4_cp2_tp4_mbs2_interleaved-1f1b ")
+def test_statement_of_puzzle_9_tells_its_score_of_contiguous_chunks() -> None:
+    work = p09_owner.pairs([chunk // 2 for chunk in range(8)], 4)
+    text = PUZZLES[8].path.read_text()
+    assert f"{max(work) * 4 / sum(work):.3f}" in text
+    assert f"{p09_owner.TOKENS} tokens" in text
+
+
+def test_best_known_layout_of_puzzle_16_is_that_of_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--exp_name best --out_dir {tmp_path} --config docs/seventy_billion.json --model.name {p16_layout.MODEL}"
+    words += f" --training.seq_length {p16_layout.TOKENS} --world_size {p16_layout.GPUS}"
+    words += f" --global_batch_size {p16_layout.SEQUENCES} --hardware H100 --best 1"
+    create_config.main(words.split())
+    (found,) = tmp_path.glob("best/**/config.json")
+    fastest = p16_layout.estimate(load_config(["--config", str(found)]))[1].step_time
+    assert p16_layout.estimate(p16_layout.config_of(p16_layout.layout()))[1].step_time == fastest
+
+
+def test_layout_in_the_statement_of_puzzle_16_is_the_one_that_sets_par() -> None:
+    text = " ".join((ast.get_docstring(ast.parse(PUZZLES[15].path.read_text()).body[-1]) or "").split())  # type: ignore[arg-type]
+    assert json.loads(text[text.index("{") : text.index("}") + 1].replace("True", "true")) == p16_layout.GIVEN
+    assert f"Par is {1 - p16_layout.PAR:.0%}".replace("%", " %") in text
+    memories, _ = p16_layout.estimate(p16_layout.config_of(p16_layout.GIVEN))
+    assert fits(max(memory.total for memory in memories) / GIB, p16_layout.GPU.gib)
+
+
+@pytest.mark.parametrize(("p", "m", "p2p"), [(2, 8, 2.0), (3, 12, 0.4), (4, 16, 1.0)])
+def test_par_of_puzzle_14_is_the_least_of_all_warm_ups(p: int, m: int, p2p: float) -> None:
+    """Compares with schedules that run a backward and a forward in turn, after any number of forwards on each rank."""
+
+    def program(rank: int, warmup: int) -> list[AnyAction]:
+        names = [f"F{i}" for i in range(warmup)]
+        for i in range(m):
+            names += [f"B{i}"] + [f"F{i + warmup}"] * (i + warmup < m)
+        return [parse_action(f"{rank}{name}") for name in names]
+
+    costs, found = Costs(p2p=p2p), list[int]()
+    limit = simulate(build("afab", p, m), costs).step_time * (1 + 1e-9)
+    for warmups in itertools.product(range(1, 9), repeat=p):
+        if list(warmups) == sorted(warmups, reverse=True) and sum(warmups) < min(found, default=99):
+            schedule = Schedule([program(rank, warmup) for rank, warmup in enumerate(warmups)], m)
+            if simulate(schedule, costs).step_time <= limit:
+                found.append(sum(warmups))
+    assert found[-1] == sum(1 + math.ceil(1 + 2 / 3 * p2p) * (p - 1 - rank) for rank in range(p))
+    assert found[-1] == p14_messages.PAR or (p, m, p2p) != p14_messages.CASES[-1]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_schedule_with_a_name_solves_puzzle_14(name: str, processes: WorkerPool, tmp_path: Path) -> None:
+    text = f"""
+from picotron.schedules.schedules import build
+
+def program(rank, p, m, p2p):
+    return [str(action) for action in build({name!r}, p, m).programs[rank]]
+"""
+    assert answer(text, PUZZLES[13], tmp_path, processes).verdict in ("WRONG", "OVER PAR")
 
 
 @pytest.mark.parametrize("latency", [0.0, 0.5, 2.0])
@@ -219,7 +274,8 @@ def test_check_prints_and_remembers_the_result(
     assert output[0] == "RIGHT: puzzle 13, a smaller bubble than 1F1B"
     assert output[1] == "score: bubble 17.2 % (par 17.2 %, best known 11.1 %)"
     assert output[2] == f"see {tmp_path}/p13_bubble.svg and {tmp_path}/p13_bubble.csv"
-    assert output[3] == "next: puzzles/p14_schedule.py, after docs/pipeline_parallel.md"
+    assert output[3] == f"in picotron: {puzzle.place}"
+    assert output[4] == "next: puzzles/p14_messages.py, after docs/pipeline_parallel.md"
     assert_is_picture((tmp_path / "p13_bubble.svg").read_text())
     puzzle.path.write_text(puzzle.solution.read_text().replace("range(M - rank, M)", "range(M)"))
     assert cli.main(["p13"], tmp_path) == 1
@@ -249,7 +305,65 @@ def test_unknown_puzzle_gets_one_sentence(text: str, tmp_path: Path, capsys: pyt
     assert capsys.readouterr().err == f"error: there is no puzzle {text!r}; choose a number from 1 to 16\n"
 
 
+ADAPTER = """
+from other_package import send_to_everyone as p02_ring
+
+def p09_owner(chunk, cp):
+    return min(chunk, 2 * cp - 1 - chunk)
+
+def p03_place(sample, B, m, dp):
+    return sample
+"""
+OTHER_PACKAGE = """
+def send_to_everyone(x, group):
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    for rank in others:
+        group.send(x, rank)
+    return x + sum(group.receive(rank) for rank in others)
+"""
+
+
+def test_adapter_is_checked_function_by_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = tmp_path / "course.py"
+    adapter.write_text(ADAPTER)
+    (tmp_path / "other_package.py").write_text(OTHER_PACKAGE)
+    assert cli.main(["--adapter", str(adapter)], tmp_path) == 1
+    output = capsys.readouterr().out
+    rows = {line.split()[1]: re.split("  +", line)[2:] for line in output.splitlines()[1:17]}
+    assert rows.pop("p02_ring") == ["over par", "sent by the busiest of 4 ranks, divided by the size of x: 3.000"]
+    assert rows.pop("p03_place") == ["wrong"]
+    assert rows.pop("p09_owner") == ["right", "work of the busiest of 4 ranks / mean: 1.000"]
+    assert {tuple(row) for row in rows.values()} == {("not offered",)}
+    assert "\n1 of 3 offered functions are right.\n" in output
+    assert re.search(r"^p03_place: place\(0, .*int 0$", output, re.MULTILINE)
+    assert not (tmp_path / "progress.json").exists()
+
+
+def test_adapter_is_checked_for_one_puzzle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = tmp_path / "course.py"
+    adapter.write_text(PUZZLES[6].solution.read_text() + "\np07_mlp = parallel_mlp\n")
+    assert cli.main(["7", "--adapter", str(adapter)], tmp_path) == 0
+    assert capsys.readouterr().out.startswith("RIGHT: puzzle 7, ")
+    assert cli.main(["1", "--adapter", str(adapter)], tmp_path) == 1
+    assert capsys.readouterr().out.splitlines()[1] == "course.py has no function p01_all_reduce"
+    assert cli.main(["--adapter", str(tmp_path / "none.py")], tmp_path) == 2
+
+
+def test_adapter_without_functions_is_not_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = tmp_path / "course.py"
+    adapter.write_text("")
+    assert cli.main(["--adapter", str(adapter)], tmp_path) == 1
+    assert "0 of 0 offered functions are right." in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------------------------------------------------- catalogue
+
+
+@each_puzzle
+def test_place_in_picotron_exists(puzzle: Puzzle) -> None:
+    file, symbol, *_ = puzzle.place.split()
+    assert symbol in defined_in(Path(file))
+    assert puzzle.place.endswith(".")
 
 
 def test_puzzles_are_numbered_and_complete() -> None:

@@ -47,18 +47,21 @@ WRONG = [
     (13, "M - rank", "M", "OVER PAR", "par"),
     (13, "range(M - rank, M)]", "range(M)]", "WRONG", "p = 4, m = 8: pp rank 0 "),
     (13, "warmup = P - 1 - rank", "warmup = P - rank", "WRONG", "rank 0 holds the activations of 5 micro-batches, expected at most 4"),
-    (14, " <= memory:", " <= 99:", "WRONG", r"fastest\(4, 8, 1.0, 4\) is looped_bfs, which holds 8 micro-batches"),
-    (14, "Costs(p2p=p2p, weights=weights)", "Costs(weights=weights)", "WRONG", r"fastest\(4, 8, 1.0, 4\) is zbv, whose step takes 41.5, but zb_h1 takes 41"),
-    (14, "return min(times, key=lambda name: times[name])", "return 'gpipe'", "WRONG", "is 'gpipe', expected one of afab, 1f1b"),
+    (14, "math.ceil((3 + 2 * p2p) / 3)", "1", "WRONG", r"p = 2, m = 8, p2p = 2: the step takes as long as 43 forwards, but that of AFAB 31"),
+    (14, "1 + per_stage * (p - 1 - rank)", "m", "OVER PAR", "par"),
+    (14, "{rank}B{i}", "{rank}I{i}", "WRONG", "p = 2, m = 8, p2p = 0: pp rank 0"),
+    (14, "rank), m)", "rank), m) - (rank == 1)", "WRONG", r"p = 2, m = 8, p2p = 0: "),
     (15, "/ group.size\n", "\n", "WRONG", "rank 0 of 3, step [12], 200 weights: weights.[0-9]+. is"),
     (15, "/ group.size\n", "\n", "WRONG", "nearly right: AdamW hides a constant factor in the gradients"),
     (15, "[: len(w)]", "", "WRONG", r"rank 0 of 3, step 1, 200 weights: weights should be .*\(200,\)"),
     (15, "if not state:", "if True:", "WRONG", "rank 0 of 3, step 2, 200 weights: weights"),
     (15, "F.pad(w, padding).chunk(group.size)[group.rank].clone()", "w.clone()", "ERROR", "line 1[0-9]"),
-    (16, '"tp_size": 4', '"tp_size": 2', "WRONG", "the settings are for 512 GPUs, expected 1024"),
-    (16, '"dp_engine": "zero1"', '"dp_engine": "bucket"', "WRONG", "a rank needs .* GiB, expected at most 92 % of 79.1 GiB"),
-    (16, '"dp_engine": "zero1"', '"dp_engin": "zero1"', "WRONG", "there is no key 'dp_engin'"),
-    (16, '"tp_size": 4', '"tp_size": 3', "WRONG", "tp_size"),
+    (16, '"tp_size": 2', '"tp_size": 1', "WRONG", "the settings are for 32 GPUs, expected 64"),
+    (16, '"dp_engine": "zero3"', '"dp_engine": "bucket"', "WRONG", "a rank needs .* GiB, expected at most 92 % of 79.1 GiB"),
+    (16, '"dp_engine": "zero3"', '"dp_engin": "zero3"', "WRONG", "there is no key 'dp_engin'"),
+    (16, '"tp_size": 2', '"tp_size": 3', "WRONG", "tp_size"),
+    (16, '"selective"', '"full"', "OVER PAR", "par"),
+    (16, '"gradient_accumulation_steps": 4', '"seq_length": 65536, "gradient_accumulation_steps": 4', "WRONG", "65536 tokens per sequence, expected 131072"),
 ]  # fmt: skip
 
 # Correct answers that differ from the solutions in method, order of sums, or types.
@@ -158,18 +161,18 @@ def program(rank, p, m):
     return names
 """),
     (14, """
-import math
-from picotron.schedules.schedules import SCHEDULES, build
-from picotron.schedules.simulate import Costs, peak_activations, simulate
-
-def fastest(p, m, p2p, memory):
-    best = (math.inf, "")
-    for name in reversed(SCHEDULES):
-        s = build(name, p, m)
-        if max(peak_activations(program) for program in s.programs) <= memory * s.chunks:
-            costs = Costs(F=1 / s.chunks, B=2 / s.chunks, I=1 / s.chunks, W=1 / s.chunks, p2p=p2p)
-            best = min(best, (simulate(s, costs).step_time, name))
-    return best[1]
+def program(rank, p, m, p2p):  # any rank runs a backward only if it holds as many micro-batches as one more round trip
+    per_stage, names, forwards, backwards = 1, [], 0, 0
+    while 3 * per_stage < 3 + 2 * p2p:
+        per_stage += 1
+    while backwards < m:
+        if forwards < m and forwards - backwards <= per_stage * (p - 1 - rank):
+            names.append(f"{rank}F{forwards}")
+            forwards += 1
+        else:
+            names.append(f"{rank}B{backwards}")
+            backwards += 1
+    return names
 """),
     (15, """
 import torch
@@ -248,10 +251,5 @@ from picotron.schedules.schedules import zb_h1
 
 def program(rank):
     return [str(action) for action in zb_h1(rank, 4, 8, 1)]
-"""),
-    (16, """
-def layout():
-    return {"dp_size": 32, "pp_size": 4, "cp_size": 2, "tp_size": 4, "sequence_parallel": True, "dp_engine": "zero1",
-            "pp_engine": "interleaved_1f1b", "micro_batch_size": 2, "gradient_accumulation_steps": 16}
 """),
 ]  # fmt: skip
