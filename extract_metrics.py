@@ -12,6 +12,7 @@ import argparse
 import csv
 import io
 import logging
+import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ COLUMNS = (
 )  # fmt: skip
 
 STYLES = ("-", "--", "-.", ":")
+DIRECT = 8  # the most curves that are labelled at their ends; with more, there is a legend
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,26 @@ def draw_losses(runs: Sequence[Run], axes: Any) -> None:
             axes.plot(steps, losses, "o", color=colour, markersize=5, markeredgecolor="black")
     evaluations = any("eval_loss" in record for run in runs for record in run.records)
     axes.set(xlabel="step\nline: training; dot: evaluation" if evaluations else "step", ylabel="loss")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if 1 < len(groups) <= DIRECT and len(runs) <= 3 * DIRECT:
+        label_curves(groups, palette, axes)
+
+
+def label_curves(groups: Sequence[Sequence[Run]], palette: Sequence[Any], axes: Any) -> None:
+    """Write the names of the runs of each curve beside its end, from bottom to top, without overlaps."""
+    low, high = axes.get_ylim()
+    ends = []
+    for group, colour in zip(groups, palette, strict=True):
+        if losses := [loss for loss in field_values(group[0].records, "loss") if math.isfinite(loss)]:
+            styles = [f"{STYLES[i % len(STYLES)]} " if len(group) > 1 else "" for i in range(len(group))]
+            names = "\n".join(style + escape_dollars(run.name) for style, run in zip(styles, group, strict=True))
+            ends.append(((losses[-1] - low) / (high - low), names, colour, len(group)))
+    free = 0.0  # as a fraction of the height
+    for place, names, colour, lines in sorted(ends, key=lambda end: end[0]):
+        height = 0.034 * lines
+        middle = max(place, free + height / 2)
+        free = middle + height / 2 + 0.01
+        axes.text(1.01, middle, names, color=colour, fontsize=7, va="center", transform=axes.transAxes)
 
 
 def draw_throughput(runs: Sequence[Run], rows: Sequence[dict[str, Any]], axes: Any) -> None:
@@ -247,7 +269,8 @@ def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], folder: Path) -> N
         axes = figure.add_subplot(title=escape_dollars(folder.resolve().name), axisbelow=True)
         axes.grid(alpha=0.3)
         plot(axes)
-        if labels := axes.get_legend_handles_labels()[1]:
+        labels = axes.get_legend_handles_labels()[1]
+        if labels and not axes.texts:  # labels beside the curves need no legend
             figure.legend(loc="outside right upper", fontsize=7, ncols=1 + len(labels) // 30)
         image = io.BytesIO()
         figure.savefig(image, dpi=150)

@@ -1,6 +1,7 @@
 """Puzzle 16, layout: sequences of 128 Ki tokens on 64 GPUs.
 
-To read: docs/seventy_billion.md, "What to run instead". Check your answer with `python -m puzzles 16`.
+To read: docs/seventy_billion.md, "What to run instead", and docs/when_an_axis_pays.md. Check your answer with
+`python -m puzzles 16`.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Memory of a rank with and without each remedy, by formula and counted:
+"""Memory of a rank with and without each technique, by formula and counted:
 
     python -m docs.programs.memory_bars [--out FILE.svg]
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from docs.programs.svg import LINE, RANKS, WIDTH, Svg
+from docs.programs.svg import LINE, TENSORS, WIDTH, Svg
 from picotron.command_line import parse_config
 from picotron.console import text_table
 from picotron.explain.estimate import GIB, Memory, rank_memory
@@ -23,7 +23,7 @@ from tests.support.fake_cuda_memory import measure
 from tests.support.shapes import SHAPES
 
 FULL = {"activation_checkpointing": "full"}
-REMEDIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # changes of the layout, and of the training
+TECHNIQUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # changes of the layout, and of the training
     "dp 8": ({"dp_size": 8}, {}),
     "+ recomputation": ({"dp_size": 8}, FULL),
     "+ zero1": ({"dp_size": 8, "dp_engine": "zero1"}, {}),
@@ -62,39 +62,34 @@ def memory_of(layout: dict[str, Any], training: dict[str, Any]) -> tuple[Memory,
 
 
 def table(found: dict[str, tuple[Memory, dict[str, int]]]) -> str:
-    rows = [["GiB", *PARTS, "peak", "counted", "error"]]
+    rows = [["GiB", *PARTS, "peak", "counted"]]
     for name, (memory, counted) in found.items():
         sizes = [getattr(memory, part) for part in PARTS]
         sizes[-1] += memory.gathered
-        error = memory.total / counted["peak"] - 1
-        rows.append([name, *(f"{size / GIB:.2f}" for size in (*sizes, memory.total, counted["peak"])), f"{error:+.1%}"])
-    return text_table(rows, first_number=1)
+        rows.append([name, *(f"{size / GIB:.2f}" for size in (*sizes, memory.total, counted["peak"]))])
+    error = max(abs(memory.total / counted["peak"] - 1) for memory, counted in found.values())
+    return f"{text_table(rows, first_number=1)}\n\nlargest difference of peak and counted: {error:.1%}"
 
 
 def bars(found: dict[str, tuple[Memory, dict[str, int]]]) -> str:
-    """Draw two bars for each remedy: the estimate above, the count below."""
+    """Draw two bars for each technique: the estimate above, the count below."""
     left, row = 230.0, 46
     scale = (WIDTH - left - 90) / max(memory.total for memory, _ in found.values())
-    picture, x = Svg(WIDTH, 2 * LINE + 10 + row * len(found)), left
-    for colour, part in zip(RANKS, PARTS, strict=True):
-        picture.box(x, 0, 18, 18, colour)
-        picture.text(x + 24, 14, part)
-        x += 34 + 9 * len(part)
-    picture.frame(x, 0, 18, 18)
-    picture.text(x + 24, 14, "counted")
+    picture = Svg(WIDTH, 2 * LINE + 10 + row * len(found))
+    picture.keys(left - 50, 0, *((TENSORS[part], part) for part in PARTS), ("", "counted"))
     for number, (name, (memory, counted)) in enumerate(found.items()):
         x, y = left, LINE + 10 + row * number
         picture.text(0, y + 24, name)
         sizes = [getattr(memory, part) for part in PARTS]
         sizes[-1] += memory.gathered
-        for colour, part, size in zip(RANKS, PARTS, sizes, strict=True):
-            picture.box(x, y, size * scale, 20, colour, f"{size / GIB:.1f}", f"{part}: {size / GIB:.2f} GiB")
+        for part, size in zip(PARTS, sizes, strict=True):
+            picture.box(x, y, size * scale, 20, TENSORS[part], f"{size / GIB:.1f}", f"{part}: {size / GIB:.2f} GiB")
             x += size * scale
         picture.text(x + 8, y + 24, f"{memory.total / GIB:.1f} GiB")
         picture.frame(left, y + 22, counted["peak"] * scale, 12)
         picture.line(left + counted["state"] * scale, y + 22, left + counted["state"] * scale, y + 34)
     y = LINE + 10 + row * len(found)
-    picture.text(left, y + 14, "GiB of the rank that needs most; the mark is what stays between steps")
+    picture.text(left, y + 14, "GiB of the rank that needs most; left of the mark: what persists between steps")
     return str(picture)
 
 
@@ -105,7 +100,7 @@ def main() -> None:
     if problem := obstacle():
         sys.exit(f"error: {problem}")
     restart_with_fake_cuda()
-    found = {name: memory_of(*changes) for name, changes in REMEDIES.items()}
+    found = {name: memory_of(*changes) for name, changes in TECHNIQUES.items()}
     print("SmolLM-1.7B on 8 ranks, micro-batches of 4 x 2048 tokens (8 of them with pp): GiB of a rank at its peak\n")
     print(table(found))
     if options.out is not None:

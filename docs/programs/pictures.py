@@ -3,14 +3,10 @@
 python -m docs.programs.pictures shards --out docs/pictures/shards.svg
 """
 
-import argparse
-from collections.abc import Callable
-from pathlib import Path
-
 from docs.programs.collectives import COLLECTIVES, before_and_after
 from docs.programs.count import zero_step
 from docs.programs.quickstart import quickstart, stage_of
-from docs.programs.svg import LINE, RANKS, WIDTH, Svg
+from docs.programs.svg import LINE, RANKS, TENSORS, WIDTH, Svg, main
 from picotron.context_parallel.positions import local_positions, visible_blocks
 from picotron.drawing.draw_svg import lighter
 from picotron.explain.fake_group import fake_rank
@@ -23,10 +19,8 @@ def collectives(n: int = 4) -> str:
     size, row, left, arrow, panel = 44, 34, 64, 44, 496
     height = n * row + 2 * LINE + 10
     picture = Svg(WIDTH, 4 * height + 2 * LINE)
-    for rank in range(n):
-        picture.box(140 * rank, 0, 18, 18, RANKS[rank])
-        picture.text(140 * rank + 25, 15, f"from rank {rank}")
-    picture.text(140 * n, 15, "four colours: a sum over the ranks")
+    x = picture.keys(0, 0, *((RANKS[rank], f"from rank {rank}") for rank in range(n)))
+    picture.text(x, 14, "four colours: a sum over the ranks")
     picture.text(0, LINE + 17, "Left: before the call. Right: after it. The number of block b of rank r is 10 r + b.")
     pool = WorkerPool()
     for number, name in enumerate(name for name in COLLECTIVES if name != "all_reduce_in_parts"):
@@ -89,13 +83,7 @@ def block() -> str:
     width, height, step, column, names = 84, 44, 82, 496, 214
     replicated = lighter("#888888", 0.5)
     picture = Svg(WIDTH, 6 * step + 2 * LINE)
-    for x, colour, name in (
-        (0, RANKS[0], "rank 0"),
-        (120, RANKS[1], "rank 1"),
-        (240, replicated, "replicated: equal on both"),
-    ):
-        picture.box(x, 0, 18, 18, colour)
-        picture.text(x + 25, 15, name)
+    picture.keys(0, 0, (RANKS[0], "rank 0"), (RANKS[1], "rank 1"), (replicated, "replicated: equal on both"))
     picture.text(
         0, LINE + 17, "Rectangle: tokens (down) x features (across). Stripes: partial, a term of the true value."
     )
@@ -207,20 +195,20 @@ def ring_steps(cp: int = 4) -> str:
 
 def zero(ranks: tuple[int, ...] = (2, 8)) -> str:
     """Draw the memory of a rank between steps, in bytes per parameter, for each engine and number of ranks."""
-    parts = ("weight", "gradient", "master weight", "first moment", "second moment")
+    optimizer = {
+        name: lighter(TENSORS["optimizer"], i / 4) for i, name in enumerate(("master", "moment 1", "moment 2"))
+    }
+    parts = {"weight": TENSORS["weights"], "gradient": TENSORS["gradients"]} | optimizer
     left, row, scale = 190, 40, (WIDTH - 290) / 18
-    picture, x = Svg(WIDTH, 2 * LINE + 10 + row * (1 + 2 * len(ranks)) + 4), float(left)
-    for colour, part in zip(RANKS, parts, strict=True):
-        picture.box(x, 0, 18, 18, colour)
-        picture.text(x + 24, 14, part)
-        x += 34 + 9 * len(part)
+    picture = Svg(WIDTH, 2 * LINE + 10 + row * (1 + 2 * len(ranks)) + 4)
+    picture.keys(left, 0, *((colour, part) for part, colour in parts.items()))
     y = LINE + 10
     for engine, count in (("bucket", 2), *((engine, n) for n in ranks for engine in ("zero1", "zero3"))):
         step, x = zero_step(engine, count), float(left)
         parameters = zero_step("bucket", 2).parameters
         picture.text(0, y + 24, "bucket, any number" if engine == "bucket" else f"{engine}, {count} ranks")
         thirds = [step.optimizer / 3] * 3
-        for colour, part, size in zip(RANKS, parts, (step.weights, step.gradients, *thirds), strict=True):
+        for (part, colour), size in zip(parts.items(), (step.weights, step.gradients, *thirds), strict=True):
             width = size / parameters * scale
             picture.box(
                 x, y, width, row - 8, colour, f"{size / parameters:.3g}", f"{part}: {size / parameters:.3g} bytes"
@@ -230,15 +218,6 @@ def zero(ranks: tuple[int, ...] = (2, 8)) -> str:
         y += row
     picture.text(left, y + 16, "bytes per parameter that a rank holds between steps, in bfloat16")
     return str(picture)
-
-
-def main(description: str | None, *pictures: Callable[[], str]) -> None:
-    """Run a program that draws one of these pictures, chosen by its name."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", choices=(by_name := {picture.__name__: picture for picture in pictures}))
-    parser.add_argument("--out", type=Path, required=True, help="the .svg file to write")
-    options = parser.parse_args()
-    options.out.write_text(by_name[options.picture](), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from docs.programs.svg import RANKS, WIDTH, Svg
+from docs.programs.svg import RUNS, WIDTH, Svg
 
 LEFT, TOP, HEIGHT, GAP = 60, 20, 220, 50  # pixels
-PANELS = (("reward", (("reward", 1), ("evaluation", 3))), ("share of samples that ended", (("ended", 2),)))
+PANELS = (
+    ("reward (thin: samples; thick: held-out prompts)", (("reward", 1), ("evaluation", 3))),
+    ("share of samples that ended", (("ended", 2),)),
+)
 
 
 def draw(folders: list[Path]) -> Svg:
@@ -34,7 +37,7 @@ def draw(folders: list[Path]) -> Svg:
             svg.text(8, place(0, value)[1] + 5, f"{value:.2f}")
         for step in range(0, steps + 1, max(1, steps // 10)):
             svg.text(place(step, low)[0], bottom + 22, str(step), "centred")
-        for colour, run in zip(RANKS, runs, strict=False):
+        for colour, run in zip(RUNS, runs, strict=False):
             for key, thickness in lines:
                 points = [place(record["step"], record[key]) for record in run if key in record]
                 text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
@@ -43,10 +46,8 @@ def draw(folders: list[Path]) -> Svg:
                 )
         svg.text(LEFT + 8, bottom - HEIGHT + 18, title)
     bottom = TOP + 2 * HEIGHT + GAP
-    for i, (colour, folder) in enumerate(zip(RANKS, folders, strict=False)):
-        svg.box(LEFT + 130 * i, bottom + 38, 18, 18, colour, title=folder.name)
-        svg.text(LEFT + 130 * i + 25, bottom + 52, folder.name)
-    svg.text(LEFT + 130 * len(folders), bottom + 52, "thin: samples, thick: held-out prompts; horizontal: step")
+    x = svg.keys(LEFT, bottom + 38, *((colour, folder.name) for colour, folder in zip(RUNS, folders, strict=False)))
+    svg.text(x + 10, bottom + 52, "horizontal: step")
     return svg
 
 

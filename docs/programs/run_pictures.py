@@ -15,9 +15,8 @@ from unittest import mock
 
 import numpy as np
 
-from docs.programs.pictures import main
 from docs.programs.quickstart import CPU, quickstart, stage_of
-from docs.programs.svg import LINE, RANKS, WIDTH, Svg
+from docs.programs.svg import LINE, RANKS, WIDTH, Svg, main
 from picotron import process_group_manager as pgm
 from picotron.checkpoint.safetensors_folder import ByteRange
 from picotron.checkpoint.stage_files import StageFiles, TensorSlice
@@ -34,8 +33,6 @@ from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.pipeline_parallel.stages import Stage, stage_weights
 from picotron.process_group_manager import new_groups
 from picotron.schedules.simulate import Costs, simulate
-
-STAGES = [RANKS[2], RANKS[4], RANKS[0], RANKS[1]]  # colours; the first two differ from those of forward and backward
 
 
 def contents(stage: Stage) -> str:
@@ -62,39 +59,59 @@ def micro_batches(config: Config) -> list[list[int]]:
     return [next(loader)["input_ids"][:, 0].tolist() for _ in range(loader.grad_acc_steps)]
 
 
+def following(grid: pgm.ProcessGroupManager, axis: str) -> list[int]:
+    """Return the next rank of a rank's group along an axis; no rank for the last one."""
+    ranks = {"tp": grid.tp_group_ids, "cp": grid.cp_group_ids, "pp": grid.pp_group_ids, "dp": grid.dp_group_ids}[axis]
+    place = ranks.index(grid.global_rank) + 1
+    return ranks[place : place + 1]
+
+
 def overview() -> str:
     """Draw what the ranks of the quickstart hold and exchange, and the schedule of one of its pipelines."""
     config = load_config(["--config", "template/base_config.json"])
     layout, model_config = config.distributed, load_model_config(config.model)
     plan = plan_pipeline(config, model_config)
     dp, pp, tp = layout.dp_size, layout.pp_size, layout.tp_size
-    box, width, stage_gap, tp_gap, dp_gap, left, top = 46, 204, 26, 26, 32, 48, 66
+    box, width, stage_gap, tp_gap, dp_gap, left, top = 46, 198, 28, 26, 32, 62, 66
     pipeline = tp * box + (tp - 1) * tp_gap
-    right = left + pp * (width + stage_gap) + 12  # where the schedule begins
+    right = left + pp * width + (pp - 1) * stage_gap + 52  # where the schedule begins
     picture = Svg(WIDTH, top + dp * pipeline + (dp - 1) * dp_gap + 12)
-
     picture.text(0, 16, f"{layout.world_size} ranks: dp {dp} x pp {pp} x cp {layout.cp_size} x tp {tp}", "title")
-    for p in range(pp):
-        x = left + p * (width + stage_gap)
-        picture.text(x + width / 2, top - 10, f"pp {p}", "centred")
-        if p < pp - 1:
-            picture.arrow(x + width + 3, top + box / 2 - 6, x + width + stage_gap - 3, top + box / 2 - 6)
-            picture.arrow(x + width + stage_gap - 3, top + box / 2 + 6, x + width + 3, top + box / 2 + 6)
+    places: dict[int, tuple[float, float]] = {}  # the upper left corner of each rank's box
     for rank, (d, p, t) in enumerate(itertools.product(range(dp), range(pp), range(tp))):
-        x, y = left + p * (width + stage_gap), top + d * (pipeline + dp_gap) + t * (box + tp_gap)
+        places[rank] = left + p * (width + stage_gap), top + d * (pipeline + dp_gap) + t * (box + tp_gap)
+
+    for rank, (x, y) in places.items():
         with fake_rank(rank, layout):
-            stage = stage_of(config)
+            stage, grid = stage_of(config), pgm.process_group_manager
         lines = [f"rank {rank}: {held_heads(stage)}", ", then ".join(map(contents, stage.stages.values()))]
-        picture.box(x, y, width, box, lighter(STAGES[p], 0.5 * t / tp), title=", ".join(lines))
+        picture.box(x, y, width, box, lighter(RANKS[grid.pp_rank], 0.5 * grid.tp_rank / tp), title=", ".join(lines))
         for i, line in enumerate(lines):
             picture.text(x + width / 2, y + 18 + 19 * i, line, "label")
-        if p == 0:
-            picture.text(0, y + pipeline / 2 + 6, f"dp {d}" if t == 0 else "")
-        last = t == tp - 1
-        if not last or d < dp - 1:
-            gap = dp_gap if last else tp_gap
-            picture.arrow(x + 12, y + box + 3, x + 12, y + box + gap - 3, double=True)
-            picture.text(x + 24, y + box + gap / 2 + 5, "dp: gradients" if last else "tp: partial results")
+        if grid.dp_rank == 0 and grid.tp_rank == 0:
+            picture.text(x + width / 2, top - 10, f"pp {grid.pp_rank}", "centred")
+        if grid.pp_rank == 0 and grid.tp_rank == 0:
+            picture.text(0, y + pipeline / 2 + 6, f"dp {grid.dp_rank}")
+        for other in following(grid, "tp"):
+            title = f"tp: ranks {rank} and {other}"
+            picture.arrow(x + 12, y + box + 3, x + 12, places[other][1] - 3, double=True, title=title)
+            picture.text(x + 24, y + box + tp_gap / 2 + 5, "tp: partial results")
+        for other in following(grid, "pp"):
+            title = f"pp: ranks {rank} and {other}"
+            picture.arrow(x + width + 3, y + box / 2, places[other][0] - 3, y + box / 2, double=True, title=title)
+        for other in following(grid, "dp"):  # around the other boxes of the column
+            side, out = (
+                (x - 3, x - 9 - 9 * grid.tp_rank)
+                if grid.pp_rank == 0
+                else (x + width + 3, x + width + 9 + 9 * grid.tp_rank)
+            )
+            bottom = places[other][1] + box / 2 + 9
+            title = f"dp: ranks {rank} and {other}"
+            picture.arrow(
+                side, y + box / 2 + 9, out, y + box / 2 + 9, out, bottom, side, bottom, double=True, title=title
+            )
+            if grid.tp_rank == tp - 1:
+                picture.text(x + 24, y + box + dp_gap / 2 + 5, "dp: gradients")
 
     weights = stage_weights(model_config, plan.stages, config.training.seq_length, pp)
     timeline = simulate(plan.schedule, Costs(weights=weights))
@@ -103,28 +120,74 @@ def overview() -> str:
     picture.text(right, 16, f"{layout.pp_engine.upper()} schedule of each pipeline", "title")
     picture.legend(start, top - 24, timeline)
     for p in range(pp):
-        y = top + 8 + p * (row + gap)
-        picture.box(right, y + 8, 44, 24, STAGES[p], f"pp {p}")
+        picture.box(right, top + 16 + p * (row + gap), 44, 24, RANKS[p], f"pp {p}")
     picture.timeline(timeline, start, top + 8, scale, row, gap)
     axis = top + 14 + pp * (row + gap)
-    picture.time_axis(start, axis, scale, timeline.step_time, 3, "unit: mean forward of one micro-batch")
+    picture.time_axis(start, axis, scale, timeline.step_time, 3, "unit: mean forward")
     m, B = config.training.gradient_accumulation_steps, config.training.micro_batch_size
-    with fake_rank(0, layout):
-        grid = pgm.process_group_manager
-        tp_group, pp_group, dp_group = (
-            " and ".join(map(str, ranks)) for ranks in (grid.tp_group_ids, grid.pp_group_ids, grid.cp_dp_group_ids)
-        )
     for i, line in enumerate(
         (
             f"Box: one of {m} micro-batches of {B} sequences.",
             f"Grey: idle, {timeline.bubble:.1%} of the step (the bubble).",
-            f"tp: ranks {tp_group} sum partial results per layer.",
-            f"pp: ranks {pp_group} send hidden states, gradients.",
-            f"dp: ranks {dp_group} average gradients per step.",
+            "tp ranks sum partial results in every layer.",
+            "pp ranks send hidden states and their gradients.",
+            "dp ranks average gradients once per step.",
         )
     ):
         picture.text(right, axis + 72 + LINE * i, line)
     return str(picture)
+
+
+SPLIT = {  # by axis: what it splits, and what the ranks of a group exchange
+    "dp": ("the batch", "average gradients"),
+    "pp": ("the layers", "send hidden states"),
+    "cp": ("the sequences", "exchange keys and values"),
+    "tp": ("the matrices", "sum partial results"),
+}
+
+
+def axes(size: int = 2) -> str:
+    """Draw 16 ranks four times, once for each axis: the colour is the part that a rank holds, arrows join a group."""
+    layout = quickstart(**{f"{axis}_size": size for axis in SPLIT}).distributed
+    box, near, panel, top = 52, 84, 490, 2 * LINE + 26
+    height = top + 180 + near + box
+    picture = Svg(WIDTH, 2 * height + 30)
+    for number, (axis, (what, exchange)) in enumerate(SPLIT.items()):
+        left, above = number % 2 * panel, number // 2 * (height + 30)
+        picture.text(left, above + 16, f"{axis} splits {what}", "title")
+        picture.text(left, above + 16 + LINE, f"The ranks of a group {exchange}.")
+        grids = []
+        for rank in range(layout.world_size):
+            with fake_rank(rank, layout):
+                grids.append(pgm.process_group_manager)
+        places = [
+            (
+                left + 40 + 198 * grid.pp_rank + near * grid.tp_rank,
+                above + top + 180 * grid.dp_rank + near * grid.cp_rank,
+            )
+            for grid in grids
+        ]
+        for rank, (grid, (x, y)) in enumerate(zip(grids, places, strict=True)):
+            part = {"dp": grid.dp_rank, "pp": grid.pp_rank, "cp": grid.cp_rank, "tp": grid.tp_rank}[axis]
+            picture.box(x, y, box, box, RANKS[2 * part], str(rank), title=f"rank {rank}: {axis} {part}")
+            for other in following(grid, axis):
+                lane = grid.cp_rank if axis == "dp" else grid.tp_rank
+                link(picture, (x, y), places[other], box, lane, f"{axis}: ranks {rank} and {other}")
+    return str(picture)
+
+
+def link(picture: Svg, start: tuple[float, float], end: tuple[float, float], box: float, lane: int, title: str) -> None:
+    """Add an arrow between two boxes of a row or of a column; around the boxes between them, in a lane of its own."""
+    along = 0 if start[1] == end[1] else 1
+    middle, side = start[1 - along] + box / 2, start[1 - along] - 3
+    if end[along] - start[along] < 2 * box:
+        bent = [(start[along] + box + 3, middle), (end[along] - 3, middle)]
+    else:
+        first, last = (place[along] + box / 2 + 16 * lane - 8 for place in (start, end))
+        out = side - 10 - 8 * lane
+        bent = [(first, side), (first, out), (last, out), (last, side)]
+    numbers = (number for point in bent for number in (point if along == 0 else point[::-1]))
+    picture.arrow(*numbers, double=True, title=title)
 
 
 def batch() -> str:
@@ -132,10 +195,8 @@ def batch() -> str:
     dp, steps, width, left, row = 2, 4, 176, 54, 36
     config = quickstart(dp_size=dp, gradient_accumulation_steps=steps)
     picture = Svg(WIDTH, dp * row + 4 * LINE + 12)
-    for x, colour, name in ((left, COLOURS["F"], "forward"), (left + 110, COLOURS["B"], "backward")):
-        picture.box(x, 0, 18, 18, colour)
-        picture.text(x + 25, 15, name)
-    picture.text(left + 230, 15, "The numbers are those of the two sequences in a micro-batch.")
+    x = picture.keys(left, 0, (COLOURS["F"], "forward"), (COLOURS["B"], "backward"))
+    picture.text(x + 12, 14, "The numbers are those of the two sequences in a micro-batch.")
     for i in range(steps):
         picture.text(left + (i + 0.5) * width, LINE + 16, f"micro-batch {i}", "centred")
     for rank in range(dp):
@@ -180,46 +241,55 @@ def matrix(name: str) -> str:
 
 
 def checkpoint_files(zoomed: str = "layer 0") -> str:
-    """Draw the model files of a run with pp 2 x tp 2, to scale in bytes; a colour for each rank that writes. A part of
-    the first file is drawn again, enlarged.
+    """Draw the model files of a run with pp 2 x tp 2, to scale in bytes, with a row for what each rank writes. A part
+    of the first file is drawn again, enlarged.
     """
-    pp, tp, bar, left = 2, 2, 40, 2
+    pp, tp, row, left = 2, 2, 26, 66
     config = quickstart(pp_size=pp, tp_size=tp)
     ranks = [written_ranges(config, rank) for rank in range(pp * tp)]
-    end = max(part.start + part.size for _, parts in ranks for part in parts)
-    picture = Svg(WIDTH, LINE + 12 + (pp + 1) * (2 * LINE + bar + 16))
-    for rank in range(pp * tp):
-        picture.box(220 * rank, 0, 18, 18, RANKS[rank])
-        picture.text(220 * rank + 25, 15, f"written by rank {rank}")
+    ends = [max(part.start + part.size for rank in ranks[i : i + tp] for part in rank[1]) for i in (0, tp)]
+    end = max(ends)
+    panel = LINE + tp * (row + 4) + LINE + 22
+    picture = Svg(WIDTH, 2 * LINE + (pp + 1) * panel - 12)
+    picture.text(0, 16, "In every column, one rank has a box: each byte of a file is written once.", "title")
 
     def draw(top: float, title: str, stage: int, first: int, last: int, name_of: Callable[[str], str]) -> None:
         """Draw the bytes from `first` to `last` of a file over the whole width, with names below."""
-        scale = (WIDTH - 2 * left) / (last - first)
-        picture.text(0, top + 16, title, "title")
-        y = top + LINE
-        for rank in range(stage * tp, (stage + 1) * tp):
+        scale = (WIDTH - left) / (last - first)
+        picture.text(0, top + 16, title)
+        bottom = top + LINE + tp * (row + 4)
+        for i, rank in enumerate(range(stage * tp, (stage + 1) * tp)):
+            y = top + LINE + 4 + i * (row + 4)
+            picture.text(0, y + 19, f"rank {rank}")
+            picture.frame(left, y, (min(ends[stage], last) - first) * scale, row)
             for part in ranks[rank][1]:
                 start, stop = max(part.start, first), min(part.start + part.size, last)
                 if start < stop:
                     hover = f"rank {rank}: bytes {part.start:,} to {part.start + part.size:,}"
-                    width = (stop - start) * scale
-                    picture.box(left + (start - first) * scale, y, width, bar, RANKS[rank], title=hover)
+                    picture.box(
+                        left + (start - first) * scale, y, (stop - start) * scale, row, RANKS[rank], title=hover
+                    )
         for name, tensors in itertools.groupby(ranks[stage * tp][0], lambda each: name_of(each.name)):
             start = next(tensors).start
             if name and first <= start < last:
                 x = left + (start - first) * scale
-                picture.line(x, y, x, y + bar + 18)
-                picture.text(x + 4, y + bar + 18, name)
+                picture.line(x, top + LINE + 4, x, bottom + 18)
+                picture.text(x + 4, bottom + 18, name)
 
-    tops = [LINE + 12 + i * (2 * LINE + bar + 16) for i in range(pp + 1)]
+    def written(stage: int) -> str:
+        """Return the name of a stage's file, and how much each of its ranks writes."""
+        sizes = [sum(part.size for part in ranks[rank][1]) / 2**20 for rank in range(stage * tp, (stage + 1) * tp)]
+        return f"{ranks[stage * tp][0][0].file}: {' + '.join(f'{size:.2f}' for size in sizes)} MiB"
+
     slices = ranks[0][0]
     starts = [each.start for each in slices if part_of_model(each.name) == zoomed]
     after = min(each.start for each in slices if each.start > starts[-1])
-    draw(tops[0], f"{slices[0].file}: {end / 2**20:.2f} MiB", 0, 0, end, part_of_model)
-    draw(tops[1], f"{zoomed} of this file, enlarged", 0, starts[0], after, matrix)
-    draw(tops[2], f"{ranks[tp][0][0].file}, to the scale of the first file", 1, 0, end, part_of_model)
+    top = LINE + 14
+    draw(top, f"{written(0)}, at the same time", 0, 0, end, part_of_model)
+    draw(top + panel, f"{zoomed} of this file, enlarged", 0, starts[0], after, matrix)
+    draw(top + 2 * panel, f"{written(1)}, to the scale of the first file", 1, 0, end, part_of_model)
     return str(picture)
 
 
 if __name__ == "__main__":
-    main(__doc__, overview, batch, checkpoint_files)
+    main(__doc__, overview, axes, batch, checkpoint_files)

@@ -1,29 +1,50 @@
-"""SVG drawings for the pages: shapes, text, arrows and timelines. Text is 14 px high in a README, 830 px wide."""
+"""SVG drawings for the pages: shapes, text, arrows and timelines. Text is 14 px high in a README, 830 px wide.
 
-from collections.abc import Sequence
+A colour means the same in all pictures: `COLOURS` are actions, `RANKS` ranks, `TENSORS` kinds of tensors, `RUNS` runs.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
 from html import escape
+from pathlib import Path
 
 from picotron.drawing.draw_svg import COLOURS, MEANING, STYLE, boxes, kinds
 from picotron.schedules.simulate import Timeline
 
-WIDTH = 960  # pixels, as all sizes here; GitHub shows a README 830 px wide
+WIDTH, MARGIN = 960, 12  # pixels, as all sizes here; GitHub shows a README 830 px wide
 LINE, CHARACTER = 23, 9.2  # height of a line of text, and the mean width of a character in a wide font
-RANKS = [COLOURS[kind] for kind in "FBWIR"]  # colours of the first five ranks
+RANKS = ["#8a82dc", "#c58fdb", "#eda5c6", "#fbcdb9", "#fdf0cf"]  # darker first, so that they differ in grey, too
+TENSORS = {  # those that stay between steps are green, the others brown (ColorBrewer's BrBG)
+    "weights": "#4aa59d",
+    "gradients": "#8fd3c8",
+    "optimizer": "#bbe2dc",
+    "gathered": "#b9d7a8",
+    "activations": "#d3a95a",
+    "temporary": "#f3e2b6",
+}
+RUNS = ["#2a8fd0", "#d9662b", "#1c9c78", "#b0559a"]  # of lines: legible on white and on black
 TEXT = """
 text { font-size: 17px }
 .title { font-weight: 600 }
 .centred { text-anchor: middle }
 .arrow { stroke: #888; stroke-width: 1.5; fill: #888 }
+.bent { fill: none }
 .memory { fill: #888; fill-opacity: 0.6 }
 """
 
 
 class Svg:
-    """A drawing, to which methods add shapes."""
+    """A drawing on a white or (in dark mode) black page, to which methods add shapes."""
 
-    def __init__(self, width: float, height: float) -> None:
-        size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
-        self.parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{STYLE}{TEXT}</style>"]
+    def __init__(self, width: float, height: float, style: str = "") -> None:
+        place = [f"{number:g}" for number in (-MARGIN, -MARGIN, width + 2 * MARGIN, height + 2 * MARGIN)]
+        size = f'viewBox="{" ".join(place)}" width="{place[2]}" height="{place[3]}"'
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
+            f"<style>{STYLE}{TEXT}{style}</style>",
+            '<rect class="page" x="{}" y="{}" width="{}" height="{}"/>'.format(*place),
+        ]
 
     def box(
         self, x: float, y: float, width: float, height: float, colour: str, label: str = "", title: str = ""
@@ -50,19 +71,36 @@ class Svg:
         """Add a line of text that begins at x, or is centred there if its kind is `label` (in black) or `centred`."""
         self.parts.append(f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}">{escape(text)}</text>')
 
+    def keys(self, x: float, y: float, *names: tuple[str, str]) -> float:
+        """Add colours (none for grey) with their names from x on. Returns where they end."""
+        for colour, name in names:
+            if colour:
+                self.box(x, y, 18, 18, colour, title=name)
+            else:
+                self.frame(x, y, 18, 18)
+            self.text(x + 25, y + 14, name)
+            x += 25 + CHARACTER * len(name) + 16
+        return x
+
     def line(self, x1: float, y1: float, x2: float, y2: float) -> None:
         self.parts.append(f'<line class="arrow" x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}"/>')
 
-    def arrow(self, x1: float, y1: float, x2: float, y2: float, double: bool = False) -> None:
-        """Add an arrow from (x1, y1) to (x2, y2), or between them."""
-        self.line(x1, y1, x2, y2)
-        length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5
-        dx, dy = (x2 - x1) / length, (y2 - y1) / length
-        for x, y, sign in ((x2, y2, 1), (x1, y1, -1)) if double else ((x2, y2, 1),):
-            back = (x - 8 * sign * dx, y - 8 * sign * dy)  # the base of the arrowhead
-            points = [(x, y), (back[0] - 4 * dy, back[1] + 4 * dx), (back[0] + 4 * dy, back[1] - 4 * dx)]
-            text = " ".join(f"{a:.2f},{b:.2f}" for a, b in points)
-            self.parts.append(f'<polygon class="arrow" points="{text}"/>')
+    def arrow(self, *points: float, double: bool = False, title: str = "") -> None:
+        """Add an arrow along the points x1, y1, x2, y2, ..., with a head at its end, or at both ends."""
+        along = list(zip(points[::2], points[1::2], strict=True))
+        text = " ".join(f"{x:.2f},{y:.2f}" for x, y in along)
+        self.parts.append(f'<polyline class="arrow bent" points="{text}"><title>{escape(title)}</title></polyline>')
+        self._head(along[-2], along[-1])
+        if double:
+            self._head(along[1], along[0])
+
+    def _head(self, before: tuple[float, ...], end: tuple[float, ...]) -> None:
+        length = math.dist(before, end)
+        dx, dy = (end[0] - before[0]) / length, (end[1] - before[1]) / length
+        x, y = end[0] - 8 * dx, end[1] - 8 * dy  # the base of the arrowhead
+        points = [end, (x - 4 * dy, y + 4 * dx), (x + 4 * dy, y - 4 * dx)]
+        text = " ".join(f"{a:.2f},{b:.2f}" for a, b in points)
+        self.parts.append(f'<polygon class="arrow" points="{text}"/>')
 
     def timeline(self, timeline: Timeline, x: float, y: float, scale: float, row: float, gap: float) -> None:
         """Add a row of boxes for each pp rank.
@@ -97,13 +135,17 @@ class Svg:
 
     def legend(self, x: float, y: float, *timelines: Timeline) -> None:
         """Add the colours of the actions that occur, and of idle time."""
-        for kind in kinds(*timelines):
-            name = MEANING[kind] if kind in "FB" else f"{kind}: {MEANING[kind]}"
-            self.box(x, y, 18, 18, COLOURS[kind], title=name)
-            self.text(x + 25, y + 14, name)
-            x += 25 + CHARACTER * len(name) + 16
-        self.frame(x, y, 18, 18)
-        self.text(x + 25, y + 14, "idle")
+        names = {kind: MEANING[kind] if kind in "FB" else f"{kind}: {MEANING[kind]}" for kind in kinds(*timelines)}
+        self.keys(x, y, *((COLOURS[kind], name) for kind, name in names.items()), ("", "idle"))
 
     def __str__(self) -> str:
         return "\n".join([*self.parts, "</svg>\n"])
+
+
+def main(description: str | None, *pictures: Callable[[], str]) -> None:
+    """Run a program that draws one of these pictures, chosen by its name."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", choices=(by_name := {picture.__name__: picture for picture in pictures}))
+    parser.add_argument("--out", type=Path, required=True, help="the .svg file to write")
+    options = parser.parse_args()
+    options.out.write_text(by_name[options.picture](), encoding="utf-8")

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from docs.programs.pictures import main
 from docs.programs.quickstart import quickstart, stage_of
-from docs.programs.svg import LINE, RANKS, WIDTH, Svg
+from docs.programs.svg import LINE, WIDTH, Svg, main
 from picotron import process_group_manager as pgm
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
+from picotron.drawing.draw_svg import COLOURS, lighter
 from picotron.explain.fake_group import fake_rank
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.simulate import Costs, memory_curves, simulate, summary
@@ -36,8 +36,13 @@ class Part(NamedTuple):
 
     parameter: nn.Parameter | None
     seconds: float
-    colour: str
+    layer: int | None  # none for embedding and last norm
     label: str
+
+
+def tint(kind: str, layer: int | None) -> str:
+    """Return the colour of an action, darker in later layers."""
+    return lighter(COLOURS[kind], 0.68 if layer is None else 0.17 * (3 - layer))
 
 
 def backward_and_reductions(parts: list[Part], buckets: list[Bucket], dp: int, waits: bool) -> list[Work]:
@@ -49,7 +54,7 @@ def backward_and_reductions(parts: list[Part], buckets: list[Bucket], dp: int, w
     number = {parameter: i for i, bucket in enumerate(buckets) for parameter in bucket.parameters}
     pending, now, free, works = Counter(number.values()), 0.0, 0.0, list[Work]()
     for part in parts:
-        works.append(Work(0, now, now + part.seconds, part.colour, part.label))
+        works.append(Work(0, now, now + part.seconds, tint("B", part.layer), part.label))
         now += part.seconds
         if part.parameter is None:
             continue
@@ -58,7 +63,7 @@ def backward_and_reductions(parts: list[Part], buckets: list[Bucket], dp: int, w
         if not pending[bucket]:
             start = max(now, free)
             free = start + LATENCY + 2 * (dp - 1) / dp * buckets[bucket].buffer.nbytes / BANDWIDTH
-            works.append(Work(1, start, free, part.colour, str(bucket)))
+            works.append(Work(1, start, free, tint("R", part.layer), str(bucket)))
             now = free if waits else now
     return works
 
@@ -74,12 +79,11 @@ def buckets(dp: int = 2, bucket_mb: float = 0.7) -> str:
         for name, parameter in named:
             words = name.split(".")
             layer = int(words[2]) if "layers" in words else None
-            colour = RANKS[-1] if layer is None else RANKS[layer]
             # A matrix costs two products of 2 FLOPs per element and token. The loss has computed the head's.
             flops = 4 * parameter.numel() * tokens if "_proj" in name else 0
-            parts.append(Part(parameter, flops / SPEED, colour, words[-2].removesuffix("_proj")))
+            parts.append(Part(parameter, flops / SPEED, layer, words[-2].removesuffix("_proj")))
             if words[-2] == "o_proj":  # then backward of attention: twice 4 T H d FLOPs per token
-                parts.append(Part(None, 8 * length * parameter.size(1) * tokens / SPEED, colour, "attn"))
+                parts.append(Part(None, 8 * length * parameter.size(1) * tokens / SPEED, layer, "attn"))
         parameters = [parameter for _, parameter in named]
         variants = {
             "one all-reduce for each gradient, and backward waits (naive)": (0.0, True),
@@ -92,15 +96,11 @@ def buckets(dp: int = 2, bucket_mb: float = 0.7) -> str:
         }
     left, row, panel = 100, 30, 2 * LINE + 76
     scale = (WIDTH - left - 20) / max(work.end for each in works.values() for work in each)
-    picture, x = Svg(WIDTH, LINE + 12 + panel * len(works) + 54), float(left)
-    for layer in (3, 2, 1, 0):
-        picture.box(x, 0, 18, 18, RANKS[layer])
-        picture.text(x + 25, 15, f"layer {layer}")
-        x += 110
-    picture.box(x, 0, 18, 18, RANKS[-1])
-    picture.text(x + 25, 15, "embedding and last norm")
-    picture.frame(x + 270, 0, 18, 18)
-    picture.text(x + 295, 15, "idle")
+    picture = Svg(WIDTH, LINE + 12 + panel * len(works) + 54)
+    layers = [(tint("B", layer), f"layer {layer}") for layer in (3, 2, 1, 0)]
+    picture.keys(
+        left, 0, *layers, (tint("B", None), "embedding, last norm"), (COLOURS["R"], "all-reduce"), ("", "idle")
+    )
     for number, (title, each) in enumerate(works.items()):
         y, end = LINE + 12 + number * panel, max(work.end for work in each)
         picture.text(0, y + 16, f"{title}: {end * 1000:.1f} ms", "title")
@@ -148,5 +148,43 @@ def schedules(pp: int = 4, microbatches: int = 8) -> str:
     return str(picture)
 
 
+# The future is covered; the cover shrinks and a line moves while time passes, and both wait at the end of the step.
+ANIMATION = """
+.cover {{ fill-opacity: 0.88; transform-origin: {right:g}px 0; visibility: hidden }}
+.now {{ stroke: #d55e00; stroke-width: 2; visibility: hidden }}
+@media (prefers-reduced-motion: no-preference) {{
+  .cover {{ visibility: visible; animation: shrink {seconds:g}s linear infinite }}
+  .now {{ visibility: visible; animation: move {seconds:g}s linear infinite }}
+}}
+@keyframes shrink {{ 85%, 100% {{ transform: scaleX(0) }} }}
+@keyframes move {{ 85%, 100% {{ transform: translateX({distance:g}px) }} }}
+"""
+
+
+def animated_1f1b(pp: int = 4, microbatches: int = 6, seconds: int = 15) -> str:
+    """Draw 1F1B with a clock that moves from its first action to its last, again and again. (Not if the reader's system
+    asks for less motion.)
+    """
+    timeline = simulate(build("1f1b", pp, microbatches))
+    left, row, curve, top = 50, 34, 26, LINE + 12
+    right, each = WIDTH - 6, row + curve + 8
+    scale, bottom = (right - left) / timeline.step_time, top + pp * each
+    picture = Svg(WIDTH, bottom + 70, ANIMATION.format(right=right, distance=right - left, seconds=seconds))
+    picture.legend(left, 0, timeline)
+    picture.timeline(timeline, left, top, scale, row, each - row)
+    for rank, live in enumerate(memory_curves(timeline)):
+        y = top + rank * each
+        picture.text(0, y + 23, f"pp {rank}")
+        picture.curve([*live, (timeline.step_time, 0.0)], left, y + row + curve, scale, curve / pp)
+    x, height = left - 1, bottom - top
+    picture.parts.append(f'<rect class="page cover" x="{x}" y="{top}" width="{right - x + 1}" height="{height}"/>')
+    picture.parts.append(f'<line class="now" x1="{left}" y1="{top - 4}" x2="{left}" y2="{bottom}"/>')
+    picture.time_axis(left, bottom, scale, timeline.step_time, 3, "unit: a forward")
+    picture.text(
+        left, bottom + 64, f"Below a rank: the activations that it holds, up to {pp} micro-batches on pp rank 0."
+    )
+    return str(picture)
+
+
 if __name__ == "__main__":
-    main(__doc__, buckets, schedules)
+    main(__doc__, buckets, schedules, animated_1f1b)

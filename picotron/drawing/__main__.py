@@ -197,8 +197,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--transfer": TIME | {"help": "time in which a message occupies the link between two pp ranks; by default 0"},
     "--activations": SIZE | {"nargs": "+", "help": "activations of a micro-batch in each stage, in any unit; by default, "
                                                    "those in all stages of a pp rank are 1"},
-    "--deferred": {"type": number(float, 0, 1), "metavar": "FRACTION", "default": 1.0,
-                   "help": "fraction of the activations that W needs after I; by default 1"},
+    "--deferred": {"type": number(float, 0), "metavar": "FRACTION", "default": 1.0,
+                   "help": "fraction of the activations that W needs after I, above 1 if I computes them again; by "
+                           "default 1"},
     "--memory": SIZE | {"required": True, "help": "the most activations that a pp rank may hold, in micro-batches or "
                                                   "in the unit of --activations"},
     "--out": {"type": Path, "metavar": "FILE", "help": "file to write instead of text: .svg, .html, .json (a trace) "

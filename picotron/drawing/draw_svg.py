@@ -19,10 +19,15 @@ MEANING = {
 MESSAGE = "#999999"
 ROW, CURVE, GAP, LEFT = 24, 22, 8, 76  # pixels: a rank's row, the curve and the space below it, and width of labels
 LINE, CHARACTER = 26, 9.2  # height of a line of text, and the mean width of a character in a wide font
-# Idle time is grey on any background; the colour of text follows the reader's light or dark mode.
+# Idle time is grey on any background. The page and the colour of text follow the reader's light or dark mode; a picture
+# has a page of its own, because it can stand on a white page in dark mode.
 STYLE = """
 text, body { font-family: system-ui, sans-serif; fill: #222; color: #222 }
-@media (prefers-color-scheme: dark) { text, body { fill: #ddd; color: #ddd; background: #1c1c1c } }
+.page { fill: #fff }
+@media (prefers-color-scheme: dark) {
+  text, body { fill: #ddd; color: #ddd; background: #1c1c1c }
+  .page { fill: #1c1c1c }
+}
 text { font-size: 11px }
 .label { fill: #000; text-anchor: middle; pointer-events: none }
 .idle { fill: #888; fill-opacity: 0.25 }
@@ -101,6 +106,7 @@ def as_svg(timeline: Timeline, duration: float | None = None, width: int = 960, 
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + LINE}" width="{width}" '
         f'height="{bottom + LINE}">',
         f"<style>{STYLE}{OWN_STYLE}</style>",
+        '<rect class="page" width="100%" height="100%"/>',
         *keys,
         *time_axis(LEFT, bottom - 4, scale, duration or timeline.step_time),
     ]

@@ -87,10 +87,16 @@ def run_step(
 def run_rank(rank: int, config: Config, model_config: PreTrainedConfig, plan: PipelinePlan) -> Step:
     """Play a rank, and run its training step."""
     with fake_rank(rank, config.distributed):
-        model = build_model(config, model_config, plan, META, getattr(torch, config.model.dtype), meta_weights)
-        length = config.training.seq_length
-        one_row = TextRows(np.zeros(length + 1, np.uint16), length)  # used again for every sample
-        return run_step(model, MicroBatchDataLoader(one_row, config, META), config, model_config, plan)
+        return build_and_run(config, model_config, plan)
+
+
+def build_and_run(config: Config, model_config: PreTrainedConfig, plan: PipelinePlan) -> Step:
+    """Build the model of the rank that is played, and run its training step."""
+    model = build_model(config, model_config, plan, META, getattr(torch, config.model.dtype), meta_weights)
+    length = config.training.seq_length
+    tokens = np.broadcast_to(np.uint16(0), config.global_batch_size * length + 1)  # one token in memory
+    data_loader = MicroBatchDataLoader(TextRows(tokens, length), config, META, shuffle=False)
+    return run_step(model, data_loader, config, model_config, plan)
 
 
 def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, plan: PipelinePlan) -> Step:
@@ -101,11 +107,13 @@ def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, 
     if count <= 2 * few + 1 or searched or plan.keep_activations:
         return run_rank(rank, config, model_config, plan)
     steps = []
-    for each in (few, few + 1):
-        schedule = build(layout.pp_engine if layout.pp_size > 1 else "1f1b", layout.pp_size, each, plan.schedule.chunks)
-        training = config.training.model_copy(update={"gradient_accumulation_steps": each})
-        brief = config.model_copy(update={"training": training})
-        steps.append(run_rank(rank, brief, model_config, PipelinePlan(schedule, plan.stages)))
+    engine = layout.pp_engine if layout.pp_size > 1 else "1f1b"
+    with fake_rank(rank, layout):
+        for each in (few, few + 1):
+            training = config.training.model_copy(update={"gradient_accumulation_steps": each})
+            brief = config.model_copy(update={"training": training})
+            schedule = build(engine, layout.pp_size, each, plan.schedule.chunks)
+            steps.append(build_and_run(brief, model_config, PipelinePlan(schedule, plan.stages)))
     fewer, more = (step.messages for step in steps)
     messages = {each: fewer[each] + (more[each] - fewer[each]) * (count - few) for each in more}
     return steps[0]._replace(messages=Counter(messages))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from picotron.console import UserError
 from picotron.schedules.actions import Action, Placement, Schedule
-from picotron.schedules.improve import BUDGET, ROUNDING, Improver, joins
+from picotron.schedules.improve import BUDGET, ROUNDING, Improver, Part, joins, numbered
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.simulate import Costs, Timeline, activations, simulate
 
@@ -66,7 +66,7 @@ class Greedy:
         empty: a schedule whose programs are to be found.
         memory, deferred, sizes: see `fastest_schedule`.
         costs: times of actions and messages; the time of a pair is not used.
-        split: whether backwards are split into I and W. If not, a full backward takes the place of I.
+        backwards: "split" into I and W, "full", or "mixed": full where an I that keeps more than it frees does not fit.
     """
 
     def __init__(
@@ -76,24 +76,28 @@ class Greedy:
         costs: Costs,
         deferred: float,
         sizes: Sequence[float] | None = None,
-        split: bool = True,
+        backwards: str = "split",
     ) -> None:
         self.empty, self.last, self.m = empty, empty.num_stages - 1, empty.microbatches
         self.memory = memory * (1 + ROUNDING)
         self.sizes = stage_sizes(empty, sizes)
         stages = range(empty.num_stages)
-        self.kinds = {"F": "F", "I": "I", "W": "W"} if split else {"F": "F", "I": "B"}
-        fractions = {"F": 1.0, "I": deferred - 1, "W": -deferred} if split else {"F": 1.0, "I": -1.0}
+        self.backwards = backwards
+        fractions = {"F": 1.0, "B": -1.0, "I": deferred - 1, "W": -deferred}
         self.change = {kind: [fraction * size for size in self.sizes] for kind, fraction in fractions.items()}
         self.owner = [empty.rank_of(stage) for stage in stages]
         own = [empty.stages_of(rank)[::-1] for rank in range(empty.pp)]
         self.stages = [list(enumerate(each, start=1)) for each in own]  # of each rank, the last one first
-        # What an I adds, if it keeps more for its W than it frees.
-        self.extra = [max(0.0, *(self.change["I"][stage] for stage in each)) for each in own]
-        self.time = {kind: [costs.of(Action(name, stage)) for stage in stages] for kind, name in self.kinds.items()}
+        # What an I adds, if it keeps more for its W than it frees, and no full backward can take its place.
+        self.extra = [max(0.0, *(self.change["I"][stage] for stage in each)) * (backwards == "split") for each in own]
+        self.time = {kind: [costs.of(Action(kind, stage)) for stage in stages] for kind in "FBIW"}
         message = costs.p2p + costs.transfer
         self.message = [message * (a != b) for a, b in itertools.pairwise(self.owner)]  # from each stage to the next
-        self.work = [sum(times[stage] for times in self.time.values() for stage in each) * self.m for each in own]
+        halves = list(map(operator.add, self.time["I"], self.time["W"]))
+        self.least = {"split": halves, "full": self.time["B"], "mixed": list(map(min, self.time["B"], halves))}[
+            backwards
+        ]
+        self.work = [self.m * sum(self.time["F"][stage] + self.least[stage] for stage in each) for each in own]
         full = [sum(self.sizes[stage] for stage in each) for each in own]  # of one micro-batch
         # How far each rank could have run ahead in the last run, by its knobs other than the slope.
         self.reached: dict[tuple[bool, float], list[int]] = {}
@@ -112,11 +116,12 @@ class Greedy:
             return None
         self.reach = self.reached[others] = [0] * pp
         self.ends: dict[str, list[list[float]]] = {kind: [[] for _ in range(count)] for kind in "FIW"}
-        programs: list[list[Action]] = [[] for _ in range(pp)]
+        programs: list[list[Part]] = [[] for _ in range(pp)]
         queue: list[tuple[float, int, int, str, int]] = []  # start, rank, version of the choice, and the action
         versions = [0] * pp
         changed: Iterable[int] = range(pp)
-        for _ in range(len(self.kinds) * count * self.m):
+        finished = 0  # backwards
+        while finished < count * self.m:
             for rank in changed:
                 versions[rank] += 1
                 if choice := self.choose(rank):
@@ -126,18 +131,20 @@ class Greedy:
             if not queue:
                 return None
             start, rank, _, kind, stage = heapq.heappop(queue)
-            programs[rank].append(Action(self.kinds[kind], stage, len(self.ends[kind][stage])))
-            time = self.time[kind][stage]
-            self.free[rank] = start + time
-            left[rank] -= time
+            programs[rank].append((kind, stage))
+            end = self.free[rank] = start + self.time[kind][stage]
+            # An I and its W may take longer than a full backward, with which the work is counted.
+            left[rank] -= self.least[stage] - self.time["W"][stage] if kind == "I" else end - start
             if self.free[rank] + left[rank] >= stop:
                 return None
-            self.ends[kind][stage].append(start + time)
+            for half in "IW" if kind == "B" else kind:
+                self.ends[half][stage].append(end)
+            finished += kind in "BW"
             self.held[rank] += self.change[kind][stage]
-            self.ahead[rank] += (kind == "F") - (kind == "I")
-            target = stage + {"F": 1, "I": -1, "W": 0}[kind]
+            self.ahead[rank] += {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
+            target = stage + {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
             changed = {rank, self.owner[min(max(target, 0), self.last)]}
-        return Schedule(programs, self.m, self.empty.chunks, self.empty.placement)
+        return Schedule([numbered(program) for program in programs], self.m, self.empty.chunks, self.empty.placement)
 
     def choose(self, rank: int) -> tuple[float, str, int] | None:
         """Return the start, kind and stage of a rank's next action, or None if the rank waits."""
@@ -159,14 +166,15 @@ class Greedy:
                     start = max(start, inputs[f] + self.message[stage - 1]) if f < len(inputs) else math.inf
                 if start <= best[0]:
                     best = min(best, (start, place_of_f, order, "F"))
-            if i < f and held + self.change["I"][stage] <= self.memory:
+            split_fits = self.backwards != "full" and held + self.change["I"][stage] <= self.memory
+            if i < f and (split_fits or self.backwards != "split"):
                 start = free
                 if stage < self.last:
                     inputs = backwards[stage + 1]
                     start = max(free, inputs[i] + self.message[stage]) if i < len(inputs) else math.inf
                 if start <= best[0]:
-                    best = min(best, (start, place_of_i, order, "I"))
-            if "W" in self.kinds and len(weights[stage]) < i:
+                    best = min(best, (start, place_of_i, order, "I" if split_fits else "B"))
+            if len(weights[stage]) < i:
                 # A W starts when the rank is free, but it is chosen as if it started later.
                 best = min(best, (free + (1 - self.knobs.patience) * self.time["W"][stage], 2, order, "W"))
         start, _, order, kind = best
@@ -248,11 +256,11 @@ def fastest_schedule(
                 found.append(Found(score, name, schedule, costs, bound))
     # A program for equal stages of the largest size also fits, and is sometimes faster.
     each_sizes = [sizes] if sizes is None else [sizes, [max(sizes)] * len(sizes)]
-    for shape, each, split in itertools.product(roomy, each_sizes, (True, False)):
+    for shape, each, backwards in itertools.product(roomy, each_sizes, ("split", "full", "mixed")):
         costs = options[shape]
-        if not split and not joins(empty[shape], costs, deferred):
+        if backwards != "split" and not joins(empty[shape], costs, deferred):
             continue
-        greedy = Greedy(empty[shape], memory, costs, deferred, each, split)
+        greedy = Greedy(empty[shape], memory, costs, deferred, each, backwards)
         for knobs in KNOBS:
             new = greedy.run(knobs, stop=best * (1 - ROUNDING) if objective is step_time else math.inf)
             if new is not None and (score := objective(simulate(new, costs))) < best:

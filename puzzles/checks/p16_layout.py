@@ -5,7 +5,7 @@ known layout is the solution, which the tests compare with a search of all layou
 from types import ModuleType
 from typing import Any
 
-from docs.programs.svg import LINE, WIDTH, Svg
+from docs.programs.svg import COLOURS, LINE, TENSORS, WIDTH, Svg
 from picotron.command_line import load_config
 from picotron.config import Config, Distributed, Training
 from picotron.console import UserError
@@ -83,25 +83,18 @@ def draw(memories: list[Memory], forecast: Forecast) -> str:
     names = ("weights", "gradients", "optimizer", "gathered", "activations", "temporary")
     memory = {name: getattr(largest, name) / GIB for name in names}
     time = forecast.seconds._asdict()
-    picture, colours = (
-        Svg(WIDTH, 10 * LINE),
-        ["#56b4e9", "#e69f00", "#1fb58a", "#f0e442", "#d9a0c0", "#999999", "#cc79a7"],
+    picture = Svg(WIDTH, 10 * LINE)
+    memory_title = f"Memory of the pp rank that needs most: {largest.total / GIB:.1f} of {GPU.gib} GiB"
+    bars = (
+        (memory_title, memory, GPU.gib, "GiB"),
+        (f"Time of a step: {forecast.step_time:.2f} s", time, forecast.step_time, "s"),
     )
-    for row, (title, parts, full, unit) in enumerate(
-        (
-            (
-                f"Memory of the pp rank that needs most: {largest.total / GIB:.1f} of {GPU.gib} GiB",
-                memory,
-                GPU.gib,
-                "GiB",
-            ),
-            (f"Time of a step: {forecast.step_time:.2f} s", time, forecast.step_time, "s"),
-        )
-    ):
+    for row, (title, parts, full, unit) in enumerate(bars):
         y, x, scale = row * 5 * LINE, 0.0, WIDTH / max(full, sum(parts.values()))
         picture.text(0, y + 16, title, "title")
         picture.frame(0, y + LINE + 8, full * scale, 34)
-        for (name, value), colour in zip(parts.items(), colours, strict=False):
+        for name, value in parts.items():
+            colour = TENSORS.get(name, COLOURS["F"] if name == "compute" else "#bbbbbb")
             picture.box(x, y + LINE + 8, value * scale, 34, colour, name, f"{name}: {value:.3g} {unit}")
             x += value * scale
         numbers = ", ".join(f"{name} {value:.3g}" for name, value in parts.items())

@@ -22,7 +22,9 @@ from picotron.batches import split_batch, train_batch
 from picotron.config import Training
 from picotron.console import UserError
 from picotron.context_parallel.positions import local_positions
+from picotron.explain.estimate import rank_memory
 from picotron.optimizer import learning_rate_factor
+from picotron.parallelize import check_layout
 from picotron.schedules.actions import AnyAction, parse_action
 from picotron.schedules.schedule_csv import read_csv
 from puzzles.solutions import p13_bubble
@@ -208,3 +210,14 @@ def test_best_run_is_the_completed_one_with_the_lowest_loss(tmp_path: Path) -> N
 
 def test_job_waits_for_the_previous_one_of_its_chain() -> None:
     assert [sweeps.waits_for(job, 2) for job in range(5)] == [None, None, 0, 1, 2]
+
+
+def test_afab_holds_twice_the_activations_of_twice_as_many_micro_batches() -> None:
+    """docs/memory.md, exercise 2: 1F1B holds those of p micro-batches, however many there are."""
+    model = tiny_llama(num_hidden_layers=4)
+    held = {}
+    for engine, micro_batches in itertools.product(("afab", "1f1b"), (4, 8)):
+        config = pipeline_config(engine, 4, micro_batches)
+        held[engine, micro_batches] = rank_memory(config, model, check_layout(config, model))[0].activations
+    assert held["afab", 4] == held["1f1b", 4] == held["1f1b", 8]
+    assert held["afab", 8] == 2 * held["afab", 4]

@@ -202,6 +202,13 @@ def test_draw_takes_the_activations_of_each_stage(capsys: pytest.CaptureFixture[
     assert "step time 35" in capsys.readouterr().out
 
 
+def test_a_search_uses_full_backwards_where_w_keeps_more_than_a_forward(capsys: pytest.CaptureFixture[str]) -> None:
+    run("search", "--pp", 2, "--microbatches", 4, "--memory", 1, "--deferred", 3, "--chunks", 1)
+    printed = capsys.readouterr().out
+    assert "B" in printed.splitlines()[1]
+    assert "peak activations by pp rank 1 1" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

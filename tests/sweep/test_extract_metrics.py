@@ -167,6 +167,11 @@ def test_losses_of_layouts_that_compute_the_same_have_one_colour(tmp_path: Path)
     ]
     assert (dots.get_xdata(), dots.get_ydata()) == ([4], [6.5])
     assert axes.get_xlabel() == "step\nline: training; dot: evaluation"
+    label, other_label = axes.texts
+    assert (label.get_text(), other_label.get_text()) == ("- dp2\n-- dp4", "dp8")
+    assert label.get_color()[:3] == pytest.approx(tab10[0])
+    assert other_label.get_position()[1] - label.get_position()[1] > 0.05  # both curves end at the same loss
+    assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
 def test_forty_runs_can_be_plotted(tmp_path: Path) -> None:
