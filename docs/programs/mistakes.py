@@ -2,7 +2,7 @@
 
     python -m docs.programs.mistakes data_parallel
 
-The other pages are tensor_parallel, families, pipeline_parallel, context_parallel, zero and generation.
+The other pages are training_step, tensor_parallel, families, pipeline_parallel, context_parallel, zero and generation.
 
 A mistake replaces functions of picotron in the processes that run a test, for the time of this test.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from docs.programs import generation_mistakes, zero_mistakes
+from docs.programs import generation_mistakes, step_mistakes, zero_mistakes
 from docs.programs.mistake import Mistake, replaced
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
@@ -267,6 +267,7 @@ MISTAKES = {
         test_context_parallel.test_zigzag_is_balanced_and_skips_masked_blocks,
         ("ring", 2),
     ),
+    **step_mistakes.MISTAKES,
     **zero_mistakes.MISTAKES,
     **generation_mistakes.MISTAKES,
 }

@@ -115,6 +115,10 @@ class StepState:
     def run(self, action: AnyAction) -> None:
         """Run an action. The parts of an overlapped pair, which has one name, run one after the other: backward first,
         because it frees memory. On a GPU their communication still overlaps where it is asynchronous.
+
+        More overlap would take a stream for each part. Since NCCL runs the operations of a communicator in the order of
+        the calls, whatever the stream, it would also take separate communicators for the tensor- and context-parallel
+        collectives of each part. (DualPipe hides the all-to-alls of experts, which picotron does not have.)
         """
         parts = action.parts[::-1]
         for part in parts:

@@ -44,6 +44,11 @@ from tests.support.worker_pool import WorkerPool
 SOLUTIONS = Path("docs/solutions")
 # The message with which the test of each mistake fails.
 FAILURES = {
+    "loss_not_divided": r"grad norms: off by 2.000e\+00",  # three times as large; the losses are right
+    "clipped_by_own_norm": "input_layernorm.weight differs between ranks",
+    "decay_of_norms": "losses: off by",
+    "schedule_one_step_late": "losses: off by",
+    "same_sequences": "losses: off by",
     "gradients_not_divided": r"grad norms: off by 1.000e\+00",  # twice as large; the losses are right
     "loss_averaged_twice": "losses: off by 5.000e-01",
     "reduced_every_time": "a second backward reduces before finish_grad_sync",
