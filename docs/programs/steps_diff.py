@@ -40,7 +40,7 @@ def difference(name: str, *symbols: str) -> Iterator[str]:
         old, new = lines_of(before, symbol), lines_of(name, symbol)
         if not old and not new:
             raise SystemExit(f"neither {before} nor {name} has a function or class {symbol!r}")
-        hunks = difflib.unified_diff(old, new, n=2, lineterm="")
+        hunks = difflib.unified_diff(old, new, n=1, lineterm="")
         yield from ("..." if line.startswith("@@") else line for line in hunks if line[:3] not in ("---", "+++"))
 
 

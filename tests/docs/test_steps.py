@@ -140,7 +140,7 @@ def test_schedules_keep_as_many_micro_batches_as_the_answer_says(
 
 @pytest.mark.parity
 def test_consecutive_tokens_train_like_one_process(pool: WorkerPool) -> None:
-    """The solution of exercise 5 of the page."""
+    """The solution of exercise 4 of the page."""
     old = "torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]))"
     new = 'torch.arange(llama.LENGTH).chunk(size["cp"])[cp_rank]'
     assert source_of("s9_cp").read_text().count(old) == 1
