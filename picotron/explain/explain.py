@@ -257,7 +257,7 @@ def _times(times: Forecast, hardware: Hardware, config: Config) -> str:
         rows.append([name, f"{each:.4g}", f"{each / times.step_time:.1%}"])
     rows.append(["step", f"{times.step_time:.4g}", "100.0%"])
     mfu = "" if times.mfu is None else f", MFU {times.mfu:.1%}"
-    rate = f"{times.tokens_per_second:,.0f} tokens/s{mfu} on {hardware.name}"
+    rate = f"{times.rate} tokens/s{mfu} on {hardware.name}"
     errors = f"\n{describe_errors(config)}" if hardware.cores is None else ""  # all published runs are of GPUs
     return f"{text_table(rows, first_number=1)}\n{rate}{errors}"
 

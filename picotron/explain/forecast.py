@@ -70,6 +70,11 @@ class Forecast(NamedTuple):
     tokens_per_second: float
     mfu: float | None  # None without a peak FLOP/s, and for other dtypes than bfloat16
 
+    @property
+    def rate(self) -> str:
+        """The tokens per second, with three digits: a forecast deserves no more."""
+        return f"{float(f'{self.tokens_per_second:.3g}'):,.0f}"
+
 
 class Work(NamedTuple):
     """Seconds of an action: computation, and messages that nothing hides."""

@@ -223,7 +223,7 @@ def table(planned: Sequence[PlannedJob], brief: bool = False, gib: float | None 
             *(() if gib is None else (f"{USABLE * gib - heaviest.total / GIB:.{digits}f}",)),
             *(() if p.forecast is None else (
                 f"{p.forecast.step_time:.3f}",
-                f"{p.forecast.tokens_per_second:,.0f}",
+                p.forecast.rate,
                 "-" if p.forecast.mfu is None else f"{p.forecast.mfu:.1%}",
             )),
         ))  # fmt: skip
