@@ -43,7 +43,7 @@ def test_search_reaches_the_bubbles_of_the_zero_bubble_paper(case: Case) -> None
 times = st.floats(0.25, 4)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(
     pp=st.integers(1, 5),
     microbatches=st.integers(1, 12),
@@ -68,7 +68,7 @@ def test_schedule_fits_runs_and_nothing_hand_made_is_faster(
             assert found.score <= simulate(schedule, costs).step_time
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(
     pp=st.integers(1, 5),
     microbatches=st.integers(1, 12),
