@@ -61,7 +61,9 @@ def test_page_is_as_large_as_the_picture_and_dark_in_dark_mode(path: Path) -> No
     page = next(root.iter(f"{SVG}rect")).attrib  # the first shape, below all others
     assert page["class"] == "page"
     box = [page.get(key) for key in ("x", "y", "width", "height")]
-    assert box == root.attrib["viewBox"].split() or (box == [None, None, "100%", "100%"] and root.attrib["viewBox"][:4] == "0 0 ")
+    assert box == root.attrib["viewBox"].split() or (
+        box == [None, None, "100%", "100%"] and root.attrib["viewBox"][:4] == "0 0 "
+    )
     rules = re.search(r"prefers-color-scheme: dark\) \{(.*?)\n\}", "".join(root.itertext()), re.DOTALL)
     assert rules is not None
     assert re.search(r"\.page \{ fill: #1c1c1c \}", rules[1])
