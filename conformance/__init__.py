@@ -1,4 +1,4 @@
-"""A check of trainers: any trainer computes what one process of transformers computes, in every layout that it offers."""
+"""A check that a trainer computes, in every layout that it offers, what one process of transformers computes."""
 
 from conformance.case import Case
 from conformance.result import NotOffered, Part, Result

@@ -26,7 +26,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("adapter", type=Path, help="Python file with a function run(case)")
     parser.add_argument("--only", nargs="+", choices=CHAPTERS, default=list(CHAPTERS), help="chapters [all]")
     parser.add_argument("--layouts", nargs="+", help='layouts, such as dp2 "dp2 x pp2 zbv"')
-    parser.add_argument("--full", action="store_true", help="every chapter in pairs of axes and in the adapter's layouts")
+    parser.add_argument(
+        "--full", action="store_true", help="every chapter in pairs of axes and in the adapter's layouts"
+    )
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--badge", type=Path, help="file for a picture of the verdict (.svg)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a case hangs [60]")
@@ -53,7 +55,11 @@ def table(rows: list[Row]) -> str:
     for chapter in dict.fromkeys(row.chapter for row in rows):
         own = [row for row in rows if row.chapter == chapter]
         equal = [row.layout for row in own if row.verdict == "equal"]
-        others = [f"{row.layout}: {row.verdict}" + (f" ({row.detail})" if row.is_bad else "") for row in own if row.layout not in equal]
+        others = [
+            f"{row.layout}: {row.verdict}" + (f" ({row.detail})" if row.is_bad else "")
+            for row in own
+            if row.layout not in equal
+        ]
         lines.append(f"| {chapter} | {', '.join(equal)} | {'; '.join(others)} |")
     return "\n".join(lines)
 

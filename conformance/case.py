@@ -1,9 +1,9 @@
 """A case: a model folder, batches, hyperparameters and a layout, which a trainer and the reference both run.
 
-    case.json                        the fields of `Case`
-    model/                           a Hugging Face model folder in float32, from which training starts
-    batches.safetensors              input_ids, target_ids, ... of all steps
-    output/                          what the trainer writes: a model folder, or a checkpoint
+case.json                        the fields of `Case`
+model/                           a Hugging Face model folder in float32, from which training starts
+batches.safetensors              input_ids, target_ids, ... of all steps
+output/                          what the trainer writes: a model folder, or a checkpoint
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Case:
         first_step: number of steps that `load` has completed.
         last_step: number of steps after which to stop.
         total_steps: length of the learning-rate schedule.
-        warmup_steps: steps over which the learning rate rises: it is (step + 1) / (warmup_steps + 1) of `learning_rate`.
+        warmup_steps: steps over which the learning rate rises to (step + 1) / (warmup_steps + 1) of its peak.
         min_lr_ratio: fraction of the learning rate at which its decay, half a cosine, ends; 1: it is constant.
         weight_decay: weight decay of matrices. Other parameters have none.
         beta1, beta2, eps: arguments of AdamW.
@@ -176,7 +176,7 @@ def is_size(word: str) -> bool:
 
 
 def is_of_model(word: str) -> bool:
-    """Whether a word of a layout describes the model: its family, `tied` or `untied`, or `kv4` for 4 key/value heads."""
+    """Whether a word of a layout describes the model: a family, `tied`, `untied`, or `kv4` for 4 key/value heads."""
     return word in FAMILIES or word in ("tied", "untied") or (word[:2] == "kv" and word[2:].isdigit())
 
 
@@ -186,9 +186,8 @@ def sizes_of(layout: str) -> dict[str, int]:
 
 
 def focal(logits: Tensor, target_ids: Tensor) -> Tensor:
-    """Compute the focal loss (Lin et al. 2017, arXiv:1708.02002) plus a z-loss (Chowdhery et al. 2022, arXiv:2204.02311)."""
-    losses = F.cross_entropy(logits.flatten(0, -2), target_ids.flatten(), ignore_index=IGNORED, reduction="none")
-    losses = losses.view(target_ids.shape)
+    """Compute the focal loss (Lin et al. 2017, arXiv:1708.02002) plus a z-loss (arXiv:2204.02311)."""
+    losses = cross_entropy(logits, target_ids)
     z = 1e-2 * logits.logsumexp(-1).square()
     return torch.where(target_ids != IGNORED, (1 - (-losses).exp()) ** 2 * losses + z, 0.0)
 

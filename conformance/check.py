@@ -15,8 +15,8 @@ from typing import Any
 
 from conformance.case import AXES, Case, is_size, sizes_of
 from conformance.chapters import cases_of
-from conformance.compare import Difference, compare
-from conformance.export import check_export
+from conformance.compare import compare
+from conformance.export import check_export, read_weights
 from conformance.ranks import load_adapter
 from conformance.reference import Reference, run_reference
 from conformance.result import Result
@@ -82,31 +82,36 @@ class Checker:
             self.server.wait()
 
     def offers(self, chapter: str, layout: str) -> str:
-        """Return why the adapter does not offer a chapter in a layout, from its lists CHAPTERS and AXES; "" if it does."""
+        """Return why the adapter offers no such chapter or layout, by its lists CHAPTERS and AXES; "" if it does."""
         if chapter not in getattr(self.adapter, "CHAPTERS", (chapter,)):
             return f"the adapter has no {chapter}"
         axes = getattr(self.adapter, "AXES", AXES)
         missing = [axis for axis, size in sizes_of(layout).items() if size > 1 and axis not in axes]
         return f"the adapter has no {' and no '.join(missing)}" if missing else ""
 
-    def check(self, chapter: str, layout: str, other: str = "dp1", **changes: Any) -> Row:
-        """Check a chapter in a layout. Arguments: see `cases_of`."""
+    def check(self, chapter: str, layout: str, other: str = "dp1", adapter: Path | None = None, **changes: Any) -> Row:
+        """Check a chapter in a layout.
+
+        Args:
+            adapter: a variant of the adapter, to check instead.
+            other, changes: see `cases_of`.
+        """
         row, began = Row(chapter, layout), time.monotonic()
         if reason := self.offers(chapter, layout) or (chapter == "elsewhere" and self.offers(chapter, other)):
             return dataclasses.replace(row, verdict=NOT_OFFERED, detail=str(reason))
         with tempfile.TemporaryDirectory() as folder:
             for case in cases_of(chapter, layout, other, Path(folder), **changes):
                 if row.verdict == EQUAL:
-                    self.start(case)
+                    self.start(case, adapter)
                     self.judge(case, row)
         row.seconds = time.monotonic() - began
         return row
 
-    def start(self, case: Case) -> None:
+    def start(self, case: Case, adapter: Path | None = None) -> None:
         """Run the ranks of a case. Their outcomes are files in its folder."""
         if self.torchrun:
             launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.world_size)]
-            command = [*launcher, "-m", "conformance.ranks", str(self.path), str(case.folder)]
+            command = [*launcher, "-m", "conformance.ranks", str(adapter or self.path), str(case.folder)]
             try:
                 subprocess.run(command, capture_output=True, timeout=self.timeout, check=False)
             except subprocess.TimeoutExpired:
@@ -117,7 +122,9 @@ class Checker:
             self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.server.stdin is not None
         assert self.server.stdout is not None
-        print(json.dumps([str(case.folder), self.timeout]), file=self.server.stdin, flush=True)
+        print(
+            json.dumps([str(adapter or self.path), str(case.folder), self.timeout]), file=self.server.stdin, flush=True
+        )
         assert self.server.stdout.readline() == "done\n"
 
     def judge(self, case: Case, row: Row) -> None:
@@ -135,7 +142,9 @@ class Checker:
         missing = [rank for rank in range(case.world_size) if rank not in outcomes]
         row.log = "".join(f"rank {rank}: {text}" for rank, text in failures.items())
         if failures:
-            rank = next((r for r, text in failures.items() if not LOST.search(text.strip().splitlines()[-1])), min(failures))
+            rank = next(
+                (r for r, text in failures.items() if not LOST.search(text.strip().splitlines()[-1])), min(failures)
+            )
             row.verdict, row.detail = CRASHED, f"rank {rank}: {failures[rank].strip().splitlines()[-1]}"
         elif missing:
             row.verdict, row.detail = HANGS, "; ".join(self.place(case, rank) for rank in missing)
@@ -154,7 +163,7 @@ class Checker:
     def compare(self, case: Case, results: list[Result], row: Row) -> None:
         right, limits = self.reference(case)
         if not any(each.weights for each in results) and (case.output / "config.json").exists():
-            results = [dataclasses.replace(each) for each in results]
+            results = [dataclasses.replace(results[0], weights=read_weights(case).weights), *results[1:]]
         errors, difference = compare(results, right, case.first_step, limits)
         if difference is None and case.exports:
             difference = check_export(case, right)
@@ -165,7 +174,9 @@ class Checker:
     def reference(self, case: Case) -> tuple[Reference, Any]:
         """Return the reference of a case, and the bounds of its dtype, from those of an earlier layout if possible."""
         model = (case.model_folder / "config.json").read_text()
-        fields = {k: v for k, v in dataclasses.asdict(case).items() if k not in ("layout", "folder", "load", "micro_batches")}
+        fields = {
+            k: v for k, v in dataclasses.asdict(case).items() if k not in ("layout", "folder", "load", "micro_batches")
+        }
         key = (model, *fields.items())
         if key not in self.known:
             right = run_reference(case)
@@ -178,7 +189,3 @@ def layouts_of(adapter: ModuleType, default: Iterable[str]) -> list[str]:
     axes = getattr(adapter, "AXES", AXES)
     own = [layout for layout in default if all(word[:2] in axes for word in layout.split() if is_size(word))]
     return list(dict.fromkeys([*own, *getattr(adapter, "LAYOUTS", ())]))
-
-
-def first_difference(row: Row) -> Difference | None:
-    return Difference(**row.difference) if row.difference else None

@@ -1,4 +1,4 @@
-"""Comparison of what the ranks found with what is right: the first difference, with its step, parameter, index and rank."""
+"""Comparison of what the ranks found with what is right: the first difference by step, parameter, index and rank."""
 
 import dataclasses
 import math
@@ -169,8 +169,8 @@ def of_tensors(
                 part: Part = found[other]
                 try:
                     expected = part.of(whole)
-                except IndexError as error:
-                    yield (what, name), math.inf, Difference(what, step, (rank,), name, hint=f"it is {error}")
+                except IndexError as wrong:
+                    yield (what, name), math.inf, Difference(what, step, (rank,), name, hint=f"it is {wrong}")
                     return
                 part.of(missing).fill_(False) if whole.ndim == len(part.start) else _clear(missing, part)
                 if not part.tensor.numel():

@@ -8,7 +8,9 @@ from conformance.compare import LIMIT, Difference, compare
 from conformance.reference import Reference
 from conformance.result import Result
 
-SETTINGS = "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+SETTINGS = (
+    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+)
 SETTINGS += " tie_word_embeddings rms_norm_eps head_dim max_position_embeddings rope_parameters hidden_act"
 
 

@@ -47,7 +47,9 @@ def small_config(family: str = "llama", **changes: Any) -> PreTrainedConfig:
 
 @torch.no_grad()
 def write_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> None:
-    """Write a model folder in float32. No bias is 0 and no norm is 1: that would hide mistakes."""
+    """Write a model folder in float32. No bias is 0 and no norm is 1: that would hide mistakes. All weights are numbers in
+    bfloat16, so that runs in any dtype start from the same ones.
+    """
     generator = torch.Generator().manual_seed(seed)
     config.dtype = torch.float32
     model = AutoModelForCausalLM.from_config(config)
@@ -56,6 +58,7 @@ def write_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> None:
             parameter.normal_(0, config.initializer_range, generator=generator)
         else:
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+        parameter.copy_(parameter.bfloat16())
     model.save_pretrained(folder)
 
 

@@ -1,6 +1,7 @@
 """The ranks of a case: processes with torchrun's variables, forked from one process that has imported the libraries.
 
-    python -m conformance.ranks ADAPTER           for each line of standard input, the folder of a case: run its ranks
+    python -m conformance.ranks ADAPTER           import an adapter, and run the ranks of cases, of which standard input
+                                                  has a line each: the adapter, the folder of the case, the time limit
     torchrun -m conformance.ranks ADAPTER FOLDER  be a rank of this case
 
 A process that is forked starts in milliseconds, one that torchrun starts in seconds: it imports torch and transformers.
@@ -42,12 +43,12 @@ def load_adapter(path: Path) -> ModuleType:
     return module
 
 
-def run_rank(adapter: ModuleType, case: Case, rank: int) -> None:
+def run_rank(adapter: Path, case: Case, rank: int) -> None:
     """Run a case on this rank, and write its outcome: ("result", Result) or the name and the reason of a failure."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # no trainer may rely on equal seeds
     try:
-        outcome = ("result", adapter.run(case).local())
+        outcome = ("result", load_adapter(adapter).run(case).local())
     except NotOffered as error:
         outcome = ("not offered", str(error))
     except BaseException:
@@ -57,7 +58,7 @@ def run_rank(adapter: ModuleType, case: Case, rank: int) -> None:
     path.with_suffix(".part").rename(path)  # so that it is complete when it is there
 
 
-def forked(adapter: ModuleType, case: Case, rank: int, port: int) -> None:
+def forked(adapter: Path, case: Case, rank: int, port: int) -> None:
     """Be a rank. At the end, wait to be killed: others may still read from this rank."""
     size, log = str(case.world_size), os.open(case.folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
@@ -71,7 +72,7 @@ def forked(adapter: ModuleType, case: Case, rank: int, port: int) -> None:
             signal.pause()
 
 
-def serve(adapter: ModuleType, case: Case, timeout: float) -> None:
+def serve(adapter: Path, case: Case, timeout: float) -> None:
     """Fork the ranks of a case, and kill them when all are ready, after an error, or when the time is over."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -107,15 +108,15 @@ def serve(adapter: ModuleType, case: Case, timeout: float) -> None:
 
 def main() -> None:
     transformers.utils.logging.disable_progress_bar()
-    adapter = load_adapter(Path(sys.argv[1]))
     if len(sys.argv) == 3:  # under torchrun
-        run_rank(adapter, Case.read(Path(sys.argv[2])), int(os.environ["RANK"]))
+        run_rank(Path(sys.argv[1]), Case.read(Path(sys.argv[2])), int(os.environ["RANK"]))
         if dist.is_initialized():
             dist.barrier()
         return
+    load_adapter(Path(sys.argv[1]))  # imports its libraries once
     for line in sys.stdin:
-        folder, timeout = json.loads(line)
-        serve(adapter, Case.read(Path(folder)), timeout)
+        adapter, folder, timeout = json.loads(line)
+        serve(Path(adapter), Case.read(Path(folder)), timeout)
         print("done", flush=True)
 
 

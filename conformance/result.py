@@ -46,17 +46,17 @@ class Result:
         grad_norms: norm of all gradients of each step, before clipping.
         gradients: gradients of the first step before clipping, by transformers' names of the parameters: whole tensors,
             DTensors or `Part`s. An adapter without access to gradients leaves them out.
-        weights: weights after the last step, in the same form; with mixed precision, the master weights. An adapter that
-            writes a model folder to `case.output` can leave them out.
+        weights: weights after the last step, in the same form; with mixed precision, the master weights. An adapter
+            that writes a model folder to `case.output` can leave them out.
         evaluations: loss of the evaluation batch after each step.
         tokens: new tokens of each prompt.
     """
 
-    losses: Sequence[float] = ()
-    grad_norms: Sequence[float] = ()
+    losses: list[float] = dataclasses.field(default_factory=list)
+    grad_norms: list[float] = dataclasses.field(default_factory=list)
     gradients: Tensors = dataclasses.field(default_factory=dict)
     weights: Tensors = dataclasses.field(default_factory=dict)
-    evaluations: Sequence[float] = ()
+    evaluations: list[float] = dataclasses.field(default_factory=list)
     tokens: Sequence[Sequence[int]] = ()
 
     def local(self) -> "Result":

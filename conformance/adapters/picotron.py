@@ -45,7 +45,8 @@ def options_of(words: list[str]) -> dict[str, Any]:
         "dp_engine": ("zero1", "zero3"),
     }
     found: dict[str, Any] = {key: word for key, values in choices.items() for word in words if word in values}
-    found |= {"pp_chunks": int(word[6:]) for word in words if word.startswith("chunks")}
+    if chunks := [int(word[6:]) for word in words if word.startswith("chunks")]:
+        found["pp_chunks"] = chunks[0]
     found |= {"sequence_parallel": True} if "sp" in words else {}
     if unknown := set(words) - set(found.values()) - {"sp", f"chunks{found.get('pp_chunks')}"}:
         raise NotOffered(f"the words {sorted(unknown)} mean nothing to picotron")
@@ -89,7 +90,7 @@ def run(case: Case) -> Result:
 
 
 def train(case: Case, trainer: Trainer) -> Result:
-    llama, result = unwrap(trainer.model), Result(losses=[], grad_norms=[], evaluations=[])
+    llama, result = unwrap(trainer.model), Result()
     for step in case.steps:
         batches = trainer.split(as_packed(case.batch(step)))
         loss = train_batch(trainer.step, trainer.model, batches, own_loss(case)).loss
@@ -98,9 +99,10 @@ def train(case: Case, trainer: Trainer) -> Result:
         norm = update_weights(trainer.model, trainer.optimizer, case.max_grad_norm)
         trainer.scheduler.step()
         trainer.progress = trainer.progress.after_step(trainer.config)
-        result.losses, result.grad_norms = [*result.losses, loss], [*result.grad_norms, norm.item()]
+        result.losses.append(loss)
+        result.grad_norms.append(norm.item())
         if case.evaluates:
-            result.evaluations = [*result.evaluations, *evaluated(case, trainer)]
+            result.evaluations += evaluated(case, trainer)
     if case.saves or case.exports:
         trainer.writer.save(trainer.progress)
     if case.exports and dist.get_rank() == 0:

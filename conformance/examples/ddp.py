@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch import nn
 
 from conformance import Case, Result
-from conformance.reference import adamw, logits_of
 from conformance.case import weights_of
+from conformance.reference import adamw, logits_of
 
 AXES = ("dp",)
 CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "packed", "masks", "weights", "loss", "float32", "export")
@@ -15,7 +15,7 @@ CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "packed", "masks", "
 def run(case: Case) -> Result:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model, result = case.model(), Result(losses=[], grad_norms=[])
+    model, result = case.model(), Result()
     optimizer = adamw(model, case)
     for step in case.steps:
         batch = case.batch(step)
