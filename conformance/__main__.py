@@ -1,5 +1,6 @@
 """Checks whether a trainer computes what one process of transformers computes:
 
+    python -m conformance                                        list the chapters
     python -m conformance ADAPTER.py                             every chapter in a few layouts
     python -m conformance ADAPTER.py --full                      every chapter in every layout
     python -m conformance ADAPTER.py --only resume --layouts "dp2 x pp2" tp2
@@ -23,7 +24,9 @@ from conformance.check import Checker, Row, layouts_of
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m conformance", description="Check what a trainer computes.")
-    parser.add_argument("adapter", type=Path, help="Python file with a function run(case)")
+    parser.add_argument(
+        "adapter", type=Path, nargs="?", help="Python file with a function run(case) [list the chapters]"
+    )
     parser.add_argument("--only", nargs="+", choices=CHAPTERS, default=list(CHAPTERS), help="chapters [all]")
     parser.add_argument("--layouts", nargs="+", help='layouts, such as dp2 "dp2 x pp2 zbv"')
     parser.add_argument(
@@ -49,21 +52,6 @@ def plan(checker: Checker, options: argparse.Namespace) -> list[tuple[str, str, 
     return rows
 
 
-def table(rows: list[Row]) -> str:
-    """Return a table in Markdown: a row for each chapter, with the layouts by verdict."""
-    lines = ["| chapter | equal | not equal |", "|---|---|---|"]
-    for chapter in dict.fromkeys(row.chapter for row in rows):
-        own = [row for row in rows if row.chapter == chapter]
-        equal = [row.layout for row in own if row.verdict == "equal"]
-        others = [
-            f"{row.layout}: {row.verdict}" + (f" ({row.detail})" if row.is_bad else "")
-            for row in own
-            if row.layout not in equal
-        ]
-        lines.append(f"| {chapter} | {', '.join(equal)} | {'; '.join(others)} |")
-    return "\n".join(lines)
-
-
 def badge(rows: list[Row]) -> str:
     """Return a picture of the verdict (SVG): the number of checks that are equal, of those that the adapter offers."""
     offered = [row for row in rows if row.verdict != "not offered"]
@@ -79,6 +67,9 @@ def badge(rows: list[Row]) -> str:
 def main() -> int:
     options, began = parse_arguments(), time.monotonic()
     transformers.utils.logging.disable_progress_bar()
+    if options.adapter is None:
+        print(*(f"{name:12} {chapter.summary}" for name, chapter in CHAPTERS.items()), sep="\n")
+        return 0
     rows: list[Row] = []
     with Checker(options.adapter.resolve(), options.timeout, options.torchrun) as checker:
         for chapter, layout, other in plan(checker, options):

@@ -47,8 +47,8 @@ def small_config(family: str = "llama", **changes: Any) -> PreTrainedConfig:
 
 @torch.no_grad()
 def write_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> None:
-    """Write a model folder in float32. No bias is 0 and no norm is 1: that would hide mistakes. All weights are numbers in
-    bfloat16, so that runs in any dtype start from the same ones.
+    """Write a model folder in float32. No bias is 0 and no norm is 1: that would hide mistakes. All weights are numbers
+    in bfloat16, so that runs in any dtype start from the same ones.
     """
     generator = torch.Generator().manual_seed(seed)
     config.dtype = torch.float32

@@ -121,7 +121,7 @@ MUTATIONS = {
     # picotron
     "gradients not divided": picotron("data_parallel.data_parallel:Bucket.launch", "AVG", "SUM", "step", "dp2", "2 times"),
     "norm counts replicas": picotron(
-        "optimizer:clip_grad_norm", "grid.tp_world_size if shard is None else shard.replicas", "1", "step", "tp2", "norm is"
+        "optimizer:clip_grad_norm", "grid.tp_world_size if shard is None else shard.replicas", "1", "step", "tp2", "gradient norm"
     ),
     "norm counts the tied embedding twice": picotron(
         "optimizer:clip_grad_norm", " and not is_tied_replica(model, name)", "", "tied", "pp2", "gradient norm"
@@ -180,13 +180,13 @@ MUTATIONS = {
         "optimizer:AdamW.restore", "torch.tensor(float(step)", "torch.tensor(float(0)", "resume", "dp2", "step 4: loss"
     ),
     "moments mixed up": picotron(
-        "optimizer:AdamW.restore", "read(parameter, name, tensor)", 'read(parameter, "exp_avg", tensor)', "elsewhere", "dp2", "step 4"
+        "optimizer:AdamW.restore", "    read(parameter, name, tensor)", '    read(parameter, "exp_avg", tensor)', "elsewhere", "dp2", "step 4"
     ),
     "no master weights": picotron(
         "optimizer:AdamW.step",
         "torch._foreach_copy_([owned_weight(parameter) for parameter in parameters], masters)",
         "torch._foreach_copy_([owned_weight(parameter) for parameter in parameters], masters)\n"
-        "                torch._foreach_copy_(masters, [owned_weight(parameter) for parameter in parameters])",
+        "            torch._foreach_copy_(masters, [owned_weight(parameter) for parameter in parameters])",
         "mixed",
         "dp2",
         "weight of",

@@ -45,7 +45,12 @@ def right(**changes: object) -> Reference:
 
 def result(gradient: Tensor | None = None, weight: Tensor | None = None, **changes: object) -> Result:
     whole = right().weights["w"]
-    given = Result([2.0, 1.0], [3.0, 3.0], {"w": whole if gradient is None else gradient}, {"w": whole if weight is None else weight})
+    given = Result(
+        [2.0, 1.0],
+        [3.0, 3.0],
+        {"w": whole if gradient is None else gradient},
+        {"w": whole if weight is None else weight},
+    )
     return dataclasses.replace(given, **changes).local()  # type: ignore[arg-type]
 
 
@@ -77,7 +82,9 @@ def test_the_first_difference_is_named() -> None:
 def test_what_is_missing_is_a_difference() -> None:
     assert "loss; no rank returned it" in sentence(result(losses=[]))
     assert "1 values for 2 steps" in sentence(result(losses=[2.0]))
-    assert "the model has no parameter v" in sentence(dataclasses.replace(result(), weights={"v": Part(torch.ones(1), (0,))}))
+    assert "the model has no parameter v" in sentence(
+        dataclasses.replace(result(), weights={"v": Part(torch.ones(1), (0,))})
+    )
     assert "a part of shape [4, 3]" in sentence(result(weight=torch.ones(4, 3)))
 
 
@@ -156,7 +163,9 @@ def test_there_are_enough_mistakes() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("chapter", [c if c in ("steps", "masks") else pytest.param(c, marks=pytest.mark.parity) for c in CHAPTERS])
+@pytest.mark.parametrize(
+    "chapter", [c if c in ("steps", "masks") else pytest.param(c, marks=pytest.mark.parity) for c in CHAPTERS]
+)
 def test_the_example_is_equal(ddp: Checker, chapter: str) -> None:
     row = ddp.check(chapter, "dp2")
     assert row.verdict == ("equal" if chapter in ddp.adapter.CHAPTERS else "not offered"), row
