@@ -1,5 +1,6 @@
 """Check of an adapter: write a case, start its ranks, compare what they return, and give a verdict."""
 
+import contextlib
 import dataclasses
 import json
 import pickle
@@ -112,10 +113,8 @@ class Checker:
         if self.torchrun:
             launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.world_size)]
             command = [*launcher, "-m", "conformance.ranks", str(adapter or self.path), str(case.folder)]
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run(command, capture_output=True, timeout=self.timeout, check=False)
-            except subprocess.TimeoutExpired:
-                return
             return
         if self.server is None:
             command = [sys.executable, "-m", "conformance.ranks", str(self.path)]

@@ -172,7 +172,7 @@ def of_tensors(
                 except IndexError as wrong:
                     yield (what, name), math.inf, Difference(what, step, (rank,), name, hint=f"it is {wrong}")
                     return
-                part.of(missing).fill_(False) if whole.ndim == len(part.start) else _clear(missing, part)
+                part.of(missing).fill_(False)
                 if not part.tensor.numel():
                     continue
                 actual = part.tensor.to(torch.float64)
@@ -181,10 +181,6 @@ def of_tensors(
         if missing.any():
             index = tuple(missing.nonzero()[0].tolist())
             yield (what, name), math.inf, Difference(what, step, (), name, index, hint="no rank returned it")
-
-
-def _clear(missing: Tensor, part: Part) -> None:
-    missing.view(-1)[part.start[0] : part.start[0] + part.tensor.numel()] = False
 
 
 def place_of(
