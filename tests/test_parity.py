@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.check import Checker
 from picotron.model.families import FAMILIES
 from picotron.schedules.schedules import SCHEDULES
-from tests.parity import LAYOUTS, LIMIT, REPORT, errors_of, features, largest_errors, report, settings
-from tests.support.worker_pool import WorkerPool
+from tests.parity import ADAPTER, LAYOUTS, LIMIT, REPORT, errors_of, features, largest_errors, report, settings
 
 SOME = [
     "cp2 x tp2 sp zigzag ulysses zero1 tied kv4 olmo2",
@@ -29,10 +29,17 @@ def test_report_and_readme_list_every_layout() -> None:
     assert f"{len(LAYOUTS)} layouts" in Path("README.md").read_text()
 
 
+@pytest.fixture(scope="module")
+def checker() -> Iterator[Checker]:
+    with Checker(ADAPTER, timeout=120) as found:
+        yield found
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("name", SOME)
-def test_ten_steps_equal_one_process(pool: WorkerPool, name: str) -> None:
+def test_ten_steps_equal_one_process(checker: Checker, name: str) -> None:
     assert name in LAYOUTS
-    errors = errors_of(pool, name)
+    errors = errors_of(checker, name)
     assert max(errors.values()) <= LIMIT, errors
 
 

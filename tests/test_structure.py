@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = sorted(Path("picotron").rglob("*.py"))
-FOLDERS = ("picotron", "tests", "docs", "benchmarks", "examples", "playground", "puzzles")
+FOLDERS = ("picotron", "tests", "docs", "benchmarks", "examples", "playground", "puzzles", "conformance")
 ALL_FILES = sorted([*Path().glob("*.py"), *(path for folder in FOLDERS for path in Path(folder).rglob("*.py"))])
 PARALLEL = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel")
 # Layers of the package, from bottom to top. A module or folder imports only from lower lines, or from its own folder.

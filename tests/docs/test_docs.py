@@ -147,7 +147,8 @@ def programs(script: str) -> Iterator[tuple[str, list[str]]]:
             words = [] if is_separator else list(command)
             starts = [
                 i for i, word in enumerate(words)
-                if word.endswith(".py") or word in ("torchrun", "make") or words[max(i - 1, 0)] == "-m"
+                if (word.endswith(".py") and not {"cat", "sed", "conformance"} & set(words[:i]))  # reads the file
+                or word in ("torchrun", "make") or words[max(i - 1, 0)] == "-m"
             ]  # fmt: skip
             for start, end in itertools.pairwise([*starts, len(words)]):
                 yield words[start], words[start + 1 : end]

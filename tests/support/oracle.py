@@ -1,16 +1,20 @@
-"""Reference for all comparisons: a plain training loop on one process, with transformers' model and torch's AdamW."""
+"""Reference for all comparisons: that of `conformance`, for picotron's configs, weights and data."""
 
+import dataclasses
 import hashlib
-import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from conformance.case import Batch, Case
+from conformance.compare import relative_error
+from conformance.models import small_config as tiny_llama
+from conformance.models import with_exact_norms
+from conformance.reference import train
 from picotron.collectives import accumulation_dtype
 from picotron.command_line import parse_config
 from picotron.config import Config
@@ -18,42 +22,8 @@ from picotron.data.rows import TextRows
 from picotron.model.llama import Llama
 from picotron.model.weights import Index, ReadTensor, initial_weights, materialise
 
+__all__ = ["relative_error", "tiny_llama", "with_exact_norms"]
 CPU = torch.device("cpu")
-
-
-# What families can have besides a Llama's options, chosen so that it shows in the numbers.
-FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 64},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-    "qwen3": {"head_dim": 12},
-    "smollm3": {"no_rope_layer_interval": 2},
-    "olmo2": {},
-    "granite": {
-        "attention_multiplier": 0.2,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 2.0,
-    },
-}
-
-
-def tiny_llama(family: str = "llama", **changes: Any) -> PreTrainedConfig:
-    """Return the config of a small model with odd sizes, grouped-query attention and untied embeddings."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 52,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,  # large, so that any mistake changes the loss
-        "tie_word_embeddings": False,
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
-    }
-    keys = sizes | FAMILY_OPTIONS[family] | changes
-    return AutoConfig.for_model(family, **keys)
 
 
 def make_config(**changes: Any) -> Config:
@@ -100,17 +70,6 @@ def oracle_model(
     return with_exact_norms(model)
 
 
-def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace transformers' RMSNorm (of T5: LayerNorm), which computes in float32 for every dtype, with torch's."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child).__name__.endswith(("RMSNorm", "T5LayerNorm")):
-                norm = nn.RMSNorm(child.weight.shape, child.variance_epsilon)
-                norm.weight = child.weight
-                setattr(parent, name, norm)
-    return model
-
-
 def random_tokens(count: int = 6000, vocab_size: int = 61) -> np.ndarray:
     return np.random.default_rng(0).integers(vocab_size, size=count).astype(np.uint16)
 
@@ -135,42 +94,25 @@ def oracle_training(
     Returns:
         The losses, the gradient norms, the gradients of the first step and the final weights, all on the CPU.
     """
-    training, batch = config.training, config.global_batch_size
+    training, batch, length = config.training, config.global_batch_size, config.training.seq_length
     wide = accumulation_dtype(torch.empty(0, dtype=dtype))
     model = oracle_model(model_config, our_model(model_config, wide, training.seed).state_dict(), wide, device)
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": training.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=training.learning_rate,
-        betas=(training.adam_beta1, training.adam_beta2),
-        eps=training.adam_eps,
-    )
-    warmup, total = training.warmup_steps, training.total_train_steps
-    rise = LinearLR(optimizer, 1 / (warmup + 1), 1.0, total_iters=max(1, warmup))
-    fall = CosineAnnealingLR(optimizer, total - warmup, training.learning_rate * training.min_lr_ratio)
-    scheduler = SequentialLR(optimizer, [rise, fall], [warmup]) if warmup else fall
-
-    length = training.seq_length
+    case = Case(
+        "", "", Path(), last_step=training.total_train_steps, total_steps=training.total_train_steps,
+        learning_rate=training.learning_rate, warmup_steps=training.warmup_steps, min_lr_ratio=training.min_lr_ratio,
+        weight_decay=training.weight_decay, beta1=training.adam_beta1, beta2=training.adam_beta2, eps=training.adam_eps,
+        max_grad_norm=training.max_grad_norm,
+    )  # fmt: skip
     windows = torch.stack([
         torch.from_numpy(tokens[i : i + length + 1].astype(np.int64)) for i in range(0, len(tokens) - length, length)
     ])  # fmt: skip
-    losses, norms, gradients = [], [], {}
-    for step in range(total):
-        rows = windows[step * batch : (step + 1) * batch].to(device)
-        with torch.autocast(device.type, dtype, enabled=dtype != wide):
-            logits = model(input_ids=rows[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).to(wide), rows[:, 1:].flatten())
-        loss.backward()
-        gradients = gradients or {name: p.grad.cpu().clone() for name, p in model.named_parameters()}
-        limit = float("inf") if training.max_grad_norm is None else training.max_grad_norm
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
-        losses.append(loss.item())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": weights}
+
+    def batch_of(step: int) -> Batch:
+        rows = windows[step * batch : (step + 1) * batch]
+        return {"input_ids": rows[:, :-1], "target_ids": rows[:, 1:]}
+
+    found = dataclasses.asdict(train(model, case, batch_of, None if dtype == wide else dtype))
+    return {name: found[name] for name in ("losses", "grad_norms", "gradients", "weights")}
 
 
 def assert_equals_training(result: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -182,16 +124,6 @@ def assert_equals_training(result: dict[str, Any], expected: dict[str, Any]) -> 
         assert result[kind].keys() == expected[kind].keys()
         for name, tensor in expected[kind].items():
             assert_close(result[kind][name], tensor, what=f"{kind} of {name}")
-
-
-def relative_error(actual: Any, expected: Any) -> float:
-    """Return the largest |actual - expected| divided by the largest |expected|, or infinity if that is not finite."""
-    actual, expected = (torch.as_tensor(each, dtype=torch.float64) for each in (actual, expected))
-    assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
-    error, scale = (actual - expected).abs().max().item(), expected.abs().max().item()
-    if error == 0.0:
-        return 0.0
-    return error / scale if math.isfinite(error) and scale else math.inf
 
 
 def assert_close(actual: Any, expected: Any, relative: float = 1e-9, what: str = "") -> None:

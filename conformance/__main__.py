@@ -1,0 +1,89 @@
+"""Checks whether a trainer computes what one process of transformers computes:
+
+    python -m conformance                                        list the chapters
+    python -m conformance ADAPTER.py                             every chapter in a few layouts
+    python -m conformance ADAPTER.py --full                      every chapter in every layout
+    python -m conformance ADAPTER.py --only resume --layouts "dp2 x pp2" tp2
+
+The page docs/reference/conformance.md explains the chapters and how to write an adapter.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import transformers
+
+from conformance.chapters import CHAPTERS, PAIRS, SINGLE
+from conformance.check import Checker, Row, layouts_of
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m conformance", description="Check what a trainer computes.")
+    parser.add_argument(
+        "adapter", type=Path, nargs="?", help="Python file with a function run(case) [list the chapters]"
+    )
+    parser.add_argument("--only", nargs="+", choices=CHAPTERS, default=list(CHAPTERS), help="chapters [all]")
+    parser.add_argument("--layouts", nargs="+", help='layouts, such as dp2 "dp2 x pp2 zbv"')
+    parser.add_argument(
+        "--full", action="store_true", help="every chapter in pairs of axes and in the adapter's layouts"
+    )
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--badge", type=Path, help="file for a picture of the verdict (.svg)")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a case hangs [60]")
+    parser.add_argument("--torchrun", action="store_true", help="start the ranks of each case with torchrun (slow)")
+    return parser.parse_args()
+
+
+def plan(checker: Checker, options: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Return the rows of a run: chapter, layout, and another layout to resume in."""
+    rows = []
+    for chapter in options.only:
+        short = [*SINGLE, *PAIRS] if options.full or chapter == "steps" else SINGLE
+        layouts = options.layouts or layouts_of(checker.adapter, short)
+        if not options.layouts and not options.full and chapter != "steps":
+            layouts = [layout for layout in layouts if layout in short]
+        others = [*layouts[1:], layouts[0]] if len(set(layouts)) > 1 else ["dp1"] * len(layouts)
+        rows += [(chapter, layout, other) for layout, other in zip(layouts, others, strict=True)]
+    return rows
+
+
+def badge(rows: list[Row]) -> str:
+    """Return a picture of the verdict (SVG): the number of checks that are equal, of those that the adapter offers."""
+    offered = [row for row in rows if row.verdict != "not offered"]
+    good = sum(not row.is_bad for row in offered)
+    colour, text = "#2a7d4f" if good == len(offered) else "#b3402a", f"{good} of {len(offered)} equal"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="200" height="20" font-family="sans-serif" font-size="11" fill="#fff">'
+        f'<rect width="90" height="20" fill="#444"/><rect x="90" width="110" height="20" fill="{colour}"/>'
+        f'<text x="45" y="14" text-anchor="middle">conformance</text><text x="145" y="14" text-anchor="middle">{text}</text></svg>\n'
+    )
+
+
+def main() -> int:
+    options, began = parse_arguments(), time.monotonic()
+    transformers.utils.logging.disable_progress_bar()
+    if options.adapter is None:
+        print(*(f"{name:12} {chapter.summary}" for name, chapter in CHAPTERS.items()), sep="\n")
+        return 0
+    rows: list[Row] = []
+    with Checker(options.adapter.resolve(), options.timeout, options.torchrun) as checker:
+        for chapter, layout, other in plan(checker, options):
+            rows.append(checker.check(chapter, layout, other))
+            print(rows[-1], flush=True)
+    counts = Counter(row.verdict for row in rows)
+    print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+    print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+    if options.badge:
+        options.badge.write_text(badge(rows))
+    return 1 if any(row.is_bad for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Adapter of picotron: its parts of train.py on the case's batches, in any layout and schedule.
+
+Words of a layout besides the sizes: a schedule, `chunks2`, `sp` (sequence parallel), `zigzag` or `contiguous`, `ring`,
+`all_gather` or `ulysses`, `zero1` or `zero3`.
+"""
+
+import logging
+import shutil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from conformance import Case, NotOffered, Part, Result
+from conformance.case import Batch, weights_of
+from picotron import process_group_manager as pgm
+from picotron.batches import Loss, cross_entropy, forward_batch, train_batch
+from picotron.collectives import all_reduce
+from picotron.command_line import parse_config
+from picotron.config import Config
+from picotron.console import UserError
+from picotron.data_parallel.owned_slices import owned_slice
+from picotron.generation.rotation import generate
+from picotron.generation.sampling import Sampling
+from picotron.model.weights import Shard, main_grad, parameters_and_shards
+from picotron.optimizer import update_weights
+from picotron.parallelize import check_run, unwrap
+from picotron.run.run_folder import checkpoint_folders
+from picotron.schedules.schedules import SCHEDULES
+from picotron.trainer import Data, Trainer, set_up
+
+LAYOUTS = (
+    *(f"pp2 {name}" for name in ("afab", "interleaved_1f1b", "looped_bfs", "zb_h1", "zbv", "dualpipev")),
+    *("dp2 zero1", "dp2 zero3", "tp2 sp", "cp2 contiguous all_gather", "cp2 ulysses zero3", "dp2 x pp2 zbv zero3"),
+)
+
+
+def options_of(words: list[str]) -> dict[str, Any]:
+    """Return the keys of the config's section `distributed` that the words of a layout name."""
+    choices = {
+        "pp_engine": (*SCHEDULES, "auto"),
+        "cp_sharding": ("zigzag", "contiguous"),
+        "cp_engine": ("ring", "all_gather", "ulysses"),
+        "dp_engine": ("zero1", "zero3"),
+    }
+    found: dict[str, Any] = {key: word for key, values in choices.items() for word in words if word in values}
+    if chunks := [int(word[6:]) for word in words if word.startswith("chunks")]:
+        found["pp_chunks"] = chunks[0]
+    found |= {"sequence_parallel": True} if "sp" in words else {}
+    if unknown := set(words) - set(found.values()) - {"sp", f"chunks{found.get('pp_chunks')}"}:
+        raise NotOffered(f"the words {sorted(unknown)} mean nothing to picotron")
+    return found
+
+
+def config_of(case: Case) -> Config:
+    sizes = {f"{axis}_size": size for axis, size in case.sizes.items()}
+    sequences, length = case.batch(-1)["input_ids"].shape
+    rows, left = divmod(sequences, case.micro_batches * case.sizes["dp"])
+    case.require(not left, f"{sequences} sequences do not divide into the micro-batches")
+    checkpoints = [] if case.load is None else list(checkpoint_folders(case.load).values())
+    return parse_config({
+        "distributed": sizes | options_of(case.words) | {"use_cpu": not torch.cuda.is_available()},
+        "model": {"name": str(case.model_folder), "dtype": case.dtype, "pretrained": True},
+        "training": {
+            "seq_length": length, "micro_batch_size": rows, "gradient_accumulation_steps": case.micro_batches,
+            "total_train_steps": case.total_steps, "learning_rate": case.learning_rate,
+            "warmup_steps": case.warmup_steps, "min_lr_ratio": case.min_lr_ratio, "weight_decay": case.weight_decay,
+            "adam_beta1": case.beta1, "adam_beta2": case.beta2, "adam_eps": case.eps,
+            "max_grad_norm": case.max_grad_norm,
+        },
+        "dataset": {"name": "none"},
+        "checkpoint": {
+            "save_dir": str(case.output),
+            "load_path": str(checkpoints[-1]) if checkpoints else "",
+            "save_frequency": int(case.saves or case.exports),
+        },
+    })  # fmt: skip
+
+
+def run(case: Case) -> Result:
+    logging.getLogger("picotron").setLevel(logging.ERROR)
+    config = config_of(case)
+    try:
+        check_run(config)
+    except UserError as error:
+        raise NotOffered(str(error)) from None
+    with set_up(config, Data()) as trainer:
+        return train(case, trainer)
+
+
+def train(case: Case, trainer: Trainer) -> Result:
+    llama, result = unwrap(trainer.model), Result()
+    for step in case.steps:
+        batches = trainer.split(as_packed(case.batch(step)))
+        loss = train_batch(trainer.step, trainer.model, batches, own_loss(case)).loss
+        if step == case.first_step:
+            result.gradients = {name: whole_part(p, main_grad(p), s) for name, p, s in parameters_and_shards(llama)}
+        norm = update_weights(trainer.model, trainer.optimizer, case.max_grad_norm)
+        trainer.scheduler.step()
+        trainer.progress = trainer.progress.after_step(trainer.config)
+        result.losses.append(loss)
+        result.grad_norms.append(norm.item())
+        if case.evaluates:
+            result.evaluations += evaluated(case, trainer)
+    if case.saves or case.exports:
+        trainer.writer.save(trainer.progress)
+    if case.exports and dist.get_rank() == 0:
+        shutil.copytree(max(checkpoint_folders(case.output).values()), case.output, dirs_exist_ok=True)
+    if case.new_tokens:
+        found = generate(trainer.stage, case.prompts(), Sampling(case.new_tokens))
+        result.tokens = [completion.tokens for completion in found]
+    masters = trainer.optimizer.masters
+    result.weights = {name: whole_part(p, masters[p], s) for name, p, s in parameters_and_shards(llama)}
+    return result
+
+
+def as_packed(batch: Batch) -> Batch:
+    """Describe documents as picotron does, by their boundaries among all tokens of the batch."""
+    if "document_ids" not in batch:
+        return batch
+    starts = (batch["position_ids"].flatten() == 0).nonzero()[:, 0]
+    packed = {name: tensor for name, tensor in batch.items() if name != "document_ids"}
+    return packed | {"cu_seqlens": torch.cat([starts, torch.tensor([batch["position_ids"].numel()])]).int()}
+
+
+def own_loss(case: Case) -> Any:
+    def loss(head: Any, x: Tensor, batch: Batch) -> Loss:
+        losses = case.token_losses(head(x), batch["target_ids"])
+        return losses.sum(), weights_of(batch).sum(), {}
+
+    return cross_entropy if case.loss == "cross_entropy" else loss
+
+
+def evaluated(case: Case, trainer: Trainer) -> list[float]:
+    """Return the loss of the evaluation batch, on the ranks that compute it."""
+
+    def sums(head: Any, x: Tensor, batch: Batch) -> Tensor:
+        weights = weights_of(batch)
+        return torch.stack([-(head.log_probs(x, batch["target_ids"]) * weights).sum(), weights.sum()])
+
+    found = forward_batch(trainer.evaluate, trainer.model, trainer.split(case.evaluation()), sums, merge=list)
+    if found is None:
+        return []
+    total = torch.stack(found).sum(0)
+    all_reduce(total, pgm.process_group_manager.cp_dp_group)
+    return [(total[0] / total[1]).item()]
+
+
+def whole_part(parameter: nn.Parameter, tensor: Tensor, shard: Shard | None) -> Part:
+    """Return a copy of this rank's shard of a weight or a gradient, gathered from the ranks that own slices of it."""
+    tensor = tensor.detach().clone()
+    if owned := owned_slice(parameter):
+        group = pgm.process_group_manager.cp_dp_group
+        slices: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(slices, tensor, group=group)
+        tensor = torch.cat(slices).view(parameter.shape)
+        assert owned.numel == tensor.numel()
+    if shard is None:
+        return Part(tensor, (0,) * tensor.ndim)
+    start = tuple(shard.start if dim == shard.dim else 0 for dim in range(tensor.ndim))
+    return Part(tensor.narrow(shard.dim, 0, shard.stop - shard.start), start)

@@ -1,0 +1,57 @@
+"""Adapter of transformers' models with torch's tensor parallelism and loss parallel.
+
+The word `torch_clip` clips with torch's `clip_grad_norm_`.
+"""
+
+import math
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+
+from conformance import Case, Result
+from conformance.adapters.loop import torch_norm, train, whole
+from conformance.case import IGNORED, Batch
+
+AXES = ("tp",)
+CHAPTERS = ("step", "steps", "odd", "tied", "masks", "float32")
+LAYOUTS = ("tp2 torch_clip",)
+PLAN = {
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel()),
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ColwiseParallel()),
+    **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel()),
+}
+
+
+def norm_of_mixed(parameters: list[nn.Parameter], limit: float) -> float:
+    """Clip by the norm of DTensors and of plain tensors, which every rank has."""
+    norms = [float(whole(nn.utils.get_total_norm([p.grad]))) for p in parameters if p.grad is not None]
+    norm = math.hypot(*norms)
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(min(1.0, limit / (norm + 1e-6)))
+    return norm
+
+
+def run(case: Case) -> Result:
+    dist.init_process_group("gloo")
+    model: Any = case.model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    embedding = RowwiseParallel(input_layouts=Replicate())
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh, {"model.embed_tokens": embedding, "lm_head": head})
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, PLAN)
+
+    def backward(batch: Batch, total: Tensor) -> float:
+        with loss_parallel():
+            logits = model(input_ids=batch["input_ids"], use_cache=False).logits.flatten(0, 1)
+            loss = F.cross_entropy(logits, batch["target_ids"].flatten(), ignore_index=IGNORED)
+            loss.backward()
+        return loss.item()
+
+    return train(case, dict(model.named_parameters()), backward, torch_norm if case.words else norm_of_mixed)

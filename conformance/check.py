@@ -1,0 +1,190 @@
+"""Check of an adapter: write a case, start its ranks, compare what they return, and give a verdict."""
+
+import contextlib
+import dataclasses
+import json
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from conformance.case import AXES, Case, is_size, sizes_of
+from conformance.chapters import cases_of
+from conformance.compare import compare
+from conformance.export import check_export, read_weights
+from conformance.ranks import load_adapter
+from conformance.reference import Reference, run_reference
+from conformance.result import Result
+from conformance.rounding import bounds
+
+EQUAL, DIFFERS, NOT_OFFERED, CRASHED, HANGS = "equal", "differs", "not offered", "crashed", "hangs"
+LOST = re.compile("gloo|[Cc]onnection (closed|reset|refused)|Broken pipe|recvValue failed|socket")
+
+
+@dataclasses.dataclass
+class Row:
+    """The verdict of a chapter in a layout.
+
+    Args:
+        verdict: one of the five names above.
+        detail: the first difference, the reason, or the error.
+        errors: largest relative error of each kind of result.
+        seconds: time of the case.
+        difference: fields of the first difference, for programs.
+        log: tracebacks of the ranks.
+    """
+
+    chapter: str
+    layout: str
+    verdict: str = EQUAL
+    detail: str = ""
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    difference: dict[str, Any] = dataclasses.field(default_factory=dict)
+    log: str = ""
+
+    @property
+    def is_bad(self) -> bool:
+        return self.verdict in (DIFFERS, CRASHED, HANGS)
+
+    def __str__(self) -> str:
+        error = f"{max(self.errors.values()):.0e}" if self.errors and self.verdict == EQUAL else ""
+        return f"{self.verdict:11} {self.chapter:12} {self.layout:12} {error or self.detail}".rstrip()
+
+
+class Checker:
+    """Checks an adapter. As a context manager, it ends its processes on exit.
+
+    Args:
+        path: the adapter's file.
+        timeout: seconds after which a case hangs.
+        torchrun: whether torchrun starts the ranks of each case, instead of a process that forks them.
+    """
+
+    def __init__(self, path: Path, timeout: float = 60.0, torchrun: bool = False) -> None:
+        self.path, self.timeout, self.torchrun = path, timeout, torchrun
+        self.adapter: ModuleType = load_adapter(path)
+        self.server: subprocess.Popen[str] | None = None
+        self.known: dict[tuple[Any, ...], tuple[Reference, Any]] = {}
+
+    def __enter__(self) -> "Checker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.server is not None:
+            assert self.server.stdin is not None
+            self.server.stdin.close()
+            self.server.wait()
+
+    def offers(self, chapter: str, layout: str) -> str:
+        """Return why the adapter offers no such chapter or layout, by its lists CHAPTERS and AXES; "" if it does."""
+        if chapter not in getattr(self.adapter, "CHAPTERS", (chapter,)):
+            return f"the adapter has no {chapter}"
+        axes = getattr(self.adapter, "AXES", AXES)
+        missing = [axis for axis, size in sizes_of(layout).items() if size > 1 and axis not in axes]
+        return f"the adapter has no {' and no '.join(missing)}" if missing else ""
+
+    def check(self, chapter: str, layout: str, other: str = "dp1", adapter: Path | None = None, **changes: Any) -> Row:
+        """Check a chapter in a layout.
+
+        Args:
+            adapter: a variant of the adapter, to check instead.
+            other, changes: see `cases_of`.
+        """
+        row, began = Row(chapter, layout), time.monotonic()
+        if reason := self.offers(chapter, layout) or (chapter == "elsewhere" and self.offers(chapter, other)):
+            return dataclasses.replace(row, verdict=NOT_OFFERED, detail=str(reason))
+        with tempfile.TemporaryDirectory() as folder:
+            for case in cases_of(chapter, layout, other, Path(folder), **changes):
+                if row.verdict == EQUAL:
+                    self.start(case, adapter)
+                    self.judge(case, row)
+        row.seconds = time.monotonic() - began
+        return row
+
+    def start(self, case: Case, adapter: Path | None = None) -> None:
+        """Run the ranks of a case. Their outcomes are files in its folder."""
+        if self.torchrun:
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.world_size)]
+            command = [*launcher, "-m", "conformance.ranks", str(adapter or self.path), str(case.folder)]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(command, capture_output=True, timeout=self.timeout, check=False)
+            return
+        if self.server is None:
+            command = [sys.executable, "-m", "conformance.ranks", str(self.path)]
+            self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        print(
+            json.dumps([str(adapter or self.path), str(case.folder), self.timeout]), file=self.server.stdin, flush=True
+        )
+        assert self.server.stdout.readline() == "done\n"
+
+    def judge(self, case: Case, row: Row) -> None:
+        """Read the outcomes of the ranks, and compare them with the reference."""
+        outcomes: dict[int, tuple[str, Any]] = {}
+        for rank in range(case.world_size):
+            path = case.folder / f"rank{rank}"
+            if path.exists():
+                outcomes[rank] = pickle.loads(path.read_bytes())
+        found = [outcome for outcome in outcomes.values() if outcome[0] == NOT_OFFERED]
+        if found:
+            row.verdict, row.detail = found[0]
+            return
+        failures = {rank: text for rank, (kind, text) in outcomes.items() if kind == CRASHED}
+        missing = [rank for rank in range(case.world_size) if rank not in outcomes]
+        row.log = "".join(f"rank {rank}: {text}" for rank, text in failures.items())
+        if failures:
+            rank = next(
+                (r for r, text in failures.items() if not LOST.search(text.strip().splitlines()[-1])), min(failures)
+            )
+            row.verdict, row.detail = CRASHED, f"rank {rank}: {failures[rank].strip().splitlines()[-1]}"
+        elif missing:
+            row.verdict, row.detail = HANGS, "; ".join(self.place(case, rank) for rank in missing)
+        else:
+            self.compare(case, [outcome[1] for _, outcome in sorted(outcomes.items())], row)
+
+    def place(self, case: Case, rank: int) -> str:
+        """Say where a rank that has not returned is, or that it has ended."""
+        path = case.folder / f"rank{rank}.stack"
+        stack = path.read_text() if path.exists() else ""
+        lines = re.findall(rf'File "{re.escape(str(self.path))}", line (\d+)', stack)
+        if not stack:
+            return f"rank {rank} has ended its process"
+        return f"rank {rank} is in line {lines[0]} of {self.path.name}" if lines else f"rank {rank} has not returned"
+
+    def compare(self, case: Case, results: list[Result], row: Row) -> None:
+        right, limits = self.reference(case)
+        if not any(each.weights for each in results) and (case.output / "config.json").exists():
+            results = [dataclasses.replace(results[0], weights=read_weights(case).weights), *results[1:]]
+        errors, difference = compare(results, right, case.first_step, limits)
+        if difference is None and case.exports:
+            difference = check_export(case, right)
+        row.errors = {kind: max(error, row.errors.get(kind, 0.0)) for kind, error in errors.items()}
+        if difference is not None:
+            row.verdict, row.detail, row.difference = DIFFERS, str(difference), dataclasses.asdict(difference)
+
+    def reference(self, case: Case) -> tuple[Reference, Any]:
+        """Return the reference of a case, and the bounds of its dtype, from those of an earlier layout if possible."""
+        model = (case.model_folder / "config.json").read_text()
+        fields = {
+            k: v for k, v in dataclasses.asdict(case).items() if k not in ("layout", "folder", "load", "micro_batches")
+        }
+        key = (model, *fields.items())
+        if key not in self.known:
+            right = run_reference(case)
+            self.known[key] = right, None if case.dtype == "float64" else bounds(case, right)
+        return self.known[key]
+
+
+def layouts_of(adapter: ModuleType, default: Iterable[str]) -> list[str]:
+    """Return the layouts to check: the default ones on the adapter's axes, and its own list LAYOUTS."""
+    axes = getattr(adapter, "AXES", AXES)
+    own = [layout for layout in default if all(word[:2] in axes for word in layout.split() if is_size(word))]
+    return list(dict.fromkeys([*own, *getattr(adapter, "LAYOUTS", ())]))

@@ -1,0 +1,211 @@
+"""Comparison of what the ranks found with what is right: the first difference by step, parameter, index and rank."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.reference import Reference
+from conformance.result import Part, Result
+
+LIMIT = 1e-9  # largest relative error in float64
+Key = tuple[str, Any]  # ("loss", step) or ("gradient", name of the parameter)
+Error = Callable[[Tensor, Tensor, Tensor], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first difference that a comparison finds.
+
+    Args:
+        what: `loss`, `gradient`, `gradient norm`, `evaluation`, `weight` or `token`.
+        step: number of the step, from 1.
+        ranks: ranks whose value differs.
+        name: name of the parameter.
+        index: index of the element in the whole tensor.
+        found, right: its values.
+        error: relative error, see `largest_error` and `mean_error`.
+        bound: largest error that is allowed.
+        hint: sentence about all elements.
+    """
+
+    what: str
+    step: int
+    ranks: tuple[int, ...] = ()
+    name: str = ""
+    index: tuple[int, ...] = ()
+    found: float = math.nan
+    right: float = math.nan
+    error: float = math.inf
+    bound: float = LIMIT
+    hint: str = ""
+
+    def __str__(self) -> str:
+        place = f" of {self.name}{list(self.index)}" if self.name else ""
+        ranks = f" on rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        values = "" if math.isnan(self.right) else f" is {self.found:.6g}, not {self.right:.6g}"
+        error = f" (error {self.error:.1e}, bound {self.bound:.1e})" if math.isfinite(self.error) else ""
+        return f"step {self.step}: {self.what}{place}{ranks}{values}{error}" + (f"; {self.hint}" if self.hint else "")
+
+
+def largest_error(found: Tensor, right: Tensor, whole: Tensor) -> float:
+    """Return the largest |found - right| divided by the largest |right| of the whole tensor; infinity if not finite."""
+    error, scale = (found - right).abs().max().item(), whole.abs().max().item()
+    return 0.0 if error == 0.0 else error / scale if math.isfinite(error) and scale else math.inf
+
+
+def mean_error(found: Tensor, right: Tensor, whole: Tensor) -> float:
+    """Return the root mean square of found - right, divided by that of the whole tensor; infinity if not finite."""
+    error, scale = (found - right).square().mean().sqrt().item(), whole.square().mean().sqrt().item()
+    return 0.0 if error == 0.0 else error / scale if math.isfinite(error) and scale else math.inf
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    """Return `largest_error` of two tensors or lists of numbers.
+
+    Raises:
+        AssertionError: their shapes differ.
+    """
+    actual, expected = (torch.as_tensor(each, dtype=torch.float64) for each in (actual, expected))
+    assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+    return largest_error(actual, expected, expected)
+
+
+def errors_of_reference(found: Reference, right: Reference) -> dict[Key, float]:
+    """Return the errors of all results of a second reference, as `compare` measures them for narrow dtypes."""
+    results = [Result(found.losses, found.grad_norms, found.gradients, found.weights, found.evaluations).local()]
+    return {key: error for key, error, _ in measure(results, right, 1, mean_error)}
+
+
+def compare(
+    results: Sequence[Result], right: Reference, first_step: int = 0, bounds: Mapping[Key, float] | None = None
+) -> tuple[dict[str, float], Difference | None]:
+    """Compare what the ranks found with what is right, in the order in which a training step computes it.
+
+    Args:
+        results: results of the ranks, see `Result.local`.
+        first_step: number of steps before the first one that was compared.
+        bounds: bounds for narrow dtypes; None: LIMIT in float64.
+
+    Returns:
+        The largest error of each kind of result, and the first difference, or None if all are equal.
+    """
+    errors: dict[str, float] = {}
+    error_of = largest_error if bounds is None else mean_error
+    for key, error, difference in measure(results, right, first_step + 1, error_of):
+        bound = LIMIT if bounds is None else bounds.get(key, 0.0)
+        errors[key[0]] = max(errors.get(key[0], 0.0), error)
+        if not error <= bound:
+            return errors, dataclasses.replace(difference, error=error, bound=bound)
+    return errors, None
+
+
+Measured = Iterator[tuple[Key, float, Difference]]
+
+
+def measure(results: Sequence[Result], right: Reference, step: int, error_of: Error) -> Measured:
+    """Yield the key, the error and the place of every result, those of the first step first."""
+    kinds = {"loss": "losses", "gradient norm": "grad_norms", "evaluation": "evaluations"}
+    last = step + len(right.losses) - 1
+    for i in range(len(right.losses)):
+        for what, field in kinds.items():
+            if what == "gradient norm" and i == 0:
+                yield from of_tensors("gradient", results, right.gradients, {}, step, error_of)
+            yield from of_numbers(what, [getattr(each, field) for each in results], getattr(right, field), i, step + i)
+    yield from of_tensors("weight", results, right.weights, right.initial, last, error_of)
+    for rank, result in enumerate(results):
+        for i, tokens in enumerate(result.tokens):
+            for place, (a, b) in enumerate(zip(tokens, right.tokens[i], strict=False)):
+                where = Difference("token", max(last, 1), (rank,), f"prompt {i}", (place,), a, b)
+                yield ("token", (i, place)), 0.0 if a == b else math.inf, where
+    if right.tokens and {len(t) for each in results for t in each.tokens} != {len(right.tokens[0])}:
+        yield ("token", None), math.inf, Difference("token", last, hint="the ranks returned a wrong number of tokens")
+
+
+def of_numbers(what: str, lists: list[Sequence[float]], right: Sequence[float], i: int, step: int) -> Measured:
+    if not right:
+        return
+    if not any(len(values) for values in lists):
+        yield (what, step), math.inf, Difference(what, step, hint="no rank returned it")
+    for rank, values in enumerate(lists):
+        if len(values):
+            if len(values) != len(right):
+                hint = f"{len(values)} values for {len(right)} steps"
+                yield (what, step), math.inf, Difference(what, step, (rank,), hint=hint)
+                return
+            a, b = float(values[i]), right[i]
+            tensors = torch.tensor([a], dtype=torch.float64), torch.tensor([b], dtype=torch.float64)
+            same = tuple(r for r, each in enumerate(lists) if len(each) > i and float(each[i]) == a)
+            where = Difference(what, step, same, found=a, right=b, hint=ratio(*tensors))
+            yield (what, step), largest_error(*tensors, tensors[1]), where
+
+
+def of_tensors(
+    what: str,
+    results: Sequence[Result],
+    right: Mapping[str, Tensor],
+    initial: Mapping[str, Tensor],
+    step: int,
+    error_of: Error,
+) -> Measured:
+    """Measure tensors. With `mean_error`, the error of a weight is relative to its update."""
+    of_ranks: list[Mapping[str, Any]] = [each.gradients if what == "gradient" else each.weights for each in results]
+    if not any(of_ranks):
+        return
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if "lm_head.weight" not in right else {}
+    for rank, found in enumerate(of_ranks):
+        for unknown in found.keys() - right.keys() - tied.keys():
+            hint = f"the model has no parameter {unknown}"
+            yield (what, unknown), math.inf, Difference(what, step, (rank,), hint=hint)
+    for name, whole in right.items():
+        missing, scale = torch.ones(whole.shape, dtype=torch.bool), whole
+        if error_of is mean_error and name in initial:
+            scale = whole - initial[name]
+        for rank, found in enumerate(of_ranks):
+            for other in {name, *(alias for alias, real in tied.items() if real == name)} & found.keys():
+                part: Part = found[other]
+                try:
+                    expected = part.of(whole)
+                except IndexError as wrong:
+                    yield (what, name), math.inf, Difference(what, step, (rank,), name, hint=f"it is {wrong}")
+                    return
+                part.of(missing).fill_(False)
+                if not part.tensor.numel():
+                    continue
+                actual = part.tensor.to(torch.float64)
+                error = error_of(actual, expected.double(), scale.double())
+                yield (what, name), error, place_of(what, step, rank, name, part, actual, expected, whole)
+        if missing.any():
+            index = tuple(missing.nonzero()[0].tolist())
+            yield (what, name), math.inf, Difference(what, step, (), name, index, hint="no rank returned it")
+
+
+def place_of(
+    what: str, step: int, rank: int, name: str, part: Part, actual: Tensor, expected: Tensor, whole: Tensor
+) -> Difference:
+    """Describe the first element that differs visibly: by a thousandth of the largest error of this part."""
+    apart = (actual - expected).abs().nan_to_num(math.inf)
+    local = (apart >= apart.max() * 1e-3).nonzero()[0].tolist()
+    if len(part.start) < whole.ndim:
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(local[0] + part.start[0]), whole.shape))
+    else:
+        index = tuple(a + b for a, b in zip(local, part.start, strict=True))
+    found, right = actual[tuple(local)].item(), expected[tuple(local)].item()
+    return Difference(what, step, (rank,), name, index, found, right, hint=ratio(actual, expected))
+
+
+def ratio(found: Tensor, right: Tensor) -> str:
+    """Return a hint if all elements are the same multiple of what they should be, as after a forgotten mean."""
+    counted = right.abs() > right.abs().max() * 1e-3
+    quotients = (found[counted] / right[counted]).double()
+    if not quotients.numel() or not torch.isfinite(quotients).all():
+        return ""
+    factor = quotients.median().item()
+    steady = (quotients - factor).abs().max().item() <= 1e-6 * abs(factor)
+    simple = min(abs(factor * n - round(factor * n)) for n in (1, 2, 3, 4, 6, 8, 16)) < 1e-6 * abs(factor)
+    if not steady or abs(factor - 1) < 1e-6 or not (simple or found.numel() > 1):
+        return ""
+    return f"all of it is {factor:.6g} times what it should be" if found.numel() > 1 else f"a factor of {factor:.6g}"

@@ -1,0 +1,78 @@
+"""Small models of each family, whose initial weights show every mistake, and transformers' model of a folder."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+# What families can have besides a Llama's options, chosen so that it shows in the numbers.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 64},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+    "qwen3": {"head_dim": 12},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "olmo2": {},
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+}
+
+
+def small_config(family: str = "llama", **changes: Any) -> PreTrainedConfig:
+    """Return the config of a small model with grouped-query attention and untied embeddings.
+
+    Args:
+        changes: keys of config.json that replace the default ones.
+    """
+    sizes: dict[str, Any] = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 52,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,  # large, so that any mistake changes the loss
+        "tie_word_embeddings": False,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    }
+    return AutoConfig.for_model(family, **sizes | FAMILIES[family] | changes)
+
+
+@torch.no_grad()
+def write_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> None:
+    """Write a model folder in float32. No bias is 0 and no norm is 1: that would hide mistakes. All weights are numbers
+    in bfloat16, so that runs in any dtype start from the same ones.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    config.dtype = torch.float32
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.normal_(0, config.initializer_range, generator=generator)
+        else:
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+        parameter.copy_(parameter.bfloat16())
+    model.save_pretrained(folder)
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Load transformers' model from a folder, exact in float64, see `with_exact_norms`."""
+    return with_exact_norms(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
+
+
+def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
+    """Replace transformers' RMSNorm (of T5: LayerNorm), which computes in float32 for every dtype, with torch's."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__.endswith(("RMSNorm", "T5LayerNorm")):
+                norm = nn.RMSNorm(child.weight.shape, child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(parent, name, norm)
+    return model

@@ -1,0 +1,124 @@
+"""The ranks of a case: processes with torchrun's variables, forked from one process that has imported the libraries.
+
+    python -m conformance.ranks ADAPTER           import an adapter, and run the ranks of cases, of which standard input
+                                                  has a line each: the adapter, the folder of the case, the time limit
+    torchrun -m conformance.ranks ADAPTER FOLDER  be a rank of this case
+
+A process that is forked starts in milliseconds, one that torchrun starts in seconds: it imports torch and transformers.
+"""
+
+import contextlib
+import faulthandler
+import importlib.util
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+import transformers
+import transformers.models.llama.modeling_llama  # so that forked processes need not import it
+
+from conformance.case import Case
+from conformance.result import NotOffered
+
+GRACE = 3.0  # seconds that the other ranks have after the first error
+
+
+def load_adapter(path: Path) -> ModuleType:
+    """Import an adapter. Its top level must not compute, because processes are forked afterwards."""
+    spec = importlib.util.spec_from_file_location("adapter", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["adapter"] = module  # for classes that are pickled
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_rank(adapter: Path, case: Case, rank: int) -> None:
+    """Run a case on this rank, and write its outcome: ("result", Result) or the name and the reason of a failure."""
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)  # no trainer may rely on equal seeds
+    try:
+        outcome = ("result", load_adapter(adapter).run(case).local())
+    except NotOffered as error:
+        outcome = ("not offered", str(error))
+    except BaseException:
+        outcome = ("crashed", traceback.format_exc())
+    path = case.folder / f"rank{rank}"
+    path.with_suffix(".part").write_bytes(pickle.dumps(outcome))
+    path.with_suffix(".part").rename(path)  # so that it is complete when it is there
+
+
+def forked(adapter: Path, case: Case, rank: int, port: int) -> None:
+    """Be a rank. At the end, wait to be killed: others may still read from this rank."""
+    size, log = str(case.world_size), os.open(case.folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with open(case.folder / f"rank{rank}.stack", "w") as stack:
+        faulthandler.register(signal.SIGUSR1, stack)
+        run_rank(adapter, case, rank)
+        while True:
+            signal.pause()
+
+
+def serve(adapter: Path, case: Case, timeout: float) -> None:
+    """Fork the ranks of a case, and kill them when all are ready, after an error, or when the time is over."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ranks: dict[int, int] = {}
+    for rank in range(case.world_size):
+        pid = os.fork()
+        if not pid:
+            with contextlib.suppress(BaseException):
+                forked(adapter, case, rank, port)
+            os._exit(1)
+        ranks[rank] = pid
+    end, dead = time.monotonic() + timeout, set[int]()
+    while time.monotonic() < end:
+        for rank, pid in ranks.items():
+            if rank not in dead and os.waitpid(pid, os.WNOHANG)[0]:
+                dead.add(rank)
+                end = min(end, time.monotonic() + GRACE)
+        ready = [case.folder / f"rank{rank}" for rank in ranks if (case.folder / f"rank{rank}").exists()]
+        if len(ready) + len(dead) == len(ranks):
+            break
+        if end > time.monotonic() + GRACE and any(pickle.loads(each.read_bytes())[0] != "result" for each in ready):
+            end = time.monotonic() + GRACE
+        time.sleep(0.01)
+    alive = {rank: pid for rank, pid in ranks.items() if rank not in dead}
+    for pid in alive.values() if time.monotonic() >= end else ():
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.05)
+    for pid in alive.values():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def main() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    if len(sys.argv) == 3:  # under torchrun
+        run_rank(Path(sys.argv[1]), Case.read(Path(sys.argv[2])), int(os.environ["RANK"]))
+        if dist.is_initialized():
+            dist.barrier()
+        return
+    load_adapter(Path(sys.argv[1]))  # imports its libraries once
+    for line in sys.stdin:
+        adapter, folder, timeout = json.loads(line)
+        serve(Path(adapter), Case.read(Path(folder)), timeout)
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

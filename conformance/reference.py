@@ -1,0 +1,122 @@
+"""The reference: transformers' model and torch's AdamW on one process, one document after the other."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conformance.case import Batch, Case, token_losses, weights_of
+
+
+@dataclasses.dataclass
+class Reference:
+    """What is right. The fields are those of `Result`; `initial` has the weights before the first step."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    grad_norms: list[float] = dataclasses.field(default_factory=list)
+    gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    evaluations: list[float] = dataclasses.field(default_factory=list)
+    tokens: list[list[int]] = dataclasses.field(default_factory=list)
+    initial: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
+def run_reference(case: Case) -> Reference:
+    """Run a case on one process in float64. A case that resumes is part of a training without interruption."""
+    model = dataclasses.replace(case, dtype="float64").model()
+    return train(model, case, case.batch)
+
+
+def train(
+    model: nn.Module,
+    case: Case,
+    batch_of: Callable[[int], Batch],
+    autocast: torch.dtype | None = None,
+    rounding: Any = None,
+) -> Reference:
+    """Train a model with the hyperparameters of a case.
+
+    Args:
+        model: transformers' model, or another one with `logits` in its output.
+        batch_of: function of the step (0, 1, ...) that returns its global batch; of -1: the batch for evaluations.
+        autocast: dtype of the matrix products; None: that of the model.
+        rounding: errors to make, see `Rounding`.
+
+    Returns:
+        The results on the CPU, from step `case.first_step` on.
+    """
+    found, parameters = Reference(initial=copies(model)), dict(model.named_parameters())
+    device = next(iter(parameters.values())).device
+    optimizer = adamw(model, case)
+
+    def loss_of(batch: Batch) -> Tensor:
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            logits = logits_of(model, batch)
+        weights = weights_of(batch).to(torch.promote_types(logits.dtype, torch.float32))
+        return (token_losses(logits, batch["target_ids"], case.loss) * weights).sum() / weights.sum()
+
+    for step in range(case.last_step):
+        for group in optimizer.param_groups:
+            group["lr"] = case.learning_rates[step]
+        optimizer.zero_grad()
+        with rounding or contextlib.nullcontext():
+            loss = loss_of(batch_of(step))
+            loss.backward()
+        if step == case.first_step:
+            found.gradients = {name: p.grad.cpu().clone() for name, p in parameters.items() if p.grad is not None}
+        limit = math.inf if case.max_grad_norm is None else case.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(parameters.values(), limit).item()
+        optimizer.step()
+        if rounding:
+            rounding.round_weights(model)
+        if step >= case.first_step:
+            found.losses.append(loss.item())
+            found.grad_norms.append(norm)
+            if case.evaluates:
+                with torch.no_grad(), rounding or contextlib.nullcontext():
+                    found.evaluations.append(loss_of(batch_of(-1)).item())
+    found.weights = copies(model)
+    if case.new_tokens:
+        found.tokens = continued(model, case.prompts(), case.new_tokens)
+    return found
+
+
+def copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+
+
+def adamw(model: nn.Module, case: Case) -> torch.optim.AdamW:
+    """Return the optimizer of a case: matrices decay, other parameters do not."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": case.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=case.learning_rate, betas=(case.beta1, case.beta2), eps=case.eps)
+
+
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Compute the logits (G, T, V). The documents of a row are rows of their own, padded at their ends: a causal model
+    cannot see the padding, and positions begin at 0.
+    """
+    ids = batch["input_ids"]
+    if "document_ids" not in batch:
+        whole: Tensor = model(input_ids=ids, use_cache=False).logits
+        return whole
+    lengths = [n for row in batch["document_ids"] for n in row.unique_consecutive(return_counts=True)[1].tolist()]
+    documents = ids.flatten().split(lengths)
+    logits = model(input_ids=nn.utils.rnn.pad_sequence(documents, batch_first=True), use_cache=False).logits
+    return torch.cat([row[:n] for row, n in zip(logits, lengths, strict=True)]).view(*ids.shape, -1)
+
+
+@torch.no_grad()
+def continued(model: nn.Module, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """Continue each prompt with its likeliest tokens, without a cache."""
+    ids = torch.tensor(prompts)
+    for _ in range(new_tokens):
+        ids = torch.cat([ids, logits_of(model, {"input_ids": ids})[:, -1:].argmax(-1)], 1)
+    found: list[list[int]] = ids[:, -new_tokens:].tolist()
+    return found

@@ -1,0 +1,81 @@
+"""What an adapter returns on each rank: numbers, and the parts of tensors that the rank holds."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+class NotOffered(Exception):
+    """Raised by an adapter whose trainer does not support a case. The message is the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The part of a tensor that a rank holds: a box of it, or consecutive elements of the flattened tensor.
+
+    Args:
+        tensor: the part.
+        start: place of its first element, one number for each dimension; for a flat part, one number.
+    """
+
+    tensor: Tensor
+    start: tuple[int, ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the same part of another tensor, or raise IndexError if that has no such part."""
+        if len(self.start) < whole.ndim and self.tensor.ndim == 1:
+            whole = whole.flatten()
+        found = whole[tuple(slice(a, a + n) for a, n in zip(self.start, self.tensor.shape, strict=False))]
+        if len(self.start) != whole.ndim or found.shape != self.tensor.shape:
+            raise IndexError(f"a part of shape {list(self.tensor.shape)} at {list(self.start)} of {list(whole.shape)}")
+        return found
+
+
+Tensors = Mapping[str, Tensor | Part]
+
+
+@dataclasses.dataclass
+class Result:
+    """What a rank found. A rank leaves out what it does not know, such as the loss before the last stage of a pipeline.
+
+    Args:
+        losses: loss of each step's global batch.
+        grad_norms: norm of all gradients of each step, before clipping.
+        gradients: gradients of the first step before clipping, by transformers' names of the parameters: whole tensors,
+            DTensors or `Part`s. An adapter without access to gradients leaves them out.
+        weights: weights after the last step, in the same form; with mixed precision, the master weights. An adapter
+            that writes a model folder to `case.output` can leave them out.
+        evaluations: loss of the evaluation batch after each step.
+        tokens: new tokens of each prompt.
+    """
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    grad_norms: list[float] = dataclasses.field(default_factory=list)
+    gradients: Tensors = dataclasses.field(default_factory=dict)
+    weights: Tensors = dataclasses.field(default_factory=dict)
+    evaluations: list[float] = dataclasses.field(default_factory=list)
+    tokens: Sequence[Sequence[int]] = ()
+
+    def local(self) -> "Result":
+        """Return the same with plain tensors only, on the CPU."""
+        gradients, weights = ({name: as_part(x) for name, x in each.items()} for each in (self.gradients, self.weights))
+        return dataclasses.replace(self, gradients=gradients, weights=weights)
+
+
+def as_part(value: Tensor | Part) -> Part:
+    """Return the part of a tensor that this rank holds.
+
+    Raises:
+        ValueError: a DTensor holds partial sums, which are no part of a tensor.
+    """
+    if isinstance(value, Part):
+        return Part(value.tensor.detach().cpu().clone(), value.start)
+    if isinstance(value, DTensor):
+        if any(placement.is_partial() for placement in value.placements):
+            raise ValueError(f"a DTensor has placements {value.placements}, but partial sums cannot be compared")
+        _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        return Part(value.to_local().detach().cpu().clone(), tuple(start))
+    return Part(value.detach().cpu().clone(), (0,) * value.ndim)

@@ -1,0 +1,203 @@
+"""Mistakes that trainers make, put into the example and into picotron, with the chapter that finds each of them."""
+
+import dataclasses
+import importlib
+import inspect
+import textwrap
+from pathlib import Path
+
+DDP, PICOTRON = Path("conformance/examples/ddp.py"), Path("conformance/adapters/picotron.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """A mistake in the source of an adapter, or of a function that it calls.
+
+    Args:
+        old, new: a piece of the source, which occurs once, and what replaces it.
+        chapter, layout: the chapter that finds it, in this layout.
+        says: part of the sentence that describes the difference.
+        function: function of picotron, such as `picotron.optimizer:clip_grad_norm`; "": the mistake is in the adapter.
+        adapter: the adapter.
+    """
+
+    old: str
+    new: str
+    chapter: str
+    layout: str
+    says: str
+    function: str = ""
+    adapter: Path = DDP
+
+    def write(self, folder: Path) -> Path:
+        """Write an adapter that makes the mistake."""
+        path = folder / "mutated.py"
+        if self.function:
+            call = f"apply({self.function!r}, {self.old!r}, {self.new!r})"
+            module = ".".join(self.adapter.with_suffix("").parts)
+            path.write_text(f"from tests.conformance.mutations import apply\nfrom {module} import run\n\n{call}\n")
+        else:
+            path.write_text(replaced(self.adapter.read_text(), self.old, self.new))
+        return path
+
+
+def replaced(source: str, old: str, new: str) -> str:
+    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
+    return source.replace(old, new)
+
+
+def apply(function: str, old: str, new: str) -> None:
+    """Replace a piece of the source of a function or method in this process, wherever it has been imported."""
+    module_name, _, name = function.partition(":")
+    module = importlib.import_module(module_name)
+    target = module
+    for part in name.split("."):
+        target = getattr(target, part)
+    source = replaced(textwrap.dedent(inspect.getsource(target)), old, new)
+    if "." in name:  # a method may use the class
+        source = f"class Wrapped:\n{textwrap.indent(source, '    ')}"
+    space = dict(vars(module))
+    exec(compile(source, str(module.__file__), "exec"), space)
+    changed = space["Wrapped"] if "." in name else space
+    changed = inspect.getattr_static(changed, name.split(".")[-1]) if "." in name else changed[name]
+    changed = inspect.unwrap(getattr(changed, "__func__", changed))  # without decorators
+    inspect.unwrap(target).__code__ = changed.__code__
+
+
+def picotron(function: str, old: str, new: str, chapter: str, layout: str, says: str = "") -> Mutation:
+    return Mutation(old, new, chapter, layout, says, f"picotron.{function}", PICOTRON)
+
+
+OPTIMIZER = "optimizer = adamw(model, case)"
+MUTATIONS = {
+    # data parallelism in plain torch
+    "forgotten all-reduce": Mutation("dist.all_reduce(parameter.grad)", "pass", "step", "dp2", "gradient of"),
+    "sum instead of mean": Mutation("dist.all_reduce(total)", "pass", "step", "dp2", "a factor of 2"),
+    "mean of the ranks' means": Mutation("dist.all_reduce(total)", "total *= ranks", "masks", "dp2", "step 1: loss"),
+    "mean of the micro-batches' means": Mutation(
+        "losses.sum() / total",
+        "losses.sum() / weights_of(piece).sum() / case.micro_batches / ranks",
+        "masks",
+        "dp2",
+        "step 1: loss",
+    ),
+    "divided by micro-batches twice": Mutation(
+        "losses.sum() / total", "losses.sum() / total / case.micro_batches", "accumulation", "dp2", "a factor of 0.25"
+    ),
+    "loss of one rank": Mutation("dist.all_reduce(loss)", "pass", "step", "dp2", "loss on rank 0"),
+    "same rows on every rank": Mutation("chunk(ranks)[rank]", "chunk(ranks)[0]", "step", "dp2", "step 1: loss"),
+    "weights of targets ignored": Mutation(
+        'piece["target_ids"]) * weights_of(piece)', 'piece["target_ids"])', "weights", "dp2", "step 1: loss"
+    ),
+    "stale replica": Mutation(
+        "        optimizer.step()", "        rank or optimizer.step()", "step", "dp2", "on rank 1 is"
+    ),
+    "gradients not set to zero": Mutation("        optimizer.zero_grad()\n", "", "steps", "dp2", "step 2: gradient norm"),
+    "no clipping": Mutation("case.max_grad_norm or ", "", "steps", "dp2", "step 2: loss"),
+    "learning rate of the step before": Mutation(
+        "case.learning_rates[step]", "case.learning_rates[max(0, step - 1)]", "steps", "dp2", "step 3: loss"
+    ),
+    "weight decay of norms": Mutation(
+        OPTIMIZER, f"{OPTIMIZER}\n    optimizer.param_groups[1]['weight_decay'] = 0.1", "steps", "dp2", "step 2: loss"
+    ),
+    "documents see each other": Mutation(
+        "logits_of(model, piece)", "model(input_ids=piece['input_ids']).logits", "packed", "dp2", "step 1: loss"
+    ),
+    "embedding and head untied": Mutation(
+        "ranks = dist.get_rank(), dist.get_world_size()\n    model, result = case.model(), Result()",
+        "ranks = dist.get_rank(), dist.get_world_size()\n    model, result = case.model(), Result()\n"
+        "    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())",
+        "tied",
+        "dp2",
+        "model.embed_tokens.weight",
+    ),
+    "loss of the user's own ignored": Mutation(
+        "case.token_losses(", "__import__('conformance.case').case.cross_entropy(", "loss", "dp2", "step 1: loss"
+    ),
+    "logits in bfloat16": Mutation("logits_of(model, piece)", "logits_of(model, piece).bfloat16()", "float32", "dp2", ""),
+    "exported in bfloat16": Mutation(
+        "model.save_pretrained", "__import__('copy').deepcopy(model).bfloat16().save_pretrained", "export", "dp2", "weight of"
+    ),
+    # picotron
+    "gradients not divided": picotron("data_parallel.data_parallel:Bucket.launch", "AVG", "SUM", "step", "dp2", "2 times"),
+    "norm counts replicas": picotron(
+        "optimizer:clip_grad_norm", "grid.tp_world_size if shard is None else shard.replicas", "1", "step", "tp2", "gradient norm"
+    ),
+    "norm counts the tied embedding twice": picotron(
+        "optimizer:clip_grad_norm", " and not is_tied_replica(model, name)", "", "tied", "pp2", "gradient norm"
+    ),
+    "norm of one stage": picotron(
+        "optimizer:clip_grad_norm", "all_reduce(square, grid.pp_group)", "pass", "step", "pp2", "gradient norm on rank 0"
+    ),
+    "norm of own slices": picotron(
+        "optimizer:clip_grad_norm", "all_reduce(square, grid.cp_dp_group)", "pass", "step", "dp2 zero1", "gradient norm"
+    ),
+    "tied gradients not summed": picotron(
+        "pipeline_parallel.pipeline_parallel:PipelineParallel.sum_tied_gradients",
+        "all_reduce(main_grad(weight), self.embedding_group)",
+        "pass",
+        "tied",
+        "pp2",
+        "gradient of model.embed_tokens.weight",
+    ),
+    "loss not divided by micro-batches": picotron(
+        "pipeline_parallel.pipeline_parallel:forward_step", "output_tensor / data_loader.grad_acc_steps", "output_tensor", "step", "pp2", "4 times"
+    ),
+    "partial sums": picotron(
+        "tensor_parallel.tp_communications:ReduceFromRanks.forward",
+        "start_all_reduce(partial, group)()",
+        "partial.clone()",
+        "step",
+        "tp2",
+        "step 1: loss",
+    ),
+    "gradients of the head not summed": picotron(
+        "tensor_parallel.tp_communications:CopyToRanks.backward",
+        "start_all_reduce(gradient, ctx.group)()",
+        "gradient",
+        "step",
+        "tp2",
+        "gradient of",
+    ),
+    "gradients of norms not summed": picotron(
+        "model.weights:sum_partial_gradients", "all_reduce(total, group)", "pass", "step", "tp2 sp", "layernorm.weight"
+    ),
+    "shifted mask": picotron(
+        "context_parallel.positions:visible_blocks",
+        "(slice(half, tokens), full, False)",
+        "(slice(half - 1, tokens), full, False)",
+        "step",
+        "cp2",
+        "step 1: loss",
+    ),
+    "documents see each other over cp ranks": picotron(
+        "context_parallel.positions:packed_blocks", "if documents is None", "if True", "packed", "cp2", "step 1: loss"
+    ),
+    "mean of the dp ranks' means": picotron(
+        "batches:normalise_weights", 'grid.cp_dp_group if scope == "global" else grid.cp_group', "grid.cp_group", "masks", "dp2", "step 1"
+    ),
+    "optimizer begins again": picotron(
+        "optimizer:AdamW.restore", "torch.tensor(float(step)", "torch.tensor(float(0)", "resume", "dp2", "step 4: loss"
+    ),
+    "moments mixed up": picotron(
+        "optimizer:AdamW.restore", "    read(parameter, name, tensor)", '    read(parameter, "exp_avg", tensor)', "elsewhere", "dp2", "step 4"
+    ),
+    "no master weights": picotron(
+        "optimizer:AdamW.step",
+        "torch._foreach_copy_([owned_weight(parameter) for parameter in parameters], masters)",
+        "torch._foreach_copy_([owned_weight(parameter) for parameter in parameters], masters)\n"
+        "            torch._foreach_copy_(masters, [owned_weight(parameter) for parameter in parameters])",
+        "mixed",
+        "dp2",
+        "weight of",
+    ),
+    "evaluation of one rank": Mutation(
+        "    all_reduce(total, pgm.process_group_manager.cp_dp_group)\n", "", "evaluation", "dp2", "evaluation", "", PICOTRON
+    ),
+    "evaluation without targets' weights": Mutation(
+        "weights = weights_of(batch)\n", "weights = torch.ones_like(batch['target_ids']).double()\n", "evaluation", "dp2", "evaluation", "", PICOTRON
+    ),
+    "prompts without their last token": Mutation(
+        "case.prompts(), Sampling", "[each[:-1] for each in case.prompts()], Sampling", "generation", "pp2", "token of prompt", "", PICOTRON
+    ),
+}  # fmt: skip

@@ -1,0 +1,210 @@
+"""The check of trainers: it finds mistakes, and says where; it is independent of picotron, which passes it."""
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance import Part, Result
+from conformance.chapters import CHAPTERS, batches, cases_of
+from conformance.check import Checker
+from conformance.compare import compare
+from conformance.reference import Reference, run_reference
+from tests.conformance.mutations import DDP, MUTATIONS, PICOTRON
+
+PACKAGE = [path for path in Path("conformance").rglob("*.py") if path != PICOTRON]
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=str)
+def test_the_package_imports_nothing_of_picotron(path: Path) -> None:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    roots = {name.split(".")[0] for name in names}
+    allowed = {"conformance", "torch", "transformers", "safetensors", "tqdm"}
+    assert roots <= set(sys.stdlib_module_names) | allowed, roots
+
+
+# ---------------------------------------------------------------------------------------------------------- comparison
+
+
+def right(**changes: object) -> Reference:
+    weight = torch.arange(1, 13, dtype=torch.float64).view(3, 4)
+    base = Reference([2.0, 1.0], [3.0, 3.0], {"w": weight}, {"w": weight}, initial={"w": torch.zeros(3, 4)})
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def result(gradient: Tensor | None = None, weight: Tensor | None = None, **changes: object) -> Result:
+    whole = right().weights["w"]
+    given = Result(
+        [2.0, 1.0],
+        [3.0, 3.0],
+        {"w": whole if gradient is None else gradient},
+        {"w": whole if weight is None else weight},
+    )
+    return dataclasses.replace(given, **changes).local()  # type: ignore[arg-type]
+
+
+def sentence(*results: Result) -> str:
+    return str(compare(results, right())[1])
+
+
+def test_equal_results_have_no_difference() -> None:
+    errors, difference = compare([result(), result()], right())
+    assert difference is None
+    assert errors == {"loss": 0.0, "gradient": 0.0, "gradient norm": 0.0, "weight": 0.0}
+    assert compare([result(losses=[]), result()], right())[1] is None  # a rank that does not know the loss
+
+
+def test_the_first_difference_is_named() -> None:
+    whole = right().weights["w"]
+    off = whole.clone()
+    off[1, 2] = 7.1
+    assert sentence(result(), result(gradient=off)) == (
+        "step 1: gradient of w[1, 2] on rank 1 is 7.1, not 7 (error 8.3e-03, bound 1.0e-09)"
+    )
+    assert "step 2: loss on rank 1 is 1.5, not 1" in sentence(result(), result(losses=[2.0, 1.5]))
+    assert "step 2: gradient norm on ranks 0, 1 is 6, not 3" in sentence(*[result(grad_norms=[3.0, 6.0])] * 2)
+    assert "all of it is 2 times what it should be" in sentence(result(gradient=2 * whole))
+    assert "step 2: weight of w[1, 2] on rank 0 is 7.1" in sentence(result(weight=off))
+    assert "nan" in sentence(result(losses=[float("nan"), 1.0]))
+
+
+def test_what_is_missing_is_a_difference() -> None:
+    assert "loss; no rank returned it" in sentence(result(losses=[]))
+    assert "1 values for 2 steps" in sentence(result(losses=[2.0]))
+    assert "the model has no parameter v" in sentence(
+        dataclasses.replace(result(), weights={"v": Part(torch.ones(1), (0,))})
+    )
+    assert "a part of shape [4, 3]" in sentence(result(weight=torch.ones(4, 3)))
+
+
+def test_parts_are_compared_where_they_are() -> None:
+    whole = right().weights["w"]
+    halves = [result(), result()]
+    for rank, each in enumerate(halves):
+        each.weights = {"w": Part(whole[:, 2 * rank : 2 * rank + 2].clone(), (0, 2 * rank))}
+        each.gradients = {"w": Part(whole.flatten()[6 * rank : 6 * rank + 6].clone(), (6 * rank,))}
+    assert compare(halves, right())[1] is None
+    halves[1].gradients["w"].tensor[1] += 1
+    assert "gradient of w[1, 3] on rank 1 is 9, not 8" in sentence(*halves)
+    assert "step 1: gradient of w[1, 2]; no rank returned it" in sentence(halves[0])
+
+
+def test_narrow_dtypes_compare_updates_with_bounds() -> None:
+    bounds = dict.fromkeys([("loss", 1), ("loss", 2), ("gradient norm", 1), ("gradient norm", 2)], 1e-3)
+    bounds |= {("gradient", "w"): 0.1, ("weight", "w"): 0.1}
+    assert compare([result(weight=right().weights["w"] * 1.05)], right(), bounds=bounds)[1] is None
+    assert "bound 1.0e-01" in str(compare([result(weight=right().weights["w"] * 1.2)], right(), bounds=bounds)[1])
+
+
+# -------------------------------------------------------------------------------------------------------------- cases
+
+
+def test_masks_leave_a_row_without_targets_and_documents_begin_at_position_0() -> None:
+    masks, packed = batches(1, 61, "masks"), batches(1, 61, "documents")
+    counts = (masks["0.target_ids"] != -100).sum(1)
+    assert counts.min() == 0
+    assert counts.max() > 8
+    first = packed["0.document_ids"].diff(dim=1, prepend=torch.full((16, 1), -1)) != 0
+    assert torch.equal(first, packed["0.position_ids"] == 0)
+    assert packed["0.document_ids"].max() >= 2
+
+
+def test_a_resumed_case_expects_the_steps_of_one_without_interruption(tmp_path: Path) -> None:
+    before, after = cases_of("resume", "dp1", "dp1", tmp_path)
+    first, second = run_reference(before), run_reference(after)
+    whole = run_reference(dataclasses.replace(after, first_step=0))
+    assert first.losses + second.losses == whole.losses
+    assert before.learning_rates == after.learning_rates
+    assert [len(first.losses), len(second.losses)] == [2, 3]
+
+
+# ---------------------------------------------------------------------------------------------------- whole adapters
+
+
+@pytest.fixture(scope="module")
+def ddp() -> Iterator[Checker]:
+    with Checker(DDP.resolve()) as checker:
+        yield checker
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[Checker]:
+    with Checker(PICOTRON.resolve()) as checker:
+        yield checker
+
+
+QUICK = ("forgotten all-reduce", "mean of the ranks' means", "stale replica", "norm counts the tied embedding twice")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.parity) for n in MUTATIONS])
+def test_a_mistake_is_found(name: str, ddp: Checker, trainer: Checker, tmp_path: Path) -> None:
+    mutation = MUTATIONS[name]
+    checker = ddp if mutation.adapter == DDP else trainer
+    row = checker.check(mutation.chapter, mutation.layout, adapter=mutation.write(tmp_path))
+    assert row.verdict == "differs", row
+    assert mutation.says in row.detail, row
+
+
+def test_there_are_enough_mistakes() -> None:
+    assert len(MUTATIONS) >= 25
+    assert {mutation.chapter for mutation in MUTATIONS.values()} >= CHAPTERS.keys() - {"odd"}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "chapter", [c if c in ("steps", "masks") else pytest.param(c, marks=pytest.mark.parity) for c in CHAPTERS]
+)
+def test_the_example_is_equal(ddp: Checker, chapter: str) -> None:
+    row = ddp.check(chapter, "dp2")
+    assert row.verdict == ("equal" if chapter in ddp.adapter.CHAPTERS else "not offered"), row
+
+
+@pytest.mark.processes
+@pytest.mark.parity
+@pytest.mark.parametrize("layout", ["dp2", "pp2 x tp2 zbv sp", "dp2 x cp2 zero3 qwen3 kv8"])
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_picotron_is_equal(trainer: Checker, chapter: str, layout: str) -> None:
+    row = trainer.check(chapter, layout)
+    assert row.verdict == "equal", row
+
+
+@pytest.mark.processes
+def test_a_rank_that_waits_forever_and_one_that_raises_are_named(ddp: Checker, tmp_path: Path) -> None:
+    source, path, line = DDP.read_text(), tmp_path / "wrong.py", "        dist.all_reduce(loss)\n"
+    checker = Checker(DDP.resolve(), timeout=15)
+    checker.path, checker.server = path, ddp.server
+    if checker.server is None:  # this test runs alone
+        ddp.check("step", "dp1")
+        checker.server = ddp.server
+    path.write_text(source.replace(line, "        rank or dist.recv(loss, 1)\n"))
+    row = checker.check("step", "dp2")
+    number = source.split(line)[0].count("\n") + 1
+    assert row.verdict == "hangs"
+    assert f"rank 0 is in line {number} of wrong.py; rank 1 is in line " in row.detail
+    path.write_text(source.replace(line, "        assert rank == 0, 'rank 1 has no loss'\n"))
+    row = checker.check("step", "dp2")
+    assert row.verdict == "crashed"
+    assert row.detail == "rank 1: AssertionError: rank 1 has no loss"
+
+
+@pytest.mark.processes
+@pytest.mark.parity
+def test_the_command_writes_results_and_a_badge_also_with_torchrun(tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "results.json"), "--badge", str(tmp_path / "badge.svg")]
+    command = [sys.executable, "-m", "conformance", str(DDP), "--only", "step", "evaluation", "--layouts", "dp2", "tp2"]
+    done = subprocess.run([*command, *files, "--torchrun"], capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["equal", "not", "not", "not", "1"]
+    assert '"verdict": "equal"' in (tmp_path / "results.json").read_text()
+    assert "1 of 1 equal" in (tmp_path / "badge.svg").read_text()
