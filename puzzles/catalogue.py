@@ -144,7 +144,7 @@ PUZZLES = [
         "a loss of logits that no rank has in full",
         "docs/tensor_parallel.md#reading-the-code",
         (
-            "Three numbers per token are enough: the largest logit, the sum of the exponentials, and the logit of the target.",
+            "Which rank has the target's logit? Three numbers per token are enough.",
             'Begin with group.all_reduce(logits.amax(1), "max"). Subtract this maximum from all logits before any exp.',
             "Only one rank has the target's logit; the others add 0 to the sum: `local = targets - rank * V/n` is on this rank "
             "if 0 <= local < V/n. With the sum of the exponentials S and the target's logit z, both after the subtraction, "

@@ -1,6 +1,6 @@
 """Puzzle 8, tensor: a loss of logits that no rank has in full.
 
-To read: docs/tensor_parallel.md, "Reading the code", point 4. Check your answer with `python -m puzzles 8`.
+To read: docs/tensor_parallel.md, "Reading the code". Check your answer with `python -m puzzles 8`.
 """
 
 import torch
@@ -17,6 +17,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, group: Group) -> tuple[Tensor
     0 to V - 1. With the logits z of all ids, the loss is log(sum(exp(z))) - z[target], and its gradient is softmax(z),
     less 1 at the target. Logits can be in the thousands, so exp(z) can overflow, but exp(z - max(z)) cannot.
 
+    `group.rank` is r, `group.size` is n, and `group.all_gather(y)` joins all y along the first dimension.
     `group.all_reduce(y)` sums over the ranks, and `group.all_reduce(y, "max")` returns the maximum.
     Autograd does not see what `group` does, so compute the gradient by its formula.
 

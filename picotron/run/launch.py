@@ -167,7 +167,7 @@ def missing_ranks(error: Exception) -> str | None:
             f"timed out: other ranks did not reach {place}; compare this with the lines of the other ranks, because all ranks of "
             f"a group must call the same collectives in the same order (docs/debugging.md)"
         )
-    return f"another rank has ended, and its error is the cause; this rank was in {place}"
+    return f"another rank has ended: read its error first; this rank was in {place}"
 
 
 def tell_torchrun(message: str) -> None:

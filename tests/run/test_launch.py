@@ -83,7 +83,7 @@ def test_a_rank_that_lost_its_peer_names_itself_as_the_consequence(text: str) ->
         raise RuntimeError(text)
     sentence = missing_ranks(caught.value)
     assert sentence is not None
-    assert sentence.startswith("another rank has ended, and its error is the cause; this rank was in test_a_rank")
+    assert sentence.startswith("another rank has ended: read its error first; this rank was in test_a_rank")
 
 
 def torchrun(*words: str) -> tuple[str, list[str]]:
