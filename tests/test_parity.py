@@ -15,10 +15,8 @@ from picotron.schedules.schedules import SCHEDULES
 from tests.parity import ADAPTER, LAYOUTS, LIMIT, REPORT, errors_of, features, largest_errors, report, settings
 
 SOME = [
-    "cp2 x tp2 sp zigzag ulysses zero1 tied kv4 olmo2",
     "pp2 x cp2 zb_h1 contiguous ring zero1 untied kv1 qwen3",
     "dp2 x pp2 x tp2 1f1b sp zero3 tied kv4 olmo2",
-    "pp4 x cp2 dualpipev zigzag ring tied kv1 llama",
 ]
 
 
@@ -70,6 +68,7 @@ def pairs(layout: dict[str, Any]) -> set[tuple[tuple[str, Any], tuple[str, Any]]
     return set(itertools.combinations(sorted(layout.items()), 2))
 
 
+@pytest.mark.parity
 def test_layouts_cover_every_pair_of_features() -> None:
     possible = set().union(*map(pairs, every_layout()))
     missing = possible - set().union(*(pairs(features(name)) for name in LAYOUTS))

@@ -144,7 +144,7 @@ def trainer() -> Iterator[Checker]:
         yield checker
 
 
-QUICK = ("forgotten all-reduce", "mean of the ranks' means", "stale replica", "norm counts the tied embedding twice")
+QUICK = ("forgotten all-reduce", "mean of the ranks' means")
 
 
 @pytest.mark.processes
@@ -164,7 +164,7 @@ def test_there_are_enough_mistakes() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "chapter", [c if c in ("steps", "masks") else pytest.param(c, marks=pytest.mark.parity) for c in CHAPTERS]
+    "chapter", [c if c == "steps" else pytest.param(c, marks=pytest.mark.parity) for c in CHAPTERS]
 )
 def test_the_example_is_equal(ddp: Checker, chapter: str) -> None:
     row = ddp.check(chapter, "dp2")
@@ -184,7 +184,7 @@ def test_picotron_is_equal(trainer: Checker, chapter: str, layout: str) -> None:
 @pytest.mark.processes
 def test_a_rank_that_waits_forever_and_one_that_raises_are_named(ddp: Checker, tmp_path: Path) -> None:
     source, path, line = DDP.read_text(), tmp_path / "wrong.py", "        dist.all_reduce(loss)\n"
-    checker = Checker(DDP.resolve(), timeout=15)
+    checker = Checker(DDP.resolve(), timeout=10)
     checker.path, checker.server = path, ddp.server
     if checker.server is None:  # this test runs alone
         ddp.check("step", "dp1")

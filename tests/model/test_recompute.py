@@ -36,6 +36,7 @@ print(after - before, mebibytes() - before)
 """
 
 
+@pytest.mark.parity
 @pytest.mark.processes
 def test_norms_and_gated_activations_are_not_kept() -> None:
     """Per token and layer, 6 D + 4 D + 4 F numbers are kept on a CPU, without what is recomputed 2 D + 4 D + 2 F. F

@@ -65,7 +65,7 @@ def _layouts() -> dict[str, Layout]:
         "single tied": Layout({}, TIED),
         "single bias": Layout({}, BIAS),
         "single head size 80": Layout({}, {"head_dim": 80}),
-        "single float32": Layout({"model__dtype": "float32"}, core=True),
+        "single float32": Layout({"model__dtype": "float32"}),
         "single math attention": Layout({"model__use_flash_attention": False}),
         "single unfused": Layout({"model__use_fused_adam": False}),
         "single checkpointing": Layout(FULL),
@@ -79,15 +79,15 @@ def _layouts() -> dict[str, Layout]:
         "tp2 tied bias": Layout({"tp_size": 2}, TIED | BIAS),
         "tp2 sequence parallel": Layout({"tp_size": 2, **SEQUENCE_PARALLEL}),
         "tp2 sequence parallel bias": Layout({"tp_size": 2, **SEQUENCE_PARALLEL}, BIAS),
-        "tp8 sequence parallel": Layout({"tp_size": 8, **SEQUENCE_PARALLEL}, core=True),  # two ranks share a k/v head
+        "tp8 sequence parallel": Layout({"tp_size": 8, **SEQUENCE_PARALLEL}),  # two ranks share a k/v head
         "tp2 checkpointing": Layout({"tp_size": 2, **FULL}),
         "tp2 sequence parallel checkpointing": Layout({"tp_size": 2, **SEQUENCE_PARALLEL, **FULL}),
         "cp4 tp2 sequence parallel": Layout({"cp_size": 4, "tp_size": 2, **SEQUENCE_PARALLEL}),
         "cp2 checkpointing": Layout({"cp_size": 2, **FULL}),
-        "cp2 float32": Layout({"cp_size": 2, "model__dtype": "float32"}, core=True),
+        "cp2 float32": Layout({"cp_size": 2, "model__dtype": "float32"}),
         "cp2 ulysses float32": Layout({"cp_size": 2, "cp_engine": "ulysses", "model__dtype": "float32"}),
         "pp2 cp2": Layout({"pp_size": 2, "cp_size": 2}),
-        "single packed": Layout({}, core=True, packed=True),
+        "single packed": Layout({}, packed=True),
         "single float32 packed": Layout({"model__dtype": "float32"}, packed=True),
         "single checkpointing packed": Layout(FULL, packed=True),
         "pp2 tp2 zbv packed": Layout(
@@ -169,7 +169,7 @@ def _memory_layouts() -> dict[str, Layout]:
             {"pp_size": 2, "tp_size": 2, **SEQUENCE_PARALLEL, "pp_engine": "interleaved_1f1b"},
         ),
     ):
-        layouts[f"32k {name}"] = Layout(batch | config, small, core=name == "pp4 1f1b")
+        layouts[f"32k {name}"] = Layout(batch | config, small)
     untied = {"dp_size": 8, "tp_size": 2, "dp_engine": "zero3"}
     layouts["SmolLM-1.7B dp8 tp2 zero3 untied"] = Layout(smollm | untied, shape | {"tie_word_embeddings": False})
     return layouts
