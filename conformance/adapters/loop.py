@@ -25,6 +25,8 @@ def train(
     parameters: Mapping[str, nn.Parameter],
     backward: Callable[[Batch, Tensor], float | None],
     clip: Callable[[list[nn.Parameter], float], float] = torch_norm,
+    load: Callable[[torch.optim.Optimizer], object] | None = None,
+    save: Callable[[torch.optim.Optimizer], object] | None = None,
 ) -> Result:
     """Take the steps of a case.
 
@@ -33,6 +35,7 @@ def train(
         backward: function of the global batch and the sum of its targets' weights. It leaves gradients in the
             parameters, and returns the loss, or None if the rank does not know it.
         clip: function that clips gradients to a norm, and returns the norm before.
+        load, save: functions that read and write the weights and the optimizer of `case.load` and `case.output`.
     """
     result, own = Result(), list(parameters.values())
     groups = [{"params": [p for p in own if p.ndim >= 2], "weight_decay": case.weight_decay}]
@@ -40,6 +43,8 @@ def train(
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=1.0, betas=(case.beta1, case.beta2), eps=case.eps
     )
+    if load is not None and case.load is not None:
+        load(optimizer)
     for step in case.steps:
         for group in optimizer.param_groups:
             group["lr"] = case.learning_rates[step]
@@ -52,5 +57,7 @@ def train(
         optimizer.zero_grad()
         result.losses += [] if loss is None else [loss]
         result.grad_norms.append(norm)
+    if save is not None and case.saves:
+        save(optimizer)
     result.weights = dict(parameters)
     return result
