@@ -233,6 +233,7 @@ def report(rows: dict[str, dict[str, float]]) -> str:
 
 
 def main(words: list[str]) -> int:
+    transformers.utils.logging.disable_progress_bar()
     rows: dict[str, dict[str, float]] = {}
     with Checker(ADAPTER, timeout=120) as checker:
         for name in LAYOUTS:
