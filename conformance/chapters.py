@@ -28,7 +28,7 @@ class Chapter:
     """A chapter.
 
     Args:
-        summary: what is compared.
+        summary: the numbers that are compared, or the situation.
         changes: fields of `Case`.
         model: keys of config.json.
         data: what batches have besides tokens: `masks`, `weights` or `documents`.

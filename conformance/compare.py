@@ -1,4 +1,4 @@
-"""Comparison of what the ranks found with what is right: the first difference by step, parameter, index and rank."""
+"""Comparison of the ranks' results with the reference: the first difference by step, parameter, index and rank."""
 
 import dataclasses
 import math
@@ -83,7 +83,7 @@ def errors_of_reference(found: Reference, right: Reference) -> dict[Key, float]:
 def compare(
     results: Sequence[Result], right: Reference, first_step: int = 0, bounds: Mapping[Key, float] | None = None
 ) -> tuple[dict[str, float], Difference | None]:
-    """Compare what the ranks found with what is right, in the order in which a training step computes it.
+    """Compare the ranks' results with the reference, in the order in which a training step computes it.
 
     Args:
         results: results of the ranks, see `Result.local`.

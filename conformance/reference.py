@@ -14,7 +14,7 @@ from conformance.case import Batch, Case, token_losses, weights_of
 
 @dataclasses.dataclass
 class Reference:
-    """What is right. The fields are those of `Result`; `initial` has the weights before the first step."""
+    """Results of the reference, with the fields of `Result`; `initial` has the weights before the first step."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     grad_norms: list[float] = dataclasses.field(default_factory=list)

@@ -39,7 +39,7 @@ Tensors = Mapping[str, Tensor | Part]
 
 @dataclasses.dataclass
 class Result:
-    """What a rank found. A rank leaves out what it does not know, such as the loss before the last stage of a pipeline.
+    """The numbers of a rank. A rank leaves out those it does not have, as the loss before the last pipeline stage.
 
     Args:
         losses: loss of each step's global batch.

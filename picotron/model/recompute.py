@@ -11,7 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute_cheap_results(model: nn.Module) -> None:
-    """Keep neither the results of norms nor those of activations in the layers of a Llama, whose modules are final."""
+    """Keep neither the results of norms nor those of activations in the layers of a Llama.
+
+    Call it after tensor and context parallelism, which replace modules, because it registers hooks on them.
+    """
     for layer in model.modules():
         leave_out: Callable[[], None] | None = getattr(layer, "recompute_cheap_results", None)
         if leave_out is not None:

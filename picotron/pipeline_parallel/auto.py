@@ -83,8 +83,10 @@ def _search_with_recording(config: "Config", model_config: "PreTrainedConfig", m
 
 
 def deferred_fraction(config: "Config", model_config: "PreTrainedConfig") -> float:
-    """Return what a layer keeps between I and W, the inputs of all projections and the gradients of their outputs, as a
-    fraction of what its forward keeps: all activations, which are about as large, or less if some are recomputed.
+    """Return the activations that a layer keeps between I and W, as a fraction of those that its forward keeps.
+
+    W needs the inputs of all projections and the gradients of their outputs. They are about as large as all
+    activations, and larger than the part that forward keeps if some activations are recomputed.
     """
     if config.training.activation_checkpointing == "none":
         return 1.0

@@ -93,10 +93,9 @@ class Greedy:
         self.time = {kind: [costs.of(Action(kind, stage)) for stage in stages] for kind in "FBIW"}
         message = costs.p2p + costs.transfer
         self.message = [message * (a != b) for a, b in itertools.pairwise(self.owner)]  # from each stage to the next
-        halves = list(map(operator.add, self.time["I"], self.time["W"]))
-        self.least = {"split": halves, "full": self.time["B"], "mixed": list(map(min, self.time["B"], halves))}[
-            backwards
-        ]
+        full_times, split_times = self.time["B"], list(map(operator.add, self.time["I"], self.time["W"]))
+        times = {"split": split_times, "full": full_times, "mixed": list(map(min, full_times, split_times))}
+        self.least = times[backwards]  # of a whole backward, by stage
         self.work = [self.m * sum(self.time["F"][stage] + self.least[stage] for stage in each) for each in own]
         full = [sum(self.sizes[stage] for stage in each) for each in own]  # of one micro-batch
         # How far each rank could have run ahead in the last run, by its knobs other than the slope.

@@ -37,8 +37,8 @@ class Costs:
         weights: relative time of each stage, see `stages.stage_weights`; by default 1.
         measured: measured times of actions, by `key`; they replace the times that follow from the fields above.
         kept: (stage, micro-batch) that keep their activations, so that their actions have times of their own.
-        waits: whether a rank waits until each message has arrived, its own ones, too. A message to a rank and the next
-            one from that rank travel together.
+        waits: whether a rank waits until each message that it sends or receives has arrived. A message to a rank and
+            the next message from that rank travel together.
     """
 
     F: float = 1.0
