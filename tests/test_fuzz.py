@@ -79,6 +79,18 @@ CORNERS: dict[str, Case] = {
     "frozen queries, split backward": case_of(
         frozen=["q_proj"], pp=2, tp=2, pp_engine="zb_h1", sequence_parallel=True, gradient_accumulation_steps=3
     ),
+    "one place of a tied matrix is frozen": {
+        "modules": {
+            "kind": "encoder-decoder",
+            "engine": "zbv",
+            "pp": 2,
+            "dp": 1,
+            "m": 3,
+            "dp_engine": "zero1",
+            "is_unequal": True,
+            "frozen": [2],
+        }
+    },
     "frozen and resumed": case_of(
         frozen=["embed_tokens", "mlp"],
         dp=2,

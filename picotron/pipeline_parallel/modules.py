@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
@@ -114,7 +115,7 @@ class Pipeline(PipelineStages):
         schedule: the schedule of a training step. If it splits backward, the weight gradients of all `nn.Linear` are
             computed by W, all others by I.
         tied: sets of (stage, name of a parameter in it) that are the same matrix, such as an embedding and a head. The
-            ranks that hold them start with equal values, which the caller provides.
+            ranks that hold them start with equal values, which the caller provides. It is frozen if any of them is.
 
     Raises:
         UserError: a stage of this rank is missing.
@@ -140,19 +141,26 @@ class Pipeline(PipelineStages):
 
     def _tie(self, places: Sequence[tuple[int, str]]) -> tuple[nn.Parameter | None, Any]:
         """Let the stages of this rank share a parameter. Returns it, and the group of all ranks that hold it."""
-        grid, mine = pgm.process_group_manager, None
+        grid, mine, is_frozen = pgm.process_group_manager, None, False
         ranks = tuple(dict.fromkeys(self.schedule.rank_of(stage) for stage, _ in places))
         for stage, name in places:
             if str(stage) in self.stages:
                 path, _, leaf = name.rpartition(".")
                 module = self.stages[str(stage)].get_submodule(path)
+                is_frozen |= not getattr(module, leaf).requires_grad
                 mine = getattr(module, leaf) if mine is None else mine
                 setattr(module, leaf, mine)
                 mark_tied(module, leaf, is_replica=grid.pp_rank != ranks[0])
         if len(ranks) > 1 and ranks not in self.groups:
             rows = grid.grid.movedim(1, -1)[..., ranks].reshape(-1, len(ranks)).tolist()
             self.groups[ranks] = new_groups(rows)
-        return mine, self.groups.get(ranks)
+        group = self.groups.get(ranks)
+        if mine is not None:
+            frozen = torch.tensor(float(is_frozen), device=mine.device)
+            if group is not None:
+                all_reduce(frozen, group, dist.ReduceOp.MAX)
+            mine.requires_grad_(mine.requires_grad and not frozen.item())
+        return mine, group
 
     def forward(
         self,

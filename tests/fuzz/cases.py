@@ -7,10 +7,9 @@ from typing import Any
 
 from picotron.model.families import FAMILIES
 from picotron.schedules.schedules import SCHEDULES
+from tests.fuzz.modules import Case, draw_modules, smaller_modules
 from tests.support.chat_templates import TEMPLATES
 from tests.support.tokenizer_kinds import KINDS
-
-Case = dict[str, Any]
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 19, 23)
 LONG_LENGTHS = (17, 29, 37, 47, 48, 59, 61, 64)  # of rows for samples, of which a short row holds the prompt only
@@ -21,7 +20,7 @@ STEPS = 3
 
 
 def draw_case(seed: int, number: int) -> Case:
-    """Return case `number` of a seed. Its keys:
+    """Return case `number` of a seed: {"modules": see `draw_modules`}, or the training of a Llama. Its keys:
 
     - model: family, sizes and options of a model;
     - config: dotted keys of the config;
@@ -30,6 +29,9 @@ def draw_case(seed: int, number: int) -> Case:
     - frozen: parts of the names of parameters that are frozen, and freezes_early: before or after they are wrapped;
     - between: whether there is a forward or an evaluation between backward and the optimizer's step.
     """
+    others = random.Random(f"{seed} {number} modules")
+    if others.random() < 0.1:
+        return {"modules": draw_modules(others)}
     dice = random.Random(f"{seed} {number}")
     layouts = [draw_layout(dice)]
     if dice.random() < 0.35:
@@ -268,6 +270,9 @@ def is_packable(data: dict[str, Any]) -> bool:
 
 def smaller(case: Case) -> Iterator[Case]:
     """Yield simpler variants of a case, the simplest first."""
+    if "modules" in case:
+        yield from smaller_modules(case)
+        return
     defaults = {
         "model": {
             "family": "llama", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "pad_token_id": None,

@@ -32,6 +32,7 @@ from picotron.train_step import make_evaluation, make_train_step
 from tests.fuzz.cases import Case
 from tests.fuzz.files import config_of, own_batch, sequences_of
 from tests.fuzz.losses import LOSSES
+from tests.fuzz.modules import train_stages
 from tests.support.oracle import drawn_weights
 from tests.support.training import all_stages
 
@@ -43,6 +44,8 @@ def run_part(case: Case, folder: Path, part: int) -> dict[str, Any]:
     logging.getLogger("picotron").setLevel(logging.ERROR)
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder / "cache")}):
         try:
+            if "modules" in case:
+                return train_stages(case)
             return train(case, config_of(case, folder, part))
         except UserError as error:
             return {"refused": str(error)}
