@@ -1,7 +1,7 @@
 """SVG drawings for the pages: shapes, text, arrows and timelines. Text is 14 px high in a README, 830 px wide.
 
-A colour means the same in all pictures: `COLOURS` are actions, `RANKS` ranks, `TENSORS` kinds of tensors, `RUNS` runs and
-other lines.
+A colour means the same in all pictures: `COLOURS` are actions, `RANKS` ranks, `TENSORS` kinds of tensors, `RUNS` runs
+and other lines.
 """
 
 import argparse
