@@ -81,7 +81,9 @@ def families() -> str:
                     half = (column - 6) / 2
                     picture.box(x + rank * half, y, half, row - 5, RANKS[rank], title=f"{parameter}: rank {rank}")
             elif kind:
-                picture.box(x, y, column - 6, row - 5, replicated if kind == "replicated" else COLOURS["R"], title=parameter)
+                picture.box(
+                    x, y, column - 6, row - 5, replicated if kind == "replicated" else COLOURS["R"], title=parameter
+                )
             elif words:
                 picture.box(x, y, column - 6, row - 5, "#ffffff", ", ".join(words))
     return str(picture)

@@ -227,7 +227,9 @@ def animated_1f1b(pp: int = 4, microbatches: int = 6, seconds: int = 15) -> str:
 
 def calls_of(rank: int, replacements: dict[str, Any]) -> list[Message]:
     """Return the calls of a rank in step 3 of docs/small.json with dp 2 and small buckets, until it is stuck."""
-    config = load_config(["--config", "docs/small.json", "--distributed.dp_size", "2", "--training.gradient_accumulation_steps", "1"])
+    config = load_config(
+        ["--config", "docs/small.json", "--distributed.dp_size", "2", "--training.gradient_accumulation_steps", "1"]
+    )
     model_config, length, called = load_model_config(config.model), config.training.seq_length, list[Message]()
 
     def note(*arguments: Any) -> Message:
@@ -292,7 +294,7 @@ def trade_off(pp: int = 4, microbatches: int = 8) -> str:
     panel = Panel(picture, left, top, WIDTH - left - 20, height, (0.5, microbatches + 0.5), (20, longest))
     panel.scales({x: str(x) for x in range(1, microbatches + 1)}, {y: str(y) for y in range(20, longest + 1, 10)})
     programs = [Schedule([[]] * pp, microbatches, *shape) for shape in SHAPES]
-    bounds = []
+    bounds: list[tuple[float, float]] = []
     for limit in (quarter / 4 for quarter in range(4, 4 * microbatches + 3)):
         least = min(lower_bound(each, limit, setting.costs(each.chunks)) for each in programs)
         bounds += [(limit, bounds[-1][1] if bounds else longest), (limit, least)]
@@ -301,8 +303,10 @@ def trade_off(pp: int = 4, microbatches: int = 8) -> str:
         x, y = panel.place(*point)
         panel.dot(*point, RUNS[1], ", ".join(here))
         picture.text(x + 9, y + 6, str(i + 1))
-        picture.text(left + 190 + i // 6 * 330, top + 16 + i % 6 * LINE, f"{i + 1}: {', '.join(here)}")
-    picture.text(left, top + height + 46, "micro-batches on the fullest rank; upwards: step time. Line: no step is shorter.")
+        picture.text(left + 190 + i // 7 * 330, top + 16 + i % 7 * LINE, f"{i + 1}: {', '.join(here)}")
+    picture.text(
+        left, top + height + 46, "micro-batches on the fullest rank; upwards: step time. Line: no step is shorter."
+    )
     return str(picture)
 
 

@@ -3,7 +3,6 @@
 python -m docs.programs.token_pictures packed_row --out docs/pictures/packed_row.svg
 """
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,7 @@ def packed_row(length: int = 14) -> str:
         for key in range(start, i + 1):
             picture.box(left + key * column, y, column - 3, row - 3, TENSORS["activations"])
         if batch["target_weights"][0, i]:
-            target = word(batch["target_ids"][0, i].item())
+            target = word(int(batch["target_ids"][0, i]))
             picture.box(right + 8, y, WIDTH - right - 8, row - 3, TENSORS["gradients"], target)
         else:
             picture.frame(right + 8, y, WIDTH - right - 8, row - 3)
@@ -118,8 +117,12 @@ def preference(length: int = 16, prompt: int = 4, beta: float = 0.1) -> str:
     owner = {int(position): rank for rank in (0, 1) for position in local_positions(length, 2, rank, "zigzag")}
     left, column, row, top, reach = 96.0, 54, 104, 2 * LINE + 4, ratios.abs().max().item()
     picture = Svg(WIDTH, top + 2 * row + 4 * LINE)
-    picture.text(0, LINE + 17, f"Bar: a token's beta log(p / p_ref), beta = {beta}; upwards: likelier than in the reference.")
-    picture.keys(0, 0, (RANKS[0], "tokens of cp rank 0"), (RANKS[1], "tokens of cp rank 1"), ("", "prompt: not counted"))
+    picture.text(
+        0, LINE + 17, f"Bar: a token's beta log(p / p_ref), beta = {beta}; upwards: likelier than in the reference."
+    )
+    picture.keys(
+        0, 0, (RANKS[0], "tokens of cp rank 0"), (RANKS[1], "tokens of cp rank 1"), ("", "prompt: not counted")
+    )
     parts = [0.0, 0.0]
     for i, (name, sign) in enumerate((("chosen", 1), ("rejected", -1))):
         middle = top + i * row + row / 2
@@ -131,7 +134,9 @@ def preference(length: int = 16, prompt: int = 4, beta: float = 0.1) -> str:
                 picture.frame(x, middle - 10, column - 4, 20)
                 continue
             parts[owner[token]] += sign * ratio
-            picture.box(x, middle - height * (ratio > 0), column - 4, height, RANKS[owner[token]], title=f"{ratio:+.2f}")
+            picture.box(
+                x, middle - height * (ratio > 0), column - 4, height, RANKS[owner[token]], title=f"{ratio:+.2f}"
+            )
     losses = [-F.logsigmoid(torch.tensor(margin)).item() for margin in (*parts, sum(parts))]
     y = top + 2 * row + 16
     for rank, part in enumerate(parts):
@@ -139,7 +144,9 @@ def preference(length: int = 16, prompt: int = 4, beta: float = 0.1) -> str:
         picture.arrow(left + 196, y + 14 + rank * 34, left + 330, y + 31)
     picture.text(left + 344, y + 12, f"all-reduce: both have the margin {sum(parts):+.2f}")
     picture.text(left + 344, y + 36, f"loss -log sigmoid(margin) = {losses[2]:.2f}", "title")
-    picture.text(left + 344, y + 60, f"without the sum: ({losses[0]:.2f} + {losses[1]:.2f}) / 2 = {sum(losses[:2]) / 2:.2f}")
+    picture.text(
+        left + 344, y + 60, f"without the sum: ({losses[0]:.2f} + {losses[1]:.2f}) / 2 = {sum(losses[:2]) / 2:.2f}"
+    )
     for i, line in enumerate(("chosen -", "rejected")):
         picture.text(0, y + 26 + 20 * i, line)
     return str(picture)
