@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from docs.programs.svg import LINE, RANKS, WIDTH, Svg
+from docs.programs.svg import LINE, RUNS, WIDTH, Panel, Svg
 from picotron.command_line import load_config
 from picotron.config import Model
 from picotron.console import text_table
@@ -155,54 +155,24 @@ def ratios() -> str:
     return f"{caption}\n\n{text_table(rows, first_number=1)}"
 
 
-class Panel(NamedTuple):
-    """A diagram with logarithmic axes: tokens from 256 to 65,536, and ratios from 0.001 to 100."""
-
-    svg: Svg
-    x: float
-    y: float
-    width: float
-    height: float
-
-    def place(self, tokens: float, ratio: float) -> tuple[float, float]:
-        across, up = (math.log2(tokens) - 8) / 8, (math.log10(ratio) + 3) / 5
-        return self.x + across * self.width, self.y + (1 - min(1.0, max(0.0, up))) * self.height
-
-    def line(self, points: list[tuple[float, float]], colour: str) -> None:
-        text = " ".join("{:.1f},{:.1f}".format(*self.place(*point)) for point in points)
-        self.svg.parts.append(f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="3"/>')
-
-    def dot(self, tokens: float, ratio: float, colour: str) -> None:
-        x, y = self.place(tokens, ratio)
-        self.svg.parts.append(f'<circle class="action" cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
-
-    def axes(self, title: str) -> None:
-        """Draw the scales, and in grey the area in which computation hides the messages."""
-        _, hidden = self.place(256, 1)
-        self.svg.frame(self.x, hidden, self.width, self.y + self.height - hidden)
-        self.svg.text(self.x + 6, self.y + self.height - 8, title, "title")
-        for decade in range(-3, 3):
-            self.svg.text(self.x - 48, self.place(256, 10.0**decade)[1] + 6, f"{10.0**decade:g}")
-        for exponent in range(8, 17, 2):
-            self.svg.text(self.place(2**exponent, 1)[0], self.y + self.height + 20, f"{2**exponent:,}", "centred")
-
-
 def picture() -> str:
-    """Draw the ratios over the number of tokens: lines for the rules, dots for the forecast."""
-    lines, left, top, height = rules(load_model()), 54.0, 2.0 * LINE + 10, 330.0
+    """Draw the ratios over the number of tokens: lines for the rules, dots for the forecast. Both axes are logarithmic:
+    tokens from 256 to 65,536, and ratios from 0.001 to 1,000. In the grey area, computation hides the messages.
+    """
+    lines, left, top, height = rules(load_model()), 54.0, 2.0 * LINE + 10, 396.0
     svg, width = Svg(WIDTH, top + height + 2 * LINE + 10), (WIDTH - 2 * 54 - 60) / 2
-    for i, (colour, rule) in enumerate(zip(RANKS, lines, strict=True)):
-        x, y = left + i % 3 * 300, i // 3 * LINE
-        svg.box(x, y, 16, 16, colour)
-        svg.text(x + 24, y + 14, rule.name)
+    for i, (colour, rule) in enumerate(zip(RUNS, lines, strict=True)):
+        svg.keys(left + i % 3 * 300, i // 3 * LINE, (colour, rule.name))
     for i, (name, ratio, hardware) in enumerate(places()):
-        panel = Panel(svg, left + i * (width + 84), top, width, height)
-        panel.axes(name)
-        for colour, rule in zip(RANKS, lines, strict=True):
+        panel = Panel(svg, left + i * (width + 84), top, width, height, (8, 16), (-3, 3))
+        svg.frame(panel.left, top + height / 2, width, height / 2)
+        panel.scales({e: f"{2**e:,}" for e in range(8, 17, 2)}, {e: f"{10.0**e:g}" for e in range(-3, 4)})
+        for colour, rule in zip(RUNS, lines, strict=True):
             tokens = [2**exponent for exponent in range(8, 17)]
-            panel.line([(t, rule.by_rule(ratio, t)) for t in tokens], colour)
+            panel.line([(math.log2(t), math.log10(rule.by_rule(ratio, t))) for t in tokens], colour)
             for t in tokens:
-                panel.dot(t, rule.by_forecast(hardware, t), colour)
+                panel.dot(math.log2(t), math.log10(rule.by_forecast(hardware, t)), colour)
+        svg.text(panel.left + 6, top + 18, name, "title")
     svg.text(
         left,
         top + height + 2 * LINE,

@@ -1,6 +1,7 @@
 """SVG drawings for the pages: shapes, text, arrows and timelines. Text is 14 px high in a README, 830 px wide.
 
-A colour means the same in all pictures: `COLOURS` are actions, `RANKS` ranks, `TENSORS` kinds of tensors, `RUNS` runs.
+A colour means the same in all pictures: `COLOURS` are actions, `RANKS` ranks, `TENSORS` kinds of tensors, `RUNS` runs
+and other lines.
 """
 
 import argparse
@@ -8,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from picotron.drawing.draw_svg import COLOURS, MEANING, STYLE, boxes, kinds
 from picotron.schedules.simulate import Timeline
@@ -23,7 +25,7 @@ TENSORS = {  # those that stay between steps are green, the others brown (ColorB
     "activations": "#d3a95a",
     "temporary": "#f3e2b6",
 }
-RUNS = ["#2a8fd0", "#d9662b", "#1c9c78", "#b0559a"]  # of lines: legible on white and on black
+RUNS = ["#2a8fd0", "#d9662b", "#1c9c78", "#b0559a", "#8d8420"]  # of lines and dots: legible on white and on black
 TEXT = """
 text { font-size: 17px }
 .title { font-weight: 600 }
@@ -140,6 +142,47 @@ class Svg:
 
     def __str__(self) -> str:
         return "\n".join([*self.parts, "</svg>\n"])
+
+
+class Panel(NamedTuple):
+    """A diagram in a drawing. On a logarithmic axis, numbers and limits are logarithms.
+
+    Args:
+        left, top, width, height: its place, in pixels.
+        across, up: the limits of its axes.
+    """
+
+    svg: Svg
+    left: float
+    top: float
+    width: float
+    height: float
+    across: tuple[float, float]
+    up: tuple[float, float]
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """Return the pixels of a point."""
+        right, above = (
+            (each - low) / (high - low) for each, (low, high) in zip((x, y), (self.across, self.up), strict=True)
+        )
+        return self.left + right * self.width, self.top + (1 - above) * self.height
+
+    def line(self, points: Sequence[tuple[float, float]], colour: str, thickness: float = 3) -> None:
+        text = " ".join("{:.1f},{:.1f}".format(*self.place(*point)) for point in points)
+        self.svg.parts.append(f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="{thickness:g}"/>')
+
+    def dot(self, x: float, y: float, colour: str, title: str = "") -> None:
+        place = 'cx="{:.1f}" cy="{:.1f}"'.format(*self.place(x, y))
+        self.svg.parts.append(
+            f'<circle class="action" {place} r="5" fill="{colour}"><title>{escape(title)}</title></circle>'
+        )
+
+    def scales(self, across: dict[float, str], up: dict[float, str]) -> None:
+        """Add the numbers of both axes, below and on the left."""
+        for x, text in across.items():
+            self.svg.text(self.place(x, 0)[0], self.top + self.height + 22, text, "centred")
+        for y, text in up.items():
+            self.svg.text(self.left - 48, self.place(0, y)[1] + 6, text)
 
 
 def main(description: str | None, *pictures: Callable[[], str]) -> None:

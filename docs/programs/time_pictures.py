@@ -3,22 +3,61 @@
 python -m docs.programs.time_pictures buckets --out docs/pictures/buckets.svg
 """
 
-from collections import Counter
-from typing import NamedTuple
+import contextlib
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import nn
 
-from docs.programs.quickstart import quickstart, stage_of
-from docs.programs.svg import LINE, WIDTH, Svg, main
+from docs.programs.broken_run import MISTAKES, STEP, count_tokens, in_step_3
+from docs.programs.mistake import replaced
+from docs.programs.quickstart import CPU, model_of, quickstart, stage_of
+from docs.programs.scoreboard import entries
+from docs.programs.svg import LINE, RUNS, WIDTH, Panel, Svg, main
 from picotron import process_group_manager as pgm
+from picotron.command_line import load_config
+from picotron.data.loader import MicroBatchDataLoader
+from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
 from picotron.drawing.draw_svg import COLOURS, lighter
-from picotron.explain.fake_group import fake_rank
+from picotron.drawing.score import MEMORY, SHAPES, Setting, lower_bound, peak, published
+from picotron.explain.explain import run_step
+from picotron.explain.fake_group import Message, fake_rank, message
+from picotron.model.model_config import load_model_config
+from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.schedules.actions import Schedule
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.simulate import Costs, memory_curves, simulate, summary
 
 # Assumed for the clock of `buckets`: of a rank in FLOP/s, of its link in bytes/s, and of a collective in seconds.
 SPEED, BANDWIDTH, LATENCY = 100e9, 250e6, 0.3e-3
+
+
+class Stuck(Exception):
+    pass
+
+
+def get_stuck(model: Any) -> None:
+    raise Stuck
+
+
+def small_buckets(parameters: Any, group: Any, megabytes: float) -> list[Bucket]:
+    return make_buckets(parameters, group, 1.0)
+
+
+MAKE_BUCKETS = "picotron.data_parallel.data_parallel.make_buckets"
+SMALL_BUCKETS = {MAKE_BUCKETS: small_buckets}
+CASES: dict[str, Callable[[], dict[str, Any]]] = {  # replacements of functions, new ones for each rank
+    "a correct step": dict,
+    "rank 1 is stuck": lambda: {STEP: in_step_3(get_stuck)},
+    "rank 0 alone counts tokens": lambda: {STEP: in_step_3(count_tokens, rank=0)},
+    "rank 1 reduces its buckets in the reverse order": lambda: MISTAKES["another_order"].replacements,
+}
 
 
 class Work(NamedTuple):
@@ -186,5 +225,90 @@ def animated_1f1b(pp: int = 4, microbatches: int = 6, seconds: int = 15) -> str:
     return str(picture)
 
 
+def calls_of(rank: int, replacements: dict[str, Any]) -> list[Message]:
+    """Return the calls of a rank in step 3 of docs/small.json with dp 2 and small buckets, until it is stuck."""
+    config = load_config(
+        ["--config", "docs/small.json", "--distributed.dp_size", "2", "--training.gradient_accumulation_steps", "1"]
+    )
+    model_config, length, called = load_model_config(config.model), config.training.seq_length, list[Message]()
+
+    def note(*arguments: Any) -> Message:
+        called.append(message(*arguments))
+        return called[-1]
+
+    noting = {"picotron.explain.fake_group.message": note}
+    rows = TextRows(np.zeros(length * config.global_batch_size + 1, np.uint16), length)
+    with fake_rank(rank, config.distributed), replaced(SMALL_BUCKETS | replacements | noting):
+        model, plan = model_of(config), plan_pipeline(config, model_config)
+        loader = MicroBatchDataLoader(rows, config, CPU)
+        for _ in range(3):
+            called.clear()
+            with contextlib.suppress(Stuck):
+                run_step(model, loader, config, model_config, plan)
+    return called
+
+
+def calls() -> str:
+    """Draw the calls of two ranks in a correct step and in three broken ones. Ranks match their calls by order alone:
+    from the first pair that differs on, they wait.
+    """
+    left, row, without = 70.0, 30, lighter(COLOURS["R"], 0.6)
+    panel, column = 2 * row + LINE + 16, (WIDTH - left) / 5
+    picture = Svg(WIDTH, LINE + 12 + panel * len(CASES))
+    picture.keys(0, 0, (COLOURS["R"], "all-reduce"), (without, "all-reduce without a match"), ("", "waits"))
+    for number, (title, replacements) in enumerate(CASES.items()):
+        y = LINE + 12 + number * panel
+        picture.text(0, y + 16, title, "title")
+        programs = [calls_of(rank, replacements()) for rank in range(2)]
+        pairs = itertools.zip_longest(*programs)
+        matched = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        for rank, program in enumerate(programs):
+            top = y + LINE + 4 + rank * row
+            picture.text(0, top + 18, f"rank {rank}")
+            if matched < len(program):
+                picture.frame(left, top, 5 * column - 4, row - 4)
+            elif not program:
+                picture.text(left, top + 18, "is elsewhere")
+            for i, call in enumerate(program[: matched + 1]):
+                size = torch.Size(call.shape).numel()
+                colour = COLOURS["R"] if i < matched else without
+                label = f"{size:,} number{'s' * (size > 1)}"
+                picture.box(left + i * column, top, column - 4, row - 4, colour, label, call.call_site)
+    return str(picture)
+
+
+def trade_off(pp: int = 4, microbatches: int = 8) -> str:
+    """Draw the memory and the step time of all schedules that the scoreboard ranks, and what no schedule can beat."""
+    setting, names = Setting(pp, microbatches, "p", 0.0, "equal"), defaultdict[tuple[float, float], list[str]](list)
+    for memory in MEMORY:
+        for name, schedule in published(setting._replace(memory=memory)):
+            if memory == "p" or name.startswith("search"):
+                step_time = simulate(schedule, setting.costs(schedule.chunks)).step_time
+                names[peak(schedule), step_time].append(name)
+    for entry in entries():
+        if (entry.schedule.pp, entry.schedule.microbatches) == (pp, microbatches):
+            step_time = simulate(entry.schedule, setting.costs(entry.schedule.chunks)).step_time
+            names[peak(entry.schedule), step_time].append(entry.name)
+    picture, left, top, height = Svg(WIDTH, 560), 60.0, 10.0, 490.0
+    longest = 10 * math.ceil(max(time for _, time in names) / 10)
+    panel = Panel(picture, left, top, WIDTH - left - 20, height, (0.5, microbatches + 0.5), (20, longest))
+    panel.scales({x: str(x) for x in range(1, microbatches + 1)}, {y: str(y) for y in range(20, longest + 1, 10)})
+    programs = [Schedule([[]] * pp, microbatches, *shape) for shape in SHAPES]
+    bounds: list[tuple[float, float]] = []
+    for limit in (quarter / 4 for quarter in range(4, 4 * microbatches + 3)):
+        least = min(lower_bound(each, limit, setting.costs(each.chunks)) for each in programs)
+        bounds += [(limit, bounds[-1][1] if bounds else longest), (limit, least)]
+    panel.line(bounds, RUNS[0])
+    for i, (point, here) in enumerate(sorted(names.items())):
+        x, y = panel.place(*point)
+        panel.dot(*point, RUNS[1], ", ".join(here))
+        picture.text(x + 9, y + 6, str(i + 1))
+        picture.text(left + 190 + i // 7 * 330, top + 16 + i % 7 * LINE, f"{i + 1}: {', '.join(here)}")
+    picture.text(
+        left, top + height + 46, "micro-batches on the fullest rank; upwards: step time. Line: no step is shorter."
+    )
+    return str(picture)
+
+
 if __name__ == "__main__":
-    main(__doc__, buckets, schedules, animated_1f1b)
+    main(__doc__, buckets, schedules, animated_1f1b, trade_off, calls)

@@ -124,6 +124,20 @@ def test_palettes_of_different_meanings_share_no_colour() -> None:
     assert len(set().union(*palettes)) == sum(map(len, palettes))
 
 
+@pytest.mark.parametrize("page", ["#ffffff", "#1c1c1c"])
+def test_lines_contrast_with_light_and_dark_pages(page: str) -> None:
+    """WCAG 2.1 asks for a contrast of 3 between graphics and what is beside them."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for colour in RUNS:
+        darker, lighter = sorted(luminance(each) for each in (colour, page))
+        assert (lighter + 0.05) / (darker + 0.05) > 3, colour
+
+
 def test_animation_stops_if_the_reader_asks_for_less_motion() -> None:
     style = "".join(ElementTree.parse("docs/pictures/1f1b_animated.svg").getroot().itertext())
     moving = re.search(r"@media \(prefers-reduced-motion: no-preference\) \{(.*?)\n\}", style, re.DOTALL)
