@@ -29,7 +29,7 @@ from picotron.data.tokens import convert, read_tokenizer, tokenizer_folder
 from picotron.model.llama import IGNORE_INDEX
 from picotron.parallelize import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
-from picotron.trainer import Data, FrozenModel, Trainer, check_used, fingerprint, set_up
+from picotron.trainer import Data, FrozenModel, Trainer, check_used, fingerprint, set_up, used_keys
 
 logger = logging.getLogger("picotron")
 
@@ -111,7 +111,7 @@ def learn(trainer: Trainer, pairs: list[tuple[Row, Row]], beta: float) -> None:
 
 def read_config(arguments: list[str]) -> tuple[Config, float]:
     """Return the config of a command line, and beta."""
-    parser = config_parser("Train on preferences.")
+    parser = config_parser("Train on preferences.", used_keys())
     text = "strength of the tie to the reference model [0.1]"
     parser.add_argument("--beta", type=number(float, 0), default=0.1, help=text)
     options, others = parser.parse_known_args(arguments)

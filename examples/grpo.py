@@ -38,9 +38,10 @@ from picotron.generation.sampling import Sampling
 from picotron.model.model_config import end_tokens
 from picotron.parallelize import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
-from picotron.trainer import Data, Trainer, check_used, fingerprint, set_up
+from picotron.trainer import Data, Trainer, check_used, fingerprint, set_up, used_keys
 
 REWARD = "examples/brackets/rewards.py:correct"
+ALSO_USED = "training.eval_frequency training.eval_steps"
 CLIP = 0.2
 
 
@@ -155,13 +156,13 @@ def read_prompts(config: Config, encoder: Encoder) -> list[Prompt]:
 
 def read_config(arguments: list[str]) -> tuple[Config, argparse.Namespace]:
     """Return the config and the options of a command line."""
-    parser = config_parser("Train by a reward.")
+    parser = config_parser("Train by a reward.", used_keys(ALSO_USED))
     parser.add_argument("--reward", default=REWARD, help=f"FILE.py:FUNCTION of (prompt, completion, ...) [{REWARD}]")
     parser.add_argument("--samples", type=number(int, 2), default=16, help="completions of each prompt [16]")
     parser.add_argument("--updates", type=number(int, 1), default=2, help="optimizer steps with the same samples [2]")
     options, others = parser.parse_known_args(arguments)
     config = load_config(["--config", "examples/grpo.json", *others], check_run)
-    check_used(config, "training.eval_frequency training.eval_steps")
+    check_used(config, ALSO_USED)
     training, batch, problems = config.training, config.global_batch_size, []
     steps = {"total_train_steps": training.total_train_steps, "eval_frequency": training.eval_frequency}
     steps["save_frequency"] = config.checkpoint.save_frequency

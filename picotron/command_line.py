@@ -12,7 +12,7 @@ import argparse
 import difflib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,9 +210,13 @@ def load_config(arguments: list[str], *later_checks: Callable[[Config], object])
     return parse_config(options.data, *later_checks)
 
 
-def config_parser(description: str) -> Parser:
-    """Return a parser whose help lists the keys of the config. They are left over by `parse_known_args`."""
-    keys = "\n".join(f"  --{key}  {text}" for key, text in leaf_keys().items())
+def config_parser(description: str, used: Collection[str] | None = None) -> Parser:
+    """Return a parser whose help lists the keys of the config, which are left over by `parse_known_args`.
+
+    Args:
+        used: keys that have an effect, by default all.
+    """
+    keys = "\n".join(f"  --{key}  {text}" for key, text in leaf_keys().items() if used is None or key in used)
     return Parser(
         description=description,
         epilog=f"each key of the config can be overridden (values are JSON, defaults are in brackets):\n{keys}",

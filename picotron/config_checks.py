@@ -51,7 +51,7 @@ def check_kept_activations(config: Config) -> None:
     if keep and checkpointing != "full":
         raise UserError(
             f"distributed.pp_keep_activations={keep} needs training.activation_checkpointing='full', not "
-            f"{checkpointing!r}, which keeps all activations; remove one of them"
+            f"{checkpointing!r}, with which no whole layers are recomputed; remove one of them"
         )
 
 

@@ -64,7 +64,9 @@ def invalid_value(error: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """First line of another library's error message, to be quoted in a message of ours."""
+    """First line of another library's error message, to be quoted in a message of ours, which names the file."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

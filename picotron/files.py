@@ -89,8 +89,7 @@ def read_json(path: Path) -> Any:
     try:
         text = path.read_bytes()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        raise UserError(f"cannot read {path}: {reason}; check the path") from None
+        raise UserError(f"cannot read {path}: {first_line(error)}; check the path") from None
     return parse_json(text, str(path))
 
 

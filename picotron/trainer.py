@@ -26,6 +26,7 @@ from picotron.check_batches import Batch
 from picotron.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from picotron.checkpoint.safetensors_folder import find_folder
 from picotron.checkpoint.writer import CheckpointWriter
+from picotron.command_line import leaf_keys
 from picotron.config import Config, Model
 from picotron.console import UserError, print_line
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, epoch_order, split_train_eval
@@ -115,18 +116,24 @@ def set_up(
         exit_after_signal(trainer.stop)
 
 
+def used_keys(also: str = "") -> list[str]:
+    """Return the keys of the config that have an effect in a program with its own `Data`, and those in `also`."""
+    used = {*USED.split(), *also.split()}
+    return [key for key in leaf_keys() if {key, key.partition(".")[0]} & used]
+
+
 def check_used(config: Config, also: str = "") -> None:
     """Raise a UserError for each key that differs from its default, but has no effect in a program with its own `Data`.
 
     Args:
         also: further keys that the program uses.
     """
-    used = {*USED.split(), *also.split()}
+    used = used_keys(also)
     problems = [
         f"{section}.{key}={value!r} has no effect in this program; remove it"
         for section, body in config
         for key, value in body
-        if value != type(body).model_fields[key].default and not {section, f"{section}.{key}"} & used
+        if value != type(body).model_fields[key].default and f"{section}.{key}" not in used
     ]
     if problems:
         raise UserError(*problems)
@@ -261,13 +268,13 @@ class Trainer:
         return record | {"learning_rate": learning_rate, **result.statistics}
 
     def log(self, record: dict[str, float]) -> None:
-        """Append a record to metrics.jsonl, and print it every `logging.log_frequency` steps."""
+        """Append a record to metrics.jsonl, and print it if it is due."""
         if pgm.process_group_manager.global_rank > 0:
             return
         path = Path(self.config.checkpoint.save_dir, "metrics.jsonl")
         with user_error_on_failure(path), open(path, "a") as file:
             file.write(json.dumps(record) + "\n")
-        if record["step"] % self.config.logging.log_frequency == 0 or self.progress.is_end(self.config.training):
+        if self.progress.is_printed(self.config):
             print_line(" | ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in record.items()))
 
 

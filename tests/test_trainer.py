@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from picotron.batches import cross_entropy
+from picotron.command_line import config_parser, leaf_keys
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import epoch_order
 from picotron.run.launch import StopSignals
-from picotron.trainer import Data, check_used
+from picotron.trainer import USED, Data, check_used, used_keys
 from tests.support.examples import make_trainer, results, save_weights
 from tests.support.oracle import assert_close, make_config, oracle_training, random_rows, random_tokens, tiny_llama
 from tests.support.worker_pool import WorkerPool
@@ -87,6 +88,15 @@ def test_each_sample_occurs_once_in_an_epoch(pool: WorkerPool, tmp_path: Path) -
     assert [len(numbers) for numbers in found] == [4] * 4
     expected = [int(i) for epoch in range(4) for i in epoch_order(5, 42, epoch)]
     assert [number for numbers in found for number in numbers] == expected[:16]
+
+
+def test_help_lists_the_keys_that_have_an_effect() -> None:
+    keys = used_keys("training.eval_steps")
+    assert {"training.eval_steps", "distributed.dp_size", "logging.log_frequency"} <= set(keys)
+    assert not {"training.eval_frequency", "logging.use_wandb"} & set(keys)
+    text = config_parser("A program.", keys).format_help()
+    assert [key for key in leaf_keys() if f"--{key} " in text] == keys
+    assert {name for name in USED.split() if name not in {*leaf_keys(), *Config.model_fields}} == set()
 
 
 def test_keys_without_an_effect_are_reported_together() -> None:

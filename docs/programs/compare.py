@@ -16,19 +16,20 @@ KEYS = ("loss", "grad_norm")
 
 def read_steps(folder: Path) -> dict[int, list[float]]:
     """Return the loss and the gradient norm of each step in a run's metrics.jsonl."""
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    try:
+        text = (folder / "metrics.jsonl").read_text()
+    except OSError as error:
+        sys.exit(f"error: cannot read {error.filename}: {error.strerror}; give folders of runs")
+    records = map(json.loads, text.splitlines())
     return {record["step"]: [record[key] for key in KEYS] for record in records if KEYS[1] in record}
 
 
 def largest_difference(one: dict[int, list[float]], other: dict[int, list[float]]) -> float:
-    """Return the largest difference of two numbers of the same step, relative to the number in `one`, or NaN.
-
-    Raises:
-        ValueError: the runs have different steps, or none.
-    """
+    """Return the largest difference of two numbers of the same step, relative to the number in `one`, or NaN."""
     if not one or one.keys() != other.keys():
-        raise ValueError(f"the runs have different steps: {sorted(one)} and {sorted(other)}")
-    differences = [abs(a - b) / abs(a) for step in one for a, b in zip(one[step], other[step], strict=True)]
+        sys.exit(f"error: the runs have different steps: {sorted(one)} and {sorted(other)}")
+    pairs = [pair for step in one for pair in zip(one[step], other[step], strict=True)]
+    differences = [0.0 if a == b else abs(a - b) / abs(a) if a else math.inf for a, b in pairs]
     return max(differences, key=lambda difference: (math.isnan(difference), difference))
 
 

@@ -35,8 +35,8 @@ def find_folder(name: str) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
-    connect(name)
     try:
+        connect(name)
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # the hub client raises many types: no such model, no network, no permission
         raise UserError(

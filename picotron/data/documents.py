@@ -190,9 +190,8 @@ def _user_errors(name: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or first_line(error)
         raise UserError(
-            f"{error.filename or name} cannot be read: {reason}; check the file and its permissions"
+            f"{error.filename or name} cannot be read: {first_line(error)}; check the file and its permissions"
         ) from None
 
 
@@ -328,10 +327,10 @@ def _as_record(names: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
 
 def _hub_documents(name: str, section: DatasetSection) -> Documents:
     """Download a data set of the hub, unless it is in the cache of `datasets`."""
-    connect(name)  # before the import, which reads whether to work offline
-    import datasets  # imported here because it is slow, and only one process per machine needs it
-
     try:
+        connect(name)  # before the import, which reads whether to work offline
+        import datasets  # imported here because it is slow, and only one process per machine needs it
+
         rows = datasets.load_dataset(name, section.subset_name, split=section.split)
     except Exception as error:  # unknown on the hub, no network, unknown split, ...
         raise UserError(

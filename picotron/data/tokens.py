@@ -116,9 +116,9 @@ def read_tokenizer(
         UserError: the tokenizer cannot be read, does not fit the model's family, or has more tokens than the model.
     """
     name = str(folder or config.model.tokenizer or config.model.name)
-    if not Path(name).is_dir():
-        connect(name)
     try:
+        if not Path(name).is_dir():
+            connect(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
         raise UserError(

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import re
 
 from huggingface_hub import constants, get_session
 
@@ -29,6 +30,12 @@ def is_reachable() -> bool:
 
 
 def connect(name: str) -> None:
-    """Log that `name` is looked for on the hub, and work offline if there is no connection."""
+    """Log that `name` is looked for on the hub, and work offline if there is no connection.
+
+    Raises:
+        FileNotFoundError: the name cannot be that of a hub model.
+    """
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        raise FileNotFoundError("there is no such folder")
     logger.info("%s is not a local folder; looking for it on the Hugging Face Hub", name)
     is_reachable()

@@ -75,9 +75,9 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
         if (ends := read_generation_config(name).get("eos_token_id")) is not None:
             data["eos_token_id"] = ends
     except Exception as error:  # no such folder, no network, no permission, not JSON, ...
-        raise UserError(
-            f"{name!r} has no readable config.json ({first_line(error)}); give a hub id or a local folder"
-        ) from None
+        local = "use the folder of a model, a checkpoint or a run"
+        remedy = local if Path(name).is_dir() else "give a hub id or a local folder"
+        raise UserError(f"{name!r} has no readable config.json ({first_line(error)}); {remedy}") from None
     family = data.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(

@@ -209,7 +209,7 @@ class Metrics:
         if self.wandb:
             self.wandb.log(record, step=record["step"])
         evaluated = "eval_loss" in record
-        if evaluated or record["step"] % self.config.logging.log_frequency == 0 or record["step"] == 1:
+        if evaluated or Progress(record["step"], record["tokens"]).is_printed(self.config):
             mfu = "" if record["mfu"] is None else f" | mfu {record['mfu']:.1%}"
             print_line(
                 f"step {record['step']:>4} | loss {record['loss']:.4f} | grad norm {record['grad_norm']:.3f} | "

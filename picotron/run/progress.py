@@ -17,6 +17,10 @@ class Progress:
         batch = config.global_batch_size
         return Progress(self.step + 1, self.tokens + batch * config.training.seq_length, self.samples + batch)
 
+    def is_printed(self, config: Config) -> bool:
+        """Return whether the console shows this step: the first, the last, and every `logging.log_frequency` steps."""
+        return self.step == 1 or self.is_end(config.training) or self.step % config.logging.log_frequency == 0
+
     def is_end(self, training: Training) -> bool:
         enough = training.max_tokens is not None and self.tokens >= training.max_tokens
         return enough or self.step >= training.total_train_steps

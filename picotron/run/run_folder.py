@@ -180,7 +180,10 @@ def begin_run(config: Config, resumed_step: int | None, schedule: Schedule | Non
     old = [path for step, path in by_step if resumed_step is None or step > resumed_step]
     if resumed_step is None:
         old += [path for path in (metrics, config_file, schedule_file) if path.exists()]
+    searched = None if schedule is None else as_csv(schedule.programs)
     with user_error_on_failure(save_dir):
+        if resumed_step is not None and schedule_file.exists() and schedule_file.read_text() != searched:
+            old.append(schedule_file)
         all_records, problem = ([], "") if resumed_step is None else read_records(metrics)
         records = [record for record in all_records if record["step"] <= (resumed_step or 0)]
         if old or problem or len(records) < len(all_records):
@@ -196,6 +199,6 @@ def begin_run(config: Config, resumed_step: int | None, schedule: Schedule | Non
         if resumed_step is not None and metrics.exists():
             write_atomically(metrics, "".join(json.dumps(record) + "\n" for record in records))
         write_atomically(config_file, config.model_dump_json(indent=2) + "\n")
-        if schedule is not None:
-            write_atomically(schedule_file, as_csv(schedule.programs))
+        if searched is not None:
+            write_atomically(schedule_file, searched)
     return records

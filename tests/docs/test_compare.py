@@ -42,7 +42,15 @@ def test_largest_relative_difference_decides(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_runs_of_different_steps_are_not_compared(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"different steps: \[1, 2\] and \[1\]"):
+    with pytest.raises(SystemExit, match=r"different steps: \[1, 2\] and \[1\]"):
         compare.largest_difference({1: [1.0], 2: [1.0]}, {1: [1.0]})
-    with pytest.raises(ValueError, match="different steps"):
+    with pytest.raises(SystemExit, match="different steps"):
         compare.largest_difference({}, {})
+    assert run(tmp_path / "none", tmp_path) == (
+        f"error: cannot read {tmp_path}/none/metrics.jsonl: No such file or directory; give folders of runs"
+    )
+
+
+def test_numbers_that_are_0_can_be_compared() -> None:
+    assert compare.largest_difference({1: [1.0, 0.0]}, {1: [1.0, 0.0]}) == 0
+    assert compare.largest_difference({1: [1.0, 0.0]}, {1: [1.0, 1e-30]}) == math.inf

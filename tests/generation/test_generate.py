@@ -207,9 +207,12 @@ def test_prompt_has_the_start_token_and_no_end_token(tmp_path: Path) -> None:
     assert end.encode_text("ab</s>")[-1] == end.tokenizer.eos_token_id  # asked for
 
 
-def test_program_rejects_unknown_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", "no/such"])
-    with pytest.raises(UserError, match="'no/such' is not a local folder and cannot be downloaded"):
+@pytest.mark.parametrize(
+    ("name", "reason"), [("no/such", ""), ("/no/such", "there is no such folder"), ("./x", "there is no")]
+)
+def test_program_rejects_unknown_models(monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", name])
+    with pytest.raises(UserError, match=rf"'{name}' is not a local folder and cannot be downloaded \({reason}"):
         program.main()
 
 

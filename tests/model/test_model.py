@@ -208,7 +208,10 @@ def test_load_model_config_reads_a_folder_and_applies_overrides(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "has no readable config.json .*; give a hub id or a local folder"),
+        (
+            None,
+            r"has no readable config.json \(.*No such file or directory.*\); use the folder of a model, a checkpoint or a run",
+        ),
         ("not json", "has no readable config.json"),
         ('{"model_type": "gpt2"}', "model_type='gpt2' .* picotron trains llama, mistral, qwen2, .* models"),
         (

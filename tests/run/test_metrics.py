@@ -20,6 +20,8 @@ from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.metrics import Metrics, peak_flops
 from picotron.run.progress import Progress
 from picotron.run.run_folder import begin_run, claim_save_dir, read_records
+from picotron.schedules.schedule_csv import as_csv
+from picotron.schedules.schedules import build
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.worker_pool import WorkerPool
 
@@ -98,6 +100,31 @@ def log_steps(folder: str, losses: list[float], wandb: bool = False, checkpoint:
         mine = torch.tensor(loss + dist.get_rank(), dtype=torch.float64)  # on two ranks, the mean is loss + 0.5
         metrics.log(metrics.end_step(progress, mine, torch.tensor(2.0, dtype=torch.float64), 0.1)[0])
     metrics.close()
+
+
+@pytest.mark.parametrize(("changes", "printed"), [({}, [1, 3, 5]), ({"training__max_tokens": 4 * 32}, [1, 3, 4])])
+def test_console_shows_the_first_the_last_and_every_nth_step(changes: dict[str, Any], printed: list[int]) -> None:
+    config = make_config(logging__log_frequency=3, training__total_train_steps=5, **changes)
+    found, progress = [], Progress()
+    while not progress.is_end(config.training):
+        progress = progress.after_step(config)
+        if progress.is_printed(config):
+            found.append(progress.step)
+    assert found == printed
+
+
+def test_a_searched_schedule_is_that_of_config_json(tmp_path: Path) -> None:
+    first, second = build("1f1b", 2, 2), build("zbv", 2, 4)
+    config = make_config(checkpoint__save_dir=str(tmp_path))
+    begin_run(config, None, first)
+    begin_run(config, 0, first)
+    assert not (tmp_path / "earlier.1").exists()
+    begin_run(config, 0, second)
+    assert (tmp_path / "schedule.csv").read_text() == as_csv(second.programs)
+    assert (tmp_path / "earlier.1/schedule.csv").read_text() == as_csv(first.programs)
+    begin_run(config, 0)
+    assert not (tmp_path / "schedule.csv").exists()
+    assert (tmp_path / "earlier.2/schedule.csv").read_text() == as_csv(second.programs)
 
 
 def test_metrics_file_has_the_global_mean_in_full_precision(pool: WorkerPool, tmp_path: Path) -> None:

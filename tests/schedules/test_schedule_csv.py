@@ -119,5 +119,5 @@ def test_read_csv_rejects_malformed_file(content: str | bytes, message: str, tmp
 
 
 def test_read_csv_rejects_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read the schedule .*own.csv.*No such file"):
+    with pytest.raises(UserError, match=r"cannot read the schedule '[^']*own.csv': No such file or directory$"):
         read_csv(tmp_path / "own.csv")
