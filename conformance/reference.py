@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def train(
     """
     found, parameters = Reference(initial=copies(model)), dict(model.named_parameters())
     device = next(iter(parameters.values())).device
-    optimizer = adamw(model, case)
+    optimizer = adamw(parameters.values(), case)
 
     def loss_of(batch: Batch) -> Tensor:
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -90,11 +90,11 @@ def copies(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
-def adamw(model: nn.Module, case: Case) -> torch.optim.AdamW:
+def adamw(parameters: Iterable[nn.Parameter], case: Case) -> torch.optim.AdamW:
     """Return the optimizer of a case: matrices decay, other parameters do not."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": case.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (case.weight_decay, 0.0)]
+    for p in parameters:
+        groups[p.ndim < 2]["params"].append(p)
     return torch.optim.AdamW(groups, lr=case.learning_rate, betas=(case.beta1, case.beta2), eps=case.eps)
 
 
