@@ -10,18 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from conformance.case import Batch, Case, token_losses, weights_of
+from conformance.result import Result
 
 
 @dataclasses.dataclass
-class Reference:
-    """Results of the reference, with the fields of `Result`; `initial` has the weights before the first step."""
+class Reference(Result):
+    """Results of the reference: whole tensors; `initial` has the weights before the first step."""
 
-    losses: list[float] = dataclasses.field(default_factory=list)
-    grad_norms: list[float] = dataclasses.field(default_factory=list)
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    evaluations: list[float] = dataclasses.field(default_factory=list)
-    tokens: list[list[int]] = dataclasses.field(default_factory=list)
     initial: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 

@@ -35,6 +35,16 @@ def sum_norms(parameters: list[nn.Parameter], limit: float, uncounted: nn.Parame
     return float(square.sqrt())
 
 
+def norm_of_mixed(parameters: list[nn.Parameter], limit: float) -> float:
+    """Clip by the norm of DTensors and of plain tensors, which every rank has."""
+    norms = [float(whole(nn.utils.get_total_norm([p.grad]))) for p in parameters if p.grad is not None]
+    norm = math.hypot(*norms)
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(min(1.0, limit / (norm + 1e-6)))
+    return norm
+
+
 def chunks(batch: Batch, n: int, dim: int = 0) -> list[Batch]:
     """Split all tensors of a batch along a dimension: rows (0) or tokens (1)."""
     return [dict(zip(batch, x, strict=True)) for x in zip(*(x.chunk(n, dim) for x in batch.values()), strict=True)]

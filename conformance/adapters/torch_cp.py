@@ -3,7 +3,7 @@
 Words of a layout besides the size:
 
 math             attention from matrix products, instead of CPUs' attention kernel
-cpu_kernel       torch's functions for the ring, called with CPUs' attention kernel, for which `context_parallel` has no rule
+cpu_kernel       torch's functions for the ring with CPUs' attention kernel, for which `context_parallel` has no rule
 alltoall         keys and values travel around the ring instead of being gathered
 contiguous       a rank has consecutive tokens, without balancing the work of the causal mask
 """
@@ -35,9 +35,10 @@ LAYOUTS = (
     "cp2 cpu_kernel contiguous",
     "cp4 cpu_kernel",
 )
-KERNEL, BACKWARD = (
-    getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")
-)
+FORWARD: Any = private._templated_ring_attention
+BACKWARD: Any = private._templated_ring_attention_backward
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Ring(torch.autograd.Function):
@@ -45,18 +46,22 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = private._templated_ring_attention(dist.group.WORLD, 2, KERNEL, q, k, v, is_causal=True)
+        out, lse = FORWARD(dist.group.WORLD, 2, KERNEL, q, k, v, is_causal=True)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        given = (dist.group.WORLD, 2, BACKWARD, gradients[0], "grad_out", *ctx.saved_tensors)
-        return private._templated_ring_attention_backward(*given, is_causal=True, dropout_p=0.0)[:3]
+        grads: tuple[Tensor, ...] = BACKWARD(
+            *(dist.group.WORLD, 2, KERNEL_BACKWARD, gradients[0], "grad_out", *ctx.saved_tensors),
+            is_causal=True,
+            dropout_p=0.0,
+        )
+        return grads[:3]
 
 
 def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
-    """Compute causal attention without a mask, as transformers' layers call it: (B, H, T, head_dim) -> (B, T, H, head_dim)."""
+    """Compute causal attention for transformers' layers: (B, H, T/cp, head_dim) -> (B, T/cp, H, head_dim)."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     out: Tensor = Ring.apply(q, k, v) if options["ring"] else F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return out.transpose(1, 2), None
