@@ -1,4 +1,4 @@
-"""Training loop that the adapters of torch's own parallelism share: all but forward, backward and the norm."""
+"""Training loop that examples and the adapters of torch's own parallelism share, norms over ranks, and micro-batches."""
 
 import math
 from collections.abc import Callable, Mapping

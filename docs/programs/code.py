@@ -53,6 +53,14 @@ picotron/config_checks.py
 picotron/console.py
 picotron/files.py
 picotron/collectives.py
+# A check of any trainer
+conformance: __main__ case chapters models result reference ranks check compare rounding export
+conformance/examples/ddp.py
+conformance/examples/zero1.py
+conformance/examples/pipeline.py
+conformance/examples/ring.py
+conformance/adapters/loop.py
+conformance/adapters/picotron.py
 """
 
 
