@@ -1,4 +1,4 @@
-"""Training loop that examples and the adapters of torch's own parallelism share, norms over ranks, and micro-batches."""
+"""Training loop that the examples and the adapters of torch's own parallelism share, norms, and micro-batches."""
 
 import math
 from collections.abc import Callable, Mapping
