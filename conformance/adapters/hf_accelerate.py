@@ -3,7 +3,7 @@
 Words of a layout besides the size:
 
 fsdp             FSDP2 instead of DistributedDataParallel
-means            mean loss of each micro-batch, without the factors of accelerate's guide to gradient accumulation
+means            mean loss of each micro-batch, instead of its sum of losses divided by the global batch's targets
 """
 
 from typing import Any
