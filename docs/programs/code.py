@@ -60,7 +60,16 @@ conformance/examples/zero1.py
 conformance/examples/pipeline.py
 conformance/examples/ring.py
 conformance/adapters/loop.py
+conformance/adapters/stage.py
 conformance/adapters/picotron.py
+conformance/adapters/torch_ddp.py
+conformance/adapters/torch_fsdp.py
+conformance/adapters/torch_tp.py
+conformance/adapters/torch_pp.py
+conformance/adapters/torch_cp.py
+conformance/adapters/hf_accelerate.py
+conformance/adapters/hf_tp.py
+conformance/adapters/hf_picotron.py
 """
 
 
