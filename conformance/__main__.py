@@ -19,7 +19,7 @@ from pathlib import Path
 import transformers
 
 from conformance.chapters import CHAPTERS, PAIRS, SINGLE
-from conformance.check import Checker, Row, layouts_of
+from conformance.check import Checker, Row
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -41,12 +41,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def plan(checker: Checker, options: argparse.Namespace) -> list[tuple[str, str, str]]:
     """Return the rows of a run: chapter, layout, and another layout to resume in."""
-    rows = []
+    rows, own = [], getattr(checker.adapter, "LAYOUTS", ())
     for chapter in options.only:
-        short = [*SINGLE, *PAIRS] if options.full or chapter == "steps" else SINGLE
-        layouts = options.layouts or layouts_of(checker.adapter, short)
-        if not options.layouts and not options.full and chapter != "steps":
-            layouts = [layout for layout in layouts if layout in short]
+        default = [*SINGLE, *PAIRS, *own] if options.full or chapter == "steps" else SINGLE
+        layouts = options.layouts or [layout for layout in default if not checker.without_axes(layout)]
         others = [*layouts[1:], layouts[0]] if len(set(layouts)) > 1 else ["dp1"] * len(layouts)
         rows += [(chapter, layout, other) for layout, other in zip(layouts, others, strict=True)]
     return rows

@@ -73,7 +73,7 @@ def model_of(layout: str, keys: dict[str, Any]) -> Any:
     family = next((word for word in words if word in FAMILIES), "llama")
     kv = next((int(word[2:]) for word in words if word[:2] == "kv"), 4)
     tied = {"tie_word_embeddings": "tied" in words} if {"tied", "untied"} & set(words) else {}
-    sizes = {"vocab_size": 64, "intermediate_size": 48, "num_hidden_layers": 2 * sizes_of(layout)["pp"]}
+    sizes = {"vocab_size": 64, "intermediate_size": 48}
     return small_config(family, num_attention_heads=8, num_key_value_heads=kv, **sizes | keys | tied)
 
 
@@ -117,12 +117,11 @@ def cases_of(name: str, layout: str, other: str, folder: Path, **changes: Any) -
     fields.setdefault("total_steps", max(1, fields["last_step"]))
     fields.setdefault("micro_batches", chapter.micro_batches[sizes_of(layout)["pp"] > 1])
     first = Case(name, layout, folder / "1", **fields)
-    config = model_of(layout, chapter.model)
-    if layers := max(sizes_of(each)["pp"] for each in (layout, other if chapter.resumes == "other" else layout)):
-        config.num_hidden_layers = 2 * layers
+    second = other if chapter.resumes == "other" else layout
+    layers = 2 * max(sizes_of(each)["pp"] for each in (layout, second))
+    config = model_of(layout, chapter.model | {"num_hidden_layers": layers})
     cases = [first]
     if chapter.resumes:
-        second = layout if chapter.resumes == "same" else other
         resumed: dict[str, Any] = {"layout": second, "first_step": 2, "load": first.output, "folder": folder / "2"}
         resumed["micro_batches"] = chapter.micro_batches[sizes_of(second)["pp"] > 1]
         cases = [dataclasses.replace(first, last_step=2, saves=True), dataclasses.replace(first, **resumed)]

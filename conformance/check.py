@@ -9,12 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from conformance.case import AXES, Case, is_size, sizes_of
+from conformance.case import AXES, Case, sizes_of
 from conformance.chapters import cases_of
 from conformance.compare import compare
 from conformance.export import check_export, read_weights
@@ -71,7 +70,7 @@ class Checker:
         self.path, self.timeout, self.torchrun = path, timeout, torchrun
         self.adapter: ModuleType = load_adapter(path)
         self.server: subprocess.Popen[str] | None = None
-        self.known: dict[tuple[Any, ...], tuple[Reference, Any]] = {}
+        self.known: dict[tuple[str, Case], tuple[Reference, Any]] = {}
 
     def __enter__(self) -> "Checker":
         return self
@@ -86,9 +85,13 @@ class Checker:
         """Return why the adapter offers no such chapter or layout, by its lists CHAPTERS and AXES; "" if it does."""
         if chapter not in getattr(self.adapter, "CHAPTERS", (chapter,)):
             return f"the adapter has no {chapter}"
-        axes = getattr(self.adapter, "AXES", AXES)
-        missing = [axis for axis, size in sizes_of(layout).items() if size > 1 and axis not in axes]
+        missing = self.without_axes(layout)
         return f"the adapter has no {' and no '.join(missing)}" if missing else ""
+
+    def without_axes(self, layout: str) -> list[str]:
+        """Return the axes of a layout that the adapter does not offer."""
+        axes = getattr(self.adapter, "AXES", AXES)
+        return [axis for axis, size in sizes_of(layout).items() if size > 1 and axis not in axes]
 
     def check(self, chapter: str, layout: str, other: str = "dp1", adapter: Path | None = None, **changes: Any) -> Row:
         """Check a chapter in a layout.
@@ -121,9 +124,8 @@ class Checker:
             self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.server.stdin is not None
         assert self.server.stdout is not None
-        print(
-            json.dumps([str(adapter or self.path), str(case.folder), self.timeout]), file=self.server.stdin, flush=True
-        )
+        request = json.dumps([str(adapter or self.path), str(case.folder), self.timeout])
+        print(request, file=self.server.stdin, flush=True)
         assert self.server.stdout.readline() == "done\n"
 
     def judge(self, case: Case, row: Row) -> None:
@@ -141,10 +143,9 @@ class Checker:
         missing = [rank for rank in range(case.world_size) if rank not in outcomes]
         row.log = "".join(f"rank {rank}: {text}" for rank, text in failures.items())
         if failures:
-            rank = next(
-                (r for r, text in failures.items() if not LOST.search(text.strip().splitlines()[-1])), min(failures)
-            )
-            row.verdict, row.detail = CRASHED, f"rank {rank}: {failures[rank].strip().splitlines()[-1]}"
+            errors = {rank: text.strip().splitlines()[-1] for rank, text in failures.items()}
+            rank = min(errors, key=lambda rank: (bool(LOST.search(errors[rank])), rank))  # others only lost this rank
+            row.verdict, row.detail = CRASHED, f"rank {rank}: {errors[rank]}"
         elif missing:
             row.verdict, row.detail = HANGS, "; ".join(self.place(case, rank) for rank in missing)
         else:
@@ -162,7 +163,7 @@ class Checker:
     def compare(self, case: Case, results: list[Result], row: Row) -> None:
         right, limits = self.reference(case)
         if not any(each.weights for each in results) and (case.output / "config.json").exists():
-            results = [dataclasses.replace(results[0], weights=read_weights(case).weights), *results[1:]]
+            results = [dataclasses.replace(results[0], weights=read_weights(case)[0].weights), *results[1:]]
         errors, difference = compare(results, right, case.first_step, limits)
         if difference is None and case.exports:
             difference = check_export(case, right)
@@ -173,18 +174,8 @@ class Checker:
     def reference(self, case: Case) -> tuple[Reference, Any]:
         """Return the reference of a case, and the bounds of its dtype, from those of an earlier layout if possible."""
         model = (case.model_folder / "config.json").read_text()
-        fields = {
-            k: v for k, v in dataclasses.asdict(case).items() if k not in ("layout", "folder", "load", "micro_batches")
-        }
-        key = (model, *fields.items())
+        key = model, dataclasses.replace(case, layout="", folder=Path(), load=None, micro_batches=1)
         if key not in self.known:
             right = run_reference(case)
             self.known[key] = right, None if case.dtype == "float64" else bounds(case, right)
         return self.known[key]
-
-
-def layouts_of(adapter: ModuleType, default: Iterable[str]) -> list[str]:
-    """Return the layouts to check: the default ones on the adapter's axes, and its own list LAYOUTS."""
-    axes = getattr(adapter, "AXES", AXES)
-    own = [layout for layout in default if all(word[:2] in axes for word in layout.split() if is_size(word))]
-    return list(dict.fromkeys([*own, *getattr(adapter, "LAYOUTS", ())]))

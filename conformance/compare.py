@@ -76,8 +76,7 @@ def relative_error(actual: Any, expected: Any) -> float:
 
 def errors_of_reference(found: Reference, right: Reference) -> dict[Key, float]:
     """Return the errors of all results of a second reference, as `compare` measures them for narrow dtypes."""
-    results = [Result(found.losses, found.grad_norms, found.gradients, found.weights, found.evaluations).local()]
-    return {key: error for key, error, _ in measure(results, right, 1, mean_error)}
+    return {key: error for key, error, _ in measure([found.local()], right, 1, mean_error)}
 
 
 def compare(

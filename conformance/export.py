@@ -14,10 +14,12 @@ SETTINGS = (
 SETTINGS += " tie_word_embeddings rms_norm_eps head_dim max_position_embeddings rope_parameters hidden_act"
 
 
-def read_weights(case: Case) -> Result:
-    """Read the weights of the model folder that a trainer has written."""
-    model = AutoModelForCausalLM.from_pretrained(case.output, dtype=torch.float64)
-    return Result(weights=dict(model.named_parameters())).local()
+def read_weights(case: Case) -> tuple[Result, str]:
+    """Read the weights of the model folder that a trainer has written, and say which of them are missing or unknown."""
+    model, info = AutoModelForCausalLM.from_pretrained(case.output, dtype=torch.float64, output_loading_info=True)
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    wrong = "; ".join(f"{kind}: {sorted(info[kind])[0]}" for kind in kinds if info[kind])
+    return Result(weights=dict(model.named_parameters())).local(), wrong
 
 
 def check_export(case: Case, right: Reference) -> Difference | None:
@@ -28,10 +30,7 @@ def check_export(case: Case, right: Reference) -> Difference | None:
     for name in SETTINGS.split():
         if (found := getattr(written, name, None)) != (value := getattr(expected, name, None)):
             return Difference("model folder", case.last_step, hint=f"{name} is {found!r}, not {value!r}")
-    _, info = AutoModelForCausalLM.from_pretrained(case.output, dtype=torch.float64, output_loading_info=True)
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[kind]:
-            return Difference("model folder", case.last_step, hint=f"{kind}: {sorted(info[kind])[0]}")
-    only_weights = Reference(weights=right.weights)
-    _, difference = compare([read_weights(case)], only_weights, case.last_step)
-    return difference
+    found, wrong = read_weights(case)
+    if wrong:
+        return Difference("model folder", case.last_step, hint=wrong)
+    return compare([found], Reference(weights=right.weights), case.last_step)[1]

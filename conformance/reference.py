@@ -3,25 +3,22 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from conformance.case import Batch, Case, token_losses, weights_of
+from conformance.result import Result
 
 
 @dataclasses.dataclass
-class Reference:
-    """Results of the reference, with the fields of `Result`; `initial` has the weights before the first step."""
+class Reference(Result):
+    """Results of the reference: whole tensors; `initial` has the weights before the first step."""
 
-    losses: list[float] = dataclasses.field(default_factory=list)
-    grad_norms: list[float] = dataclasses.field(default_factory=list)
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    evaluations: list[float] = dataclasses.field(default_factory=list)
-    tokens: list[list[int]] = dataclasses.field(default_factory=list)
     initial: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
@@ -51,7 +48,7 @@ def train(
     """
     found, parameters = Reference(initial=copies(model)), dict(model.named_parameters())
     device = next(iter(parameters.values())).device
-    optimizer = adamw(model, case)
+    optimizer = adamw(parameters.values(), case)
 
     def loss_of(batch: Batch) -> Tensor:
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -90,11 +87,11 @@ def copies(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
-def adamw(model: nn.Module, case: Case) -> torch.optim.AdamW:
+def adamw(parameters: Iterable[nn.Parameter], case: Case) -> torch.optim.AdamW:
     """Return the optimizer of a case: matrices decay, other parameters do not."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": case.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (case.weight_decay, 0.0)]
+    for p in parameters:
+        groups[p.ndim < 2]["params"].append(p)
     return torch.optim.AdamW(groups, lr=case.learning_rate, betas=(case.beta1, case.beta2), eps=case.eps)
 
 

@@ -1,14 +1,16 @@
-"""Training loop that the adapters of torch's own parallelism share: all but forward, backward and the norm."""
+"""Training loop that the examples and the adapters of torch's own parallelism share, norms, and micro-batches."""
 
 import math
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from conformance import Case, Result
 from conformance.case import Batch, weights_of
+from conformance.reference import adamw
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -20,11 +22,56 @@ def torch_norm(parameters: list[nn.Parameter], limit: float) -> float:
     return float(whole(nn.utils.clip_grad_norm_(parameters, limit)))
 
 
+def sum_norms(parameters: list[nn.Parameter], limit: float, uncounted: nn.Parameter | None = None) -> float:
+    """Clip by the norm of all ranks' gradients, of which each rank has a part.
+
+    Args:
+        uncounted: a parameter whose gradient another rank counts.
+    """
+    counted = [p.grad for p in parameters if p.grad is not None and p is not uncounted]
+    square = torch.stack([gradient.square().sum() for gradient in counted]).sum().double()
+    dist.all_reduce(square)
+    nn.utils.clip_grads_with_norm_(parameters, limit, square.sqrt())
+    return float(square.sqrt())
+
+
+def norm_of_mixed(parameters: list[nn.Parameter], limit: float) -> float:
+    """Clip by the norm of DTensors and of plain tensors, which every rank has."""
+    norms = [float(whole(nn.utils.get_total_norm([p.grad]))) for p in parameters if p.grad is not None]
+    norm = math.hypot(*norms)
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(min(1.0, limit / (norm + 1e-6)))
+    return norm
+
+
+def chunks(batch: Batch, n: int, dim: int = 0) -> list[Batch]:
+    """Split all tensors of a batch along a dimension: rows (0) or tokens (1)."""
+    return [dict(zip(batch, x, strict=True)) for x in zip(*(x.chunk(n, dim) for x in batch.values()), strict=True)]
+
+
+def accumulate(case: Case, own: Batch, total: Tensor, logits_of: Callable[[Batch], Tensor], scale: int = 1) -> Tensor:
+    """Run forward and backward of each micro-batch, and return the loss of this rank's targets.
+
+    Args:
+        own: this rank's part of the global batch.
+        total: sum of the weights of all targets of the global batch.
+        scale: factor of the gradients: the number of ranks where a trainer averages over the ranks.
+    """
+    loss = torch.zeros((), dtype=torch.float64)
+    for piece in chunks(own, case.micro_batches):
+        losses = case.token_losses(logits_of(piece), piece["target_ids"]) * weights_of(piece)
+        (losses.sum() / total * scale).backward()
+        loss += losses.sum().detach() / total
+    return loss
+
+
 def train(
     case: Case,
     parameters: Mapping[str, nn.Parameter],
     backward: Callable[[Batch, Tensor], float | None],
     clip: Callable[[list[nn.Parameter], float], float] = torch_norm,
+    optimizer: torch.optim.Optimizer | None = None,
     load: Callable[[torch.optim.Optimizer], object] | None = None,
     save: Callable[[torch.optim.Optimizer], object] | None = None,
 ) -> Result:
@@ -35,14 +82,11 @@ def train(
         backward: function of the global batch and the sum of its targets' weights. It leaves gradients in the
             parameters, and returns the loss, or None if the rank does not know it.
         clip: function that clips gradients to a norm, and returns the norm before.
+        optimizer: the optimizer; None: AdamW of the parameters.
         load, save: functions that read and write the weights and the optimizer of `case.load` and `case.output`.
     """
     result, own = Result(), list(parameters.values())
-    groups = [{"params": [p for p in own if p.ndim >= 2], "weight_decay": case.weight_decay}]
-    groups += [{"params": [p for p in own if p.ndim < 2], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=1.0, betas=(case.beta1, case.beta2), eps=case.eps
-    )
+    optimizer = optimizer or adamw(own, case)
     if load is not None and case.load is not None:
         load(optimizer)
     for step in case.steps:

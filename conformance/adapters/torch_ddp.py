@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance import Case, Result
-from conformance.adapters.loop import train
+from conformance.adapters.loop import chunks, train
 from conformance.case import Batch, weights_of
 
 AXES = ("dp",)
@@ -51,11 +51,7 @@ def run(case: Case) -> Result:
         return (losses * weights_of(piece)).sum() / total
 
     def backward(batch: Batch, total: Tensor) -> float:
-        own = {name: tensor.chunk(ranks)[rank] for name, tensor in batch.items()}
-        pieces = [
-            dict(zip(own, rows, strict=True))
-            for rows in zip(*(x.chunk(case.micro_batches) for x in own.values()), strict=True)
-        ]
+        pieces = chunks(chunks(batch, ranks)[rank], case.micro_batches)
         loss = torch.zeros((), dtype=torch.float64)
         for i, piece in enumerate(pieces):
             with contextlib.nullcontext() if i == len(pieces) - 1 else wrapped.no_sync():

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from conformance import Case, Result
-from conformance.adapters.loop import train
+from conformance.adapters.loop import chunks, train
 from conformance.case import Batch, weights_of
 
 AXES = ("dp",)
@@ -27,11 +27,10 @@ def run(case: Case) -> Result:
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
     def backward(batch: Batch, total: Tensor) -> float:
-        own = {name: tensor.chunk(ranks)[rank] for name, tensor in batch.items()}
-        loss, micro_batches = torch.zeros((), dtype=torch.float64), case.micro_batches
-        for i in range(micro_batches):
-            piece = {name: tensor.chunk(micro_batches)[i] for name, tensor in own.items()}
-            model.set_requires_gradient_sync(i == micro_batches - 1)
+        pieces = chunks(chunks(batch, ranks)[rank], case.micro_batches)
+        loss = torch.zeros((), dtype=torch.float64)
+        for i, piece in enumerate(pieces):
+            model.set_requires_gradient_sync(i == len(pieces) - 1)
             losses = case.token_losses(model(input_ids=piece["input_ids"], use_cache=False).logits, piece["target_ids"])
             part = (losses * weights_of(piece)).sum() / total
             (part * ranks).backward()  # because `fully_shard` averages over the ranks

@@ -4,12 +4,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from conformance import Case, Result
-from conformance.adapters.loop import train
+from conformance.adapters.loop import sum_norms, train
+from conformance.adapters.stage import Stage
 from conformance.case import IGNORED, Batch
 
 AXES = ("pp",)
@@ -17,39 +18,6 @@ CHAPTERS = ("step", "steps", "accumulation", "odd", "masks", "float32")
 ONE_STAGE, V_SHAPED = ("GPipe", "1F1B"), ("ZBVZeroBubble", "DualPipeV")
 SCHEDULES = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V_SHAPED)
 LAYOUTS = tuple(f"pp2 {name}" for name in SCHEDULES if name != "1F1B")
-
-
-class Stage(nn.Module):
-    """Some layers of a model; the first stage also has the embedding, the last one the norm and the head."""
-
-    def __init__(self, model: Any, stage: int, stages: int) -> None:
-        super().__init__()
-        self.model: Any
-        self.lm_head: Any
-        self.rotary: Any
-        layers = len(model.model.layers) // stages
-        self.model, self.lm_head = nn.Module(), model.lm_head if stage == stages - 1 else None
-        kept = [str(i) for i in range(stage * layers, (stage + 1) * layers)]
-        self.model.layers = nn.ModuleDict({i: model.model.layers[int(i)] for i in kept})
-        self.model.embed_tokens = model.model.embed_tokens if stage == 0 else None
-        self.model.norm = model.model.norm if stage == stages - 1 else None
-        self.rotary = model.model.rotary_emb
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if self.model.embed_tokens is None else self.model.embed_tokens(x)
-        rotation = self.rotary(x, torch.arange(x.size(1))[None])
-        for layer in self.model.layers.values():
-            x = layer(x, position_embeddings=rotation)
-        return x if self.lm_head is None else self.lm_head(self.model.norm(x))
-
-
-def sum_norms(parameters: list[nn.Parameter], limit: float) -> float:
-    """Clip by the norm over all stages, which torch.distributed.pipelining leaves to the user."""
-    square = torch.stack([p.grad.square().sum() for p in parameters if p.grad is not None]).sum().double()
-    dist.all_reduce(square)
-    norm = square.sqrt()
-    nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    return float(norm)
 
 
 def run(case: Case) -> Result:

@@ -3,18 +3,17 @@
 The word `torch_clip` clips with torch's `clip_grad_norm_`.
 """
 
-import math
 from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from conformance import Case, Result
-from conformance.adapters.loop import torch_norm, train, whole
+from conformance.adapters.loop import norm_of_mixed, torch_norm, train
 from conformance.case import IGNORED, Batch
 
 AXES = ("tp",)
@@ -25,16 +24,6 @@ PLAN = {
     **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ColwiseParallel()),
     **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel()),
 }
-
-
-def norm_of_mixed(parameters: list[nn.Parameter], limit: float) -> float:
-    """Clip by the norm of DTensors and of plain tensors, which every rank has."""
-    norms = [float(whole(nn.utils.get_total_norm([p.grad]))) for p in parameters if p.grad is not None]
-    norm = math.hypot(*norms)
-    for p in parameters:
-        if p.grad is not None:
-            p.grad.mul_(min(1.0, limit / (norm + 1e-6)))
-    return norm
 
 
 def run(case: Case) -> Result:

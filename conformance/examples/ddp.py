@@ -16,7 +16,7 @@ def run(case: Case) -> Result:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, result = case.model(), Result()
-    optimizer = adamw(model, case)
+    optimizer = adamw(model.parameters(), case)
     for step in case.steps:
         batch = case.batch(step)
         own = {name: tensor.chunk(ranks)[rank] for name, tensor in batch.items()}  # (G, T) -> (G/dp, T)

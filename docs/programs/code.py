@@ -53,6 +53,23 @@ picotron/config_checks.py
 picotron/console.py
 picotron/files.py
 picotron/collectives.py
+# A check of any trainer
+conformance: __main__ case chapters models result reference ranks check compare rounding export
+conformance/examples/ddp.py
+conformance/examples/zero1.py
+conformance/examples/pipeline.py
+conformance/examples/ring.py
+conformance/adapters/loop.py
+conformance/adapters/stage.py
+conformance/adapters/picotron.py
+conformance/adapters/torch_ddp.py
+conformance/adapters/torch_fsdp.py
+conformance/adapters/torch_tp.py
+conformance/adapters/torch_pp.py
+conformance/adapters/torch_cp.py
+conformance/adapters/hf_accelerate.py
+conformance/adapters/hf_tp.py
+conformance/adapters/hf_picotron.py
 """
 
 

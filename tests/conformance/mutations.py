@@ -6,7 +6,8 @@ import inspect
 import textwrap
 from pathlib import Path
 
-DDP, PICOTRON = Path("conformance/examples/ddp.py"), Path("conformance/adapters/picotron.py")
+DDP, ZERO1, PIPELINE, RING = (Path(f"conformance/examples/{name}.py") for name in ("ddp", "zero1", "pipeline", "ring"))
+PICOTRON = Path("conformance/adapters/picotron.py")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ def picotron(function: str, old: str, new: str, chapter: str, layout: str, says:
     return Mutation(old, new, chapter, layout, says, f"picotron.{function}", PICOTRON)
 
 
-OPTIMIZER = "optimizer = adamw(model, case)"
+OPTIMIZER = "optimizer = adamw(model.parameters(), case)"
 MUTATIONS = {
     # data parallelism in plain torch
     "forgotten all-reduce": Mutation("dist.all_reduce(parameter.grad)", "pass", "step", "dp2", "gradient of"),
@@ -118,6 +119,35 @@ MUTATIONS = {
     "exported in bfloat16": Mutation(
         "model.save_pretrained", "__import__('copy').deepcopy(model).bfloat16().save_pretrained", "export", "dp2", "weight of"
     ),
+    # the other examples
+    "slices not gathered": Mutation("matrices.gather()", "pass", "step", "dp2", "step 1: weight of", "", ZERO1),
+    "moments of the next slice": Mutation(
+        "self.own = nn.Parameter(self.whole.chunk(ranks)[self.rank])",
+        "self.own = nn.Parameter(self.whole.chunk(ranks)[self.rank - 1])",
+        "step",
+        "dp2",
+        "step 1: weight of model.embed_tokens.weight",
+        "",
+        ZERO1,
+    ),
+    "norm of own parts": Mutation(
+        "    dist.all_reduce(square)\n", "", "step", "dp2", "gradient norm on rank 0", "conformance.adapters.loop:sum_norms", ZERO1
+    ),
+    "tied gradients of one end": Mutation(
+        "dist.all_reduce(shared.grad, group=ends)", "pass", "tied", "pp2", "gradient of model.embed_tokens.weight", "", PIPELINE
+    ),
+    "tied gradients counted twice": Mutation(
+        ", uncounted=shared if rank == last > 0 else None", "", "tied", "pp2", "gradient norm", "", PIPELINE
+    ),
+    "newest micro-batch first": Mutation("waiting.pop(0)", "waiting.pop()", "step", "pp2", "gradient of", "", PIPELINE),
+    "shift without its backward": Mutation(
+        "return shift(gradients[0], -1)", "return gradients[0]", "step", "cp2", "gradient of", "", RING
+    ),
+    "keys of the next rank": Mutation("(rank - i) % ranks  #", "(rank + i) % ranks  #", "step", "cp4", "step 1: loss", "", RING),
+    "position 0 on every rank": Mutation(
+        'position_ids=piece["position_ids"], ', "", "step", "cp2", "step 1: loss", "", RING
+    ),
+    "output of one block": Mutation("out * (lse - new).exp() + ", "out + ", "step", "cp2", "step 1: loss", "", RING),
     # picotron
     "gradients not divided": picotron("data_parallel.data_parallel:Bucket.launch", "AVG", "SUM", "step", "dp2", "2 times"),
     "norm counts replicas": picotron(

@@ -1,10 +1,12 @@
 """The check of trainers: it finds mistakes, and says where; it is independent of picotron, which passes it."""
 
 import ast
+import contextlib
 import dataclasses
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from conformance.chapters import CHAPTERS, batches, cases_of
 from conformance.check import Checker
 from conformance.compare import compare
 from conformance.reference import Reference, run_reference
-from tests.conformance.mutations import DDP, MUTATIONS, PICOTRON
+from tests.conformance.mutations import DDP, MUTATIONS, PICOTRON, PIPELINE, RING, ZERO1
 
 PACKAGE = [path for path in Path("conformance").rglob("*.py") if path != PICOTRON]
 
@@ -30,7 +32,7 @@ def test_the_package_imports_nothing_of_picotron(path: Path) -> None:
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module or "")
     roots = {name.split(".")[0] for name in names}
-    allowed = {"conformance", "torch", "transformers", "safetensors", "tqdm"}
+    allowed = {"conformance", "torch", "transformers", "safetensors", "tqdm", "accelerate"}
     assert roots <= set(sys.stdlib_module_names) | allowed, roots
 
 
@@ -133,15 +135,19 @@ def test_a_resumed_case_expects_the_steps_of_one_without_interruption(tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def ddp() -> Iterator[Checker]:
-    with Checker(DDP.resolve()) as checker:
-        yield checker
+def checker_of() -> Iterator[Callable[[Path], Checker]]:
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda path: stack.enter_context(Checker(path.resolve())))
 
 
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Checker]:
-    with Checker(PICOTRON.resolve()) as checker:
-        yield checker
+@pytest.fixture
+def ddp(checker_of: Callable[[Path], Checker]) -> Checker:
+    return checker_of(DDP)
+
+
+@pytest.fixture
+def trainer(checker_of: Callable[[Path], Checker]) -> Checker:
+    return checker_of(PICOTRON)
 
 
 QUICK = ("forgotten all-reduce", "mean of the ranks' means")
@@ -149,9 +155,9 @@ QUICK = ("forgotten all-reduce", "mean of the ranks' means")
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.parity) for n in MUTATIONS])
-def test_a_mistake_is_found(name: str, ddp: Checker, trainer: Checker, tmp_path: Path) -> None:
+def test_a_mistake_is_found(name: str, checker_of: Callable[[Path], Checker], tmp_path: Path) -> None:
     mutation = MUTATIONS[name]
-    checker = ddp if mutation.adapter == DDP else trainer
+    checker = checker_of(mutation.adapter)
     row = checker.check(mutation.chapter, mutation.layout, adapter=mutation.write(tmp_path))
     assert row.verdict == "differs", row
     assert mutation.says in row.detail, row
@@ -160,15 +166,18 @@ def test_a_mistake_is_found(name: str, ddp: Checker, trainer: Checker, tmp_path:
 def test_there_are_enough_mistakes() -> None:
     assert len(MUTATIONS) >= 25
     assert {mutation.chapter for mutation in MUTATIONS.values()} >= CHAPTERS.keys() - {"odd"}
+    assert {mutation.adapter for mutation in MUTATIONS.values()} >= set(Path("conformance/examples").glob("*.py"))
+
+
+EXAMPLES = {DDP: "dp2", ZERO1: "dp2", PIPELINE: "pp4", RING: "cp2"}
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "chapter", [c if c == "steps" else pytest.param(c, marks=pytest.mark.parity) for c in CHAPTERS]
-)
-def test_the_example_is_equal(ddp: Checker, chapter: str) -> None:
-    row = ddp.check(chapter, "dp2")
-    assert row.verdict == ("equal" if chapter in ddp.adapter.CHAPTERS else "not offered"), row
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("chapter", [c if c == "step" else pytest.param(c, marks=pytest.mark.parity) for c in CHAPTERS])
+def test_an_example_is_equal(checker_of: Callable[[Path], Checker], chapter: str, path: Path) -> None:
+    row = checker_of(path).check(chapter, EXAMPLES[path])
+    assert row.verdict == ("equal" if chapter in checker_of(path).adapter.CHAPTERS else "not offered"), row
 
 
 @pytest.mark.processes

@@ -251,7 +251,8 @@ def test_page_of_the_code_lists_every_file() -> None:
     page = Path("docs/code.md").read_text()
     assert page == code.replace_tables(page), "run python -m docs.programs.code"
     listed = re.findall(r"^\| \[[^\]]*\]\(\.\./([^)]*\.py)\) \| .", page, re.MULTILINE)
-    there = [str(path) for path in Path("picotron").rglob("*.py") if path.name != "__init__.py"]
+    folders = (Path("picotron"), Path("conformance"))
+    there = [str(path) for folder in folders for path in folder.rglob("*.py") if path.name != "__init__.py"]
     assert sorted(listed) == sorted([*there, *map(str, Path().glob("*.py"))])
 
 
