@@ -22,10 +22,17 @@ from conformance.chapters import CHAPTERS, PAIRS, SINGLE
 from conformance.check import Checker, Row
 
 
+def python_file(text: str) -> Path:
+    path = Path(text).resolve()
+    if not path.is_file() or path.suffix != ".py":
+        raise argparse.ArgumentTypeError(f"{text!r} is not a Python file; give the path of an adapter")
+    return path
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m conformance", description="Check what a trainer computes.")
     parser.add_argument(
-        "adapter", type=Path, nargs="?", help="Python file with a function run(case) [list the chapters]"
+        "adapter", type=python_file, nargs="?", help="Python file with a function run(case) [list the chapters]"
     )
     parser.add_argument("--only", nargs="+", choices=CHAPTERS, default=list(CHAPTERS), help="chapters [all]")
     parser.add_argument("--layouts", nargs="+", help='layouts, such as dp2 "dp2 x pp2 zbv"')
@@ -69,7 +76,7 @@ def main() -> int:
         print(*(f"{name:12} {chapter.summary}" for name, chapter in CHAPTERS.items()), sep="\n")
         return 0
     rows: list[Row] = []
-    with Checker(options.adapter.resolve(), options.timeout, options.torchrun) as checker:
+    with Checker(options.adapter, options.timeout, options.torchrun) as checker:
         for chapter, layout, other in plan(checker, options):
             rows.append(checker.check(chapter, layout, other))
             print(rows[-1], flush=True)

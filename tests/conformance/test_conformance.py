@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from conformance import Part, Result
+from conformance.__main__ import main
 from conformance.chapters import CHAPTERS, batches, cases_of
 from conformance.check import Checker
 from conformance.compare import compare
@@ -161,6 +162,17 @@ def test_a_mistake_is_found(name: str, checker_of: Callable[[Path], Checker], tm
     row = checker.check(mutation.chapter, mutation.layout, adapter=mutation.write(tmp_path))
     assert row.verdict == "differs", row
     assert mutation.says in row.detail, row
+
+
+@pytest.mark.parametrize("name", ["missing.py", "adapter.txt", "."])
+def test_an_adapter_is_a_python_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter.txt").touch()
+    monkeypatch.setattr("sys.argv", ["conformance", str(tmp_path / name)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "is not a Python file; give the path of an adapter" in capsys.readouterr().err
 
 
 def test_there_are_enough_mistakes() -> None:

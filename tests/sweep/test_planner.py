@@ -108,9 +108,10 @@ def test_the_search_finds_what_an_evaluation_of_all_configs_finds(seed: int, tmp
 
 
 @pytest.mark.parity
-def test_the_search_finds_the_best_configs_of_200_more_spaces(tmp_path: Path) -> None:
-    evaluated = sum(check_space(seed, tmp_path) for seed in range(12, 212))
-    assert evaluated > 10_000
+@pytest.mark.parametrize("first", range(12, 212, 25))
+def test_the_search_finds_the_best_configs_of_200_more_spaces(first: int, tmp_path: Path) -> None:
+    evaluated = sum(check_space(seed, tmp_path) for seed in range(first, first + 25))
+    assert evaluated > 1_000
 
 
 def test_if_nothing_fits_the_smallest_change_is_named() -> None:
