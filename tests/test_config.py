@@ -189,7 +189,7 @@ BAD = [
     ),
     (
         changed(distributed__pp_keep_activations=2, distributed__pp_size=2),
-        r"distributed\.pp_keep_activations=2 needs training\.activation_checkpointing='full', not 'none', which keeps",
+        r"distributed\.pp_keep_activations=2 needs training\.activation_checkpointing='full', not 'none', with which",
     ),
     (
         changed(distributed__pp_size=2, distributed__pp_memory=2),

@@ -95,7 +95,7 @@ def operands() -> dict[str, tuple[Tensor, torch.dtype, str]]:
     """
     config, caught = quickstart(), list[Tensor]()
     with fake_rank(0, config.distributed):
-        model: Any = stage_of(config).module
+        model: Any = stage_of(config).module.double()  # so that the picture is the same on all machines
         matrix = model.model.layers["0"].mlp.down_proj
         matrix.register_full_backward_hook(lambda _, __, gradients: caught.append(gradients[0]))
         ids = torch.randint(model.config.vocab_size, (2, 257), generator=torch.Generator().manual_seed(0))
@@ -119,8 +119,8 @@ def float8() -> str:
         for i, (title, values) in enumerate(
             {
                 str(dtype).removeprefix("torch.float8_")[:4]: numbers,
-                name: tensor.abs().flatten().float(),
-                f"{name} / scale": (tensor.abs().float() / quantise(tensor, dtype)[1]).flatten(),
+                name: tensor.abs().flatten(),
+                f"{name} / scale": (tensor.abs() / quantise(tensor, dtype)[1]).flatten(),
             }.items()
         ):
             panel = Panel(picture, left, top + (3 * number + i) * row, width, row - 34, (low, high), (0, 0.2))
