@@ -121,7 +121,11 @@ def help_of(program: str, *command: str) -> str:
     """Return the --help output of torchrun or of a program in the repository, or of one of its commands."""
     if program == "torchrun":
         return get_args_parser().format_help()
-    if program.startswith("benchmarks.") and program.partition(".")[2] not in ("tokens", "roofline", "schedules"):  # shared options
+    if program.startswith("benchmarks.") and program.partition(".")[2] not in (
+        "tokens",
+        "roofline",
+        "schedules",
+    ):  # shared options
         return benchmark_help()
     logger, output = logging.getLogger("picotron"), io.StringIO()
     handlers, level = list(logger.handlers), logger.level
