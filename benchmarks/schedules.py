@@ -155,7 +155,6 @@ def prediction(engines: list[str], counts: list[int], turns: int) -> None:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    counts = [4] if TINY else [4, 8]
     parser.add_argument(
         "--engines", nargs="+", choices=TORCH_CLASSES, default=list(TORCH_CLASSES), help="schedules; default: all"
     )
@@ -163,10 +162,10 @@ def main() -> None:
         "--micro_batches",
         type=number(int, 1),
         nargs="+",
-        default=counts,
-        help=f"micro-batches per step; default: {counts}",
+        default=[4],
+        help="micro-batches per step; default: 4",
     )
-    runs = 1 if TINY else 5
+    runs = 1 if TINY else 3
     parser.add_argument(
         "--runs", type=number(int, 1), default=runs, help=f"runs of each profile, with new processes; default: {runs}"
     )

@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    size_in_mb, turns = (1, 1) if TINY else (100, 2)
+    size_in_mb, turns = (1, 1) if TINY else (60, 2)
     parser.add_argument("--mb", type=number(int, 1), default=size_in_mb, help="MB of text in each file [%(default)s]")
     parser.add_argument("--turns", type=number(int, 1), default=turns, help="runs of each variant [%(default)s]")
     add_tiny(parser)

@@ -227,7 +227,7 @@ def arguments(text: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    turns, steps = 1 if TINY else 7, 5 if ON_GPU and not TINY else 1
+    turns, steps = 1 if TINY else 3, 5 if ON_GPU and not TINY else 1
     parser.add_argument(
         "--turns", type=number(int, 1), default=turns, help=f"number of measurements of each variant; default: {turns}"
     )

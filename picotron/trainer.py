@@ -293,10 +293,8 @@ class FrozenModel:
     def __init__(self, config: Config, folder: str, device: torch.device) -> None:
         config = config.model_copy(update={"model": Model(name=folder, dtype=config.model.dtype)})
         self.model_config, plan = check_model(config)
-        dtype, weights = (
-            getattr(torch, config.model.dtype),
-            Checkpoint(find_folder(folder), weights_only=True).weights(),
-        )
+        dtype = getattr(torch, config.model.dtype)
+        weights = Checkpoint(find_folder(folder), weights_only=True).weights()
         self.model: Any = build_stage(config, self.model_config, plan, device, dtype, weights)
         self.evaluate = make_evaluation(config, self.model_config, plan, device, dtype)
 

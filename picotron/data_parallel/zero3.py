@@ -69,7 +69,8 @@ class Unit:
         shard: this rank's slice of the weights.
         gradient_shard: this rank's slice of the gradients, in float32 or wider.
         gradients: local gradients that are not reduced yet.
-        missing: number of gradients of each parameter that a micro-batch still has to add before the unit is reduced.
+        arrived: number of gradients of each parameter since the last reduction. In a zero-bubble schedule, those of
+            norms come earlier than others, so more than one can be there; the surplus counts for the next reduction.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Unit:
         divide(parameters, self.full, self.shard, self.gradient_shard, group, after_update=self.free)
         self.shard.copy_(self.full[self.own])
         self.gradients: dict[Tensor, Tensor] = {}
-        self.missing: dict[Tensor, int] = {}
+        self.arrived: Counter[Tensor] = Counter()
         self.work: dist.Work | None = None
         self.is_full = True
         self.free()
@@ -125,9 +126,11 @@ class Unit:
         if parameter in self.gradients:
             gradient = self.gradients[parameter].to(self.gradient_shard.dtype).add_(gradient)
         self.gradients[parameter] = gradient
-        self.missing = self.missing or {p: 1 + (p in self.used_twice) for p in self.parameters if p.requires_grad}
-        self.missing[parameter] -= 1
-        return max(self.missing.values()) <= 0
+        self.arrived[parameter] += 1
+        return all(self.arrived[p] >= times for p, times in self._of_a_micro_batch().items())
+
+    def _of_a_micro_batch(self) -> dict[Tensor, int]:
+        return {p: 1 + (p in self.used_twice) for p in self.parameters if p.requires_grad}
 
     def start_reduction(self) -> Callable[[], None]:
         """Start to average the gradients. Returns a function that waits for it and adds up this rank's slice."""
@@ -136,7 +139,7 @@ class Unit:
             if parameter in self.gradients:
                 view.copy_(self.gradients[parameter].flatten())
         self.gradients.clear()
-        self.missing.clear()
+        self.arrived.subtract(self._of_a_micro_batch())
         work = start_reduce_to_slices(buffer, self.group)
 
         def finish() -> None:
@@ -340,6 +343,7 @@ class DataParallelZero3(DataParallel):
         for unit in self.units:
             if unit.gradients:
                 self._start_reduction(unit)
+            unit.arrived.clear()
             unit.free()
 
     def bytes_held(self) -> tuple[int, int]:
@@ -350,7 +354,7 @@ class DataParallelZero3(DataParallel):
 
     def finish_grad_sync(self) -> None:
         """Wait until this rank's slice of every gradient is the average, and free all full weights."""
-        self._finish_backward()  # in a zero-bubble schedule, gradients of norms can come earlier than others
+        self._finish_backward()
         self._finish_reduction()
         sum_partial_gradients(self.module)
 

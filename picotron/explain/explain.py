@@ -100,22 +100,21 @@ def build_and_run(config: Config, model_config: PreTrainedConfig, plan: Pipeline
 
 
 def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, plan: PipelinePlan) -> Step:
-    """Play a rank with few micro-batches and with one more. Every further one has the messages that this one adds."""
+    """Play a rank with one micro-batch and with two. Every further one has the messages that the second one adds."""
     layout, count = config.distributed, config.training.gradient_accumulation_steps
-    few = 2 * layout.pp_size if order_matters(config, plan) else 1  # then the schedule repeats itself
     searched = layout.pp_size > 1 and layout.pp_engine not in SCHEDULES  # or read from a file
-    if count <= 2 * few + 1 or searched or plan.keep_activations:
+    if count <= 3 or searched or plan.keep_activations:
         return run_rank(rank, config, model_config, plan)
     steps = []
     engine = layout.pp_engine if layout.pp_size > 1 else "1f1b"
     with fake_rank(rank, layout):
-        for each in (few, few + 1):
+        for each in (1, 2):
             training = config.training.model_copy(update={"gradient_accumulation_steps": each})
             brief = config.model_copy(update={"training": training})
             schedule = build(engine, layout.pp_size, each, plan.schedule.chunks)
             steps.append(build_and_run(brief, model_config, PipelinePlan(schedule, plan.stages)))
     fewer, more = (step.messages for step in steps)
-    messages = {each: fewer[each] + (more[each] - fewer[each]) * (count - few) for each in more}
+    messages = {each: fewer[each] + (more[each] - fewer[each]) * (count - 1) for each in more}
     return steps[0]._replace(messages=Counter(messages))
 
 
@@ -126,19 +125,10 @@ def run_stages(config: Config, model_config: PreTrainedConfig, plan: PipelinePla
     config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in changes.items()})
     per_stage, played = config.distributed.cp_size * config.distributed.tp_size, {}
     kinds = [kind_of_rank(plan, rank) for rank in range(plan.schedule.pp)]
-    if order_matters(config, plan):
-        kinds = [(rank,) for rank in range(plan.schedule.pp)]
     for rank, kind in enumerate(kinds):
         if kind not in played:
             played[kind] = run_rank_briefly(rank * per_stage, config, model_config, plan)
     return [played[kind] for kind in kinds]
-
-
-def order_matters(config: Config, plan: PipelinePlan) -> bool:
-    """Return whether messages depend on the order of actions, not only on their number. ZeRO-3 reduces the gradients of
-    a layer when it has all of them, and in a split backward, they can come from several micro-batches.
-    """
-    return config.distributed.dp_engine == "zero3" and plan.schedule.splits_backward
 
 
 def kind_of_rank(plan: PipelinePlan, rank: int) -> tuple[Any, ...]:

@@ -213,7 +213,7 @@ class Recipe(NamedTuple):
     placement: Placement = "loop"
 
 
-MAX_FORWARDS = 2**16  # per step, in all stages
+MAX_FORWARDS = 2**18  # per step, in all stages: so many take seconds to simulate
 
 SCHEDULES = {
     "afab": Recipe(afab),

@@ -13,7 +13,7 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data_parallel.zero3 import Unit
-from picotron.explain.explain import Step, run_stages, run_step
+from picotron.explain.explain import Step, run_rank, run_stages, run_step
 from picotron.model.flops import part_parameters
 from picotron.pipeline_parallel.plan import plan_pipeline
 from tests.explain.test_explain import Watch, total
@@ -87,14 +87,26 @@ def test_weights_are_gathered_once_per_step_in_a_pipeline() -> None:
         assert reduced == MICRO_BATCHES * 4 * parameters
 
 
-@pytest.mark.parametrize("engine", ["1f1b", "zbv", "dualpipev"])
-def test_a_tied_matrix_is_reduced_once_per_micro_batch_and_rank(engine: str) -> None:
-    """In a V, rank 0 uses it in its first and in its last stage."""
-    config = config_of("zero3", dp_size=2, pp_size=2, pp_engine=engine)
-    model_config = LlamaConfig(**MODEL.to_dict() | {"tie_word_embeddings": True})
-    for step in run_stages(config, model_config, plan_pipeline(config, model_config)):
+@pytest.mark.parametrize(
+    ("engine", "pp", "tied"),
+    [("1f1b", 2, False), ("zb_h1", 4, False), ("1f1b", 2, True), ("zbv", 2, True), ("dualpipev", 2, True)],
+)
+def test_every_unit_is_reduced_once_per_micro_batch(engine: str, pp: int, tied: bool) -> None:
+    """Also if gradients of norms come earlier than others. A tied matrix is used twice by rank 0 of a V."""
+    config = make_config(
+        distributed__dp_engine="zero3",
+        distributed__dp_size=2,
+        distributed__pp_size=pp,
+        distributed__pp_engine=engine,
+        training__gradient_accumulation_steps=(micro_batches := 8),
+        model__dtype="bfloat16",
+    )
+    model_config = LlamaConfig(**MODEL.to_dict() | {"tie_word_embeddings": tied})
+    plan = plan_pipeline(config, model_config)
+    for rank in range(pp):
+        step = run_rank(rank, config, model_config, plan)
         reduced = total(step, "cp_dp", lambda each: each.size, operation="reduce-scatter")
-        assert reduced == MICRO_BATCHES * 4 * 2 * step.parameters  # of which this rank holds half
+        assert reduced == micro_batches * 4 * 2 * step.parameters  # of which this rank holds half
 
 
 def really(config: Config, model_config: LlamaConfig) -> tuple[int, int, Step]:

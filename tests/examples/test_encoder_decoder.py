@@ -204,7 +204,7 @@ def test_the_program_runs_in_every_layout(processes: int, words: str) -> None:
         ("--steps -1", "'-1' should be an integer from 1 to"),
         ("--steps nan", "'nan' should be an integer from 1 to"),
         ("--layers 1e3", "'1e3' should be an integer from 1 to"),
-        ("--micro_batches 1000000", "forwards per step; a schedule has at most 65,536"),
+        ("--micro_batches 1000000", "forwards per step; a schedule has at most 262,144"),
         ("--sched zbv", "unrecognized arguments: --sched"),
         ("zbv", "unrecognized arguments: zbv"),
     ],

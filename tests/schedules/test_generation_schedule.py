@@ -67,11 +67,11 @@ def test_numbers_that_do_not_work_are_errors() -> None:
     with pytest.raises(UserError, match=r"an even number of chunks, .* not 3; use another pp_engine"):
         generation(2, 2, 1, 3, "V")
     with pytest.raises(
-        UserError, match=r"pp=2, groups=0, rounds=1 and chunks=1 must each be at least 1, .* most 65,536"
+        UserError, match=r"pp=2, groups=0, rounds=1 and chunks=1 must each be at least 1, .* most 262,144"
     ):
         generation(2, 0, 1)
-    with pytest.raises(UserError, match="must each be at least 1, and their product at most 65,536"):
-        generation(2, 2, 2**16)
+    with pytest.raises(UserError, match="must each be at least 1, and their product at most 262,144"):
+        generation(2, 2, 2**18)
 
 
 def test_draw_prints_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
