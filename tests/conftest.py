@@ -29,6 +29,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.processes)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return a scheduler that keeps the tests of a file in one worker, but spreads the slow commands of pages."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if "::test_all_commands_print" in nodeid else super()._split_scope(nodeid)
+
+    return ByFile(config, log)
+
+
 def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
     if arguments[:1] == ("fc-list",):  # by which matplotlib finds fonts once per machine
         return

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,9 @@ def test_ctrl_c_ends_a_conversation_without_a_traceback(folder: Path) -> None:
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout
         assert process.stdout.read(2) == b"> "
+        status = Path(f"/proc/{process.pid}/stat")
+        while status.read_text().rsplit(")", 1)[1].split()[0] in "RD":  # a signal before the read waits for its end
+            time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
