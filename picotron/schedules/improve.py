@@ -4,7 +4,7 @@ A move takes two neighbouring actions of a rank, often on the critical path, and
 first one later; some moves join an I and its W to a full backward, or split one. Several moves on a rank can be made
 together. A program is accepted if it is at most as slow as the one before it, or as the one `HISTORY` moves before
 (late acceptance hill climbing, Burke and Bykov 2017, doi:10.1016/j.ejor.2016.07.012), so the search can leave a local
-optimum. Its random numbers have a fixed seed, and its effort is counted in simulated actions, not in seconds, so all
+optimum. Its random numbers have fixed seeds, and its effort is counted in simulated actions, not in seconds, so all
 ranks find the same program.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from picotron.schedules.actions import Action, Schedule
 from picotron.schedules.simulate import Costs, simulate
 
-BUDGET = 800_000  # simulated actions, at most a second
+BUDGET = 1_600_000  # simulated actions of a search, about a second
 HISTORY = 300  # moves
 MOVES = (1, 1, 1, 2, 2, 3)  # numbers of moves that are made together
 ROUNDING = 1e-9  # relative: sums of fractions are rounded
@@ -151,7 +151,7 @@ class Improver:
             program.insert(second - 1 + distance, program.pop(second - 1))
         return program
 
-    def run(self, schedule: Schedule, bound: float, budget: int = BUDGET) -> Schedule:
+    def run(self, schedule: Schedule, bound: float, budget: int = BUDGET, seed: int = 0) -> Schedule:
         """Improve a schedule until its step takes `bound`, or the budget is spent.
 
         Returns:
@@ -162,7 +162,7 @@ class Improver:
         timing = self.timing(programs) if count == sum(map(len, schedule.programs)) and count > 3 else None
         if timing is None:
             return schedule
-        draw, number = random.Random(0), 0
+        draw, number = random.Random(seed), 0
         best, fastest = timing.step_time, programs
         history = [best] * HISTORY
         while budget > 0 and best > bound * (1 + ROUNDING):

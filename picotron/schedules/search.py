@@ -22,7 +22,7 @@ from picotron.schedules.simulate import Costs, Timeline, activations, simulate
 
 Shape = tuple[int, Placement]  # chunks per rank, and placement of the stages
 SHAPES: list[Shape] = [(1, "loop"), (2, "loop"), (2, "V")]
-STARTS = 2  # number of schedules that are improved
+STARTS, RUNS = 2, 2  # number of schedules that are improved, and how often, with other random numbers
 
 
 class Found(NamedTuple):
@@ -268,8 +268,9 @@ def fastest_schedule(
     assert found, "room for a micro-batch on each rank is enough"
     if objective is not step_time:
         return found[-1]
-    for _, _, old, costs, _ in found[-STARTS:]:
-        new = Improver(old, memory, costs, deferred, stage_sizes(old, sizes)).run(old, bound, BUDGET // STARTS)
+    for seed, (_, _, old, costs, _) in itertools.product(range(RUNS), found[-STARTS:]):
+        improver = Improver(old, memory, costs, deferred, stage_sizes(old, sizes))
+        new = improver.run(old, bound, BUDGET // (STARTS * RUNS), seed)
         if new is not old:
             found.append(Found(simulate(new, costs).step_time, "search", new, costs, bound))
     return min(found, key=lambda each: each.score)

@@ -101,8 +101,8 @@ def step_time(schedule: Schedule, costs: Costs) -> float:
 
 @pytest.mark.parity
 def test_search_is_near_the_best_of_many_schedules() -> None:
-    """Of 60, 50 are optimal; the worst one is a step of 20 units instead of 19."""
+    """Of 60, 51 are optimal; the worst one takes 3.5 % longer than the best."""
     above = sorted(gaps(seed, 60_000)[0] for seed in range(100, 160))
     assert mean(above) < 0.005
     assert above[-2] < 0.03
-    assert above[-1] < 0.06
+    assert above[-1] < 0.05
