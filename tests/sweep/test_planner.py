@@ -14,6 +14,7 @@ from picotron.explain.estimate import GIB, rank_memory
 from picotron.explain.forecast import forecast
 from picotron.explain.hardware import HARDWARE, USABLE, Hardware
 from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.schedules import search
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import build
 from picotron.sweep.combinations import combinations
@@ -103,13 +104,19 @@ def check_space(seed: int, folder: Path, count: int = 4) -> int:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_search_finds_what_an_evaluation_of_all_configs_finds(seed: int, tmp_path: Path) -> None:
+def test_the_search_finds_what_an_evaluation_of_all_configs_finds(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "BUDGET", 40_000)  # so that the schedules of `auto` are found sooner
     check_space(seed, tmp_path)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("first", range(12, 212, 25))
-def test_the_search_finds_the_best_configs_of_200_more_spaces(first: int, tmp_path: Path) -> None:
+def test_the_search_finds_the_best_configs_of_200_more_spaces(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "BUDGET", 40_000)
     evaluated = sum(check_space(seed, tmp_path) for seed in range(first, first + 25))
     assert evaluated > 1_000
 
