@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -272,12 +271,14 @@ def test_line_whose_messages_cannot_be_rendered_is_named(
 @pytest.mark.parity
 def test_ctrl_c_ends_a_conversation_without_a_traceback(folder: Path) -> None:
     words = [sys.executable, "generate.py", "--checkpoint", str(folder), "--chat"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+
+    def listen() -> None:  # a job in the background of a shell ignores SIGINT, and so would its children
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(words, preexec_fn=listen, **pipes) as process:
         assert process.stdout
         assert process.stdout.read(2) == b"> "
-        status = Path(f"/proc/{process.pid}/stat")
-        while status.read_text().rsplit(")", 1)[1].split()[0] in "RD":  # a signal before the read waits for its end
-            time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
