@@ -2,9 +2,9 @@
 
     TORCHTITAN_CHECKOUT=FOLDER python -m conformance conformance/adapters/torchtitan.py
 
-`Trainer.__init__` needs a GPU, a tokenizer and data. So the adapter makes an empty `Trainer` and gives it what
-`forward_backward_step` reads; `loop.train` does the rest of `train_step`, with torchtitan's `clip_grad_norm_`. Words of a
-layout besides the sizes:
+`Trainer.__init__` needs a GPU, a tokenizer and data, so the adapter makes an empty `Trainer` and gives it what
+`forward_backward_step` reads; `loop.train` does the rest of `train_step`, with torchtitan's `clip_grad_norm_`. Words of
+a layout besides the sizes:
 
 1F1B, ...        schedule of a pipeline
 chunked          the loss in chunks of tokens (`ChunkedLossWrapper`), which torchtitan's own configs choose
