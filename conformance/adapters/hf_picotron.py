@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from conformance import Case, NotOffered, Part, Result
-from conformance.adapters.loop import train
+from conformance.adapters.loop import Wide, train
 from conformance.case import Batch
 
 CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "resume", "elsewhere", "float32", "mixed")
@@ -91,13 +91,6 @@ MODULES: dict[str, Any] = {
 }
 for path in PLACEHOLDERS:
     del sys.modules[path]  # so that transformers does not take it for the library
-
-
-class Wide:
-    """Torch for a module of the checkout, in which the constant float32 means float64."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, "float64" if name == "float32" else name)
 
 
 class Batches:

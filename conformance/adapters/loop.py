@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,13 @@ from torch.distributed.tensor import DTensor
 from conformance import Case, Result
 from conformance.case import Batch, weights_of
 from conformance.reference import adamw
+
+
+class Wide:
+    """Torch for a module of another trainer, in which the constant float32 means float64."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, "float64" if name == "float32" else name)
 
 
 def whole(tensor: Tensor) -> Tensor:

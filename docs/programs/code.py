@@ -70,6 +70,7 @@ conformance/adapters/torch_cp.py
 conformance/adapters/hf_accelerate.py
 conformance/adapters/hf_tp.py
 conformance/adapters/hf_picotron.py
+conformance/adapters/torchtitan.py
 """
 
 
