@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Return a scheduler that keeps the tests of a file in one worker, but spreads the slow commands of pages."""
+    """Return a scheduler that gives each file to one worker, but each page with slow commands to any worker."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):

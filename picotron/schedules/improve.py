@@ -15,7 +15,7 @@ from typing import NamedTuple
 from picotron.schedules.actions import Action, Schedule
 from picotron.schedules.simulate import Costs, simulate
 
-BUDGET = 1_600_000  # simulated actions of a search, about a second
+BUDGET = 1_600_000  # simulated actions of all runs of a search, half a second to one and a half
 HISTORY = 300  # moves
 MOVES = (1, 1, 1, 2, 2, 3)  # numbers of moves that are made together
 ROUNDING = 1e-9  # relative: sums of fractions are rounded
@@ -153,6 +153,10 @@ class Improver:
 
     def run(self, schedule: Schedule, bound: float, budget: int = BUDGET, seed: int = 0) -> Schedule:
         """Improve a schedule until its step takes `bound`, or the budget is spent.
+
+        Args:
+            budget: number of simulated actions.
+            seed: seed of the random moves.
 
         Returns:
             The fastest schedule found; the given one if it has overlapped pairs, or if none is faster.

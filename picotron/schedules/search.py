@@ -22,7 +22,7 @@ from picotron.schedules.simulate import Costs, Timeline, activations, simulate
 
 Shape = tuple[int, Placement]  # chunks per rank, and placement of the stages
 SHAPES: list[Shape] = [(1, "loop"), (2, "loop"), (2, "V")]
-STARTS, RUNS = 2, 2  # number of schedules that are improved, and how often, with other random numbers
+STARTS, RUNS = 2, 2  # schedules that are improved, and runs of the improvement for each, with different seeds
 
 
 class Found(NamedTuple):

@@ -273,7 +273,7 @@ def test_ctrl_c_ends_a_conversation_without_a_traceback(folder: Path) -> None:
     words = [sys.executable, "generate.py", "--checkpoint", str(folder), "--chat"]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
 
-    def listen() -> None:  # a job in the background of a shell ignores SIGINT, and so would its children
+    def listen() -> None:  # a background job of a shell ignores SIGINT, and its children inherit that
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     with subprocess.Popen(words, preexec_fn=listen, **pipes) as process:
