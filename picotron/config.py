@@ -79,7 +79,7 @@ class Distributed(Section):
     dp_size: Positive = 1
     """number of data-parallel ranks, each of which trains on different sequences of the batch"""
     dp_engine: Literal["naive", "bucket", "zero1", "zero3"] = "bucket"
-    """what data-parallel ranks divide: zero1 the optimizer; zero3 also weights and gradients; the others nothing"""
+    """state that data-parallel ranks shard: zero1 the optimizer; zero3 also weights and gradients; the others none"""
     pp_engine: ScheduleName = "1f1b"
     """pipeline schedule for pp_size > 1: a name, auto to search for the fastest one, or csv:FILE to read a file"""
     pp_chunks: Positive | None = None
@@ -249,7 +249,7 @@ class Logging(Section):
     level: Literal["info", "debug"] = "info"
     """debug: with pp_size > 1, every rank logs its actions (F3 is the forward of micro-batch 3)"""
     use_wandb: bool = False
-    """log metrics to Weights & Biases, too; offline without a login"""
+    """also log metrics to Weights & Biases; offline without a login"""
     project_name: str = "picotron"
     """name of the wandb project"""
     run_name: str | None = None

@@ -145,7 +145,7 @@ def compile_model(llama: Llama) -> None:
 
 
 def unwrap(model: nn.Module) -> Llama:
-    """The `Llama` inside the wrappers of `build_stage` and `build_model`."""
+    """Return the `Llama` inside the wrappers of `build_stage` and `build_model`."""
     return next(module for module in model.modules() if isinstance(module, Llama))
 
 

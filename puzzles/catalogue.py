@@ -72,7 +72,7 @@ PUZZLES = [
         "p03_place",
         "data",
         "which rank trains on a sample, and when",
-        "docs/training_step.md#how-a-global-batch-is-divided",
+        "docs/training_step.md#how-a-global-batch-is-split",
         (
             "The page has the formula for the number of a sample. Its four terms are digits of that number, in a mixed base.",
             "divmod(sample, samples per step) is the step, and what remains within it.",

@@ -1,6 +1,6 @@
 """Puzzle 3, data: which rank trains on a sample, and when.
 
-To read: docs/training_step.md, "How a global batch is divided". Check your answer with `python -m puzzles 3`.
+To read: docs/training_step.md, "How a global batch is split". Check your answer with `python -m puzzles 3`.
 """
 
 

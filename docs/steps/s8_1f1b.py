@@ -90,7 +90,7 @@ def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> 
         if x.grad is not None:  # not on the first stage, whose x are token ids
             sent.append(comm.send(x.grad, "pp", rank["pp"] - 1))
 
-    warmup = size["pp"] - rank["pp"] - 1  # a later stage needs so many forwards before it sends the first gradient
+    warmup = size["pp"] - rank["pp"] - 1  # the forwards that run before the first gradient arrives
     for ids, targets in micro_batches:
         forward(ids, targets)
         if len(running) > warmup:

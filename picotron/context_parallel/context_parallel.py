@@ -74,7 +74,7 @@ def accumulate_gradients(
     """Add the contribution of blocks to dq (B, H, T/cp, d) and dkv (2, B, K, T/cp, d), in place.
 
     Args:
-        dy, out, lse: those of the attention to all keys.
+        dy, out, lse: gradient, output and log-sum-exp of the attention to all keys.
     """
     for rows, queries, keys, causal in blocks:
         block_dy, block_q, block_out, block_lse = (each[rows, :, queries] for each in (dy, q, out, lse))

@@ -1,10 +1,10 @@
 """Data parallelism: every rank holds all weights and a part of the batch, and gradients are averaged over the ranks.
 
 Each parameter gets a `main_grad`, a buffer in float32 or wider, in which gradients accumulate over micro-batches and
-which the optimizer reads. The average is over `cp_dp_group`, because context-parallel ranks hold the same weights, too.
+which the optimizer reads. The average is over `cp_dp_group`, because context-parallel ranks also hold the same weights.
 
 `DataParallelNaive` shows the idea; `DataParallelBucket` makes it fast (Li et al. 2020, arXiv:2006.15704). With both,
-all ranks hold the same optimizer state, which `zero1` divides over them.
+all ranks hold the same optimizer state, which `zero1` shards over them.
 """
 
 import weakref
@@ -149,7 +149,7 @@ class DataParallel(nn.Module):
 
     def _accumulate(self, parameter: Tensor) -> None:
         """Add `parameter.grad` to the bucket. Autograd calls this once per backward, also for a tied weight."""
-        if parameter.grad is None:  # a backward that defers this gradient calls the hook, too
+        if parameter.grad is None:  # a backward that defers this gradient also calls the hook
             return
         self.bucket_by_parameter[parameter].gradients[parameter].add_(parameter.grad)
         parameter.grad = None

@@ -14,8 +14,8 @@ micro-batches. Two schedules, for 3 stages and 4 micro-batches, where a backward
         .. F0 F1 .. .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3 .. ..
         .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .. .. .. ..
 
-Both have the same bubble. But a micro-batch's activations stay in memory from its forward to its backward: in AFAB
-those of all m micro-batches, in 1F1B those of at most p - (pp rank).
+Both have the same bubble. But a micro-batch's activations stay in memory from its forward to its backward: AFAB holds
+up to m micro-batches, and 1F1B holds up to p - (pp rank).
 """
 
 from collections import deque
@@ -47,7 +47,7 @@ class PipelineParallel(PipelineStages):
     Args:
         model: a Llama on the meta device, from which the modules of other ranks are removed.
         plan: the stages of the pipeline, and their ranks.
-        sequence_parallel: whether hidden states are divided over the tp ranks along the sequence.
+        sequence_parallel: whether hidden states are sharded over the tp ranks along the sequence.
 
     Attributes:
         stages: contents of this rank's stages, by number. With one stage per rank, its number is the pp rank.
@@ -124,7 +124,7 @@ class PipelineParallel(PipelineStages):
         return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
 
     def sum_tied_gradients(self) -> None:
-        """Add the gradients of the tied matrix: that of its use as embedding and that of its use as head."""
+        """Add the two gradients of the tied matrix: one of its use as embedding, one of its use as head."""
         if self.embedding_group is not None and (weight := self.module.model.embed_tokens.weight).requires_grad:
             all_reduce(main_grad(weight), self.embedding_group)
 
@@ -155,7 +155,7 @@ def backward_step(
 
 
 def shapes_of(tensor_shapes: Sequence[Any], micro_batches: int) -> Sequence[Sequence[int]]:
-    """Return a shape for each micro-batch, from one shape for all, or from these shapes."""
+    """Return a shape for each micro-batch, given one shape for all of them or a list of shapes."""
     return [tensor_shapes] * micro_batches if isinstance(tensor_shapes[0], int) else tensor_shapes
 
 
@@ -185,7 +185,7 @@ def train_step_pipeline_afab(
     Args:
         model: a `PipelineParallel` in a `DataParallel`.
         data_loader: the micro-batches of this rank's pipeline.
-        tensor_shapes, device, dtype: those of the hidden states between stages: one shape, or one for each micro-batch.
+        tensor_shapes, device, dtype: describe the hidden states between stages; one shape, or one for each micro-batch.
 
     Returns:
         On the last stage, the mean loss over this pipeline's tokens, on the others 0; a scalar on the device.
@@ -216,7 +216,7 @@ def train_step_pipeline_afab(
 def train_step_pipeline_1f1b(
     model: Any, data_loader: Any, tensor_shapes: Sequence[Any], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Alternate forward and backward, else as in AFAB: PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473)."""
+    """Alternate forward and backward: PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473). Else like AFAB."""
     grid, micro_batches = pgm.process_group_manager, data_loader.grad_acc_steps
     shapes = shapes_of(tensor_shapes, micro_batches)
     losses: list[Tensor] = []

@@ -2,11 +2,11 @@
 
 A block (attention or MLP) is a column-parallel matrix, of which each rank computes some of the outputs (its heads, or
 its hidden units), an operation that treats these outputs independently, and a row-parallel matrix, which each rank
-multiplies with the inputs that it holds. The products are partial: a sum over the ranks completes them. So a block
+multiplies with the inputs that it holds. The products are partial: their sum over the ranks is the output. So a block
 needs one collective in forward and one in backward.
 
 With sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198), the tensors between the blocks (for norms and
-residuals) are sharded, too, along the sequence. The sum becomes a reduce-scatter, and the next block begins with an
+residuals) are also sharded, along the sequence. The sum becomes a reduce-scatter, and the next block begins with an
 all-gather: together, they send as many bytes as one all-reduce. For an MLP, without it (left) and with it (right):
 
         x (B, T, D), full                     x (B, T/tp, D), sharded
@@ -170,8 +170,8 @@ class RowParallelLinear(nn.Module):
 class NormOverRanks(nn.Module):
     """An `RMSNorm` over all heads, of which each rank holds some: x (B, T, heads * d).
 
-    The mean of the squares is that of the ranks' means, because all ranks hold equally many heads. Several ranks that
-    hold the same head change nothing, because then each head is held equally often.
+    The mean of the squares is the mean of the ranks' means, because all ranks hold the same number of heads. Several
+    ranks that hold the same head change nothing, because then each head is held equally often.
     """
 
     def __init__(self, norm: RMSNorm, shard: Shard, replica_group: dist.ProcessGroup | None = None) -> None:

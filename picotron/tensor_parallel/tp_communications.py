@@ -93,7 +93,7 @@ class CopyToRanks(torch.autograd.Function):
 
 
 class ReduceFromRanks(torch.autograd.Function):
-    """forward: all-reduce. backward: identity, because the gradient of a sum is that of each of its terms."""
+    """forward: all-reduce. backward: identity, because each term of a sum has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
