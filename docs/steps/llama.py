@@ -79,7 +79,7 @@ def make_model() -> nn.Sequential:
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    """Compute the part of these tokens in the mean loss of a batch, so that parts are summed, wherever they are."""
+    """Compute these tokens' part of the mean loss of a batch: the parts are summed, whichever ranks compute them."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * LENGTH)
 
 

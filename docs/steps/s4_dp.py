@@ -33,7 +33,7 @@ def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> 
         loss.backward()
         total += loss.detach()
     for name, parameter in model.named_parameters():
-        axis = "dp" if "_proj" in name else "dp_tp"  # ranks with these weights and other tokens
+        axis = "dp" if "_proj" in name else "dp_tp"  # ranks that hold these weights and saw different tokens
         dist.all_reduce(parameter.grad, group=group[axis])
     return total
 

@@ -87,7 +87,7 @@ def make_buckets(model: nn.Module) -> list[Bucket]:
     """Make buckets of the parameters that are in the same module and have the same axis."""
     members: dict[tuple[str, str], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        axis = "cp_dp" if "_proj" in name else "cp_dp_tp"  # ranks with these weights and other tokens
+        axis = "cp_dp" if "_proj" in name else "cp_dp_tp"  # ranks that hold these weights and saw different tokens
         members.setdefault((name.split(".")[0], axis), []).append(parameter)
     return [Bucket(parameters, axis) for (_, axis), parameters in members.items()]
 
