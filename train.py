@@ -45,7 +45,6 @@ def main() -> None:
     config = parse_config(options.data, check_run)
     model_config, plan = check_run(config)
     layout, training, dtype = config.distributed, config.training, getattr(torch, config.model.dtype)
-    logging.getLogger("picotron.pipeline").setLevel(config.logging.level.upper())
     claim_save_dir(config)
     device = set_up_device(config)
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
-from picotron.check_batches import Batch, check_batches, check_split
-from picotron.collectives import all_reduce
+from picotron.check_batches import Batch, LossParts, check_batches, check_loss, check_split
+from picotron.collectives import all_reduce, run_on_all_ranks
 from picotron.console import UserError
 from picotron.context_parallel.cp_communications import SumOverRanks
 from picotron.context_parallel.positions import local_positions
@@ -86,6 +86,7 @@ def split_batch(batch: Batch, micro_batches: int | None = None, cp_sharding: str
     for i in range(micro_batches):
         first = (i * grid.dp_world_size + grid.dp_rank) * rows
         part = {name: cut(value, first) for name, value in batch.items() if name != "cu_seqlens"}
+        part["cp_sharding"] = cp_sharding
         if (boundaries := batch.get("cu_seqlens")) is not None:
             inside = (boundaries >= first * length) & (boundaries <= (first + rows) * length)
             part["cu_seqlens"] = boundaries[inside] - first * length
@@ -130,7 +131,15 @@ def sum_over_sequence(x: Tensor) -> Tensor:
 
 
 def cross_entropy(head: Any, x: Tensor, batch: Batch) -> Tensor:
-    """Compute the default loss of a micro-batch: the cross entropy of its `target_ids`."""
+    """Compute the default loss of a micro-batch: the cross entropy of its `target_ids`.
+
+    Raises:
+        UserError: it has none.
+    """
+    if "target_ids" not in batch:
+        raise UserError(
+            "a micro-batch has no target_ids, which the cross entropy needs: for each token, the id of the next"
+        )
     return head.cross_entropy(x, batch["target_ids"], batch.get("target_weights"))
 
 
@@ -157,8 +166,8 @@ def train_batch(
         loss_fn: function of the head, its input x (B, T/cp, D) and the micro-batch. The head has `cross_entropy`,
             `log_probs` and `local_logits`, and is itself a function of x that returns the logits (B, T/cp, V). The
             result is the loss of the micro-batch, a scalar, or (loss, weight, statistics): then loss and statistics are
-            sums over the micro-batch, and are divided by the sum of the weights of all micro-batches of all ranks. The
-            names of the statistics must be the same in all of them.
+            sums over the micro-batch, numbers or scalar tensors, and are divided by the sum of the weights of all
+            micro-batches of all ranks. The names of the statistics must be the same in all of them.
         losses: list that gets the results of `loss_fn` without their gradients, in the order of `batches`, on ranks
             with the last stage; on the others it is emptied.
         scope: see `normalise_weights`.
@@ -166,23 +175,20 @@ def train_batch(
         post_hook: see `forward_batch`. It is only called if there is a list.
 
     Raises:
-        UserError: the batches do not fit the step or each other, a loss is not a scalar, or all weights are 0.
+        UserError: the batches do not fit the step or each other, a loss is not a scalar, all weights are 0, or
+            gradients of an earlier step are there.
     """
-    if check_batches(step, model, batches):
+    if check_batches(step, model, batches, is_training=True):
         batches = [_with_weights(batch) for batch in batches]
     if "target_weights" in batches[0]:
         batches = normalise_weights(batches, scope)
-    results: dict[int, tuple[Tensor, Tensor | float, dict[str, Tensor]]] = {}  # by micro-batch
+    results: dict[int, LossParts] = {}  # by micro-batch
     hooked: dict[int, Any] = {}
 
     def with_loss(i: int, batch: Batch) -> Batch:
         def loss(head: Any, x: Tensor) -> Tensor:
-            returned = loss_fn(head, x, batch)
-            value, weight, statistics = returned if isinstance(returned, tuple) else (returned, 1.0, {})
-            if not isinstance(value, Tensor) or value.ndim != 0:
-                found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise UserError(f"loss_fn returned a loss of shape {found}, but it must be a scalar tensor; sum it")
-            results[i] = value.detach(), weight, {name: each.detach() for name, each in statistics.items()}
+            value, weight, statistics = check_loss(loss_fn(head, x, batch))
+            results[i] = value.detach(), weight, statistics
             if outputs is not None:
                 with torch.no_grad():
                     hooked[i] = post_hook(head, x, batch)
@@ -196,15 +202,14 @@ def train_batch(
         losses[:] = [loss for loss, _, _ in ordered]
     if outputs is not None:
         outputs[:] = [hooked[i] for i in sorted(hooked)]
-    totals = _sum_over_ranks(ordered)
-    weight = totals.pop("weight")
+    loss, weight, statistics = _sum_over_ranks(ordered)
     if not weight > 0:
         raise UserError(f"the weights that loss_fn returned sum to {weight:g}; their sum must be positive")
     # The step has divided by the number of micro-batches and of ranks, the number of terms, instead of by the weight.
     terms = len(batches) * pgm.process_group_manager.cp_dp_world_size
     if weight != terms:
         scale_gradients(model, terms / weight)
-    return BatchResult(totals.pop("loss") / weight, {name: total / weight for name, total in totals.items()})
+    return BatchResult(loss / weight, {name: total / weight for name, total in statistics.items()})
 
 
 def _with_weights(batch: Batch) -> Batch:
@@ -221,24 +226,31 @@ def _model_inputs(batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> Bat
     return inputs | {"hidden_states": None, "loss_fn": loss_fn}
 
 
-def _sum_over_ranks(results: Sequence[tuple[Tensor, Tensor | float, dict[str, Tensor]]]) -> dict[str, float]:
-    """Sum losses, weights and statistics over micro-batches and ranks, and pass them from the last stage to all."""
-    grid, totals = pgm.process_group_manager, None
-    if results:
-        device = results[0][0].device
-        rows = [{"loss": loss, "weight": weight, **statistics} for loss, weight, statistics in results]
-        names = sorted(rows[0])
-        if any(sorted(row) != names for row in rows):
-            raise UserError(
-                "loss_fn returned statistics with different names for two micro-batches; return the same names for all"
-            )
-        numbers = [[torch.as_tensor(row[name], dtype=torch.float64, device=device) for name in names] for row in rows]
-        total = torch.stack([torch.stack(row) for row in numbers]).sum(0)
-        all_reduce(total, grid.cp_dp_group)
-        totals = dict(zip(names, total.tolist(), strict=True))
-    found: list[Any] = [None] * grid.pp_world_size
-    dist.all_gather_object(found, totals, group=grid.pp_group)
-    return dict(next(each for each in found if each is not None))
+def _sum_over_ranks(results: Sequence[LossParts]) -> tuple[float, float, dict[str, float]]:
+    """Sum losses, weights and statistics over micro-batches and ranks. Every rank gets the sums."""
+    sums = [each for each in run_on_all_ranks(lambda: _sum_over_micro_batches(results)) if each is not None]
+    losses, weights, statistics = zip(*sums, strict=True)
+    if different := [each.keys() ^ statistics[0].keys() for each in statistics if each.keys() != statistics[0].keys()]:
+        raise UserError(
+            f"loss_fn returned the statistic {min(different[0])!r} on some ranks only; return it on all of them"
+        )
+    return sum(losses), sum(weights), {name: sum(each[name] for each in statistics) for name in statistics[0]}
+
+
+def _sum_over_micro_batches(results: Sequence[LossParts]) -> tuple[float, float, dict[str, float]] | None:
+    """Return the sums of this rank. None on stages without a loss, and on further tp ranks, whose sums are equal."""
+    if not results or pgm.process_group_manager.tp_rank > 0:
+        return None
+    names = sorted(results[0][2])
+    if any(sorted(statistics) != names for _, _, statistics in results):
+        raise UserError(
+            "loss_fn returned statistics with different names for two micro-batches; return the same names for all"
+        )
+    device = results[0][0].device
+    rows = [[loss, weight, *(statistics[name] for name in names)] for loss, weight, statistics in results]
+    numbers = [[torch.as_tensor(each, dtype=torch.float64, device=device) for each in row] for row in rows]
+    loss, weight, *totals = torch.stack([torch.stack(row) for row in numbers]).sum(0).tolist()
+    return loss, weight, dict(zip(names, totals, strict=True))
 
 
 def forward_batch(

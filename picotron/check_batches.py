@@ -13,11 +13,14 @@ from picotron.console import UserError
 from picotron.context_parallel.positions import chunk_count
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import IGNORE_INDEX, Llama
+from picotron.model.model_config import check_window
+from picotron.model.weights import main_grad
 from picotron.parallelize import unwrap
 from picotron.pipeline_parallel.executor import check_micro_batches
 from picotron.train_step import Step
 
 Batch = dict[str, Any]
+LossParts = tuple[Tensor, Tensor | float, dict[str, Tensor | float]]  # loss, weight and statistics of a micro-batch
 PER_TOKEN = ("target_ids", "position_ids", "target_weights")  # tensors of the shape of `input_ids`
 SHARED = ("input_ids", *PER_TOKEN, "cu_seqlens")  # tensors that must be equal on all ranks of a pipeline
 
@@ -31,8 +34,11 @@ class RankBatches(NamedTuple):
     digests: list[dict[str, str]]  # of the shared tensors of each micro-batch, by name
 
 
-def check_batches(step: Step, model: DataParallel, batches: Sequence[Batch]) -> bool:
+def check_batches(step: Step, model: DataParallel, batches: Sequence[Batch], is_training: bool = False) -> bool:
     """Check micro-batches before a step, see `make_train_step` and `make_evaluation`.
+
+    Args:
+        is_training: whether the step runs backward, so that there must be no gradients yet.
 
     Returns:
         Whether a mean over all targets needs weights: a target of any rank is IGNORE_INDEX, or micro-batches differ in
@@ -42,7 +48,13 @@ def check_batches(step: Step, model: DataParallel, batches: Sequence[Batch]) -> 
         UserError: on every rank, if the micro-batches of any rank do not fit the step or the model, or if two ranks of
             a pipeline or a tp group have different ones.
     """
-    everyone = run_on_all_ranks(lambda: _check_rank(step, unwrap(model), batches))
+
+    def check() -> RankBatches:
+        if is_training:
+            _check_gradients(model)
+        return _check_rank(step, unwrap(model), batches)
+
+    everyone = run_on_all_ranks(check)
     first_at: dict[tuple[int, int], tuple[int, list[dict[str, str]]]] = {}
     for rank, (place, _, _, digests) in enumerate(everyone):
         if len(digests) != (count := len(everyone[0].digests)):
@@ -61,6 +73,23 @@ def check_batches(step: Step, model: DataParallel, batches: Sequence[Batch]) -> 
     return any(each.ignores for each in everyone) or len(set().union(*(each.sizes for each in everyone))) > 1
 
 
+def _check_gradients(model: DataParallel) -> None:
+    """Check that all gradients are 0. Those of an earlier step are sums over ranks, which are taken once."""
+    parameters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+    gradients = [main_grad(p) for p in parameters.values() if hasattr(p, "main_grad")]
+    if gradients and torch.stack([gradient.any() for gradient in gradients]).any():
+        raise UserError(
+            "the gradients of an earlier train_batch are still there; call update_weights or optimizer.zero_grad before the "
+            "next one, or pass all micro-batches to one train_batch"
+        )
+    waited_for = {p for bucket in model.buckets for p in bucket.pending_parameters}
+    if model.buckets and (late := [name for name, p in parameters.items() if p not in waited_for]):
+        raise UserError(
+            f"{late[0]} requires a gradient, but was frozen before; unfreeze it before the model is wrapped and the "
+            f"optimizer is made"
+        )
+
+
 def _check_rank(step: Step, llama: Llama, batches: Sequence[Batch]) -> RankBatches:
     """Check this rank's micro-batches."""
     if not batches:
@@ -73,26 +102,58 @@ def _check_rank(step: Step, llama: Llama, batches: Sequence[Batch]) -> RankBatch
         if len(shape) != 2 or 0 in shape:
             raise UserError(f"micro-batch {i}: input_ids have shape {shape}, but they must be (B, T)")
         for name in PER_TOKEN:
+            _check_tensor(batch, name, f"micro-batch {i}: ")
             if name in batch and list(batch[name].shape) != shape:
                 found = list(batch[name].shape)
                 raise UserError(f"micro-batch {i}: {name} have shape {found}, but input_ids {shape}; make them equal")
+        _check_mask(batch, f"micro-batch {i}: ")
         if batch.get("cu_seqlens") is not None:
             _check_boundaries(batch["cu_seqlens"], shape[0], shape[1], f"micro-batch {i}: ")
         if ("target_weights" in batch) != ("target_weights" in batches[0]):
             raise UserError(f"only one of the micro-batches 0 and {i} has target_weights; add them to all or none")
         _check_ids(batch["input_ids"], "input_ids", llama.config.vocab_size, i)
+        if not batch.get("target_weights", torch.ones(1)).isfinite().all():
+            raise UserError(f"micro-batch {i}: target_weights have a NaN or an infinite number; correct them")
         if "target_ids" in batch:
             ignored = batch["target_ids"] == IGNORE_INDEX
             counted = ~ignored & (batch["target_weights"] != 0) if "target_weights" in batch else ~ignored
             _check_ids(batch["target_ids"][counted], "target_ids", llama.config.vocab_size, i)
             ignores |= bool(ignored.any())
     _check_lengths(step, llama, batches)
+    _check_sharding(step, batches)
     grid = pgm.process_group_manager
     digests = [
         {name: _digest(batch[name]) for name in SHARED if isinstance(batch.get(name), Tensor)} for batch in batches
     ]
     sizes = {batch["input_ids"].numel() for batch in batches}
     return RankBatches((grid.dp_rank, grid.cp_rank), ignores, sizes, digests)
+
+
+def _check_tensor(batch: Batch, name: str, where: str) -> None:
+    if name in batch and not isinstance(batch[name], Tensor):
+        raise UserError(
+            f"{where}{name} are a {type(batch[name]).__name__}, not a tensor; convert them with torch.tensor"
+        )
+
+
+def _check_mask(batch: Batch, where: str) -> None:
+    """Check that an attention mask hides only padding at the end of rows, which causal attention never sees."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and (mask.long().diff(dim=1) > 0).any():
+        raise UserError(
+            f"{where}attention_mask hides tokens before others, but attention here is causal and has no mask; pad rows on "
+            f"the right, or use pack_sequences"
+        )
+
+
+def _check_sharding(step: Step, batches: Sequence[Batch]) -> None:
+    for i, batch in enumerate(batches):
+        found = batch.get("cp_sharding", step.cp_sharding)
+        if found != step.cp_sharding and pgm.process_group_manager.cp_world_size > 1:
+            raise UserError(
+                f"micro-batch {i} was split with cp_sharding={found!r}, but the config has {step.cp_sharding!r}; pass "
+                f"cp_sharding={step.cp_sharding!r} to split_batch or pack_sequences"
+            )
 
 
 def _check_ids(ids: Tensor, name: str, vocab_size: int, i: int) -> None:
@@ -116,7 +177,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _check_lengths(step: Step, llama: Llama, batches: Sequence[Batch]) -> None:
-    """Check the lengths for sequence parallelism, and the number of micro-batches of a schedule."""
+    """Check the lengths for sequence parallelism and for the model's window, and the number of micro-batches."""
     grid = pgm.process_group_manager
     is_sharded = any(getattr(module, "sequence_parallel", False) for module in llama.modules())
     shards = grid.tp_world_size if is_sharded else 1
@@ -127,6 +188,9 @@ def _check_lengths(step: Step, llama: Llama, batches: Sequence[Batch]) -> None:
                 f"micro-batch {i} has {tokens} tokens per sequence on a context-parallel rank, which sequence parallelism cannot "
                 f"divide over {shards} tensor-parallel ranks; use a multiple of {shards}"
             )
+        boundaries = batch.get("cu_seqlens")
+        length = tokens * grid.cp_world_size if boundaries is None else int(boundaries.diff().max())
+        check_window(llama.config, length, f"micro-batch {i}: a sequence of {length} tokens")
     if step.micro_batches is not None:
         check_micro_batches(step.micro_batches, len(batches))
 
@@ -134,7 +198,12 @@ def _check_lengths(step: Step, llama: Llama, batches: Sequence[Batch]) -> None:
 def _check_boundaries(cu_seqlens: Tensor, sequences: int, tokens: int, where: str) -> None:
     """Check the boundaries of documents, of which a context-parallel rank has a part of the tokens."""
     length = tokens * pgm.process_group_manager.cp_world_size
-    boundaries = torch.as_tensor(cu_seqlens).tolist()
+    _check_tensor({"cu_seqlens": cu_seqlens}, "cu_seqlens", where)
+    boundaries = cu_seqlens.tolist()
+    if cu_seqlens.is_floating_point():
+        raise UserError(
+            f"{where}cu_seqlens have dtype {cu_seqlens.dtype}, but they are integers; convert them to torch.int32"
+        )
     if (boundaries[:1], boundaries[-1:]) != ([0], [sequences * length]) or sorted(set(boundaries)) != boundaries:
         raise UserError(
             f"{where}cu_seqlens should ascend from 0 to {sequences * length}, the number of tokens of its rows, not "
@@ -151,7 +220,11 @@ def check_split(batch: Batch, micro_batches: int, cp_sharding: str) -> int:
         UserError: the sequences or their tokens cannot be divided evenly.
     """
     grid = pgm.process_group_manager
-    sequences, length = batch["input_ids"].shape
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        found = f"of shape {list(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        raise UserError(f"input_ids should be a tensor (G, T) of G sequences, not {found}; stack the sequences")
+    sequences, length = ids.shape
     parts = micro_batches * grid.dp_world_size
     if sequences % parts:
         raise UserError(
@@ -167,6 +240,37 @@ def check_split(batch: Batch, micro_batches: int, cp_sharding: str) -> int:
     for name, value in batch.items():
         if name != "cu_seqlens" and isinstance(value, Tensor) and value.ndim and len(value) != sequences:
             raise UserError(f"{name} has {len(value)} sequences, but input_ids {sequences}; make them equal")
+    _check_mask(batch, "")
     if batch.get("cu_seqlens") is not None:
         _check_boundaries(batch["cu_seqlens"], sequences, length // grid.cp_world_size, "")
     return sequences // parts
+
+
+def check_loss(returned: Any) -> LossParts:
+    """Check the result of a `loss_fn`. Returns the loss with its gradient, and the rest without.
+
+    Raises:
+        UserError: the result is neither a loss nor (loss, weight, statistics), or one of them is not a scalar.
+    """
+    if isinstance(returned, tuple) and not (len(returned) == 3 and isinstance(returned[2], dict)):
+        raise UserError(
+            f"loss_fn returned a tuple of {len(returned)}, but it must return a loss, or (loss, weight, statistics) with a "
+            f"dict of statistics"
+        )
+    loss, weight, statistics = returned if isinstance(returned, tuple) else (returned, 1.0, {})
+    if not isinstance(loss, Tensor) or loss.ndim != 0:
+        found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise UserError(f"loss_fn returned a loss of shape {found}, but it must be a scalar tensor; sum it")
+    if not loss.requires_grad:
+        raise UserError(
+            "loss_fn returned a loss without a gradient: all parameters are frozen, or it was computed from detached tensors"
+        )
+    for name, value in {
+        "a weight": weight,
+        **{f"the statistic {name!r}": each for name, each in statistics.items()},
+    }.items():
+        if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.ndim == 0):
+            found = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"as a {type(value).__name__}"
+            raise UserError(f"loss_fn returned {name} {found}, but it must be a number or a scalar tensor; sum it")
+    detached = {name: each.detach() if isinstance(each, Tensor) else each for name, each in statistics.items()}
+    return loss, weight.detach() if isinstance(weight, Tensor) else weight, detached

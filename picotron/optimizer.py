@@ -22,7 +22,7 @@ class AdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) that reads each parameter's `main_grad`.
 
     Parameters that do not require a gradient when the optimizer is made are frozen: it neither changes them nor has a
-    state for them.
+    state for them. It does not change those that are frozen later, either.
 
     A bfloat16 weight has 8 bits of precision, so rounding would cancel most of its updates. The optimizer updates a
     float32 copy instead, the master weight, and rounds it to the weight (Micikevicius et al. 2017, arXiv:1710.03740).
@@ -57,12 +57,12 @@ class AdamW(torch.optim.AdamW):
         for after_update, parameters in self.updated_together.items():
             masters = [self.masters[parameter] for parameter in parameters]
             for parameter, master in zip(parameters, masters, strict=True):
-                master.grad = main_grad(parameter)
+                master.grad = main_grad(parameter) if parameter.requires_grad else None
             super().step()  # skips all other masters, which have no gradient
             for master in masters:
                 master.grad = None  # the gradients stay in main_grad
-            if masters[0].dtype != parameters[0].dtype:
-                torch._foreach_copy_([owned_weight(parameter) for parameter in parameters], masters)
+            if rounded := [parameter for parameter in parameters if parameter.dtype != self.masters[parameter].dtype]:
+                torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])
             previous, work = work, after_update() if after_update else None
             if previous is not None:  # gloo copies what it sends, so only one buffer is on its way
                 previous.wait()
@@ -72,11 +72,11 @@ class AdamW(torch.optim.AdamW):
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the tensors that the next step of a parameter depends on: `exp_avg`, `exp_avg_sq`, and `master` if it
         is not the weight itself. They have the shape of `owned_weight` and are in float32 or wider. A frozen parameter
-        has none.
+        has none, nor has any parameter before its first step.
         """
-        if parameter not in self.masters:
+        master = self.masters.get(parameter)
+        if master is None or not self.state.get(master):
             return {}
-        master = self.masters[parameter]
         state = {name: self.state[master][name] for name in ("exp_avg", "exp_avg_sq")}
         return state if master.dtype == parameter.dtype else state | {"master": master}
 

@@ -25,10 +25,12 @@ class Step:
     Args:
         run: the function. It returns the mean loss over this rank's tokens, which is 0 on all stages except the last.
         micro_batches: the number of micro-batches that the step is for; None if it works with any number.
+        cp_sharding: the sharding of sequences that the model's attention assumes.
     """
 
     run: Callable[[DataParallel, Any], Tensor]
     micro_batches: int | None = None
+    cp_sharding: str = "zigzag"
 
     def __call__(self, model: DataParallel, data_loader: Any) -> Tensor:
         return self.run(model, data_loader)
@@ -58,12 +60,14 @@ def make_train_step(
     """Return the training step that a config asks for: `train_step` without a pipeline, one of the two hand-written
     pipeline loops, or an `Executor` of any other schedule.
     """
-    if config.distributed.pp_size == 1:
-        return Step(functools.partial(train_step, device=device))
+    layout = config.distributed
+    if layout.pp_size == 1:
+        return Step(functools.partial(train_step, device=device), cp_sharding=layout.cp_sharding)
     loops = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
-    if loop := loops.get(config.distributed.pp_engine):
-        return Step(functools.partial(run_loop, loop, device=device, dtype=dtype))
-    return Step(functools.partial(Executor(plan.schedule), device=device), plan.schedule.microbatches)
+    if loop := loops.get(layout.pp_engine):
+        return Step(functools.partial(run_loop, loop, device=device, dtype=dtype), cp_sharding=layout.cp_sharding)
+    executor = functools.partial(Executor(plan.schedule), device=device)
+    return Step(executor, plan.schedule.microbatches, layout.cp_sharding)
 
 
 def run_loop(
@@ -91,4 +95,4 @@ def make_evaluation(
     def evaluate(model: DataParallel, data_loader: Any) -> Tensor:
         return executor(data_loader.grad_acc_steps)(model, data_loader, device)
 
-    return Step(evaluate)
+    return Step(evaluate, cp_sharding=config.distributed.cp_sharding)

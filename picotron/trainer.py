@@ -199,12 +199,15 @@ class Trainer:
         """Yield the number of completed steps until the run ends. After each pass of the loop, which takes one step or
         several, write a checkpoint if it is due. A stop signal ends the loop after the current pass, with a checkpoint.
         """
+        saved = self.progress.step
         while not self.stop and not self.progress.is_end(self.config.training):
-            yield self.progress.step
+            before = self.progress.step
+            yield before
             self.stop = int(max_over_ranks(self.device, self.signals.number()).item())
             self.writer.check()
-            if self.writer.is_due(self.progress) or self.stop:
+            if self.progress.step > saved and (self.writer.is_due(self.progress, before) or self.stop):
                 self.writer.save(self.progress)
+                saved = self.progress.step
 
     def next_batches(self) -> list[Batch]:
         """Read this rank's micro-batches of the next step from the config's data set."""
@@ -251,9 +254,12 @@ class Trainer:
             statistics that `loss_fn` returns.
 
         Raises:
-            UserError: on every rank, if the loss or the gradient norm is NaN or infinite.
+            UserError: on every rank, if the loss or the gradient norm is NaN or infinite, or if a statistic has the
+                name of another number of the record.
         """
         result = train_batch(self.step, self.model, batches, loss_fn)
+        if taken := {"step", "loss", "grad_norm", "learning_rate"} & result.statistics.keys():
+            raise UserError(f"loss_fn returned a statistic {min(taken)!r}, which every record has already; rename it")
         learning_rate = float(self.scheduler.get_last_lr()[0])
         grad_norm = update_weights(self.model, self.optimizer, self.config.training.max_grad_norm).item()
         self.scheduler.step()

@@ -7,12 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import MistralConfig
 
 from picotron import process_group_manager as pgm
 from picotron.batches import cross_entropy, forward_batch, normalise_weights, split_batch, train_batch
 from picotron.console import UserError
 from picotron.model.weights import main_grad
+from picotron.optimizer import AdamW, update_weights
 from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.sequences import pack_sequences
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
 from picotron.train_step import make_evaluation
 from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
@@ -166,7 +169,12 @@ def mistakes(layout: dict[str, Any]) -> dict[str, str]:
     rows = torch.tensor([0, 16, 32], dtype=torch.int32)
 
     def train(batches: Any, loss_fn: Any = cross_entropy, **options: Any) -> str:
+        for parameter in model.parameters():
+            main_grad(parameter).zero_()
         return message(lambda: train_batch(step, model, batches, loss_fn, **options))
+
+    def returns(change: Any) -> str:
+        return train(parts, lambda head, x, batch: change(cross_entropy(head, x, batch)))
 
     def changed(**changes: Any) -> list[dict[str, Any]]:
         return [parts[0] | changes, *parts[1:]]
@@ -194,6 +202,18 @@ def mistakes(layout: dict[str, Any]) -> dict[str, str]:
         "nothing counts": train([part | {"target_ids": torch.full((2, 16), -100)} for part in parts]),
         "rows": message(lambda: split_batch(global_batch(), 3)),
         "lengths": message(lambda: split_batch(global_batch() | {"number": torch.arange(7)}, 4)),
+        "list of targets": train(changed(target_ids=[[1]])),
+        "list of boundaries": train(changed(cu_seqlens=[0, 16, 32])),
+        "boundaries in float": train(changed(cu_seqlens=rows.float())),
+        "left padding": train(changed(attention_mask=torch.tensor([[1] * 16, [0] * 3 + [1] * 13]))),
+        "right padding": train(changed(attention_mask=torch.tensor([[1] * 16, [1] * 13 + [0] * 3]))),
+        "nan weight": train([part | {"target_weights": torch.full((2, 16), torch.nan)} for part in parts]),
+        "split: left padding": message(
+            lambda: split_batch(global_batch() | {"attention_mask": torch.arange(16).repeat(8, 1)}, 4)
+        ),
+        "split: no ids": message(lambda: split_batch({"labels": torch.zeros(8, 16)}, 4)),
+        "split: one dimension": message(lambda: split_batch({"input_ids": torch.arange(16)}, 4)),
+        "split: list": message(lambda: split_batch({"input_ids": [[1, 2]]}, 4)),
     }
     if not layout:
         found |= {
@@ -201,7 +221,21 @@ def mistakes(layout: dict[str, Any]) -> dict[str, str]:
             "no tensor": train(parts, lambda head, x, batch: 1.0),
             "own weights": train(parts, lambda head, x, batch: (cross_entropy(head, x, batch), 0.0, {})),
             "names": train(parts, names),
+            "pair": returns(lambda loss: (loss, 1.0)),
+            "detached": returns(lambda loss: loss.detach()),
+            "vector": returns(lambda loss: (loss, 1.0, {"rows": loss.expand(2)})),
+            "text": returns(lambda loss: (loss, "1", {})),
+            "numbers": returns(lambda loss: (loss, 1, {"loss": 3.0, "weight": 5, "step": loss})),
+            "labels": train(
+                [{("labels" if key == "target_ids" else key): part[key] for key in part} for part in parts]
+            ),
         }
+        found["twice"] = [train(parts), message(lambda: train_batch(step, model, parts))][1]
+        model.module.module.lm_head.weight.requires_grad_(False)
+        found["frozen later"] = train(parts)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        found["all frozen"] = train(parts)
     else:
         found["pipeline count"] = train(parts[:3])
     return found
@@ -230,6 +264,25 @@ SENTENCES = {
     "no tensor": r"loss_fn returned a loss of shape float, but it must be a scalar tensor; sum it",
     "own weights": r"the weights that loss_fn returned sum to 0; their sum must be positive",
     "names": r"loss_fn returned statistics with different names for two micro-batches; return the same names for all",
+    "list of targets": r"micro-batch 0: target_ids are a list, not a tensor; convert them with torch.tensor",
+    "list of boundaries": r"micro-batch 0: cu_seqlens are a list, not a tensor; convert them with torch.tensor",
+    "boundaries in float": r"micro-batch 0: cu_seqlens have dtype torch.float32, but they are integers; convert them .*",
+    "left padding": r"micro-batch 0: attention_mask hides tokens before others, .*; pad rows on the right, or use .*",
+    "right padding": r"no error",
+    "nan weight": r"micro-batch 0: target_weights have a NaN or an infinite number; correct them",
+    "split: left padding": r"attention_mask hides tokens before others, .*; pad rows on the right, or use .*",
+    "split: no ids": r"input_ids should be a tensor \(G, T\) of G sequences, not a NoneType; stack the sequences",
+    "split: one dimension": r"input_ids should be a tensor \(G, T\) of G sequences, not of shape \[16\]; stack .*",
+    "split: list": r"input_ids should be a tensor \(G, T\) of G sequences, not a list; stack the sequences",
+    "pair": r"loss_fn returned a tuple of 2, but it must return a loss, or \(loss, weight, statistics\) with a dict .*",
+    "detached": r"loss_fn returned a loss without a gradient: .* from detached tensors",
+    "vector": r"loss_fn returned the statistic 'rows' of shape \[2\], but it must be a number or a scalar tensor; sum it",
+    "text": r"loss_fn returned a weight as a str, but it must be a number or a scalar tensor; sum it",
+    "numbers": r"no error",
+    "labels": r"a micro-batch has no target_ids, which the cross entropy needs: for each token, the id of the next",
+    "twice": r"the gradients of an earlier train_batch are still there; call update_weights or optimizer.zero_grad .*",
+    "frozen later": r"no error",
+    "all frozen": r"loss_fn returned a loss without a gradient: all parameters are frozen, or .*",
     "pipeline count": r"the schedule is for 4 micro-batches, not 3; make them equal",
 }
 
@@ -325,3 +378,99 @@ def zero_rank() -> str:
 def test_a_dp_rank_without_weights_is_an_error_on_all_ranks(pool: WorkerPool) -> None:
     for sentence in pool.run(zero_rank, 2):
         assert "the target_weights of a data-parallel rank sum to 0" in sentence
+
+
+def statistics_of_names() -> tuple[float, dict[str, float]]:
+    config = config_of({})
+    model, batches = wrapped(config, MODEL), split_batch(global_batch(), 4)
+
+    def loss_fn(head: Any, x: Tensor, batch: dict[str, Any]) -> Any:
+        return cross_entropy(head, x, batch), 1.0, {"weight": torch.tensor(3.0), "loss": 7.0}
+
+    result = train_batch(step_of(config, MODEL), model, batches, loss_fn)
+    plain = train_batch(step_of(config, MODEL), wrapped(config, MODEL), batches)
+    assert_close(result.loss, plain.loss)
+    return result.loss, result.statistics
+
+
+def test_a_statistic_may_have_any_name(pool: WorkerPool) -> None:
+    ((_, statistics),) = pool.run(statistics_of_names, 1)
+    assert statistics == {"weight": 3.0, "loss": 7.0}
+
+
+def names_by_rank() -> str:
+    config = config_of({"dp_size": 2})
+    model, rank = wrapped(config, MODEL), pgm.process_group_manager.dp_rank
+
+    def loss_fn(head: Any, x: Tensor, batch: dict[str, Any]) -> Any:
+        return cross_entropy(head, x, batch), 1.0, {f"n{rank}": 1.0}
+
+    return message(lambda: train_batch(step_of(config, MODEL), model, split_batch(global_batch(), 2), loss_fn))
+
+
+def test_statistics_with_other_names_on_another_rank_are_an_error(pool: WorkerPool) -> None:
+    for sentence in pool.run(names_by_rank, 2):
+        assert sentence == "loss_fn returned the statistic 'n0' on some ranks only; return it on all of them"
+
+
+def unfrozen_later() -> str:
+    config = config_of({})
+    model, batches = wrapped(config, MODEL), split_batch(global_batch(), 4)
+    optimizer, weight = AdamW(model.parameters(), config.training, False), model.module.module.model.norm.weight
+    before = weight.clone()
+    weight.requires_grad_(False)
+    train_batch(step_of(config, MODEL), model, batches)
+    update_weights(model, optimizer, 1.0)
+    assert weight.equal(before)
+    weight.requires_grad_(True)
+    return message(lambda: train_batch(step_of(config, MODEL), model, batches))
+
+
+def test_a_parameter_that_was_frozen_stays_frozen(pool: WorkerPool) -> None:
+    (sentence,) = pool.run(unfrozen_later, 1)
+    assert re.fullmatch(r"module.model.norm.weight requires a gradient, but was frozen before; unfreeze .*", sentence)
+
+
+def windowed(tokens: int, packed: bool) -> str:
+    model_config = MistralConfig(**tiny_llama().to_dict() | {"model_type": "mistral", "sliding_window": 8})
+    config = config_of({}, training__seq_length=8)
+    ids = torch.zeros(4, tokens, dtype=torch.int64)
+    batch = {"input_ids": ids, "target_ids": ids}
+    if packed:
+        batch["cu_seqlens"] = torch.arange(0, 4 * tokens + 1, 8)
+    model = wrapped(config, model_config)
+    return message(lambda: train_batch(step_of(config, model_config), model, split_batch(batch, 4)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "packed", "sentence"),
+    [
+        (8, False, "no error"),
+        (16, True, "no error"),
+        (16, False, "micro-batch 0: a sequence of 16 tokens is longer than the model's sliding_window=8, which .*"),
+    ],
+)
+def test_sequences_that_exceed_a_window_are_an_error(
+    pool: WorkerPool, tokens: int, packed: bool, sentence: str
+) -> None:
+    (found,) = pool.run(windowed, 1, tokens, packed)
+    assert re.fullmatch(sentence, found)
+
+
+def other_sharding(pack: bool) -> str:
+    config = config_of({"cp_size": 2, "cp_sharding": "contiguous"})
+    model, batch = wrapped(config, MODEL), {key: global_batch()[key] for key in ("input_ids", "target_ids")}
+    if pack:
+        batches = pack_sequences([{key: batch[key][i] for key in batch} for i in range(8)], 4).batches
+    else:
+        batches = split_batch(batch, 4)
+    return message(lambda: train_batch(step_of(config, MODEL), model, batches))
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_batches_that_are_sharded_unlike_the_model_are_an_error(pool: WorkerPool, pack: bool) -> None:
+    for sentence in pool.run(other_sharding, 2, pack):
+        assert sentence == (
+            "micro-batch 0 was split with cp_sharding='zigzag', but the config has 'contiguous'; pass "
+            "cp_sharding='contiguous' to split_batch or pack_sequences"
+        )

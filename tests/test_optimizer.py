@@ -109,6 +109,16 @@ def test_bfloat16_weights_have_float32_master_weights(fused: bool) -> None:
     assert half[0, 0] < 1.0  # 1 - 1e-4 is 1 in bfloat16, but 1 - 50e-4 is not
 
 
+def test_parameters_of_two_dtypes_are_updated() -> None:
+    model = nn.ModuleList([nn.Linear(4, 4, bias=False, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)])
+    before = [parameter.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        set_main_grad(parameter, torch.ones(4, 4))
+    AdamW(model.parameters(), training(), fused=False).step()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert (parameter < old).all()
+
+
 @pytest.mark.parametrize("limit", [0.5, 1e6, None])
 def test_clip_grad_norm_equals_torch(pool: WorkerPool, limit: float | None) -> None:
     pool.run(clip_like_torch, 1, limit)

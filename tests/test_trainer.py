@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from picotron.batches import cross_entropy
+from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.command_line import config_parser, leaf_keys
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import epoch_order
+from picotron.model.model_config import load_model_config
 from picotron.run.launch import StopSignals
 from picotron.trainer import USED, Data, check_used, used_keys
 from tests.support.examples import make_trainer, results, save_weights
@@ -73,6 +75,51 @@ def test_frozen_parameters_stay_and_a_signal_ends_the_loop_with_a_checkpoint(poo
     pool.run(freeze_and_stop, 1, config_of(tmp_path, training__lr_scheduler="constant", training__warmup_steps=0))
     assert (tmp_path / "run" / "step_00000002" / "model.safetensors").exists()
     assert not (tmp_path / "run" / "step_00000002" / "tokenizer.json").exists()
+
+
+def several_steps_per_pass(config: Config) -> list[str]:
+    trainer = make_trainer(config, Data())
+    batch = {"input_ids": torch.arange(32).view(2, 16), "target_ids": torch.arange(1, 33).view(2, 16)}
+    for _ in trainer.steps():
+        for _ in range(3):
+            trainer.train(trainer.split(batch))
+    with pytest.raises(
+        UserError, match="loss_fn returned a statistic 'grad_norm', which every record has already; rename"
+    ):
+        trainer.train(
+            trainer.split(batch), lambda head, x, batch: (cross_entropy(head, x, batch), 1, {"grad_norm": 1.0})
+        )
+    return sorted(path.name for path in Path(config.checkpoint.save_dir).glob("step_*"))
+
+
+def test_checkpoints_are_written_when_several_steps_are_taken_in_a_pass(pool: WorkerPool, tmp_path: Path) -> None:
+    config = config_of(tmp_path, training__total_train_steps=12, checkpoint__save_frequency=5)
+    (found,) = pool.run(several_steps_per_pass, 1, config)
+    assert found == ["step_00000006", "step_00000012"]  # the first passes that end at step 5 and 10 or later
+
+
+def stopped_at_once(config: Config) -> list[Path]:
+    trainer = make_trainer(config, Data())
+    for _ in trainer.steps():
+        StopSignals.received = signal.SIGTERM
+    StopSignals.received = 0
+    assert (trainer.progress.step, trainer.stop) == (0, signal.SIGTERM)
+    return list(Path(config.checkpoint.save_dir).glob("step_*"))
+
+
+def test_a_run_that_is_stopped_before_its_first_step_writes_no_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(stopped_at_once, 1, config_of(tmp_path)) == [[]]
+
+
+def other_architecture(config: Config) -> None:
+    with pytest.raises(
+        UserError, match=r"num_hidden_layers=\d, but this run's model has num_hidden_layers=1; remove that key"
+    ):
+        find_checkpoint(config, load_model_config(config.model))
+
+
+def test_pretrained_weights_of_another_architecture_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(other_architecture, 1, config_of(tmp_path, model__num_hidden_layers=1))
 
 
 def numbers_of_samples(config: Config) -> list[list[int]]:

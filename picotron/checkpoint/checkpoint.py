@@ -215,15 +215,18 @@ class Checkpoint:
         optimizer.restore(trained, self.state.step, read)
 
 
-def check_same_model(folder: Path, model_config: PreTrainedConfig) -> None:
+def check_same_model(
+    folder: Path,
+    model_config: PreTrainedConfig,
+    remedy: str = "use the config of the run that wrote it, or another load_path",
+) -> None:
     """Raise a UserError if the weights in a folder belong to a different architecture than the run's model."""
     both = (load_model_config(Model(name=str(folder))), model_config)
     saved_model, own_model = (architecture(each) | {"num_hidden_layers": each.num_hidden_layers} for each in both)
     for key, saved in saved_model.items():
         if saved != (expected := own_model[key]):
             raise UserError(
-                f"{folder} holds a model with {key}={saved!r}, but this run's model has {key}={expected!r}; use the "
-                f"config of the run that wrote it, or another load_path"
+                f"{folder} holds a model with {key}={saved!r}, but this run's model has {key}={expected!r}; {remedy}"
             )
 
 
@@ -246,6 +249,7 @@ def find_checkpoint(config: Config, model_config: PreTrainedConfig) -> Checkpoin
         )
     elif config.model.pretrained:
         checkpoint = Checkpoint(find_folder(config.model.name), weights_only=True)
+        check_same_model(checkpoint.folder, model_config, "remove that key from the config, or model.pretrained")
     return checkpoint
 
 

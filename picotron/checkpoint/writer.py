@@ -83,10 +83,16 @@ class CheckpointWriter:
         if error is None or (isinstance(error, UserError) and error is not self.error):
             self.wait()
 
-    def is_due(self, progress: Progress) -> bool:
-        """Whether to write a checkpoint after this step: every `save_frequency` steps, and at the end of the run."""
-        frequency = self.config.checkpoint.save_frequency
-        return frequency > 0 and (progress.step % frequency == 0 or progress.is_end(self.config.training))
+    def is_due(self, progress: Progress, before: int | None = None) -> bool:
+        """Whether to write a checkpoint after this step: every `save_frequency` steps, and at the end of the run.
+
+        Args:
+            before: the number of steps at the last call, if several steps have been taken since then.
+        """
+        frequency, before = self.config.checkpoint.save_frequency, progress.step - 1 if before is None else before
+        if frequency == 0:
+            return False
+        return progress.step // frequency > before // frequency or progress.is_end(self.config.training)
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint. With `async_save`, copy it to host memory and start a thread that writes it.

@@ -121,6 +121,8 @@ def _load(name: str, section: DatasetSection) -> Documents:
             f"{' and '.join(f'dataset.{key}={column!r}' for key, column in section.columns.items())}, but {name} has no "
             f"columns; use .jsonl, .json, .csv or .parquet files"
         )
+    if section.text_column not in (None, "text") and read is _read_text and section.mixture is None:
+        raise UserError(f"dataset.text_column={section.text_column!r}, but {name} has no columns; remove it")
     with _user_errors(name):
         state = [(os.path.abspath(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     size = None if any(file.suffix in COMPRESSIONS for file in files) else sum(size for _, size, _ in state)

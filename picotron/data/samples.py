@@ -211,6 +211,11 @@ class Conversations:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+            if i == 0:
+                raise UserError(
+                    "message 1 is the assistant's, and the chat template does not show where that turn begins; mark the turns "
+                    "in the template with {% generation %}, or remove the record"
+                )
             before = self.render(messages[:i], tools, add_generation_prompt=True)
             after = self.render(messages[: i + 1], tools)
             if not (before.startswith(text) and after.startswith(before)):

@@ -59,7 +59,10 @@ def rope(config: "PreTrainedConfig", position_ids: Tensor) -> tuple[Tensor, Tens
 
     position_ids (B, T) -> cos and sin, (B, T, 1, d/2) each
     """
-    frequencies = rope_frequencies(head_size(config), tuple(config.rope_parameters.items()), position_ids.device)
+    numbers = tuple(
+        (key, value) for key, value in config.rope_parameters.items() if isinstance(value, (str, int, float))
+    )
+    frequencies = rope_frequencies(head_size(config), numbers, position_ids.device)
     angles = position_ids[:, :, None, None].float() * frequencies
     return angles.cos(), angles.sin()
 

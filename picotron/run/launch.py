@@ -55,11 +55,12 @@ def check_world_size(distributed: Distributed, world_size: int) -> None:
 
 
 def set_up_device(config: Config) -> torch.device:
-    """Select this process's device and set its number of threads.
+    """Select this process's device, and set its number of threads and the level of its log of pipeline actions.
 
     Raises:
         UserError: there is no GPU for this process.
     """
+    logging.getLogger("picotron.pipeline").setLevel(config.logging.level.upper())
     torch.set_num_threads(config.environment.OMP_NUM_THREADS)
     if config.distributed.use_cpu:
         keep_freed_memory()

@@ -43,12 +43,6 @@ GOOD = {"q": "a", "a": "b", "chat": [{"role": "user", "content": "a"}, {"role": 
         ({"chat": messages([("user", "a"), ("assistant", "\ud800")])}, CHATML, CHAT, r"unpaired surrogate"),
         ({"chat": messages([("user", "a"), ("assistant", "\ud800")])}, QUESTIONS_MARKED, CHAT, r"unpaired surrogate"),
         (
-            {"chat": messages([("assistant", "a")])},
-            CHATML,
-            CHAT,
-            r"the chat template fails for these messages: .*empty",
-        ),
-        (
             GOOD | {"chat": messages([("user", "a"), ("assistant", "a")])},
             STRICT,
             CHAT,
@@ -77,6 +71,12 @@ GOOD = {"q": "a", "a": "b", "chat": [{"role": "user", "content": "a"}, {"role": 
             NO_TURNS,
             CHAT,
             r"the chat template adds no text for the assistant in this conversation",
+        ),
+        (
+            GOOD | {"chat": [{"role": "assistant", "content": "a"}]},
+            CHATML,
+            CHAT,
+            r"message 1 is the assistant's, and the chat template does not show where that turn begins; mark .*, or remove",
         ),
         (
             GOOD | {"tools": [3]},
@@ -128,6 +128,11 @@ def test_bad_rows_of_parquet_files_are_reported_with_their_number(tmp_path: Path
             "a.txt",
             CHAT,
             r"dataset\.messages_column='chat', but .*a\.txt has no columns; use \.jsonl, \.json, \.csv or \.parquet files",
+        ),
+        (
+            "a.txt",
+            {"dataset__text_column": "body"},
+            r"dataset\.text_column='body', but .*a\.txt has no columns; remove it",
         ),
         ("a.jsonl", CHAT, r"messages_column='chat' needs a chat template, but the tokenizer has none; choose another"),
         (

@@ -253,6 +253,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "two values of theta": {"rope_theta": 100.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "theta at the top": {"rope_theta": 100.0},
     "no scaling": {"rope_theta": 100.0, "rope_scaling": None},
+    "a key without effect": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2]}},
 }
 
 
