@@ -9,7 +9,7 @@ CHROMIUM ?= chromium
 export CHROMIUM
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-fast parity oldest fuzz lint schema docs bench gpu clean playground playground-test playground-pictures
+.PHONY: help setup train test test-fast parity pages oldest fuzz lint schema docs bench gpu clean playground playground-test playground-pictures
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -38,6 +38,9 @@ test-fast: $(STAMP) ## run the tests that start no processes (under 2 minutes)
 parity: $(STAMP) ## compare 73 layouts with one process, write docs/reference/parity.md, run the long tests
 	$(BIN)/python -m tests.parity
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m parity $(ARGS)
+
+pages: $(STAMP) ## run the slow commands of all pages, and compare their outputs with the pages
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m pages $(ARGS)
 
 OLDEST := .venv-oldest
 $(OLDEST)/.installed: pyproject.toml

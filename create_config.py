@@ -293,7 +293,8 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
         f"{unchanged} unchanged; {len(chosen) - len(planned)} of {len(chosen)} combinations left out. "
         f"To {'run them on this machine' if runs_here(planned) else 'submit them to Slurm'}:"
     )
-    command = [os.path.relpath(sys.executable), "submit_slurm_jobs.py", "--inp_dir", str(folder)]
+    program = os.path.relpath(Path(__file__).with_name("submit_slurm_jobs.py"))
+    command = [os.path.relpath(sys.executable), program, "--inp_dir", str(folder)]
     print_line(shlex.join([*command, "--local"] if runs_here(planned) else command))
 
 

@@ -25,7 +25,7 @@ from picotron.command_line import parse_config
 from picotron.config import Config
 from picotron.console import UserError, number, print_line, text_table
 from picotron.files import read_object, write_atomically
-from picotron.run.run_folder import read_records
+from picotron.run.run_folder import parse_load_path, read_records
 from picotron.sweep.combinations import canonical_json
 from picotron.sweep.jobs import Job, find_jobs
 
@@ -77,7 +77,8 @@ class Run:
         data = self.config.model_dump(include={"model", "training", "dataset"})
         for key in ("micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "compile"):
             del data["training"][key]
-        return canonical_json(data | {"global_batch_size": self.config.global_batch_size})
+        _, start = parse_load_path(self.config.checkpoint.load_path)
+        return canonical_json(data | {"global_batch_size": self.config.global_batch_size, "start": start})
 
 
 def read_run(job: Job) -> Run:

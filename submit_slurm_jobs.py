@@ -187,3 +187,7 @@ if __name__ == "__main__":
         sys.exit(main())
     except UserError as error:
         sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(
+            f"error: {error.filename or 'a file of the sweep'}: {error.strerror}; the jobs' folders must be writable"
+        )

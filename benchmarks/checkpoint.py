@@ -170,6 +170,7 @@ def save_and_load(rank: int, layout: dict[str, Any], folder: str, turns: int) ->
                 check_load(run, operation)
             else:
                 operation()
+            dist.barrier()  # other ranks may still read the files
             if name.endswith("load") and rank == 0:
                 shutil.rmtree(run.folder / "dcp" if name == "torch_load" else checkpoint_folder(run.folder, run.saved))
             dist.barrier()

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import re
@@ -129,11 +130,17 @@ def gather(function: Callable[..., Any], processes: int, *arguments: Any) -> lis
 
 
 def _receive_all(connections: list[Any]) -> list[Any]:
-    """Receive the results of all ranks. If one fails, others may fail because they have lost it: all errors count."""
-    results = [connection.recv() for connection in connections]
-    if errors := [result for result in results if isinstance(result, Exception)]:
+    """Receive the results of all ranks. If one fails, others fail because they have lost it, or wait for it."""
+    results: dict[Any, Any] = {}
+    errors: list[Exception] = []
+    while waiting := [connection for connection in connections if connection not in results]:
+        if not (ready := multiprocessing.connection.wait(waiting, timeout=5 if errors else None)):
+            break
+        results |= {connection: connection.recv() for connection in ready}
+        errors = [result for result in results.values() if isinstance(result, Exception)]
+    if errors:
         raise ExceptionGroup("some ranks have failed", errors)
-    return results
+    return [results[connection] for connection in connections]
 
 
 def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, Measurement]:

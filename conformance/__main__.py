@@ -18,6 +18,7 @@ from pathlib import Path
 
 import transformers
 
+from conformance.case import is_mistyped_size
 from conformance.chapters import CHAPTERS, PAIRS, SINGLE
 from conformance.check import Checker, Row
 
@@ -29,18 +30,31 @@ def python_file(text: str) -> Path:
     return path
 
 
+def layout(text: str) -> str:
+    for word in text.split():
+        if is_mistyped_size(word):
+            raise argparse.ArgumentTypeError(f"{word!r} in {text!r} is not a size; write sizes as in 'dp2 x tp2'")
+    return text
+
+
+def writable_file(text: str) -> Path:
+    if not (path := Path(text)).resolve().parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file in an existing folder")
+    return path
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m conformance", description="Check what a trainer computes.")
     parser.add_argument(
         "adapter", type=python_file, nargs="?", help="Python file with a function run(case) [list the chapters]"
     )
     parser.add_argument("--only", nargs="+", choices=CHAPTERS, default=list(CHAPTERS), help="chapters [all]")
-    parser.add_argument("--layouts", nargs="+", help='layouts, such as dp2 "dp2 x pp2 zbv"')
+    parser.add_argument("--layouts", nargs="+", type=layout, help='layouts, such as dp2 "dp2 x pp2 zbv"')
     parser.add_argument(
         "--full", action="store_true", help="every chapter in pairs of axes and in the adapter's layouts"
     )
-    parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--badge", type=Path, help="file for a picture of the verdict (.svg)")
+    parser.add_argument("--json", type=writable_file, help="file for the results")
+    parser.add_argument("--badge", type=writable_file, help="file for a picture of the verdict (.svg)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a case hangs [60]")
     parser.add_argument("--torchrun", action="store_true", help="start the ranks of each case with torchrun (slow)")
     return parser.parse_args()

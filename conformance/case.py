@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,12 @@ class Case:
 
 
 def is_size(word: str) -> bool:
-    return word[:2] in AXES and word[2:].isdigit()
+    return word[:2] in AXES and word[2:].isdigit() and int(word[2:]) > 0
+
+
+def is_mistyped_size(word: str) -> bool:
+    """Whether a word looks like a size, as dp0, DP2, dp=2 and dp2xtp2 do."""
+    return not is_size(word) and re.match(rf"({'|'.join(AXES)})\W?\d", word, re.IGNORECASE) is not None
 
 
 def is_of_model(word: str) -> bool:

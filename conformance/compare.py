@@ -117,10 +117,14 @@ def measure(results: Sequence[Result], right: Reference, step: int, error_of: Er
     yield from of_tensors("weight", results, right.weights, right.initial, last, error_of)
     for rank, result in enumerate(results):
         for i, tokens in enumerate(result.tokens):
-            for place, (a, b) in enumerate(zip(tokens, right.tokens[i], strict=False)):
+            for place, (a, b) in enumerate(zip(tokens, right.tokens[i] if i < len(right.tokens) else (), strict=False)):
                 where = Difference("token", max(last, 1), (rank,), f"prompt {i}", (place,), a, b)
                 yield ("token", (i, place)), 0.0 if a == b else math.inf, where
-    if right.tokens and {len(t) for each in results for t in each.tokens} != {len(right.tokens[0])}:
+    counts = {len(each.tokens) for each in results if each.tokens}
+    if right.tokens and counts != {len(right.tokens)}:
+        hint = f"the ranks returned the tokens of {max(counts, default=0)} prompts, not of {len(right.tokens)}"
+        yield ("token", None), math.inf, Difference("token", last, hint=hint)
+    elif right.tokens and {len(t) for each in results for t in each.tokens} != {len(right.tokens[0])}:
         yield ("token", None), math.inf, Difference("token", last, hint="the ranks returned a wrong number of tokens")
 
 
@@ -153,6 +157,8 @@ def of_tensors(
     """Measure tensors. With `mean_error`, the error of a weight is relative to its update."""
     of_ranks: list[Mapping[str, Any]] = [each.gradients if what == "gradient" else each.weights for each in results]
     if not any(of_ranks):
+        if what == "weight" and right:
+            yield (what, None), math.inf, Difference(what, step, hint="no rank returned it")
         return
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if "lm_head.weight" not in right else {}
     for rank, found in enumerate(of_ranks):

@@ -113,11 +113,13 @@ def main() -> None:
         if dist.is_initialized():
             dist.barrier()
         return
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an adapter prints is not a reply
     load_adapter(Path(sys.argv[1]))  # imports its libraries once
     for line in sys.stdin:
         adapter, folder, timeout = json.loads(line)
         serve(Path(adapter), Case.read(Path(folder)), timeout)
-        print("done", flush=True)
+        print("done", file=replies, flush=True)
 
 
 if __name__ == "__main__":

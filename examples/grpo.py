@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from picotron.batches import Batch
+from picotron.collectives import run_on_all_ranks
 from picotron.command_line import config_parser, load_config
 from picotron.config import Config
 from picotron.console import UserError, number
@@ -63,12 +65,19 @@ class Task(NamedTuple):
     updates: int
 
     def rewards(self, prompts: list[Prompt], completions: list[Completion]) -> Tensor:
+        """Return the rewards of completions. Rank 0 computes them, because a reward may be random, or the answer of
+        another model.
+        """
+        is_first = dist.get_rank() == 0
+        numbers = run_on_all_ranks(lambda: self.compute_rewards(prompts, completions) if is_first else [])[0]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def compute_rewards(self, prompts: list[Prompt], completions: list[Completion]) -> list[float]:
         """Compute the rewards of completions, without their end tokens."""
-        numbers = [
+        return [
             self.reward(**prompt.record, completion=self.encoder.completion(prompt.tokens, completion.tokens))
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        return torch.tensor(numbers, dtype=torch.float64)
 
 
 def rows_of(prompts: list[Prompt], completions: list[Completion], advantages: Tensor, length: int) -> Batch:
@@ -101,7 +110,7 @@ def learn(trainer: Trainer, task: Task) -> None:
     """
     training, stage = trainer.config.training, trainer.stage
     new_tokens = training.seq_length + 1 - max(len(prompt.tokens) for prompt in task.prompts + task.held_out)
-    ends = tuple(end_tokens(trainer.model_config))
+    ends = tuple(sorted({*end_tokens(trainer.model_config), *task.encoder.ends}))
     sampling = Sampling(new_tokens, temperature=1.0, seed=training.seed, ends=ends)
     for step in trainer.steps():
         numbers = trainer.next_samples(len(task.prompts), task.samples, task.updates)
@@ -144,6 +153,8 @@ def read_prompts(config: Config, encoder: Encoder) -> list[Prompt]:
         prompt = record.get("prompt") if isinstance(record, dict) else None
         if not prompt or not isinstance(prompt, str | list):
             raise UserError('there should be a "prompt", a text or a list of messages')
+        if "completion" in record:
+            raise UserError('the key "completion" is the argument of the reward with the sample; rename it')
         tokens = encoder.encode_text(prompt) if isinstance(prompt, str) else encoder.encode_messages(prompt)
         if len(tokens) > (length := config.training.seq_length):
             raise UserError(

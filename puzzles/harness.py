@@ -89,6 +89,7 @@ def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float, adapter: bo
         open(1, "w", buffering=1, closefd=False) as lines,  # so that what the code prints is seen if it never ends
         contextlib.redirect_stdout(lines),
     ):
+        dist.barrier()  # a rank must not end while another one is connecting to it
         faulthandler.dump_traceback_later(limit, file=stacks)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, even if it never returns to Python
         signal.setitimer(signal.ITIMER_REAL, limit + LAST)

@@ -21,7 +21,7 @@ tests/docs/test_docs.py checks that outputs and code have not changed. A page ca
 
 Comments before the other blocks are their options:
 
-    <!-- run: slow -->          run in `make docs` and `make parity`, but not in `make test`; a bash block is never fast
+    <!-- run: slow -->          run in `make docs` and `make pages`, but not in `make test`; a bash block is never fast
     <!-- run: no, REASON -->    never run it; the tests only check that its options and files exist
     <!-- compare: shape -->     let the tests compare `all` of the output, its `shape` (without numbers) or `nothing`;
                                 by default, all of it for fast blocks and its shape for slow ones

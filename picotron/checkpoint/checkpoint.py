@@ -81,7 +81,7 @@ def _checksum(data: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(data, sort_keys=True).encode())
 
 
-def read_state(folder: Path) -> TrainerState | None:
+def read_state(folder: Path, weights_only: bool = False) -> TrainerState | None:
     """Read the trainer's state of a checkpoint. Returns None for a model folder without one.
 
     Raises:
@@ -98,7 +98,7 @@ def read_state(folder: Path) -> TrainerState | None:
             raise UserError(f"{folder} is a run folder; use one of its checkpoints, of which {newest} is the newest")
         if (folder / "metrics.jsonl").exists():
             raise UserError(f"{folder} is a run folder without checkpoints; use a checkpoint or a model folder")
-        if list(folder.glob("exp_avg*")):
+        if not weights_only and list(folder.glob("exp_avg*")):
             raise UserError(f"{path} is missing, so training cannot resume from this folder; use another checkpoint")
         return None
     try:
@@ -149,7 +149,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, weights_only: bool = False) -> None:
         def check() -> TrainerState | None:
-            state = read_state(folder)
+            state = read_state(folder, weights_only)
             if state is not None:
                 files = state.model_files if weights_only else state.files
                 check_files(folder, files, dist.get_rank(), dist.get_world_size())
@@ -160,7 +160,11 @@ class Checkpoint:
 
     def state_in(self, save_dir: str) -> TrainerState | None:
         """Return the trainer's state if the checkpoint is in `save_dir`, so that the run continues in it, else None."""
-        return self.state if self.folder.resolve().parent == Path(save_dir).resolve() else None
+        places = (
+            self.folder.parent.resolve(),
+            self.folder.resolve().parent,
+        )  # the checkpoint may be a link, or behind one
+        return self.state if Path(save_dir).resolve() in places else None
 
     @property
     def held_out(self) -> tuple[int, str] | None:

@@ -37,7 +37,8 @@ def find_folder(name: str) -> Path:
         return Path(name)
     try:
         connect(name)
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+        tokenizer_files = ["*.jinja", "*.model", "*.txt"]
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", *tokenizer_files]))
     except Exception as error:  # the hub client raises many types: no such model, no network, no permission
         raise UserError(
             f"{name!r} is not a local folder and cannot be downloaded ({first_line(error)}); check the "

@@ -158,7 +158,8 @@ def check_beside_model(
 
 def tokenizer_folder(tokenizer: PreTrainedTokenizerBase) -> Path:
     """Return a folder in the cache that has the tokenizer's files only."""
-    settings = json.dumps(tokenizer.init_kwargs, default=str, sort_keys=True)
+    changeable = tokenizer.chat_template, tokenizer.special_tokens_map  # also after the tokenizer was made
+    settings = json.dumps([tokenizer.init_kwargs, changeable], default=str, sort_keys=True)
     return cached("tokenizer", f"{_encoding(tokenizer)} {settings}", lambda new: tokenizer.save_pretrained(new))
 
 

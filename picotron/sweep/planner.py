@@ -15,7 +15,7 @@ from picotron.explain.forecast import Clock, forecast
 from picotron.explain.hardware import Hardware, fits
 from picotron.pipeline_parallel.plan import PipelinePlan, plan_pipeline, stages_for
 from picotron.pipeline_parallel.stages import Stage
-from picotron.schedules.actions import rank_of
+from picotron.schedules.actions import Placement, rank_of
 from picotron.schedules.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Placed(NamedTuple):
     stages: list[Stage]
     ranks: list[int]
     held: list[list[Stage]]
+    placement: Placement
 
 
 class Planner:
@@ -101,10 +102,11 @@ class Planner:
         placed = self.place(config)
         parameters = [clock.parameters(stages) for stages in placed.held]
         seconds = self._pipeline(clock, placed, m) + self._exposed_dp(most, placed) + clock.tied(placed.ranks[-1])
-        # One micro-batch in all stages of a rank; and on the first rank, one in each stage of each rank.
+        # One micro-batch in all stages of a rank; and in a loop, on the first rank, one in each stage of each rank.
         saved = [[stage_bytes(config, self.model, clock.s, stage) for stage in stages] for stages in placed.held]
         activations = [sum(each) for each in saved]
-        activations[0] = max(activations[0], len(saved[0]) * min(m, layout.pp_size) * min(saved[0]))
+        if placed.placement == "loop":
+            activations[0] = max(activations[0], len(saved[0]) * min(m, layout.pp_size) * min(saved[0]))
         needed = [self._held(clock, *each) for each in zip(parameters, activations, strict=True)]
         return seconds + clock.optimizer(max(parameters)), max(needed) / GIB
 
@@ -121,7 +123,7 @@ class Planner:
             stages = [same.setdefault((len(each.layers), each.has_embedding, each.has_head), each) for each in stages]
             held = [[stages[i] for i, rank in enumerate(ranks) if rank == r] for r in range(layout.pp_size)]
             distinct = {tuple(map(id, each)): each for each in held}
-            self.placed[key] = Placed(stages, ranks, list(distinct.values()))
+            self.placed[key] = Placed(stages, ranks, list(distinct.values()), recipe.placement)
         return self.placed[key]
 
     def _average(self, clock: Clock, m: int) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
 from picotron.checkpoint import safetensors_folder
-from picotron.checkpoint.checkpoint import TrainerState
+from picotron.checkpoint.checkpoint import Checkpoint, TrainerState, read_state
+from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
 from picotron.run.run_folder import checkpoint_folders
@@ -236,3 +238,22 @@ def test_trainer_state_round_trips_through_json() -> None:
     assert TrainerState.model_validate_json(json.dumps(data)) == state
     data["order_of_samples"] = data.pop("data_fingerprint")  # the name in older checkpoints
     assert TrainerState.model_validate_json(json.dumps(data)) == state
+
+
+def test_a_linked_checkpoint_belongs_to_its_run(tmp_path: Path) -> None:
+    state, far, run = SimpleNamespace(step=3), tmp_path / "far" / "step_00000003", tmp_path / "run"
+    far.mkdir(parents=True)
+    run.mkdir()
+    (run / "step_00000003").symlink_to(far)
+    (tmp_path / "another").symlink_to(run / "step_00000003")
+    for folder, is_in_run in ((run / far.name, True), (far, False), (tmp_path / "another", False)):
+        found = Checkpoint.state_in(SimpleNamespace(folder=folder, state=state), str(run))
+        assert (found is state) == is_in_run
+    assert Checkpoint.state_in(SimpleNamespace(folder=tmp_path / "another", state=state), str(far.parent)) is state
+
+
+def test_a_checkpoint_without_its_state_has_weights(tmp_path: Path) -> None:
+    (tmp_path / "exp_avg.safetensors").touch()
+    assert read_state(tmp_path, weights_only=True) is None
+    with pytest.raises(UserError, match=r"trainer_state\.json is missing"):
+        read_state(tmp_path)

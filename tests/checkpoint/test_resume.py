@@ -267,6 +267,7 @@ def test_sigterm_to_torchrun_saves_a_checkpoint_and_ends_the_run(home: Path, tmp
 
 
 @pytest.mark.parity
+@pytest.mark.timeout(900)  # more than 20 starts of torchrun
 def test_program_killed_twenty_times_equals_an_uninterrupted_run(home: Path, tmp_path: Path) -> None:
     """Run `torchrun train.py` with two stages; one process is killed at a random time after the first checkpoint."""
     generator = random.Random(1)

@@ -89,6 +89,11 @@ def test_what_is_missing_is_a_difference() -> None:
         dataclasses.replace(result(), weights={"v": Part(torch.ones(1), (0,))})
     )
     assert "a part of shape [4, 3]" in sentence(result(weight=torch.ones(4, 3)))
+    assert "weight; no rank returned it" in sentence(dataclasses.replace(result(), weights={}))
+    tokens, reference = [(1, 2), (3, 4)], right(tokens=[(1, 2), (3, 4), (5, 6)])
+    for returned in (tokens, [*tokens, (5, 6), (7, 8)]):
+        hint = f"the ranks returned the tokens of {len(returned)} prompts, not of 3"
+        assert hint in str(compare([result(tokens=returned)], reference)[1])
 
 
 def test_parts_are_compared_where_they_are() -> None:
@@ -173,6 +178,32 @@ def test_an_adapter_is_a_python_file(
     with pytest.raises(SystemExit):
         main()
     assert "is not a Python file; give the path of an adapter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layouts", "dp1", "dp2,tp2"], "'dp2,tp2' in 'dp2,tp2' is not a size; write sizes as in 'dp2 x tp2'"),
+        (["--layouts", "dp2xpp2"], "'dp2xpp2' in 'dp2xpp2' is not a size"),
+        (["--layouts", "DP2 zero1"], "'DP2' in 'DP2 zero1' is not a size"),
+        (["--layouts", "dp0"], "'dp0' in 'dp0' is not a size"),
+        (["--json", "/nowhere/rows.json"], "'/nowhere/rows.json' is not a file in an existing folder"),
+    ],
+)
+def test_arguments_are_checked_before_the_run(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["conformance", "conformance/adapters/torch_ddp.py", *words])
+    with pytest.raises(SystemExit):
+        main()
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_an_adapter_may_print(checker_of: Callable[[Path], Checker], tmp_path: Path) -> None:
+    path = tmp_path / "adapter.py"
+    path.write_text('print("my trainer 1.0")\n' + Path("conformance/examples/ddp.py").read_text())
+    assert checker_of(path).check("step", "dp2").verdict == "equal"
 
 
 def test_there_are_enough_mistakes() -> None:

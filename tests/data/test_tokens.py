@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.documents import python_stdlib
-from picotron.data.tokens import END_OF_TEXT, train_bpe, write_tokens
+from picotron.data.tokens import END_OF_TEXT, tokenizer_folder, train_bpe, write_tokens
 from tests.support.oracle import make_config, tiny_llama
 
 TEXTS = [
@@ -192,3 +192,16 @@ def test_tokenizer_that_transformers_would_read_as_another_one_is_rejected(tmp_p
     write_tokens(config, tiny_llama("qwen3", vocab_size=300))
     with pytest.raises(UserError, match=r"read model.tokenizer=.*bpe' from a checkpoint of a 'qwen2' model as another"):
         write_tokens(config, tiny_llama("qwen2", vocab_size=300))
+
+
+def test_a_changed_tokenizer_has_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tokenizer = train_bpe(iter(["def f(x): return x"]), 260)
+    folders = [tokenizer_folder(tokenizer)]
+    tokenizer.chat_template = "{{ messages }}"
+    folders.append(tokenizer_folder(tokenizer))
+    tokenizer.pad_token = "x"
+    folders.append(tokenizer_folder(tokenizer))
+    assert len(set(folders)) == 3
+    read = PreTrainedTokenizerFast.from_pretrained(folders[-1])
+    assert (read.chat_template, read.pad_token) == ("{{ messages }}", "x")

@@ -1,17 +1,19 @@
 """examples/grpo.py: the ratio of the first update is 1, two layouts learn the same, and the evaluation rises."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from examples.brackets.rewards import correct
-from examples.grpo import Prompt, clipped_ratio, learn, read_config, read_task, rows_of
+from examples.grpo import Prompt, Task, clipped_ratio, learn, read_config, read_task, rows_of
 from picotron.console import UserError
 from picotron.generation.rotation import Completion
 from picotron.model.model_config import load_model_config
@@ -146,7 +148,7 @@ def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_
     text = task.encoder.decode(task.prompts[0].tokens)
     assert text == "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     answers = [Completion(task.encoder.encode_text(each) + task.encoder.ends, []) for each in ("It is 4.", " y")]
-    assert task.rewards(task.prompts, answers).tolist() == [11, 4]
+    assert task.compute_rewards(task.prompts, answers) == [11, 4]
 
 
 @pytest.mark.parametrize(
@@ -171,13 +173,18 @@ def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_
         ("--reward nothing.py:f", "--reward nothing.py:f: there is no file 'nothing.py'"),
         ("--reward examples/brackets/rewards.py:f", "rewards.py has no function 'f'"),
         ("--dataset.name {path}", 'line 1: there should be a "prompt", a text or a list of messages'),
+        (
+            "--dataset.name {pairs}",
+            'line 1: the key "completion" is the argument of the reward with the sample; rename',
+        ),
     ],
 )
 def test_mistakes_end_in_a_sentence(words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     path = write_jsonl(tmp_path / "prompts.jsonl", [{"text": "([<"}])
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "([<", "completion": ">])"}])
     with pytest.raises(UserError, match=re.escape(message)):
-        read_task(*read_config(words.format(path=path).split()))
+        read_task(*read_config(words.format(path=path, pairs=pairs).split()))
 
 
 @pytest.mark.parity
@@ -197,3 +204,15 @@ def test_program_writes_each_record_and_rejects_a_folder_that_cannot_be_written_
     )
     assert "error: checkpoint.save_dir='/proc/nope' cannot be written" in result.stderr
     assert "step 2" not in result.stdout
+
+
+def rewards_of_a_judge() -> list[float]:
+    """Return the rewards of a judge that gives another one in every process."""
+    task = Task([], [], SimpleNamespace(completion=lambda prompt, tokens: "a"), lambda **_: float(os.getpid()), 1, 1)
+    prompts = [Prompt({"prompt": "b"}, [1])] * 2
+    return task.rewards(prompts, [Completion([2], [0.0])] * 2).tolist()
+
+
+def test_all_ranks_have_the_rewards_of_rank_0(pool: WorkerPool) -> None:
+    first, second = pool.run(rewards_of_a_judge, 2)
+    assert first == second

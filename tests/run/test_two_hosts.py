@@ -83,7 +83,7 @@ def test_two_hosts_write_the_metrics_of_one_host(hosts: list[list[str]], home: P
     one = run_program(home, 2, *arguments(tmp_path / "one", 1, 4, **TP))
     assert one.returncode == 0, one.stderr
     results = run_on(hosts, home, tmp_path, [], [])
-    assert [code for code, _ in results] == [0, 0], results
+    assert [code for code, _ in results] == [0, 0], "\n".join(output for _, output in results)
     fields = ("step", "loss", "grad_norm", "learning_rate", "tokens")
     two, one_host = (
         [[line[field] for field in fields] for line in metrics(tmp_path / name)] for name in ("two", "one")

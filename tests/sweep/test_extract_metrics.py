@@ -174,6 +174,16 @@ def test_losses_of_layouts_that_compute_the_same_have_one_colour(tmp_path: Path)
     assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
+def test_runs_that_start_from_different_checkpoints_compute_different_things(tmp_path: Path) -> None:
+    found = []
+    for start in ("a", "b", "latest or b"):
+        each = job(tmp_path / start, [record(1, 10.0)])
+        config = json.loads(each.config_file.read_text()) | {"checkpoint": {"load_path": start}}
+        each.config_file.write_text(json.dumps(config))
+        found.append(extract_metrics.read_run(each).computation)
+    assert found[0] != found[1] == found[2]
+
+
 def test_forty_runs_can_be_plotted(tmp_path: Path) -> None:
     for dp in range(1, 41):
         job(tmp_path / f"dp{dp}", [record(i, 10.0 * dp) for i in range(1, 6)], "completed", dp)

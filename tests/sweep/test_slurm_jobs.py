@@ -282,6 +282,14 @@ def test_invalid_options_are_rejected(options: str, sentence: str) -> None:
 
 
 @pytest.mark.processes
+def test_a_folder_that_cannot_be_claimed_is_one_sentence(make_job: Callable[..., Job]) -> None:
+    job = make_job("a")
+    (job.folder / ".lock").mkdir()
+    output = run_program(job.folder, environment=dict(os.environ), code=1)
+    assert f"error: {job.folder / '.lock'}: Is a directory; the jobs' folders must be writable" in output
+
+
+@pytest.mark.processes
 def test_invalid_configs_are_all_reported_and_nothing_is_submitted(make_job: Callable[..., Job]) -> None:
     jobs = [make_job("good"), make_job("no_sequence", training__seq_length=0), make_job("x", training__lr=1)]
     output = run_program(jobs[0].folder.parent, environment=dict(os.environ), code=1)
