@@ -286,12 +286,3 @@ class Config(Section):
         """Number of sequences per optimizer step."""
         training = self.training
         return training.micro_batch_size * training.gradient_accumulation_steps * self.distributed.dp_size
-
-    @property
-    def last_step(self) -> int:
-        """Number of the last step: `total_train_steps`, or the one that reaches `max_tokens`, if it comes before."""
-        training = self.training
-        if training.max_tokens is None:
-            return training.total_train_steps
-        tokens = self.global_batch_size * training.seq_length
-        return min(training.total_train_steps, math.ceil(training.max_tokens / tokens))

@@ -78,20 +78,12 @@ def check_decay(config: Config) -> None:
 
 
 def check_evaluation(config: Config) -> None:
-    frequency, steps = config.training.eval_frequency, config.last_step
+    frequency, steps = config.training.eval_frequency, config.training.total_train_steps
     if frequency > steps:
         raise UserError(
-            f"training.eval_frequency={frequency} exceeds {_last_step(config)}, so no evaluation would run; use at "
+            f"training.eval_frequency={frequency} exceeds total_train_steps={steps}, so no evaluation would run; use at "
             f"most {steps}, or 0 for no evaluation"
         )
-
-
-def _last_step(config: Config) -> str:
-    """Name the last step and the key that decides it."""
-    training = config.training
-    if config.last_step == training.total_train_steps:
-        return f"total_train_steps={training.total_train_steps}"
-    return f"step {config.last_step}, which reaches max_tokens={training.max_tokens}"
 
 
 def check_columns(config: Config) -> None:
@@ -159,9 +151,9 @@ def check_trace_steps(config: Config) -> None:
 
 
 def check_last_trace_step(config: Config) -> None:
-    steps, total = config.logging.trace_steps or [], config.last_step
+    steps, total = config.logging.trace_steps or [], config.training.total_train_steps
     if max(steps, default=0) > total:
-        raise UserError(f"logging.trace_steps={steps} exceeds {_last_step(config)}; use steps up to {total}")
+        raise UserError(f"logging.trace_steps={steps} exceeds total_train_steps={total}; use steps up to {total}")
 
 
 CHECKS: list[Callable[[Config], None]] = [

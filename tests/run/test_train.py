@@ -99,6 +99,7 @@ def test_max_tokens_ends_the_run(home: Path, tmp_path: Path) -> None:
     assert [line["tokens"] for line in metrics(tmp_path)] == [128, 256]
 
 
+@pytest.mark.processes
 @pytest.mark.parity
 def test_training_starts_from_pretrained_weights(tmp_path: Path) -> None:
     """The first loss equals that of transformers for the weights in the folder and the first batch."""
@@ -232,7 +233,7 @@ def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> N
         "Metrics.log = log\n"
         "train.exit_on_error(train.main)\n"
     )
-    words = arguments(tmp_path / "run", 2, 1, **{"training.max_tokens": 64, "training.eval_frequency": 0})
+    words = arguments(tmp_path / "run", 2, 1, **{"training.max_tokens": 64})
     result = subprocess.run(
         [*TORCHRUN, "2", str(program), "--config", "template/base_config.json", *words],
         env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=True, timeout=240,
