@@ -86,7 +86,6 @@ def split_batch(batch: Batch, micro_batches: int | None = None, cp_sharding: str
     for i in range(micro_batches):
         first = (i * grid.dp_world_size + grid.dp_rank) * rows
         part = {name: cut(value, first) for name, value in batch.items() if name != "cu_seqlens"}
-        part["cp_sharding"] = cp_sharding
         if (boundaries := batch.get("cu_seqlens")) is not None:
             inside = (boundaries >= first * length) & (boundaries <= (first + rows) * length)
             part["cu_seqlens"] = boundaries[inside] - first * length

@@ -10,7 +10,7 @@ from torch import Tensor
 from picotron import process_group_manager as pgm
 from picotron.collectives import run_on_all_ranks
 from picotron.console import UserError
-from picotron.context_parallel.positions import chunk_count
+from picotron.context_parallel.positions import chunk_count, local_positions
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import IGNORE_INDEX, Llama
 from picotron.model.model_config import check_window
@@ -147,13 +147,28 @@ def _check_mask(batch: Batch, where: str) -> None:
 
 
 def _check_sharding(step: Step, batches: Sequence[Batch]) -> None:
+    """Check that no positions are those of the other sharding. (A program may have positions of its own.)"""
+    if pgm.process_group_manager.cp_world_size == 1:
+        return
+    other = "contiguous" if step.cp_sharding == "zigzag" else "zigzag"
     for i, batch in enumerate(batches):
-        found = batch.get("cp_sharding", step.cp_sharding)
-        if found != step.cp_sharding and pgm.process_group_manager.cp_world_size > 1:
+        right, wrong = (_positions(batch, sharding) for sharding in (step.cp_sharding, other))
+        if wrong.equal(positions := batch["position_ids"].cpu().long()) and not right.equal(positions):
             raise UserError(
-                f"micro-batch {i} was split with cp_sharding={found!r}, but the config has {step.cp_sharding!r}; pass "
+                f"micro-batch {i} was split with cp_sharding={other!r}, but the config has {step.cp_sharding!r}; pass "
                 f"cp_sharding={step.cp_sharding!r} to split_batch or pack_sequences"
             )
+
+
+def _positions(batch: Batch, sharding: str) -> Tensor:
+    """Return the positions of this rank's tokens in their documents, (B, T/cp), for a sharding."""
+    grid, (B, tokens) = pgm.process_group_manager, batch["input_ids"].shape
+    T = tokens * grid.cp_world_size
+    if T % chunk_count(grid.cp_world_size, sharding):
+        return torch.empty(0)
+    places = T * torch.arange(B)[:, None] + local_positions(T, grid.cp_world_size, grid.cp_rank, sharding)
+    starts = T * torch.arange(B + 1) if batch.get("cu_seqlens") is None else batch["cu_seqlens"].cpu().long()
+    return places - starts[torch.searchsorted(starts, places, right=True) - 1]
 
 
 def _check_ids(ids: Tensor, name: str, vocab_size: int, i: int) -> None:

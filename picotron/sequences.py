@@ -129,7 +129,6 @@ def _pack(sequences: Sequence[Batch], numbers: list[int], multiple: int, cp_shar
     T, device = sum(documents), first["input_ids"].device
     positions = local_positions(T, grid.cp_world_size, grid.cp_rank, cp_sharding).to(device)
     packed: Batch = {"sequences": numbers, "cu_seqlens": torch.tensor([0, *documents]).cumsum(0).int()}
-    packed["cp_sharding"] = cp_sharding
     rows = {"position_ids": torch.cat([torch.arange(length, device=device) for length in documents])}
     for name, value in first.items():
         values = [sequences[i][name] for i in numbers]
