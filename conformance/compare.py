@@ -170,7 +170,8 @@ def of_tensors(
         if error_of is mean_error and name in initial:
             scale = whole - initial[name]
         for rank, found in enumerate(of_ranks):
-            for other in {name, *(alias for alias, real in tied.items() if real == name)} & found.keys():
+            names = [name, *(alias for alias, real in tied.items() if real == name)]
+            for other in filter(found.__contains__, names):
                 part: Part = found[other]
                 try:
                     expected = part.of(whole)
