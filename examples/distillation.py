@@ -2,7 +2,7 @@
 
 The loss is the mean over tokens of the Kullback-Leibler divergence between the teacher's and the student's predictions,
 both at a temperature, times its square (Hinton et al. 2015, arXiv:1503.02531). Data and model are those of the config,
-examples/distillation.json, and all options of train.py can be given. Both models have the same tokenizer and layout.
+examples/distillation.json, whose keys can be given as for train.py. Both models have the same tokenizer and layout.
 """
 
 import functools
@@ -22,7 +22,7 @@ from picotron.console import UserError, number
 from picotron.parallelize import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
-from picotron.trainer import FrozenModel, Trainer, set_up
+from picotron.trainer import DATA_KEYS, FrozenModel, Trainer, set_up, used_keys
 
 
 def divergence(head: Any, x: Tensor, batch: Batch, temperature: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -60,7 +60,7 @@ def learn(trainer: Trainer, folder: str, temperature: float) -> None:
 
 def read_config(arguments: list[str]) -> tuple[Config, str, float]:
     """Return the config of a command line, the folder of the teacher and the temperature."""
-    parser = config_parser("Train with a teacher.")
+    parser = config_parser("Train with a teacher.", used_keys(DATA_KEYS))
     parser.add_argument("--teacher", required=True, help="folder or hub id of the teacher")
     parser.add_argument("--temperature", type=number(float, 1e-3), default=2.0, help="divisor of the logits [2.0]")
     options, others = parser.parse_known_args(arguments)

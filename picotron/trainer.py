@@ -49,6 +49,7 @@ USED = """
     training.decay_steps training.min_lr_ratio training.weight_decay training.adam_beta1 training.adam_beta2 training.adam_eps
     training.max_grad_norm training.activation_checkpointing training.compile
 """  # sections and keys of the config that have an effect in every program
+DATA_KEYS = "dataset training.num_samples"  # and those that have one in a program with the config's data set
 
 
 class Data(NamedTuple):
@@ -102,7 +103,7 @@ def set_up(
     """
     check_run(config)
     if data is None:
-        check_used(config, "dataset training.num_samples")
+        check_used(config, DATA_KEYS)
     claim_save_dir(config)
     device, layout = set_up_device(config), config.distributed
     init_process_group(config, device)
