@@ -151,7 +151,7 @@ def comparison(rows: Sequence[dict[str, Any]]) -> str:
         cells = [row["name"]]
         for measured, expected, digits in ((*columns[:2], 0), (*columns[2:], 3)):
             cells += [f"{row[name]:,.{digits}f}" if name in row else "-" for name in (measured, expected)]
-            cells.append(f"{row[expected] / row[measured] - 1:+.1%}" if measured in row else "-")
+            cells.append(f"{row[expected] / row[measured] - 1:+.1%}" if row.get(measured) else "-")
         lines.append(cells)
     return text_table(lines, first_number=1)
 

@@ -179,8 +179,8 @@ COMMANDS = {
 }
 
 COUNT: dict[str, Any] = {"type": number(int, 1), "metavar": "N"}
-TIME: dict[str, Any] = {"type": number(float, 0), "metavar": "TIME", "default": 0.0}
-SIZE: dict[str, Any] = {"type": number(float, 0), "metavar": "SIZE"}
+TIME: dict[str, Any] = {"type": number(float, 0, 1e30), "metavar": "TIME", "default": 0.0}
+SIZE: dict[str, Any] = {"type": number(float, 0, 1e30), "metavar": "SIZE"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "name": {"metavar": "NAME", "choices": SCHEDULES, "help": ", ".join(SCHEDULES)},
     "file": {"metavar": "FILE", "help": "the CSV file"},

@@ -236,6 +236,7 @@ def test_wrong_arguments_are_reported_in_one_line(arguments: str, message: str) 
         ("csv x.csv --pp 8", "unrecognized arguments: --pp 8"),
         ("measured x --p2p 1", "unrecognized arguments: --p2p 1"),
         ("generation --deferred 0.5", "unrecognized arguments: --deferred 0.5"),
+        ("schedule 1f1b --p2p 1e308", "argument --p2p: '1e308' should be a number from 0 to 1e+30"),
         ("search", "the following arguments are required: --memory"),
         ("search --memory 2 --step 2", "unrecognized arguments: --step 2"),
         (

@@ -93,6 +93,12 @@ def test_measured_and_forecast_numbers_are_side_by_side(tmp_path: Path, capsys: 
     assert ["waiting", "-", "110", "-", "-", "0.750", "-"] in lines
 
 
+def test_a_measured_memory_of_zero_has_no_error() -> None:
+    rate = extract_metrics.RATE
+    row = {"name": "a", f"median_{rate}": 2.0, f"forecast_{rate}": 3.0, "memory_gb": 0.0, "forecast_memory_gb": 1.0}
+    assert extract_metrics.comparison([row]).splitlines()[1].split() == ["a", "2", "3", "+50.0%", "0.000", "1.000", "-"]
+
+
 def test_runs_in_every_state_have_rows(tmp_path: Path) -> None:
     records = [record(i, 100.0) for i in range(1, 6)]
     job(tmp_path / "in_progress", records, "running", tail=json.dumps(record(6, 100.0))[:50])
