@@ -1,6 +1,7 @@
 """Checks of users' batches before a step starts. Every rank raises the same error."""
 
 import hashlib
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -280,11 +281,9 @@ def check_loss(returned: Any) -> LossParts:
         raise UserError(
             "loss_fn returned a loss without a gradient: all parameters are frozen, or it was computed from detached tensors"
         )
-    for name, value in {
-        "a weight": weight,
-        **{f"the statistic {name!r}": each for name, each in statistics.items()},
-    }.items():
-        if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.ndim == 0):
+    named = {"a weight": weight} | {f"the statistic {name!r}": each for name, each in statistics.items()}
+    for name, value in named.items():
+        if not isinstance(value, numbers.Real) and not (isinstance(value, Tensor) and value.ndim == 0):
             found = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"as a {type(value).__name__}"
             raise UserError(f"loss_fn returned {name} {found}, but it must be a number or a scalar tensor; sum it")
     detached = {name: each.detach() if isinstance(each, Tensor) else each for name, each in statistics.items()}

@@ -160,10 +160,8 @@ class Checkpoint:
 
     def state_in(self, save_dir: str) -> TrainerState | None:
         """Return the trainer's state if the checkpoint is in `save_dir`, so that the run continues in it, else None."""
-        places = (
-            self.folder.parent.resolve(),
-            self.folder.resolve().parent,
-        )  # the checkpoint may be a link, or behind one
+        # The checkpoint may be a link in `save_dir`, or its folder may be behind a link.
+        places = self.folder.parent.resolve(), self.folder.resolve().parent
         return self.state if Path(save_dir).resolve() in places else None
 
     @property
