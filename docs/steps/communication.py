@@ -115,5 +115,5 @@ def launch(train: Callable[..., tuple[nn.Module, list[float]]], *axes: str) -> N
     _, losses = train(**sizes)
     if dist.get_rank() == 0:
         llama.print_losses(losses)
-    dist.barrier()  # torchrun stops the other processes when one of them fails, also at its end
+    dist.barrier()  # no rank ends while another one still communicates with it
     dist.destroy_process_group()
