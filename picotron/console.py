@@ -92,9 +92,12 @@ READER_IS_GONE = (errno.EPIPE, errno.EIO)  # of a pipe, such as `| head`, or a c
 
 
 def print_line(line: str, end: str = "\n") -> None:
-    """Print a line. Once the terminal or the reader of a pipe is gone, output is dropped, and the program continues."""
+    """Print a line. Once the terminal or the reader of a pipe is gone, output is dropped, and the program continues.
+    Characters that the terminal's encoding lacks are printed as question marks.
+    """
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        print(line, end=end, flush=True)
+        print(line.encode(encoding, "replace").decode(encoding), end=end, flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno not in READER_IS_GONE:

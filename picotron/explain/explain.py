@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from picotron.config import Config
-from picotron.console import text_table
+from picotron.console import print_line, text_table
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
@@ -168,13 +168,14 @@ def explain(config: Config, hardware: str | None = None, gib: float | None = Non
     times = forecast(config, model_config, plan, device) if device is not None else None
     idle = bubble(config, model_config, plan) if times is None else times.bubble
     if as_json:
-        print(json.dumps(_as_dict(steps, memories, idle, times)))
+        print_line(json.dumps(_as_dict(steps, memories, idle, times)))
         return
     columns = {}  # one for neighbouring ranks with identical numbers
     for step, identical in itertools.groupby(range(layout.pp_size), key=lambda rank: steps[rank]):
         columns[_pp_ranks(list(identical))] = step
     sizes = f"dp {layout.dp_size} x pp {layout.pp_size} x cp {layout.cp_size} x tp {layout.tp_size}"
-    print(f"{sizes}, {layout.world_size} ranks; {config.training.gradient_accumulation_steps} micro-batches per step")
+    micro_batches = config.training.gradient_accumulation_steps
+    print_line(f"{sizes}, {layout.world_size} ranks; {micro_batches} micro-batches per step")
     memory = device.gib if gib is None and device is not None else gib
     for title, text in (
         ("The pp ranks of a pipeline", str(plan)),
@@ -186,7 +187,7 @@ def explain(config: Config, hardware: str | None = None, gib: float | None = Non
             f"bubble {idle:.1%}" if times is None or device is None else _times(times, device, config),
         ),
     ):
-        print(f"\n{title}:\n{text}")
+        print_line(f"\n{title}:\n{text}")
 
 
 def _pp_ranks(ranks: list[int]) -> str:
