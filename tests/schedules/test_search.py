@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from picotron.console import UserError
 from picotron.drawing.__main__ import main
 from picotron.explain import estimate
+from picotron.explain.hardware import HARDWARE
 from picotron.pipeline_parallel.auto import deferred_fraction
 from picotron.pipeline_parallel.plan import plan_pipeline, settings_of
 from picotron.pipeline_parallel.stages import Stage
@@ -22,6 +23,7 @@ from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.search import KNOBS, ROUNDING, Greedy, Shape, fastest_schedule, fits, hand_made, shapes
 from picotron.schedules.simulate import Costs, memory_curves, peak_activations, simulate
 from picotron.schedules.trace import settings_line, trace_path
+from picotron.sweep.planner import Planner
 from tests.drawing.test_draw import write_trace
 from tests.schedules.test_schedules import assert_runs
 from tests.support.oracle import make_config, tiny_llama
@@ -271,6 +273,12 @@ def test_a_recording_serves_other_schedules_and_batches(tmp_path: Path) -> None:
     others = {"pp_memory": 3, "dp_size": 4, "training__gradient_accumulation_steps": 9, "training__learning_rate": 1e-4}
     config = auto_config(tmp_path, pp_costs=True, **others)
     assert plan_pipeline(config, tiny_llama(num_hidden_layers=6)).schedule.microbatches == 9
+
+
+def test_a_sweep_leaves_out_only_the_configs_that_a_recording_does_not_fit(tmp_path: Path) -> None:
+    planner = Planner(tiny_llama(num_hidden_layers=6), HARDWARE["H100"])
+    configs = [auto_config(tmp_path, pp_costs=True, training__micro_batch_size=size) for size in (1, 2)]
+    assert [planner.plan(config) is None for config in configs] == [True, False]
 
 
 def test_a_recording_without_settings_is_rejected(tmp_path: Path) -> None:
