@@ -171,7 +171,7 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if (options.prompts is None) != (options.output is None):
         parser.error("--prompts and --output need each other: a file of prompts and a file for their completions")
-    if options.output is not None and options.output.resolve() == options.prompts.resolve():
+    if options.output is not None and os.path.realpath(options.output) == os.path.realpath(options.prompts):
         parser.error("--output would overwrite --prompts; choose another file")
     if options.chat and options.num_return_sequences > 1:
         parser.error("--chat gives one answer to each message; remove --num_return_sequences")

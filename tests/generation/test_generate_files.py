@@ -222,6 +222,7 @@ def test_options_that_do_not_fit_together(
         (1, ["--num_return_sequences", "2"], "num_return_sequences=2 needs a temperature above 0"),
         (1, ["--min_new_tokens", "101"], "min_new_tokens=101 should be from 0 to max_new_tokens=100"),
         (1, ["--output", "no/such/folder"], "cannot write --output no/such/folder: No such file or directory"),
+        (1, ["--output", "LOOP"], "cannot write --output .*: Too many levels of symbolic links; choose another file"),
         (1, ["--output", "/dev/full"], "cannot write --output /dev/full: No space left on device; choose another file"),
     ],
 )
@@ -230,6 +231,8 @@ def test_layouts_and_outputs_that_do_not_work(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     (tmp_path / "o").write_text("results of yesterday\n")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    words = [word.replace("LOOP", str(tmp_path / "loop")) for word in words]
     arguments = ["--checkpoint", folder, "--prompts", write_prompts(tmp_path / "p.txt"), "--output", tmp_path / "o"]
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments), *words])
     with pytest.raises(UserError, match=message):
