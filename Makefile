@@ -33,13 +33,13 @@ test: $(STAMP) ## run the tests (8 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 test-fast: $(STAMP) ## run the tests that start no processes (under 2 minutes)
-	$(BIN)/python -m pytest -q -m "not parity and not processes" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not parity and not pages and not processes" $(ARGS)
 
 parity: $(STAMP) ## compare 73 layouts with one process, write docs/reference/parity.md, run the long tests
 	$(BIN)/python -m tests.parity
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m parity $(ARGS)
 
-pages: $(STAMP) ## run the slow commands of all pages, and compare their outputs with the pages
+pages: $(STAMP) ## run the slow commands of all pages, and the long tests of the programs on them
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m pages $(ARGS)
 
 OLDEST := .venv-oldest
@@ -50,7 +50,7 @@ $(OLDEST)/.installed: pyproject.toml
 
 oldest: $(OLDEST)/.installed ## run make gpu on the CPU and make test-fast with the oldest versions that pyproject.toml allows
 	$(OLDEST)/bin/python -m tests.gpu --cpu
-	$(OLDEST)/bin/python -m pytest -q -m "not parity and not processes" --ignore tests/docs/test_docs.py $(ARGS)
+	$(OLDEST)/bin/python -m pytest -q -m "not parity and not pages and not processes" --ignore tests/docs/test_docs.py $(ARGS)
 
 fuzz: $(STAMP) ## look for a case that differs from transformers, for 10 minutes (ARGS="--minutes 60 --seed 1")
 	$(BIN)/python -m tests.fuzz --minutes 10 $(ARGS)

@@ -214,9 +214,9 @@ MUTATIONS = {
     ),
     "no master weights": picotron(
         "optimizer:AdamW.step",
-        "torch._foreach_copy_([owned_weight(parameter) for parameter in parameters], masters)",
-        "torch._foreach_copy_([owned_weight(parameter) for parameter in parameters], masters)\n"
-        "            torch._foreach_copy_(masters, [owned_weight(parameter) for parameter in parameters])",
+        "torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])",
+        "torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])\n"
+        "            torch._foreach_copy_([self.masters[p] for p in rounded], [owned_weight(p) for p in rounded])",
         "mixed",
         "dp2",
         "weight of",

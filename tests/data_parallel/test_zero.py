@@ -52,24 +52,12 @@ CORE: list[
         {},
     ),  # gradients of norms come before those of matrices
 ]
-MORE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+MORE: list[tuple[dict[str, Any], dict[str, Any]]] = [  # compiled, or on more ranks than the fuzzer's cases
     ({"dp_size": 1}, {}),
-    ({"dp_size": 2, **FULL}, BIAS),
     ({"dp_size": 2, "training__compile": True}, {}),
     ({"dp_size": 2, "tp_size": 2, **SP, **FULL, "training__compile": True}, TIED),
-    ({"cp_size": 2, "pp_size": 2, **FULL}, {}),
-    ({"dp_size": 2, "pp_size": 2, "pp_engine": "zbv", **FULL}, TIED),
-    ({"dp_size": 4}, TIED | BIAS),
-    ({"dp_size": 2, "cp_size": 2, "cp_engine": "ulysses"}, {}),
-    ({"cp_size": 2, "tp_size": 2}, TIED | BIAS),
     ({"dp_size": 2, "tp_size": 4, **SP}, TIED),  # 61 tokens: the vocabulary is padded
-    ({"dp_size": 2, "pp_size": 2, "pp_engine": "afab"}, {}),
-    ({"dp_size": 2, "pp_size": 2, "pp_engine": "zbv"}, {}),
     ({"dp_size": 2, "pp_size": 3, "pp_engine": "afab"}, TIED),
-    ({"dp_size": 2, "pp_size": 2, "pp_engine": "zbv"}, TIED),  # both uses of the matrix are on the first rank
-    ({"cp_size": 2, "pp_size": 2, "pp_engine": "interleaved_1f1b"}, TIED | BIAS),
-    ({"dp_size": 2, "pp_size": 2, "pp_engine": "dualpipev"}, {}),
-    ({"dp_size": 2, "pp_size": 2, "pp_engine": "looped_bfs"}, TIED),
     ({"dp_size": 2, "pp_size": 2, "tp_size": 2, **SP, "pp_engine": "zb_h1"}, TIED),
     ({"dp_size": 2, "pp_size": 2, "cp_size": 2}, TIED),
 ]
@@ -143,11 +131,10 @@ def test_both_stages_own_the_same_elements_of_a_tied_matrix(pool: WorkerPool) ->
 
 @pytest.mark.parity
 @pytest.mark.processes
-@pytest.mark.parametrize("engine", ENGINES)
-def test_train_py_logs_the_same_losses(home: Path, tmp_path: Path, engine: str) -> None:
+def test_train_py_logs_the_same_losses(home: Path, tmp_path: Path) -> None:
     """With evaluations, checkpoints in the background, and a stop after two steps from which another engine resumes."""
     keys = {"checkpoint.save_frequency": 2, "checkpoint.async_save": "true", "checkpoint.load_path": "latest"}
-    for name, max_tokens in ((engine, 2 * 512), ("bucket", 4 * 512)):
+    for name, max_tokens in (("zero1", 2 * 512), ("zero3", 4 * 512)):
         words = arguments(tmp_path / "both", 2, 2, **keys, **{"training.max_tokens": max_tokens})
         result = program.run(home, 2, *words, "--distributed.dp_engine", name)
         assert result.returncode == 0, result.stderr

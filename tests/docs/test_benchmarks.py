@@ -119,9 +119,7 @@ FAST = ("data_parallel", "packing")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.parity) for name in ROWS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.pages) for name in ROWS])
 def test_benchmark_prints_all_rows_of_its_tables(run: Callable[..., str], name: str) -> None:
     """A program that compares two trainers fails if their losses differ."""
     output = run(name, "--tiny")
@@ -137,7 +135,7 @@ def test_benchmark_prints_all_rows_of_its_tables(run: Callable[..., str], name: 
             assert (float(zigzag), contiguous, float(cp)) == (1, formula, pytest.approx(1 / (2 - float(formula)), 0.01))
 
 
-@pytest.mark.parity
+@pytest.mark.pages
 def test_tokens_prints_a_row_per_file_and_number_of_processes(run: Callable[..., str]) -> None:
     output = run("tokens", "--tiny")
     ((alone, *rows),) = tables(output)

@@ -76,12 +76,12 @@ FAILURES = {
 }
 
 
-# `make test` runs the most common mistakes, `make parity` the others.
+# `make test` runs the most common mistakes, `make pages` the others.
 CLASSICS = ("gradients_not_divided", "loss_averaged_twice", "partial_gradients", "wrong_backward_first", "cp_not_averaged", "contiguous_shards")  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in CLASSICS else pytest.mark.parity) for name in MISTAKES]
+    "name", [pytest.param(name, marks=[] if name in CLASSICS else pytest.mark.pages) for name in MISTAKES]
 )
 def test_mistake_fails_its_test(pool: WorkerPool, name: str) -> None:
     with pytest.raises(AssertionError, match=FAILURES[name]):
@@ -104,7 +104,7 @@ COUNTS = [
 ]
 
 
-@pytest.mark.parity
+@pytest.mark.pages
 @pytest.mark.parametrize(("table", "columns"), COUNTS)
 def test_counts_agree_with_formulas(table: Callable[[], Any], columns: list[tuple[int, int]]) -> None:
     """The formulas omit a few numbers per token, or per weight of a norm, as the pages mention."""

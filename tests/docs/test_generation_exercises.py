@@ -12,7 +12,7 @@ from docs.solutions.min_p import min_p
 from tests.support.oracle import assert_close
 
 
-@pytest.mark.parity
+@pytest.mark.pages
 @pytest.mark.parametrize(
     ("table", "columns"), [(count_generation.tokens_computed, (1, 2)), (count_generation.caches, (1, 2))]
 )

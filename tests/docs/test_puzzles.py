@@ -82,9 +82,9 @@ def test_untouched_puzzle_is_not_done_yet(puzzle: Puzzle, processes: WorkerPool,
     assert re.fullmatch(rf"{puzzle.name}\.py still raises NotImplementedError in line \d+", report.sentence)
 
 
-# `make test` checks one wrong answer to each puzzle, `make parity` the others.
+# `make test` checks one wrong answer to each puzzle, `make pages` the others.
 FIRST_WRONG = {number: i for i, (number, *_) in reversed(list(enumerate(WRONG)))}.values()
-SOME_WRONG = [pytest.param(*each, marks=[] if i in FIRST_WRONG else pytest.mark.parity) for i, each in enumerate(WRONG)]
+SOME_WRONG = [pytest.param(*each, marks=[] if i in FIRST_WRONG else pytest.mark.pages) for i, each in enumerate(WRONG)]
 
 
 def test_every_puzzle_has_two_wrong_answers() -> None:
@@ -105,14 +105,14 @@ def test_wrong_answer_gets_its_first_difference(
     assert "\n" not in report.sentence
 
 
-@pytest.mark.parity
+@pytest.mark.pages
 @pytest.mark.parametrize(("number", "text"), OTHERS, ids=lambda value: str(value)[:3])
 def test_other_correct_answers_are_right(number: int, text: str, processes: WorkerPool, tmp_path: Path) -> None:
     report = answer(text, PUZZLES[number - 1], tmp_path, processes)
     assert (report.verdict, report.sentence) == ("RIGHT", "")
 
 
-@pytest.mark.parity
+@pytest.mark.pages
 @pytest.mark.parametrize(("number", "text"), BEST, ids=lambda value: str(value)[:3])
 def test_best_known_score_is_reached(number: int, text: str, processes: WorkerPool, tmp_path: Path) -> None:
     report = answer(text, PUZZLES[number - 1], tmp_path, processes)
@@ -217,7 +217,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(
     ("text", "verdict", "sentence"),
-    [pytest.param(*each, marks=[] if i < 8 else pytest.mark.parity) for i, each in enumerate(FAILURES)],
+    [pytest.param(*each, marks=[] if i < 8 else pytest.mark.pages) for i, each in enumerate(FAILURES)],
 )
 def test_failure_is_one_sentence(text: str, verdict: str, sentence: str, processes: WorkerPool, tmp_path: Path) -> None:
     report = answer(text, PUZZLES[0], tmp_path, processes, limit=0.5 if verdict == "HANGS" else 30)

@@ -276,10 +276,10 @@ def test_many_swapped_messages_hang_on_four_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parity
 @pytest.mark.parametrize(("engine", "chunks"), CHUNKS)
-def test_all_pipelines_finish(tmp_path: Path, engine: str, chunks: int | None) -> None:
-    for pp in range(2, 9):
-        for micro_batches in sorted({1, pp - 1, pp, pp + 1, 2 * pp + 1, 3 * pp}):
-            assert_finishes(pipeline(tmp_path, engine, pp, micro_batches, chunks), seeds=1)
+def test_longer_pipelines_finish(tmp_path: Path, engine: str, chunks: int | None) -> None:
+    for pp in (5, 8):
+        for micro_batches in (1, pp - 1, pp, 2 * pp + 1):
+            assert_finishes(pipeline(tmp_path, engine, pp, micro_batches, chunks))
 
 
 @pytest.mark.parity
