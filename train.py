@@ -86,9 +86,9 @@ def main() -> None:
     )
 
     # Training loop. A stop signal ends it after the current step, with a checkpoint.
-    step = make_train_step(config, model_config, plan, device, dtype)
+    step = make_train_step(config, plan, device, dtype)
     train_step = record_steps(step, config, model_config, plan, device, progress.step)
-    evaluate = make_evaluation(config, model_config, plan, device, dtype)
+    evaluate = make_evaluation(config, plan, device)
     signals, stop = StopSignals(), 0
     with writer:
         while not stop and not progress.is_end(training):

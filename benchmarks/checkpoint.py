@@ -66,7 +66,7 @@ class Run:
         self.llama = unwrap(self.model)
         self.optimizer = AdamW(self.model.parameters(), config.training, fused=True)
         self.loader = loader_of(config, self.device)
-        self.train_step = make_train_step(config, MODEL, plan, self.device, dtype)
+        self.train_step = make_train_step(config, plan, self.device, dtype)
         if rank == 0:
             train_bpe(iter(["a text"]), 260).save_pretrained(folder / "tokenizer")  # every checkpoint has a copy of it
         dist.barrier()

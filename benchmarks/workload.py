@@ -118,7 +118,7 @@ def training_of(
     """Return this rank's training step and its arguments: the model and the data loader."""
     dtype, shape = getattr(torch, config.model.dtype), model_config(layers, config.training.seq_length)
     model = model_of(config, device, dtype, layers)
-    step = make_train_step(config, shape, plan_pipeline(config, shape), device, dtype)
+    step = make_train_step(config, plan_pipeline(config, shape), device, dtype)
     return step, model, loader_of(config, device)
 
 

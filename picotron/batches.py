@@ -1,6 +1,6 @@
 """Training steps and forward passes on batches of your own, with a loss of your own, in every layout and schedule.
 
-    step = make_train_step(config, model_config, plan, device, dtype)
+    step = make_train_step(config, plan, device, dtype)
     batches = split_batch({"input_ids": ids, "target_ids": targets, "advantages": advantages}, micro_batches=4)
     result = train_batch(step, model, batches, loss_fn)
 
@@ -58,7 +58,7 @@ def split_batch(batch: Batch, micro_batches: int | None = None, cp_sharding: str
 
     Args:
         batch: tensors with a first dimension of G sequences, of which `input_ids` is (G, T). Those that begin with (G,
-            T) are cut along the sequence, too, over the cp ranks. `cu_seqlens` has the boundaries of documents among
+            T) are also cut along the sequence, over the cp ranks. `cu_seqlens` has the boundaries of documents among
             all G T tokens, see `PackedDocuments`. By default, `position_ids` are 0, 1, 2, ... Everything else, such
             as a number, is passed on as it is.
         micro_batches: number of micro-batches on each dp rank, see `micro_batches_or_default`. Micro-batch i of dp
@@ -107,6 +107,7 @@ def normalise_weights(batches: Sequence[Batch], scope: str = "global") -> list[B
     grid = pgm.process_group_manager
     if scope not in ("global", "dp_rank"):
         raise UserError(f"scope={scope!r} is unknown; use 'global' or 'dp_rank'")
+    size = grid.cp_dp_world_size if scope == "global" else grid.cp_world_size
     mean = torch.stack([batch["target_weights"].sum(dtype=torch.float64) for batch in batches]).mean()
     all_reduce(mean, grid.cp_dp_group if scope == "global" else grid.cp_group, dist.ReduceOp.AVG)
     smallest = mean.clone()
@@ -114,7 +115,7 @@ def normalise_weights(batches: Sequence[Batch], scope: str = "global") -> list[B
     if not smallest.item() > 0:
         whole = "the global batch" if scope == "global" else "a data-parallel rank"
         raise UserError(
-            f"the target_weights of {whole} sum to {smallest.item() * len(batches):g}, but their mean needs a positive sum; "
+            f"the target_weights of {whole} sum to {smallest.item() * len(batches) * size:g}, but their mean needs a positive sum; "
             f"give at least one target a weight"
         )
     return [batch | {"target_weights": batch["target_weights"].double() / mean} for batch in batches]
@@ -133,7 +134,7 @@ def cross_entropy(head: Any, x: Tensor, batch: Batch) -> Tensor:
     """Compute the default loss of a micro-batch: the cross entropy of its `target_ids`.
 
     Raises:
-        UserError: it has none.
+        UserError: the micro-batch has no `target_ids`.
     """
     if "target_ids" not in batch:
         raise UserError(
@@ -163,10 +164,11 @@ def train_batch(
         batches: micro-batches, see `split_batch`, of any lengths. `target_weights` are normalised first, see
             `normalise_weights`. By default, all targets have the same weight, also if micro-batches differ.
         loss_fn: function of the head, its input x (B, T/cp, D) and the micro-batch. The head has `cross_entropy`,
-            `log_probs` and `local_logits`, and is itself a function of x that returns the logits (B, T/cp, V). The
-            result is the loss of the micro-batch, a scalar, or (loss, weight, statistics): then loss and statistics are
-            sums over the micro-batch, numbers or scalar tensors, and are divided by the sum of the weights of all
-            micro-batches of all ranks. The names of the statistics must be the same in all of them.
+            `log_probs` and `local_logits`, and is itself a function of x that returns the logits (B, T/cp, V); with
+            sequence parallelism, x is (B, T/cp/tp, D), and only the head gathers all tokens. The result is the loss of
+            the micro-batch, a scalar, or (loss, weight, statistics): then loss and statistics are sums over the
+            micro-batch, numbers or scalar tensors, and are divided by the sum of the weights of all micro-batches of
+            all ranks. The names of the statistics must be the same in all of them.
         losses: list that gets the results of `loss_fn` without their gradients, in the order of `batches`, on ranks
             with the last stage; on the others it is emptied.
         scope: see `normalise_weights`.

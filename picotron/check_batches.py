@@ -52,7 +52,7 @@ def check_batches(step: Step, model: DataParallel, batches: Sequence[Batch], is_
 
     def check() -> RankBatches:
         if is_training:
-            _check_gradients(model)
+            _check_parameters(model)
         return _check_rank(step, unwrap(model), batches)
 
     everyone = run_on_all_ranks(check)
@@ -74,20 +74,22 @@ def check_batches(step: Step, model: DataParallel, batches: Sequence[Batch], is_
     return any(each.ignores for each in everyone) or len(set().union(*(each.sizes for each in everyone))) > 1
 
 
-def _check_gradients(model: DataParallel) -> None:
-    """Check that all gradients are 0. Those of an earlier step are sums over ranks, which are taken once."""
+def _check_parameters(model: DataParallel) -> None:
+    """Check that no parameter was frozen before, and that all gradients are 0. Those of an earlier step are sums over
+    ranks, which are taken once.
+    """
     parameters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+    awaited = model.awaited()
+    if late := [name for name, p in parameters.items() if p not in awaited]:
+        raise UserError(
+            f"{late[0]} requires a gradient, but was frozen before; unfreeze it before the model is wrapped and the "
+            f"optimizer is made"
+        )
     gradients = [main_grad(p) for p in parameters.values() if hasattr(p, "main_grad")]
     if gradients and torch.stack([gradient.any() for gradient in gradients]).any():
         raise UserError(
             "the gradients of an earlier train_batch are still there; call update_weights or optimizer.zero_grad before the "
             "next one, or pass all micro-batches to one train_batch"
-        )
-    waited_for = {p for bucket in model.buckets for p in bucket.pending_parameters}
-    if model.buckets and (late := [name for name, p in parameters.items() if p not in waited_for]):
-        raise UserError(
-            f"{late[0]} requires a gradient, but was frozen before; unfreeze it before the model is wrapped and the "
-            f"optimizer is made"
         )
 
 
@@ -101,7 +103,10 @@ def _check_rank(step: Step, llama: Llama, batches: Sequence[Batch]) -> RankBatch
             raise UserError(f"micro-batch {i} has no tensor {missing[0]!r}; add one, or use split_batch")
         shape = list(batch["input_ids"].shape)
         if len(shape) != 2 or 0 in shape:
-            raise UserError(f"micro-batch {i}: input_ids have shape {shape}, but they must be (B, T)")
+            raise UserError(
+                f"micro-batch {i}: input_ids have shape {shape}, but they must be (B, T); give them two dimensions, "
+                "neither of which is 0"
+            )
         for name in PER_TOKEN:
             _check_tensor(batch, name, f"micro-batch {i}: ")
             if name in batch and list(batch[name].shape) != shape:
@@ -153,8 +158,12 @@ def _check_sharding(step: Step, batches: Sequence[Batch]) -> None:
         return
     other = "contiguous" if step.cp_sharding == "zigzag" else "zigzag"
     for i, batch in enumerate(batches):
-        right, wrong = (_positions(batch, sharding) for sharding in (step.cp_sharding, other))
-        if wrong.equal(positions := batch["position_ids"].cpu().long()) and not right.equal(positions):
+        positions, rows = batch["position_ids"].cpu().long(), batch | {"cu_seqlens": None}
+        right, wrong = (  # positions count from the beginning of a document, or of a row
+            any(_positions(each, sharding).equal(positions) for each in (batch, rows))
+            for sharding in (step.cp_sharding, other)
+        )
+        if wrong and not right:
             raise UserError(
                 f"micro-batch {i} was split with cp_sharding={other!r}, but the config has {step.cp_sharding!r}; pass "
                 f"cp_sharding={step.cp_sharding!r} to split_batch or pack_sequences"
@@ -275,11 +284,13 @@ def check_loss(returned: Any) -> LossParts:
         )
     loss, weight, statistics = returned if isinstance(returned, tuple) else (returned, 1.0, {})
     if not isinstance(loss, Tensor) or loss.ndim != 0:
-        found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise UserError(f"loss_fn returned a loss of shape {found}, but it must be a scalar tensor; sum it")
+        found = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"as a {type(loss).__name__}"
+        raise UserError(
+            f"loss_fn returned a loss {found}, but it must be a scalar tensor; sum the losses of the tokens"
+        )
     if not loss.requires_grad:
         raise UserError(
-            "loss_fn returned a loss without a gradient: all parameters are frozen, or it was computed from detached tensors"
+            "loss_fn returned a loss without a gradient; unfreeze a parameter, or compute the loss from x without detach"
         )
     named = {"a weight": weight} | {f"the statistic {name!r}": each for name, each in statistics.items()}
     for name, value in named.items():

@@ -61,7 +61,7 @@ def start_gather_of_slices(buffer: Tensor, group: dist.ProcessGroup) -> dist.Wor
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """Dtype in which to sum numbers like those of x: float32 or wider. In bfloat16, 256 + 1 = 256."""
+    """Return the dtype in which to sum numbers like those of x: float32 or wider. In bfloat16, 256 + 1 = 256."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

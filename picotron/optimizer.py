@@ -137,7 +137,8 @@ def make_scheduler(optimizer: torch.optim.Optimizer, training: Training, step: i
 
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Scale all `main_grad`s by min(1, max_norm / norm) and return the norm before scaling, a scalar on the device.
+    """Scale all `main_grad`s by min(1, max_norm / (norm + 1e-6)), as torch does, and return the norm before scaling, a
+    scalar on the device.
 
     The norm is that of all gradients of the unsharded model as one vector, in float32 or wider: a gradient that several
     ranks hold counts once.

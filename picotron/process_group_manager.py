@@ -2,8 +2,8 @@
 
 Ranks are numbered like the elements of an array of this shape. So the ranks of a tp group are consecutive and can share
 a machine, which matters because tensor parallelism communicates most. The ranks of a dp group are far apart, which
-matters little because they communicate once per step. The ranks of a group differ in one coordinate and share all
-others. For 8 ranks as dp 2 x pp 2 x cp 1 x tp 2,
+matters little because they communicate once per step. The ranks of a group differ in the coordinate of their axis (in
+two, if the axis is cp_dp) and share all others. For 8 ranks as dp 2 x pp 2 x cp 1 x tp 2,
 
     dp 0: pp 0: tp [0 1]     pp 1: tp [2 3]         rank 5 = (dp 1, pp 0, cp 0, tp 1); its tp group is [4, 5],
     dp 1: pp 0: tp [4 5]     pp 1: tp [6 7]         its pp group [5, 7], its dp group [1, 5].
@@ -76,7 +76,9 @@ class ProcessGroupManager:
         self._create_groups("pp_reverse", AXES["pp"])
 
         self.pp_is_first_stage = self.pp_rank == 0
-        self.pp_is_last_stage = self.pp_rank == pp_size - 1
+        self.pp_is_last_stage = (
+            self.pp_rank == pp_size - 1
+        )  # with one stage per rank; see also `PipelinePlan.last_rank`
         self.pp_prev_rank = None if self.pp_is_first_stage else self.pp_group_ids[self.pp_rank - 1]
         self.pp_next_rank = None if self.pp_is_last_stage else self.pp_group_ids[self.pp_rank + 1]
         self.cp_send_rank = self.cp_group_ids[(self.cp_rank + 1) % cp_size]  # the ring: send to the next,

@@ -75,7 +75,7 @@ def pack_sequences(
     the micro-batch with the fewest tokens (Graham 1969).
 
     Args:
-        sequences: a dict for each, with `input_ids` (T,). Other tensors that begin with T are packed, too; anything
+        sequences: a dict for each, with `input_ids` (T,). Other tensors that begin with T are also packed; anything
             else is collected in a list. Without `target_weights`, all targets but those that are IGNORE_INDEX weigh 1.
         micro_batches: number of micro-batches on each dp rank, see `micro_batches_or_default`.
         max_tokens: number of tokens that a micro-batch may have, before padding. There are more micro-batches if it is

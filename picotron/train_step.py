@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from picotron.config import Config
 from picotron.data.loader import BatchList, MicroBatchDataLoader
@@ -54,9 +53,7 @@ def train_step(model: DataParallel, data_loader: MicroBatchDataLoader, device: t
     return total_loss
 
 
-def make_train_step(
-    config: Config, model_config: PreTrainedConfig, plan: PipelinePlan, device: torch.device, dtype: torch.dtype
-) -> Step:
+def make_train_step(config: Config, plan: PipelinePlan, device: torch.device, dtype: torch.dtype) -> Step:
     """Return the training step that a config asks for: `train_step` without a pipeline, one of the two hand-written
     pipeline loops, or an `Executor` of any other schedule.
     """
@@ -80,9 +77,7 @@ def run_loop(
     return loop(model, BatchList(batches), shapes, device, dtype)
 
 
-def make_evaluation(
-    config: Config, model_config: PreTrainedConfig, plan: PipelinePlan, device: torch.device, dtype: torch.dtype
-) -> Step:
+def make_evaluation(config: Config, plan: PipelinePlan, device: torch.device) -> Step:
     """Return a function that computes the mean loss over the loader's next micro-batches: an `Executor` of a schedule
     that has only forwards, for any number of micro-batches.
     """

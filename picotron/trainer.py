@@ -184,8 +184,8 @@ class Trainer:
         if checkpoint:
             checkpoint.restore(self.optimizer, unwrap(self.model))
         self.scheduler = make_scheduler(self.optimizer, training, self.progress.step)
-        self.step = make_train_step(config, self.model_config, plan, device, dtype)
-        self.evaluate = make_evaluation(config, self.model_config, plan, device, dtype)
+        self.step = make_train_step(config, plan, device, dtype)
+        self.evaluate = make_evaluation(config, plan, device)
 
         resumed = checkpoint.state_in(config.checkpoint.save_dir) if checkpoint else None
         dist.barrier()  # no rank still reads the files of an earlier run
@@ -211,8 +211,13 @@ class Trainer:
                 saved = self.progress.step
 
     def next_batches(self) -> list[Batch]:
-        """Read this rank's micro-batches of the next step from the config's data set."""
-        assert self.loader is not None
+        """Read this rank's micro-batches of the next step from the config's data set.
+
+        Raises:
+            UserError: `set_up` was called with data of the program's own.
+        """
+        if self.loader is None:
+            raise UserError("the run has data of its own; call set_up without them, or pass batches to `split`")
         return [next(self.loader) for _ in range(self.loader.grad_acc_steps)]
 
     def next_samples(self, size: int, rows: int = 1, steps: int = 1) -> list[int]:
@@ -303,7 +308,7 @@ class FrozenModel:
         dtype = getattr(torch, config.model.dtype)
         weights = Checkpoint(find_folder(folder), weights_only=True).weights()
         self.model: Any = build_stage(config, self.model_config, plan, device, dtype, weights)
-        self.evaluate = make_evaluation(config, self.model_config, plan, device, dtype)
+        self.evaluate = make_evaluation(config, plan, device)
 
     def add_to(
         self, batches: Sequence[Batch], name: str, function: Callable[[Any, Tensor, Batch], Tensor]

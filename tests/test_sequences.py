@@ -57,7 +57,7 @@ def run_packed(layout: dict[str, Any], options: dict[str, Any]) -> dict[str, Any
     config = config_of(layout, options.get("micro_batches", 4))
     model = wrapped(config, MODEL)
     packed = pack_sequences(sequences(), cp_sharding=config.distributed.cp_sharding, **options)
-    evaluate = make_evaluation(config, MODEL, plan_pipeline(config, MODEL), CPU, torch.float64)
+    evaluate = make_evaluation(config, plan_pipeline(config, MODEL), CPU)
     before = packed.unpack(forward_batch(evaluate, model, packed.batches, log_probs_of, merge=list))
     outputs: list[Any] = []
     result = train_batch(step_of(config, MODEL), model, packed.batches, outputs=outputs, post_hook=log_probs_of)

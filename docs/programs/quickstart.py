@@ -59,5 +59,5 @@ def step_of(config: Config, dtype: torch.dtype = torch.float32) -> Callable[[], 
     length = config.training.seq_length
     rows = TextRows(np.zeros(length * config.global_batch_size + 1, np.uint16), length)
     loader = MicroBatchDataLoader(rows, config, CPU)
-    step = make_train_step(config, model_config, plan_pipeline(config, model_config), CPU, dtype)
+    step = make_train_step(config, plan_pipeline(config, model_config), CPU, dtype)
     return lambda: step(model, loader)

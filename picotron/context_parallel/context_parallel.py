@@ -190,7 +190,7 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(dy, ctx.join, ctx.split), None, None
 
 
-HEADS, SEQUENCE = 1, 2
+HEADS, SEQUENCE = 1, 2  # dimensions of q, k and v, (B, H, T, d)
 
 
 def ulysses_attention(
@@ -210,7 +210,7 @@ def ulysses_attention(
     return AllToAll.apply(attention_fn(q, k, v, documents).index_select(SEQUENCE, positions), SEQUENCE, HEADS)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)  # packed micro-batches have many lengths
 def sequence_order(length: int, size: int, sharding: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the positions of all tokens, rank after rank, and the inverse of this permutation."""
     positions = torch.cat([local_positions(length, size, rank, sharding) for rank in range(size)]).to(device)

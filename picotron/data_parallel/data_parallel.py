@@ -61,8 +61,8 @@ class Bucket:
 def make_buckets(
     parameters: list[nn.Parameter], group: dist.ProcessGroup, megabytes: float, kind: type[Bucket] = Bucket
 ) -> list[Bucket]:
-    """Fill buckets of at least `megabytes` MiB, except the last one, in the given order. (With an upper limit instead,
-    a norm's weight between two large matrices would have a bucket to itself.)
+    """Fill buckets of at least `megabytes` MiB, except the last one of a dtype and device, in the given order. (With an
+    upper limit instead, a norm's weight between two large matrices would have a bucket to itself.)
     """
     buckets: list[Bucket] = []
     filling: list[nn.Parameter] = []
@@ -83,7 +83,8 @@ MIB_PER_RANK = 4.0  # Megatron-core's default buckets have as much: a million fl
 
 
 class DataParallel(nn.Module):
-    """Base of both versions: accumulates gradients in `main_grad` and passes complete buckets to `_reduce`, in order.
+    """Base of all versions: accumulates gradients in `main_grad` and passes complete buckets to `_reduce`, in order.
+    (ZeRO-3 has units instead of buckets.)
 
     After its backwards, a step calls `finish_grad_sync`. The backwards themselves do not wait for the reductions: in a
     pipeline, the previous stage can run its backward while this stage's gradients are still being averaged.
@@ -126,11 +127,6 @@ class DataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward of a module that has one, such as `PipelineParallel`."""
-        module: Any = self.module
-        return module.backward(*args, **kwargs)
-
     def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
         return make_buckets(parameters, pgm.process_group_manager.cp_dp_group, self.bucket_mb)
 
@@ -168,6 +164,10 @@ class DataParallel(nn.Module):
     def bytes_held(self) -> tuple[int, int]:
         """Return the bytes of the weights and of the gradients that this rank holds between steps."""
         return sum(p.nbytes for p in self.parameters()), sum(bucket.buffer.nbytes for bucket in self.buckets)
+
+    def awaited(self) -> set[Tensor]:
+        """Return the parameters whose gradients the next step takes: those that were not frozen in the step before."""
+        return {parameter for bucket in self.buckets for parameter in bucket.pending_parameters}
 
     def start_grad_sync(self, stage: int) -> None:
         """Start to average the complete gradients of a stage. Pipeline schedules, whose backwards do not reduce, call
@@ -209,7 +209,7 @@ class DataParallelNaive(DataParallel):
 
 
 class DataParallelBucket(DataParallel):
-    """Averages gradients in buckets of `bucket_mb` MiB, while backward computes the next ones.
+    """Averages gradients in buckets of at least `bucket_mb` MiB, while backward computes the next ones.
 
     A collective has a fixed cost, so a few large ones beat many small ones; but a bucket is sent only when it is full,
     so several medium-sized buckets overlap better than one huge bucket. A ring of n ranks sends a bucket in n parts, so

@@ -33,7 +33,7 @@ from picotron.model.weights import tied_parameters
 
 
 class SlicedBucket(Bucket):
-    """A bucket of which each rank owns a slice, see `owned_slices`. The weights, too, are views of a flat buffer.
+    """A bucket of which each rank owns a slice, see `owned_slices`. The weights are also views of a flat buffer.
 
     Attributes:
         own: this rank's slice of both buffers.
@@ -68,5 +68,5 @@ class DataParallelZero1(DataParallelBucket):
         # A tied matrix has a bucket of its own, so that the ranks of both stages that hold it own the same elements:
         # `sum_tied_gradients` adds their gradients.
         tied, group = tied_parameters(self.module), pgm.process_group_manager.cp_dp_group
-        runs = [list(run) for _, run in itertools.groupby(parameters, key=lambda parameter: parameter in tied)]
+        runs = [list(run) for _, run in itertools.groupby(parameters, key=lambda p: id(p) if p in tied else None)]
         return [bucket for run in runs for bucket in make_buckets(run, group, self.bucket_mb, SlicedBucket)]

@@ -18,7 +18,8 @@ Bytes of a bfloat16 parameter, held between steps and sent in a step of m micro-
     zero3        2/n       4/n          4/n            8/n        18/n       (2 + 2 + 4) m
 
 Slices of the gradients accumulate in float32 over micro-batches, so each micro-batch sends its gradients. A full buffer
-for them would take as much memory as all that zero1 does not divide, which sends less.
+for the sums would save these messages, but take 4 bytes of each parameter. Zero1 does not divide 6 bytes, and sends
+less.
 
 In a pipeline, a stage's forwards and backwards alternate, so nearly every action would gather weights. They stay
 instead, from their first use to the end of the step: a rank holds 2 bytes more of each parameter, of its stages only,
@@ -61,6 +62,7 @@ class Unit:
     Args:
         parameters: parameters of one dtype on one device. If they have no memory, the slice is filled later.
         group: the ranks that own slices.
+        used_twice: parameters of which a micro-batch has two gradients.
 
     Attributes:
         full: the buffer, which has no elements while the unit is freed. An operation or a graph that still holds a view
@@ -190,6 +192,7 @@ class DataParallelZero3(DataParallel):
             advance, and the next two are not freed.
         position: number of `expected` uses that have been there.
         owners: units by the `storage_key` of their weights.
+        trained: parameters that were not frozen in the last step or, before the first one, in the wrapped module.
     """
 
     def __init__(
@@ -204,7 +207,7 @@ class DataParallelZero3(DataParallel):
         self.finish_reduction: Callable[[], None] | None = None
         self.units: list[Unit] = []
         self.unit_of: dict[Tensor, Unit] = {}
-        # A parameter that another pipeline stage holds, too, has a separate unit, so that the ranks of both stages own
+        # A parameter that another pipeline stage also holds has a separate unit, so that the ranks of both stages own
         # the same elements: `sum_tied_gradients` adds their gradients.
         tied = tied_parameters(module)
         numbered = enumerate(module.parameters(), 1)
@@ -224,9 +227,9 @@ class DataParallelZero3(DataParallel):
                 for each in group:
                     each.register_forward_pre_hook(lambda *_, units=used[-1]: self._before_forward(units))
                     each.register_forward_hook(self._after_forward, always_call=True)
-        for parameter in self.unit_of:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(hook)
+        self.trained = {parameter for parameter in self.unit_of if parameter.requires_grad}
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(hook)
         for each in module.modules():
             each._parameters = ReadParameters(each._parameters, self._access)
         uses = Counter(unit for units in used for unit in units)
@@ -349,6 +352,9 @@ class DataParallelZero3(DataParallel):
     def bytes_held(self) -> tuple[int, int]:
         return sum(unit.shard.nbytes for unit in self.units), sum(unit.gradient_shard.nbytes for unit in self.units)
 
+    def awaited(self) -> set[Tensor]:
+        return self.trained
+
     def start_grad_sync(self, stage: int) -> None:
         """Do nothing: the gradients of each micro-batch are reduced when they are complete."""
 
@@ -356,6 +362,7 @@ class DataParallelZero3(DataParallel):
         """Wait until this rank's slice of every gradient is the average, and free all full weights."""
         self._finish_backward()
         self._finish_reduction()
+        self.trained = {parameter for parameter in self.trained if parameter.requires_grad}
         sum_partial_gradients(self.module)
 
 

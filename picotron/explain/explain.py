@@ -64,7 +64,7 @@ def run_step(
     """Run a training step of this rank, and count its bytes and messages."""
     parameters = list(model.parameters())
     first = parameters[0]
-    train_step = make_train_step(config, model_config, plan, first.device, first.dtype)
+    train_step = make_train_step(config, plan, first.device, first.dtype)
     optimizer = AdamW(parameters, config.training, fused=False)  # there is no fused kernel for the meta device
 
     weights, gradients = model.bytes_held()

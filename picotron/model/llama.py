@@ -153,8 +153,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
         B = x.size(0)
         q, k, v = self.project_fn(x, self.q_proj, self.k_proj, self.v_proj)
-        # H and K depend on the weights: a tp rank computes H/tp and K/tp heads.
         q, k = self.q_norm(q), self.k_norm(k)
+        # H and K depend on the weights: a tp rank has H/tp query heads and max(1, K/tp) key/value heads.
         q, k, v = (
             each.view(B, -1, each.size(-1) // self.head_dim, self.head_dim) for each in (q, k, v)
         )  # (B, T, H, d)

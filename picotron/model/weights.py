@@ -78,7 +78,7 @@ def main_grad(parameter: Tensor) -> Tensor:
     accumulate over micro-batches; or this rank's slice of it, see `owned_slices`.
 
     `DataParallel` allocates and fills it. (The name is Megatron-LM's.) A parameter that was frozen before it was
-    wrapped, by `requires_grad_(False)`, has none.
+    wrapped, by `requires_grad_(False)`, has none, or 0 with ZeRO-3.
     """
     return parameter.main_grad  # type: ignore[attr-defined]  # torch's parameters take any attribute
 
@@ -152,6 +152,7 @@ def initial_weights(config: PreTrainedConfig, seed: int) -> ReadTensor:
     number of the tile), and a rank draws only the tiles that its shard overlaps. So the numbers do not depend on the
     layout.
     """
+    padding = None if config.pad_token_id is None else config.pad_token_id % config.vocab_size  # -1: the last row
 
     def draw(name: str, shape: torch.Size, index: Index) -> Tensor:
         if name.endswith("norm.weight"):
@@ -173,8 +174,8 @@ def initial_weights(config: PreTrainedConfig, seed: int) -> ReadTensor:
             number = i // TILE * -(-shape[1] // TILE) + j // TILE
             generator = torch.Generator().manual_seed((seed_of_name + number) % 2**32)
             tile.copy_(torch.normal(0.0, config.initializer_range, tile.shape, generator=generator))
-        if name.endswith("embed_tokens.weight") and config.pad_token_id in range(top, bottom):
-            weight[config.pad_token_id - top] = 0.0  # the padding token's embedding is 0 and gets no gradient
+        if name.endswith("embed_tokens.weight") and padding is not None and top <= padding < bottom:
+            weight[padding - top] = 0.0  # the padding token's embedding is 0 and gets no gradient
         return weight[first_row - top : last_row - top, first_column - left : last_column - left]
 
     return draw

@@ -75,7 +75,9 @@ def _search_with_recording(config: "Config", model_config: "PreTrainedConfig", m
     for key, theirs in (("pp_size", recorded.pp), ("pp_chunks", recorded.chunks)):
         ours = getattr(layout, key)
         if ours not in (theirs, None):
-            raise UserError(f"the run in pp_costs={layout.pp_costs!r} has {key}={theirs}, but the config has {ours}")
+            raise UserError(
+                f"the run in pp_costs={layout.pp_costs!r} has {key}={theirs}, but the config has {ours}; make them equal"
+            )
     shape = recorded.chunks, recorded.placement
     check_recording(layout.pp_costs, settings_of(config, model_config, stages_for(config, model_config, shape)))
     microbatches, deferred = config.training.gradient_accumulation_steps, deferred_fraction(config, model_config)

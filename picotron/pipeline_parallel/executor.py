@@ -74,7 +74,10 @@ def check_micro_batches(expected: int, count: int) -> None:
 def check_outputs(stage: int, outputs: tuple[Tensor, ...], likes: tuple[Tensor, ...], device: torch.device) -> None:
     """Raise ValueError if the outputs of a stage do not fit into the buffers of the next one."""
     if len(outputs) != len(likes):
-        raise ValueError(f"stage {stage} returned {len(outputs)} tensors, but stage {stage + 1} receives {len(likes)}")
+        raise ValueError(
+            f"stage {stage} returned {len(outputs)} tensors, but stage {stage + 1} receives {len(likes)}; make `receives` "
+            f"describe what the stage returns"
+        )
     for y, like in zip(outputs, likes, strict=True):
         check_message(y, like.shape, device, like.dtype)
 

@@ -75,7 +75,7 @@ class PipelineStages(nn.Module):
 
     def parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
         """Return the parameters of each stage. Those that several stages of this rank share, such as a tied matrix,
-        belong to the first one, whose gradients are complete later.
+        belong to the first one, whose backward is later.
         """
         seen: set[nn.Parameter] = set()
         by_stage = {}
@@ -177,6 +177,16 @@ class Pipeline(PipelineStages):
 
     def parameters_of(self, number: int) -> Iterable[nn.Parameter]:
         return self.stages[str(number)].parameters()
+
+    def parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
+        """Return the parameters of each stage. If the schedule splits backward, those that several stages of this rank
+        share have the key -1, so that `finish_grad_sync` reduces them: a W of any of these stages may be the last one.
+        """
+        by_stage, shared = super().parameters_by_stage(), self.used_twice()
+        if not self.schedule.splits_backward or not shared:
+            return by_stage
+        own = {number: [p for p in parameters if p not in shared] for number, parameters in by_stage.items()}
+        return own | {-1: [p for parameters in by_stage.values() for p in parameters if p in shared]}
 
     def receives(self, stage: int, batch: dict[str, Any]) -> Message:
         return self.message_of(stage, batch)

@@ -92,7 +92,9 @@ def _from_file(path: str, pp: int, microbatches: int, chunks: int | None) -> Sch
         ("distributed.pp_chunks", schedule.chunks, chunks),
     ):
         if in_config not in (in_file, None):
-            raise UserError(f"the schedule {path!r} is for {key}={in_file}, but the config has {in_config}")
+            raise UserError(
+                f"the schedule {path!r} is for {key}={in_file}, but the config has {in_config}; make them equal"
+            )
     return schedule
 
 

@@ -36,7 +36,7 @@ def check_message(tensor: Tensor, shapes: Sequence[int], device: torch.device, d
     if (tuple(tensor.shape), tensor.device.type, tensor.dtype) != (tuple(shapes), device.type, dtype):
         raise ValueError(
             f"pp rank {pgm.process_group_manager.pp_rank} cannot send {tensor.dtype} {list(tensor.shape)} on {tensor.device}: "
-            f"the receiver expects {dtype} {list(shapes)} on {device}"
+            f"the receiver expects {dtype} {list(shapes)} on {device}; change the stage's output, or `receives`"
         )
 
 

@@ -118,9 +118,9 @@ def parse_stages(text: str, num_layers: int, num_stages: int) -> list[Stage]:
     if "m" in symbols:
         why = "has m (multi-token prediction), which these models do not support; remove it"
     elif len(stages) != num_stages:
-        why = f"has {len(stages)} stages, but the schedule has {num_stages} (pp ranks times chunks)"
+        why = f"has {len(stages)} stages, but the schedule has {num_stages} (pp ranks times chunks); write as many"
     elif symbols.count("t") != num_layers:
-        why = f"has {symbols.count('t')} layers (t), but the model has {num_layers}"
+        why = f"has {symbols.count('t')} layers (t), but the model has {num_layers}; write as many"
     elif symbols.count("E") != 1 or symbols.strip("|")[0] != "E":
         why = f"has {symbols.count('E')} E; it must begin with its only E, because the first stage reads the tokens"
     elif symbols.count("L") != 1 or symbols.strip("|")[-1] != "L":

@@ -48,7 +48,7 @@ class Softmax(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, targets: Tensor, shard: VocabularyShard) -> "Softmax":
-        """Compute the softmax of logits (C, V/tp), which are overwritten if they are in float32 or wider."""
+        """Compute the softmax of logits (C, V/tp). In float32 or wider, all of them are overwritten."""
         wide = accumulation_dtype(logits)
         if shard.rows < logits.size(1):
             logits[:, shard.rows :].fill_(-torch.inf)  # padding rows get probability 0
@@ -97,7 +97,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     Forward processes the tokens in chunks and computes each chunk's gradients while its logits are in memory. This is
     possible because the loss is a scalar, so that backward only has to scale them. Instead of the logits, softmax and
-    gradient of all B T tokens (3 B T V/tp numbers in float32), memory holds those of one chunk (at most 3 * 512 V/tp)
+    gradient of all B T tokens (3 B T V/tp numbers in float32), memory holds those of one chunk, see `chunk_tokens`,
     and the gradients of x and W, which a backward that follows immediately would allocate anyway. For B T = 8,192,
     V = 49,152 and tp = 1, the logits, softmax and gradient take at most 0.3 GB on a CPU instead of 4.8 GB.
     """

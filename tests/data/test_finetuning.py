@@ -50,7 +50,7 @@ def rows_of(config: Config) -> tuple[Rows, Rows]:
 
 def step_and_evaluation(config: Config) -> tuple[float, float, dict[str, Tensor]]:
     model, (training, evaluation) = wrapped(config, MODEL), rows_of(config)
-    evaluate = make_evaluation(config, MODEL, plan_pipeline(config, MODEL), CPU, torch.float64)
+    evaluate = make_evaluation(config, plan_pipeline(config, MODEL), CPU)
     loader = MicroBatchDataLoader(evaluation, config, CPU, batches=EVALUATIONS)
     evaluated = global_mean(evaluate(model, loader)).item()
     loss = global_mean(step_of(config, MODEL)(model, MicroBatchDataLoader(training, config, CPU))).item()

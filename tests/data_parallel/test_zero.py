@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig
 
 from picotron import parallelize
@@ -18,6 +19,9 @@ from picotron.data_parallel.owned_slices import owned_slice
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.optimizer import AdamW
 from picotron.parallelize import unwrap
+from picotron.pipeline_parallel.modules import Pipeline
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.schedules.schedules import build
 from tests.checkpoint.test_checkpoint import assert_equals_second_half
 from tests.checkpoint.test_checkpoint_writer import train_while_writing
 from tests.support import checkpoints, program
@@ -127,6 +131,26 @@ def test_both_stages_own_the_same_elements_of_a_tied_matrix(pool: WorkerPool) ->
     for separate in (True, False):
         bounds = pool.run(bounds_of_tied_matrix, 4, config, tiny_llama(**TIED), separate)
         assert (bounds[0] == bounds[1], bounds[2] == bounds[3]) == (separate, separate)  # dp 0, dp 1
+
+
+def bounds_of_second_tied_vector() -> tuple[int, int]:
+    """Return the elements that this rank owns of a vector that is tied to one of the other stage. On the first stage, a
+    vector that is used twice precedes it.
+    """
+    setup_process_group_manager(1, 1, 2, 2)
+    stages: dict[int, nn.Module] = {0: nn.Module(), 1: nn.Module()}
+    for stage, name in ((0, "a"), (0, "c"), (0, "b"), (1, "b")):
+        stages[stage].register_parameter(name, nn.Parameter(torch.zeros(5)))
+    tied = [[(0, "a"), (0, "c")], [(0, "b"), (1, "b")]]
+    pipeline = Pipeline(stages, lambda stage, batch: torch.empty(1, device="meta"), build("1f1b", 2, 2), tied)
+    DataParallelZero1(pipeline)
+    owned = owned_slice(stages[pgm.process_group_manager.pp_rank].get_parameter("b"))
+    return owned.bounds(owned.rank)
+
+
+def test_both_stages_own_the_same_elements_of_each_tied_vector(pool: WorkerPool) -> None:
+    bounds = pool.run(bounds_of_second_tied_vector, 4)
+    assert (bounds[0], bounds[2]) == (bounds[1], bounds[3])  # dp 0, dp 1
 
 
 @pytest.mark.parity

@@ -105,7 +105,7 @@ def measure_rank(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     model = build_model(config, model_config, plan, CPU, dtype, initial_weights(model_config, config.training.seed))
     parameters = list(model.parameters())
     optimizer = AdamW(parameters, config.training, fused=True)
-    step = make_train_step(config, model_config, plan, CPU, dtype)
+    step = make_train_step(config, plan, CPU, dtype)
     saved = SavedBytes(model)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), count_gradients_of_loss(saved):
         step(model, MicroBatchDataLoader(random_rows(config, vocab_size=model_config.vocab_size), config, CPU))

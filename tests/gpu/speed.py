@@ -130,7 +130,7 @@ def picotron(workload: Workload, **training: Any) -> Step:
     model = build_model(config, model_config, plan, device, dtype, random_weights(device))
     optimizer = AdamW(model.parameters(), config.training, config.model.use_fused_adam)
     scheduler, loader = make_scheduler(optimizer, config.training), workload.loader()
-    train_step = make_train_step(config, model_config, plan, device, dtype)
+    train_step = make_train_step(config, plan, device, dtype)
     metrics = Metrics(config, model_config, device, dtype)
 
     def step() -> None:

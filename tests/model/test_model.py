@@ -135,6 +135,8 @@ def test_shards_are_slices_of_the_same_initial_weights(monkeypatch: pytest.Monke
     draw = initial_weights(tiny_llama(pad_token_id=20), seed=3)
     full = draw(name, shape, ())
     assert full[20].count_nonzero() == 0
+    last = initial_weights(tiny_llama(pad_token_id=-1, vocab_size=37), seed=3)(name, shape, ())
+    assert [row.count_nonzero().item() for row in last[-2:]] == [21, 0]
     assert len({full[i, j].item() for i in range(0, 37, 8) for j in range(0, 21, 8)}) == 5 * 3
     for first, last in itertools.combinations((0, 3, 8, 19, 20, 21, 24, 37), 2):
         assert torch.equal(draw(name, shape, (slice(first, last),)), full[first:last])

@@ -20,7 +20,7 @@ from picotron.pipeline_parallel import recorder
 from picotron.pipeline_parallel.executor import Executor, StepState
 from picotron.pipeline_parallel.modules import Message, Pipeline
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.schedules.actions import Action, Schedule
+from picotron.schedules.actions import Action, Schedule, parse_action
 from picotron.schedules.schedules import build, forward_only
 from picotron.schedules.search import fastest_schedule
 from picotron.schedules.simulate import Timeline
@@ -113,6 +113,41 @@ def test_schedules_for_recorded_times_equal_one_process(pool: WorkerPool) -> Non
 
 
 @pytest.mark.processes
+class Square(nn.Module):
+    def __init__(self, is_last: bool) -> None:
+        super().__init__()
+        self.linear, self.is_last = nn.Linear(D, D, bias=False, dtype=torch.float64), is_last
+        self.linear.weight.data = torch.arange(1.0, D * D + 1, dtype=torch.float64).view(D, D) / D**3
+
+    def forward(self, *inputs: Tensor, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(*inputs or (x,)))
+        return y.square().mean() if self.is_last else y
+
+
+def rows_of(rank: int) -> Tensor:
+    return torch.randn(3, D, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def tied_linear(order: str) -> Tensor:
+    """Return the gradient of a matrix that two stages of a rank use, for an order of the actions."""
+    grid = setup_process_group_manager(1, 1, 1, 2)
+    schedule = Schedule([[parse_action(action) for action in order.split(",")]], 1, 2, "loop")
+    places = [[(0, "linear.weight"), (1, "linear.weight")]]
+    pipeline = Pipeline({0: Square(False), 1: Square(True)}, lambda stage, batch: like(3, D), schedule, places)
+    model: Any = DataParallelBucket(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
+    Executor(schedule)(model, BatchList([{"x": rows_of(grid.dp_rank)}]), CPU)
+    return main_grad(next(pipeline.parameters()))
+
+
+@pytest.mark.parametrize("order", ["0F0,1F0,1I0,1W0,0I0,0W0", "0F0,1F0,1I0,0I0,0W0,1W0"])
+def test_a_matrix_of_two_stages_is_reduced_after_the_last_of_their_backwards(pool: WorkerPool, order: str) -> None:
+    matrix = Square(True).linear.weight.detach().requires_grad_()
+    losses = [torch.tanh(torch.tanh(rows_of(rank) @ matrix.T) @ matrix.T).square().mean() for rank in range(2)]
+    torch.stack(losses).mean().backward()
+    for gradient in pool.run(tied_linear, 2, order):
+        assert_close(gradient, matrix.grad)
+
+
 @pytest.mark.parametrize(
     ("kind", "engine", "dp_engine", "ranks", "frozen"),
     [
@@ -204,7 +239,9 @@ def mistake(kind: str) -> str:
 def test_mistakes_are_one_sentence(pool: WorkerPool) -> None:
     assert pool.run(mistake, 2, "missing")[1] == "pp rank 1 runs stage 1, but `stages` lacks it; add its module"
     assert "the receiver expects torch.float64 [2, 4, 6] on cpu" in pool.run(mistake, 2, "shape")[0]
-    assert pool.run(mistake, 2, "number")[0] == "stage 0 returned 2 tensors, but stage 1 receives 1"
+    assert pool.run(mistake, 2, "number")[0] == (
+        "stage 0 returned 2 tensors, but stage 1 receives 1; make `receives` describe what the stage returns"
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)

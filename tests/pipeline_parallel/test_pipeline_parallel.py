@@ -229,7 +229,7 @@ def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
     _, rows = split_train_eval(Text(random_tokens()), config)
     loader = MicroBatchDataLoader(rows, config, CPU, shuffle=False, batches=config.training.eval_steps)
     plan, losses = plan_pipeline(config, model_config), []
-    evaluation = make_evaluation(config, model_config, plan, CPU, torch.float64)
+    evaluation = make_evaluation(config, plan, CPU)
     for _ in range(2):
         loss = evaluation(model, loader).double()
         assert not loss.requires_grad

@@ -190,7 +190,7 @@ def fake_cuda_rank(
             scheduler=make_scheduler(optimizer, config.training),
             data_loader=MicroBatchDataLoader(one_row, config, DEVICE),
             metrics=Metrics(config, model_config, DEVICE, dtype),
-            train_step=make_train_step(config, model_config, plan, DEVICE, dtype),
-            evaluate=make_evaluation(config, model_config, plan, DEVICE, dtype),
+            train_step=make_train_step(config, plan, DEVICE, dtype),
+            evaluate=make_evaluation(config, plan, DEVICE),
         )
     del kernels

@@ -151,7 +151,7 @@ def record_rank(rank: int, config: Config, model_config: LlamaConfig, device: to
         length = config.training.seq_length
         loader = MicroBatchDataLoader(TextRows(np.zeros(length + 1, np.uint16), length), config, device)
         run_step(model, loader, config, model_config, plan)
-        global_mean(make_evaluation(config, model_config, plan, device, dtype)(model, loader))
+        global_mean(make_evaluation(config, plan, device)(model, loader))
     return program
 
 

@@ -71,7 +71,7 @@ def stage_of(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype 
 
 def step_of(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> Any:
     """Return the training step of train.py."""
-    return make_train_step(config, model_config, plan_pipeline(config, model_config), device_of(config), dtype)
+    return make_train_step(config, plan_pipeline(config, model_config), device_of(config), dtype)
 
 
 def batches(count: int) -> list[dict[str, Any]]:
