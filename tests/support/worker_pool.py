@@ -13,6 +13,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -51,6 +52,8 @@ def _work(connection: multiprocessing.connection.Connection, backend: str) -> No
             return
         except BaseException:
             answer = (False, traceback.format_exc())
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # compiled code has the names of its groups, which the next ones get again
         # The threads of a gloo group end with its last reference, so drop those held here and by the function.
         function = arguments = None
         process_group_manager.process_group_manager = None  # type: ignore[assignment]
