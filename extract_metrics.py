@@ -25,7 +25,7 @@ from picotron.command_line import parse_config
 from picotron.config import Config
 from picotron.console import UserError, number, print_line, text_table
 from picotron.files import read_object, write_atomically
-from picotron.run.run_folder import parse_load_path, read_records
+from picotron.run.run_folder import LARGEST, parse_load_path, read_records
 from picotron.sweep.combinations import canonical_json
 from picotron.sweep.jobs import Job, find_jobs
 
@@ -98,7 +98,9 @@ def read_run(job: Job) -> Run:
     try:
         found = read_object(job.forecast_file) if job.forecast_file.exists() else {}
         forecast = {
-            field: value for field in (RATE, "mfu", "memory_gb") if type(value := found.get(field)) in (int, float)
+            field: value
+            for field in (RATE, "mfu", "memory_gb")
+            if isinstance(value := found.get(field), int | float) and abs(value) <= LARGEST
         }
     except UserError as error:
         forecast, problem = {}, problem or str(error)

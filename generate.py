@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.safetensors_folder import find_folder
+from picotron.collectives import run_on_all_ranks
 from picotron.command_line import parse_config
 from picotron.config import Model
 from picotron.console import Parser, UserError, number, print_line
@@ -276,6 +277,9 @@ def main() -> None:
         # An error comes before anything expensive starts, and the old file stays until the first completions.
         write_output(options.output, "", "a")
     model = load_model(folder, options.pp_size, options.tp_size)
+    seen = run_on_all_ranks(lambda: folder.name)  # names only: on other machines, the same model can have another place
+    if other := next((name for name in seen if name != seen[0]), None):
+        raise UserError(f"{options.checkpoint} got a new checkpoint: {seen[0]} or {other}; name one of them")
     if options.chat:
         chat(model, encoder, sampling)
     else:

@@ -75,7 +75,7 @@ def badge(rows: list[Row]) -> str:
     """Return a picture of the verdict (SVG): the number of checks that are equal, of those that the adapter offers."""
     offered = [row for row in rows if row.verdict != "not offered"]
     good = sum(not row.is_bad for row in offered)
-    colour, text = "#2a7d4f" if good == len(offered) else "#b3402a", f"{good} of {len(offered)} equal"
+    colour, text = "#2a7d4f" if good == len(offered) > 0 else "#b3402a", f"{good} of {len(offered)} equal"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="200" height="20" font-family="sans-serif" font-size="11" fill="#fff">'
         f'<rect width="90" height="20" fill="#444"/><rect x="90" width="110" height="20" fill="{colour}"/>'
@@ -101,7 +101,7 @@ def main() -> int:
         options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
     if options.badge:
         options.badge.write_text(badge(rows))
-    return 1 if any(row.is_bad for row in rows) else 0
+    return 0 if any(row.verdict == "equal" for row in rows) and not any(row.is_bad for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -107,7 +107,13 @@ class Checker:
             for case in cases_of(chapter, layout, other, Path(folder), **changes):
                 if row.verdict == EQUAL:
                     self.start(case, adapter)
-                    self.judge(case, row)
+                    try:
+                        self.judge(case, row)
+                    except (
+                        Exception
+                    ) as error:  # of results of any kind, or a model folder that transformers cannot load
+                        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+                        row.verdict, row.detail = DIFFERS, f"the results cannot be compared: {first}"
         row.seconds = time.monotonic() - began
         return row
 

@@ -5,6 +5,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conformance.case import Case
 from conformance.compare import Difference, compare
+from conformance.models import FAMILIES
 from conformance.reference import Reference
 from conformance.result import Result
 
@@ -12,11 +13,15 @@ SETTINGS = (
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
 )
 SETTINGS += " tie_word_embeddings rms_norm_eps head_dim max_position_embeddings rope_parameters hidden_act"
+SETTINGS += " layer_types no_rope_layers attention_bias mlp_bias "
+SETTINGS += " ".join(sorted({key for keys in FAMILIES.values() for key in keys}))
 
 
 def read_weights(case: Case) -> tuple[Result, str]:
     """Read the weights of the model folder that a trainer has written, and say which of them are missing or unknown."""
-    model, info = AutoModelForCausalLM.from_pretrained(case.output, dtype=torch.float64, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        case.output, dtype=torch.float64, output_loading_info=True, ignore_mismatched_sizes=True
+    )
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     wrong = "; ".join(f"{kind}: {sorted(info[kind])[0]}" for kind in kinds if info[kind])
     return Result(weights=dict(model.named_parameters())).local(), wrong

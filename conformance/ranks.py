@@ -73,37 +73,45 @@ def forked(adapter: Path, case: Case, rank: int, port: int) -> None:
 
 
 def serve(adapter: Path, case: Case, timeout: float) -> None:
-    """Fork the ranks of a case, and kill them when all are ready, after an error, or when the time is over."""
+    """Fork the ranks of a case, and kill them at the end, see `wait_for_ranks`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     ranks: dict[int, int] = {}
-    for rank in range(case.world_size):
-        pid = os.fork()
-        if not pid:
-            with contextlib.suppress(BaseException):
-                forked(adapter, case, rank, port)
-            os._exit(1)
-        ranks[rank] = pid
-    end, dead = time.monotonic() + timeout, set[int]()
+    try:
+        for rank in range(case.world_size):
+            pid = os.fork()
+            if not pid:
+                with contextlib.suppress(BaseException):
+                    forked(adapter, case, rank, port)
+                os._exit(1)
+            ranks[rank] = pid
+        wait_for_ranks(case, ranks, timeout)
+    finally:
+        for pid in ranks.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def wait_for_ranks(case: Case, ranks: dict[int, int], timeout: float) -> None:
+    """Wait until all ranks are ready, after an error, or until the time is over; then they write where they are. Ranks
+    that have ended are removed.
+    """
+    end = time.monotonic() + timeout
     while time.monotonic() < end:
-        for rank, pid in ranks.items():
-            if rank not in dead and os.waitpid(pid, os.WNOHANG)[0]:
-                dead.add(rank)
+        for rank, pid in [*ranks.items()]:
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del ranks[rank]
                 end = min(end, time.monotonic() + GRACE)
         ready = [case.folder / f"rank{rank}" for rank in ranks if (case.folder / f"rank{rank}").exists()]
-        if len(ready) + len(dead) == len(ranks):
-            break
+        if len(ready) == len(ranks):
+            return
         if end > time.monotonic() + GRACE and any(pickle.loads(each.read_bytes())[0] != "result" for each in ready):
             end = time.monotonic() + GRACE
         time.sleep(0.01)
-    alive = {rank: pid for rank, pid in ranks.items() if rank not in dead}
-    for pid in alive.values() if time.monotonic() >= end else ():
+    for pid in ranks.values():
         os.kill(pid, signal.SIGUSR1)
         time.sleep(0.05)
-    for pid in alive.values():
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
 
 
 def main() -> None:

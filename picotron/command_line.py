@@ -142,9 +142,9 @@ def type_of(key: str) -> Any:
 
 
 def default_of(key: str) -> Any:
-    """Default of a dotted key; None if the key is unknown."""
+    """Default of a dotted key; None if the key is unknown or required."""
     leaf = _leaf(key)
-    return leaf and leaf.default
+    return None if leaf is None or leaf.is_required() else leaf.default
 
 
 def _leaf(key: str) -> Any:

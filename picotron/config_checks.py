@@ -93,6 +93,8 @@ def check_columns(config: Config) -> None:
         raise UserError(
             f"dataset: set text_column, or prompt_column and completion_column, or messages_column, not {given}"
         )
+    if columns.get("messages_column") == "tools":
+        raise UserError("dataset.messages_column='tools', but this column has the tools of a chat; rename the column")
 
 
 def check_long_samples(config: Config) -> None:

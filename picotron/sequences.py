@@ -58,7 +58,8 @@ class PackedSequences(NamedTuple):
                 row[local_positions(T, grid.cp_world_size, rank, self.cp_sharding).to(row.device)] = shard[0]
             lengths = [self.lengths[number] for number in batch["sequences"]]
             parts = row[: sum(lengths)].split(lengths)
-            found |= {number: part.cpu() for number, part in zip(batch["sequences"], parts, strict=True)}
+            # copies, because a view is sent with all of its row
+            found |= {number: part.clone().cpu() for number, part in zip(batch["sequences"], parts, strict=True)}
         everywhere: list[Any] = [None] * grid.dp_world_size
         dist.all_gather_object(everywhere, found, group=grid.dp_group)
         merged = {number: part for each in everywhere for number, part in each.items()}
@@ -95,6 +96,8 @@ def pack_sequences(
         if different := sequence.keys() ^ sequences[0].keys():
             raise UserError(f"only one of the sequences 0 and {i} has {min(different)}; give it to all or none")
     count = micro_batches_or_default(micro_batches) * grid.dp_world_size
+    if max_tokens is not None:  # fewer cannot hold all tokens
+        count = max(count, -(-sum(lengths) // (max_tokens * grid.dp_world_size)) * grid.dp_world_size)
     bins = _balance(lengths, count)
     while max_tokens is not None and max(sum(lengths[i] for i in each) for each in bins) > max_tokens:
         count += grid.dp_world_size

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -72,8 +73,17 @@ def fingerprint(config: Config, samples: Sequence[Any]) -> str:
     order = config.training.seed if config.dataset.shuffle else "in order"
     digest = hashlib.sha256(repr(order).encode())
     for sample in samples:
-        digest.update(repr(sample).encode())
+        digest.update(repr(_as_lists(sample)).encode())
     return digest.hexdigest()[:24]
+
+
+def _as_lists(sample: Any) -> Any:
+    """Return a sample with lists instead of tensors and arrays, whose repr leaves out most of their numbers."""
+    if isinstance(sample, Tensor | np.ndarray):
+        return sample.tolist()
+    if isinstance(sample, dict):
+        return {key: _as_lists(value) for key, value in sample.items()}
+    return type(sample)(map(_as_lists, sample)) if type(sample) in (list, tuple) else sample
 
 
 def read_data(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> Data:
@@ -228,11 +238,17 @@ class Trainer:
             size: number of samples.
             rows: number of rows that a sample has in a batch.
             steps: number of steps that are taken with the same batch.
+
+        Raises:
+            UserError: `rows` does not divide the global batch.
         """
         seed = self.config.training.seed if self.config.dataset.shuffle else None
         samples, orders = [], dict[int, Sequence[int]]()
-        count = self.config.global_batch_size // rows
-        first = self.progress.samples // (self.config.global_batch_size * steps) * count
+        if (size_of_batch := self.config.global_batch_size) % rows:
+            raise UserError(f"a batch of {size_of_batch} rows cannot have samples of {rows} rows; make it a multiple")
+        count, first = size_of_batch // rows, self.progress.samples // rows
+        if steps > 1:  # a run can end between the steps of a batch, which it then begins again
+            first = first // (count * steps) * count
         for epoch, place in (divmod(number, size) for number in range(first, first + count)):
             if epoch not in orders:
                 orders[epoch] = range(size) if seed is None else epoch_order(size, seed, epoch).tolist()

@@ -275,7 +275,7 @@ SENTENCES = {
     "split: one dimension": r"input_ids should be a tensor \(G, T\) of G sequences, not of shape \[16\]; stack .*",
     "split: list": r"input_ids should be a tensor \(G, T\) of G sequences, not a list; stack the sequences",
     "pair": r"loss_fn returned a tuple of 2, but it must return a loss, or \(loss, weight, statistics\) with a dict .*",
-    "detached": r"loss_fn returned a loss without a gradient: .* from detached tensors",
+    "detached": r"loss_fn returned a loss without a gradient; .* compute the loss from x without detach",
     "vector": r"loss_fn returned the statistic 'rows' of shape \[2\], but it must be a number or a scalar tensor; sum it",
     "text": r"loss_fn returned a weight as a str, but it must be a number or a scalar tensor; sum it",
     "numbers": r"no error",

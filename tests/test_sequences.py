@@ -2,18 +2,22 @@
 
 import functools
 import itertools
+import pickle
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import picotron.sequences
 from picotron import process_group_manager as pgm
 from picotron.batches import forward_batch, split_batch, train_batch
 from picotron.console import UserError
 from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.process_group_manager import setup_process_group_manager
 from picotron.schedules.schedules import SCHEDULES
 from picotron.sequences import pack_sequences
 from picotron.train_step import make_evaluation
@@ -197,3 +201,27 @@ def test_mistakes_are_one_sentence(pool: WorkerPool) -> None:
     assert found["limit of 0"] == "sequence 0 has 9 tokens, but max_tokens=0; use a larger max_tokens"
     assert found["no micro-batch"] == found["no split"] == "micro_batches=0 should be at least 1"
     assert found["keys"] == "only one of the sequences 0 and 18 has name; give it to all or none"
+
+
+def bins_of_many_sequences() -> tuple[int, int]:
+    """Return how often sequences are distributed, and the bytes of a row's outputs that a rank sends."""
+    setup_process_group_manager(1, 1, 1, 1)
+    rows = [{"input_ids": torch.zeros(1 + i % 7, dtype=torch.long)} for i in range(500)]
+    with mock.patch("picotron.sequences._balance", wraps=picotron.sequences._balance) as balance:
+        packed = pack_sequences(rows, max_tokens=100)
+    sent: list[int] = []
+
+    def gather(everywhere: list[Any], found: Any, group: Any) -> None:
+        sent.append(len(pickle.dumps(found)))
+        everywhere[0] = found
+
+    outputs = [torch.zeros(1, batch["input_ids"].size(1), 50) for batch in packed.batches]
+    with mock.patch("torch.distributed.all_gather_object", gather):
+        packed.unpack(outputs)
+    return balance.call_count, sent[0]
+
+
+def test_many_sequences_are_packed_and_sent_once(pool: WorkerPool) -> None:
+    [(calls, sent)] = pool.run(bins_of_many_sequences, 1)
+    assert calls < 10
+    assert sent < 500 * (7 * 50 * 4 + 1000)

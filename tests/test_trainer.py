@@ -17,7 +17,7 @@ from picotron.console import UserError
 from picotron.data.loader import epoch_order
 from picotron.model.model_config import load_model_config
 from picotron.run.launch import StopSignals
-from picotron.trainer import USED, Data, check_used, used_keys
+from picotron.trainer import USED, Data, check_used, fingerprint, used_keys
 from tests.support.examples import make_trainer, results, save_weights
 from tests.support.oracle import assert_close, make_config, oracle_training, random_rows, random_tokens, tiny_llama
 from tests.support.worker_pool import WorkerPool
@@ -135,6 +135,30 @@ def test_each_sample_occurs_once_in_an_epoch(pool: WorkerPool, tmp_path: Path) -
     assert [len(numbers) for numbers in found] == [4] * 4
     expected = [int(i) for epoch in range(4) for i in epoch_order(5, 42, epoch)]
     assert [number for numbers in found for number in numbers] == expected[:16]
+
+
+def samples_with_another_batch(config: Config, larger: Config) -> list[int]:
+    trainer = make_trainer(config, Data())
+    found = trainer.next_samples(100)
+    trainer.progress = trainer.progress.after_step(config)
+    trainer.config = larger
+    return found + trainer.next_samples(100)
+
+
+def test_a_run_that_resumes_with_another_batch_size_continues_at_its_next_sample(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    sizes = [config_of(tmp_path, training__micro_batch_size=size, dataset__shuffle=False) for size in (6, 8)]
+    for first, second in (sizes, sizes[::-1]):
+        (found,) = pool.run(samples_with_another_batch, 1, first, second)
+        assert found == list(range(first.global_batch_size + second.global_batch_size))
+
+
+def test_fingerprints_of_long_samples_differ(tmp_path: Path) -> None:
+    config, tokens = config_of(tmp_path), torch.zeros(2, 2000, dtype=torch.long)
+    tokens[1, 1000] = 1
+    for kinds in ([{"input_ids": row} for row in tokens], [(row.numpy(),) for row in tokens]):
+        assert fingerprint(config, kinds[:1]) != fingerprint(config, kinds[1:])
 
 
 def test_help_lists_the_keys_that_have_an_effect() -> None:

@@ -12,6 +12,7 @@ file of each tensor. `writer` writes checkpoints.
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def read_state(folder: Path, weights_only: bool = False) -> TrainerState | None:
         UserError: there is no such folder, it is an incomplete checkpoint, or its state is damaged.
     """
     path = folder / STATE_FILE
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False without permission, unlike `Path.is_dir`
         raise UserError(f"{folder} is not a folder; use a checkpoint, a model folder, or 'latest'")
     if folder.name.endswith(UNFINISHED):
         raise UserError(f"{folder} is an incomplete checkpoint; use an earlier one, or 'latest'")

@@ -33,7 +33,7 @@ def find_folder(name: str) -> Path:
     Raises:
         UserError: there is neither a folder nor a hub model of this name.
     """
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # False without permission, unlike `Path.is_dir`
         return Path(name)
     try:
         connect(name)

@@ -103,7 +103,7 @@ def mix(streams: dict[str, Iterator[Any]], weights: dict[str, float], seed: int)
 
 
 def _load(name: str, section: DatasetSection) -> Documents:
-    if name != PYTHON_STDLIB and not (Path(name).exists() or glob.glob(name, recursive=True)):
+    if name != PYTHON_STDLIB and not (os.path.exists(name) or glob.glob(name, recursive=True)):
         if _type(Path(name)) in READERS or Path(name).is_absolute() or name.startswith(".") or glob.has_magic(name):
             raise UserError(f"dataset.name={name!r}: there is no such file or folder; check the path")
         return _hub_documents(name, section)
@@ -150,7 +150,7 @@ def find_files(name: str) -> list[Path]:
         UserError: no file has a known type, or there are files of several types.
     """
     found: set[Path] = set()
-    for path in [Path(name)] if Path(name).exists() else map(Path, glob.glob(name, recursive=True)):
+    for path in [Path(name)] if os.path.exists(name) else map(Path, glob.glob(name, recursive=True)):
         inside = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
         found |= {*inside} if path.is_dir() else {path}
     types = [kind for kind in READERS if kind != ".py"]
@@ -250,6 +250,8 @@ def _read_csv(path: Path, _: Columns) -> Iterator[list[Record]]:
     with _opened(path) as file:
         rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
         try:
+            if twice := [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]:
+                raise UserError(f"{path}: two columns have the name {twice[0]!r}; rename one of them")
             for row in rows:
                 place = f"{path}, line {rows.line_num:,}"
                 if None in row or None in row.values():

@@ -41,6 +41,9 @@ VERSION = 3  # part of the keys of cached tokens; add 1 if the same data and tok
 END_OF_TEXT = "<|endoftext|>"
 BATCH_BYTES, BATCH_ITEMS = 2**20, 2**10  # of text that is tokenised at a time
 BPE_CHARACTERS = 2**28  # maximum number of characters to train a BPE on
+PLACES = {  # keys of a tokenizer without an effect on the tokens of a text
+    "name_or_path", "is_local", "local_files_only", "vocab_file", "merges_file", "chat_template",
+}  # fmt: skip
 LONG_WORD = re.compile(r"\S{256}(?=\S)|\s{256}(?=\s)")
 
 
@@ -103,7 +106,9 @@ def load_tokenizer(
                 train_bpe(texts, model_config.vocab_size).save_pretrained(folder)
 
         folder = cached("bpe", f"{documents.key} {model_config.vocab_size}", write)
-        return check_beside_model(PreTrainedTokenizerFast.from_pretrained(folder), config, model_config)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        forget_this_process(tokenizer)
+        return check_beside_model(tokenizer, config, model_config)
     return read_tokenizer(config, model_config, trained if config.model.tokenizer == "bpe" else None)
 
 
@@ -117,7 +122,7 @@ def read_tokenizer(
     """
     name = str(folder or config.model.tokenizer or config.model.name)
     try:
-        if not Path(name).is_dir():
+        if not os.path.isdir(name):
             connect(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
@@ -131,7 +136,19 @@ def read_tokenizer(
             f"the tokenizer {name!r} has {tokens} tokens, but the model's vocab_size is {model_config.vocab_size}; "
             f"choose another model.tokenizer"
         )
+    forget_this_process(tokenizer)
     return check_beside_model(tokenizer, config, model_config) if config.model.tokenizer else tokenizer
+
+
+def forget_this_process(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Remove what differs between processes that read the same tokenizer: whether they are offline, and the truncation
+    and padding of earlier calls. So all machines have the same tokenizer.
+    """
+    for key in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(key, None)
+    if tokenizer.is_fast:
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
 
 
 def check_beside_model(
@@ -165,7 +182,11 @@ def tokenizer_folder(tokenizer: PreTrainedTokenizerBase) -> Path:
 
 def _encoding(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a text that differs between tokenizers that encode texts differently."""
-    return tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+    if tokenizer.is_fast:
+        text: str = tokenizer.backend_tokenizer.to_str()
+        return text + " split_special_tokens" if tokenizer.split_special_tokens else text
+    options = {key: value for key, value in tokenizer.init_kwargs.items() if key not in PLACES}
+    return json.dumps([type(tokenizer).__name__, tokenizer.get_vocab(), options], default=str, sort_keys=True)
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:

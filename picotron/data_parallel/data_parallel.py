@@ -92,7 +92,7 @@ class DataParallel(nn.Module):
     Args:
         bucket_mb: minimum size of a bucket in MiB.
         parameters_by_stage: the parameters of each pipeline stage on this rank, which are complete together, see
-            `start_grad_sync`; by default, all parameters form stage 0.
+            `start_grad_sync`; by default those of a `PipelineStages`, else all parameters form stage 0.
 
     Attributes:
         require_backward_grad_sync: whether the next backward reduces the gradients. With several micro-batches, only
@@ -111,7 +111,8 @@ class DataParallel(nn.Module):
         self.require_backward_grad_sync = True
         self.buckets_by_stage: dict[int, list[Bucket]] = {}
         if parameters_by_stage is None:
-            parameters_by_stage = {0: list(module.parameters())}
+            of_pipeline = getattr(module, "parameters_by_stage", None)
+            parameters_by_stage = of_pipeline() if of_pipeline else {0: list(module.parameters())}
         for stage, parameters in parameters_by_stage.items():
             # Backward reaches the last layers first, so in this order buckets complete one after the other.
             self.buckets_by_stage[stage] = self._make_buckets([p for p in parameters if p.requires_grad][::-1])

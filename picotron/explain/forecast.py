@@ -258,10 +258,10 @@ class Clock:
         hidden = min(messages, computation)
         return messages - hidden + self.hardware.contention * hidden
 
-    def dp_messages(self, stage: Stage) -> DpMessages:
-        """The messages of a stage over dp in a step."""
+    def dp_messages(self, stage: Stage, earlier: Sequence[Stage] = ()) -> DpMessages:
+        """The messages of a stage over dp in a step. A tied matrix is sent with the earlier stages of its rank."""
         s, n, engine = self.s, self.data_ranks, self.layout.dp_engine
-        parameters = self.parameters([stage])
+        parameters = self.parameters([*earlier, stage]) - self.parameters(earlier)
         if n == 1 or not parameters:
             return DpMessages(0.0, 0.0, 0.0)
         once = parameters * (n - 1) / n
@@ -290,7 +290,7 @@ class Clock:
             done = exposed = 0.0
             last = {part.stage: span for span in spans for part in span.action.parts}
             for i, (_, start, end) in sorted(last.items(), key=lambda item: item[1].end):
-                messages = self.dp_messages(plan.stages[i])
+                messages = self.dp_messages(plan.stages[i], [plan.stages[other] for other in last if other < i])
                 done = max(max(done, start) + messages.reduction, end + messages.after)
                 exposed += messages.exposed
             ends.append(max(done, timeline.step_time) + exposed)

@@ -1,6 +1,7 @@
 """Config of the model: that of transformers, checked to be one that `Llama` computes as transformers does."""
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -65,7 +66,7 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
     """
     name = section.name
     try:
-        if Path(name).is_dir():
+        if os.path.isdir(name):  # False without permission, unlike `Path.is_dir`
             data = read_object(Path(name, "config.json"))
         else:
             connect(name)
@@ -76,7 +77,7 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
             data["eos_token_id"] = ends
     except Exception as error:  # no such folder, no network, no permission, not JSON, ...
         local = "use the folder of a model, a checkpoint or a run"
-        remedy = local if Path(name).is_dir() else "give a hub id or a local folder"
+        remedy = local if os.path.isdir(name) else "give a hub id or a local folder"
         raise UserError(f"{name!r} has no readable config.json ({first_line(error)}); {remedy}") from None
     family = data.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
@@ -108,7 +109,7 @@ def read_generation_config(name: str) -> dict[str, Any]:
     replace those of config.json.
     """
     path = Path(name, "generation_config.json")
-    if not Path(name).is_dir():
+    if not os.path.isdir(name):
         try:
             path = Path(hf_hub_download(name, path.name))
         except EntryNotFoundError:

@@ -102,6 +102,10 @@ class SplitLinear(torch.autograd.Function):
 @torch.compiler.disable  # torch.compile would join the two halves again
 def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Apply `torch.nn.functional.linear` with a backward that can be split."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # casts are a part of the graph
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     y = SplitLinear.apply(x, weight)
     return y if bias is None else y + bias
 

@@ -162,7 +162,10 @@ def what_fits(config: Config, model_config: PreTrainedConfig, gib: float) -> str
         changed = config.model_copy(
             update={name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
         )
-        memory = rank_memory(changed, model_config, check_layout(changed, model_config))
+        try:
+            memory = rank_memory(changed, model_config, check_layout(changed, model_config))
+        except UserError:  # a recording, for example, is for one kind of recomputation
+            continue
         if fits(max(each.total for each in memory) / GIB, gib):
             ranks = f", on {changed.distributed.world_size:,} ranks" if "dp_size" in layout else ""
             return "it fits with " + " and ".join(f"{k} {v}" for k, v in (layout | training).items()) + ranks
@@ -177,7 +180,10 @@ def _can_run(config: Config) -> bool:
         "training": {"micro_batch_size": 1} | ({} if from_file else {"gradient_accumulation_steps": 1}),
     }
     kept = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
-    return _fits(config.model_copy(update=kept | {"logging": Logging()}))
+    dataset = config.dataset.model_copy(
+        update={"mixture": None}
+    )  # without it, as without a list, the config has a hash
+    return _fits(config.model_copy(update=kept | {"logging": Logging(), "dataset": dataset}))
 
 
 @functools.cache

@@ -173,7 +173,7 @@ class Planner:
             kinds = "FB" if clock.layout.pp_engine == "dualpipev" else "W"
         after, exposed = [], []
         for stages in placed.held:
-            messages = [clock.dp_messages(stage) for stage in stages]
+            messages = [clock.dp_messages(stage, stages[:i]) for i, stage in enumerate(stages)]
             last = [sum(sum(clock.work(stage, kind)) for kind in kinds) for stage in stages]
             exposed.append(sum(each.exposed for each in messages))
             shown = (max(each.reduction - t, each.after) for each, t in zip(messages, last, strict=True))

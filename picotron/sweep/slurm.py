@@ -208,16 +208,16 @@ def update_statuses(jobs: list[Job]) -> None:
         UserError: Slurm's programs are not installed, or fail.
     """
     before = {job: (slurm_job_id(job), job.status) for job in jobs}
-    ids = [job_id for job_id, _ in before.values() if job_id]
+    ids = [job_id for job_id, status in before.values() if job_id and status != "completed"]
     states = query_states(ids) if ids else {}
     for job, (job_id, recorded) in before.items():
+        status = recorded
+        if job_id in ids:
+            status = reconcile_status(recorded, states.get(job_id))
+        elif not job_id and recorded in ACTIVE:  # a job of this machine whose runner was killed
+            status = "fail"
+        if status == recorded:  # claim nothing that another process may want to start
+            continue
         with job.claim() as claim:
-            if claim is None or (slurm_job_id(job), job.status) != (job_id, recorded):
-                continue  # another process is handling this job
-            status = recorded
-            if job_id:
-                status = reconcile_status(recorded, states.get(job_id))
-            elif recorded in ACTIVE:  # a job of this machine whose runner was killed
-                status = "fail"
-            if status != recorded:
+            if claim is not None and (slurm_job_id(job), job.status) == (job_id, recorded):
                 job.set_status(status)

@@ -119,6 +119,13 @@ MUTATIONS = {
     "exported in bfloat16": Mutation(
         "model.save_pretrained", "__import__('copy').deepcopy(model).bfloat16().save_pretrained", "export", "dp2", "weight of"
     ),
+    "exported without a multiplier": Mutation(
+        "        model.save_pretrained", "        model.config.residual_multiplier = 1.0\n        model.save_pretrained",
+        "export", "dp2 granite", "residual_multiplier is 1.0",
+    ),
+    "exported without weights": Mutation(
+        "model.save_pretrained", "model.config.save_pretrained", "export", "dp2", "the results cannot be compared"
+    ),
     # the other examples
     "slices not gathered": Mutation("matrices.gather()", "pass", "step", "dp2", "step 1: weight of", "", ZERO1),
     "moments of the next slice": Mutation(

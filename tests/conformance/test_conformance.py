@@ -261,3 +261,11 @@ def test_the_command_writes_results_and_a_badge_also_with_torchrun(tmp_path: Pat
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["equal", "not", "not", "not", "1"]
     assert '"verdict": "equal"' in (tmp_path / "results.json").read_text()
     assert "1 of 1 equal" in (tmp_path / "badge.svg").read_text()
+
+
+def test_a_run_that_checks_nothing_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, badge = tmp_path / "mistyped.py", tmp_path / "badge.svg"
+    adapter.write_text("AXES = ('data',)\nCHAPTERS = ('step',)\ndef run(case): ...\n")
+    monkeypatch.setattr(sys, "argv", ["conformance", str(adapter), "--badge", str(badge)])
+    assert main() == 1
+    assert "#b3402a" in badge.read_text()

@@ -159,6 +159,7 @@ def test_a_changed_file_has_another_key(tmp_path: Path) -> None:
         ("a.csv", b'n,text\n1,"a\nb"\n2\n', r"a\.csv, line 4: the row should have 2 values; correct it"),
         ("a.csv", b"n,text\n1,a,b\n", r"a\.csv, line 2: the row should have 2 values"),
         ("a.csv", b'n,text\n1,a\n2,"b', r"a\.csv, after line 2: the row is not valid CSV: unexpected end of data"),
+        ("a.csv", b"text,text\n1,a\n", r"a\.csv: two columns have the name 'text'; rename one of them"),
         ("a.csv", b"n,body\n1,a\n", r"a\.csv, line 2: dataset\.text_column='text' has no text there; use one of"),
         ("a.csv", b"n,text\n1,\xff\n", r"a\.csv is not UTF-8 at byte 9"),
         ("a.parquet", b"PAR1 nothing", r"a\.parquet is not a valid parquet file"),

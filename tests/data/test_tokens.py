@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.documents import python_stdlib
-from picotron.data.tokens import END_OF_TEXT, tokenizer_folder, train_bpe, write_tokens
+from picotron.data.tokens import END_OF_TEXT, _encoding, read_tokenizer, tokenizer_folder, train_bpe, write_tokens
 from tests.support.oracle import make_config, tiny_llama
 
 TEXTS = [
@@ -205,3 +205,20 @@ def test_a_changed_tokenizer_has_another_folder(tmp_path: Path, monkeypatch: pyt
     assert len(set(folders)) == 3
     read = PreTrainedTokenizerFast.from_pretrained(folders[-1])
     assert (read.chat_template, read.pad_token) == ("{{ messages }}", "x")
+
+
+def test_tokenizers_that_differ_in_the_text_of_special_tokens_do_not_share_a_cache(tokenizer: str) -> None:
+    split = [PreTrainedTokenizerFast.from_pretrained(tokenizer, split_special_tokens=value) for value in (False, True)]
+    assert len({_encoding(each) for each in split}) == 2
+    assert split[0](f"a{END_OF_TEXT}")["input_ids"] != split[1](f"a{END_OF_TEXT}")["input_ids"]
+
+
+def test_the_tokenizer_of_a_run_does_not_depend_on_the_process_that_reads_it(tmp_path: Path, tokenizer: str) -> None:
+    truncating = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    truncating.backend_tokenizer.enable_truncation(5)
+    truncating.init_kwargs["local_files_only"] = True  # as in a process without a network
+    truncating.save_pretrained(tmp_path / "other")
+    config = make_config(model__tokenizer=str(tmp_path / "other"))
+    found = read_tokenizer(config, tiny_llama(vocab_size=300))
+    assert found.backend_tokenizer.truncation is None
+    assert "local_files_only" not in found.init_kwargs

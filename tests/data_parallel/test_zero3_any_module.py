@@ -339,7 +339,7 @@ def run_stages(model: Any, x: Tensor, splits: bool) -> None:
     for middle, received, y in kept:
         for output, gradient in ((y, torch.ones_like(y)), (middle, lambda received=received: received.grad)):
             with defer_weight_grads() as more:
-                model.backward(output, gradient() if callable(gradient) else gradient)
+                getattr(model, "module", model).backward(output, gradient() if callable(gradient) else gradient)
             deferred.append(more)
             if not splits:
                 run_deferred(more)

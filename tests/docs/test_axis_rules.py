@@ -37,10 +37,10 @@ def test_numbers_of_the_page_follow_from_the_rates() -> None:
         f"t >= 2 C/W: {2 * near:,.0f} tokens over NVLink, {2 * far:,.0f} over one network card",
         f"F / tp = 2/3 C/W: {2 / 3 * near:,.0f} over NVLink, {2 / 3 * far:,.0f} over the network",
         f"2 K/H C/W: {near / 2:,.0f} tokens over NVLink, {far / 2:,.0f} over the network",
-        f"has {round(layer / D, -3):,.0f} parameters per D, four times enough",
+        f"2/3 C/W: {2 / 3 * far:,.0f} over the network; one layer of Llama-3.1-8B has {round(layer / D, -3):,.0f}, four times",
         f"this is {4 * 8 * D / layer * near:.1f} for Llama-3.1-8B",
         f"({2 / 3 * near / (model.intermediate_size / 8):.1f} for its MLP alone)",
-        f"W/C, which is {layer / (4 * D) / near:.0f} for Llama-3.1-8B",
+        f"W/C, {layer / (4 * D) / near:.0f} for Llama-3.1-8B over NVLink",
         f"t = {2 * near:,.0f}, dp ends at {round(4e6 / (2 * near), -1):,.0f} GPUs",
     ):
         assert number in prose, number

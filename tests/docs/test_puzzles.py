@@ -128,6 +128,7 @@ def test_statement_of_puzzle_9_tells_its_score_of_contiguous_chunks() -> None:
     assert f"{p09_owner.TOKENS} tokens" in text
 
 
+@pytest.mark.pages
 def test_best_known_layout_of_puzzle_16_is_that_of_the_search(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

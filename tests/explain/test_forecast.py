@@ -124,6 +124,27 @@ def test_a_tied_embedding_is_summed_over_the_first_and_the_last_stage() -> None:
     assert in_a_v.seconds.dp == 0  # rank 0 has both
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("engine", ["bucket", "zero1", "zero3"])
+def test_a_rank_with_both_uses_of_a_tied_matrix_sends_it_once(engine: str, tied: bool) -> None:
+    keys = {"distributed__pp_size": 2, "distributed__dp_size": 2, "training__gradient_accumulation_steps": 4}
+    keys |= {"distributed__pp_engine": "zbv", "distributed__dp_engine": engine, "model__dtype": "bfloat16"}
+    sizes = MODEL | {"tie_word_embeddings": tied, "vocab_size": 512}
+    config, model_config = make_config(**keys), tiny_llama(**sizes)
+    steps = run_stages(config, model_config, plan_pipeline(config, model_config))
+    small = ("clip_grad_norm", "max_over_ranks", "global_mean")
+    sent = [
+        sum(
+            m.sent * count
+            for m, count in step.messages.items()
+            if m.axis == "cp_dp" and not m.call_site.endswith(small)
+        )
+        for step in steps
+    ]
+    found = times(ONLY_LINKS, sizes, **keys).seconds.dp
+    assert found == pytest.approx(max(sent), rel=0.05)  # a message of the pipeline hides some bytes
+
+
 def test_messages_between_nodes_use_one_network_card() -> None:
     keys = {"distributed__pp_size": 4, "training__gradient_accumulation_steps": 4, "model__dtype": "bfloat16"}
     nodes = dataclasses.replace(ONLY_LINKS, node=2)

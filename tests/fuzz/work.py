@@ -101,9 +101,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
         checkpoint.restore(optimizer, llama)
     scheduler = make_scheduler(optimizer, training, progress.step)
     writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, fingerprint, None, held_out)
-    step, evaluate = (
-        make(config, model_config, plan, CPU, torch.float64) for make in (make_train_step, make_evaluation)
-    )
+    step, evaluate = make_train_step(config, plan, CPU, torch.float64), make_evaluation(config, plan, CPU)
 
     def own_step(number: int) -> float:
         batch = own_batch(case, config.global_batch_size, number)

@@ -240,6 +240,14 @@ def test_layouts_and_outputs_that_do_not_work(
     assert (tmp_path / "o").read_text() == "results of yesterday\n"
 
 
+def test_a_checkpoint_that_is_written_while_ranks_start_is_an_error(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "run_on_all_ranks", lambda name: [name(), "step_00000160"])
+    with pytest.raises(UserError, match=r"got a new checkpoint: \w+ or step_00000160; name one of them"):
+        complete(monkeypatch, folder, write_prompts(tmp_path / "p.txt"))
+
+
 def test_a_byte_order_mark_is_not_a_part_of_the_first_prompt(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfa\nb\n")
     prompts = read_prompts(tmp_path / "p.txt")

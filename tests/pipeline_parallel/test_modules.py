@@ -15,6 +15,7 @@ from picotron.collectives import all_reduce
 from picotron.console import UserError
 from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.model.split_backward import defer_weight_grads, run_deferred, split_backward
 from picotron.model.weights import main_grad
 from picotron.pipeline_parallel import recorder
 from picotron.pipeline_parallel.executor import Executor, StepState
@@ -134,7 +135,7 @@ def tied_linear(order: str) -> Tensor:
     schedule = Schedule([[parse_action(action) for action in order.split(",")]], 1, 2, "loop")
     places = [[(0, "linear.weight"), (1, "linear.weight")]]
     pipeline = Pipeline({0: Square(False), 1: Square(True)}, lambda stage, batch: like(3, D), schedule, places)
-    model: Any = DataParallelBucket(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
+    model: Any = DataParallelBucket(pipeline)  # which knows the parameters of each stage
     Executor(schedule)(model, BatchList([{"x": rows_of(grid.dp_rank)}]), CPU)
     return main_grad(next(pipeline.parameters()))
 
@@ -261,3 +262,23 @@ def test_messages_of_several_tensors_finish_on_nccl(engine: str, monkeypatch: py
     assert {len(operation.parts) for operation in sent} <= {1, 2, 3}
     masks = [part.tensor for operation in sent for part in operation.parts if "bool" in part.tensor]
     assert len(masks) >= m  # forward only: no gradients of masks
+
+
+def test_split_linears_follow_autocast() -> None:
+    torch.manual_seed(0)
+    gradients = []
+    for splits in (False, True):
+        model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+        model.load_state_dict(
+            {name: torch.arange(p.numel()).view(p.shape) / 99 for name, p in model.named_parameters()}
+        )
+        if splits:
+            split_backward(model)
+        with torch.autocast("cpu", torch.bfloat16), defer_weight_grads() as deferred:
+            output = model(torch.arange(3.0 * D).view(3, D))
+            output.sum().backward()
+        run_deferred(deferred)
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, split in zip(*gradients, strict=True):
+        assert split.dtype == plain.dtype == torch.float32
+        assert torch.equal(split, plain)

@@ -403,8 +403,8 @@ def test_search_tries_other_group_sizes() -> None:
     assert simulate(found["zb_h1 in groups of 6"], slow).step_time < simulate(found["zb_h1"], slow).step_time
 
 
-@pytest.mark.parametrize("deferred", [1.5, 5.6])
-@pytest.mark.parametrize("shape", [LOOP, (2, "loop"), (2, "V")])
+@pytest.mark.parametrize("deferred", [1.5, pytest.param(5.6, marks=pytest.mark.parity)])
+@pytest.mark.parametrize("shape", [LOOP, pytest.param((2, "loop"), marks=pytest.mark.parity), (2, "V")])
 def test_full_backwards_where_w_keeps_more_than_a_forward(shape: Shape, deferred: float) -> None:
     """With room for one micro-batch, the backward of a single stage cannot be split."""
     costs = {shape: Costs()}

@@ -18,6 +18,7 @@ from picotron.run.run_folder import checkpoint_folders
 from picotron.sweep import local_jobs
 from picotron.sweep.jobs import Job
 from picotron.sweep.local_jobs import run_local_jobs
+from picotron.sweep.slurm import update_statuses
 from submit_slurm_jobs import read_config
 from tests.support.jobs import RESUMED, SHELL_SYNTAX, log_of, processes_of, run_program, wait_for
 from tests.support.program import metrics
@@ -133,3 +134,23 @@ def test_local_job_without_memory_has_status_oom(
     job = make_job("job", model__name=str(tmp_path / "large"))
     run_program(job.folder, "--local", environment={**os.environ, "HOME": str(home)}, code=1)
     assert job.status == "oom", log_of(job)
+
+
+def test_a_check_of_the_statuses_claims_no_job_that_can_start(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that starts jobs leaves out those that another process has claimed."""
+    job = make_job("one")
+    monkeypatch.setattr(Job, "claim", lambda self: pytest.fail("the job is claimed"))
+    update_statuses([job])
+    assert job.status == "init"
+
+
+def test_a_sweep_whose_jobs_on_slurm_are_completed_needs_no_slurm(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job("one")
+    (job.folder / "slurm_job_id.txt").write_text("7\n")
+    job.set_status("completed")
+    monkeypatch.setenv("PATH", "/nowhere")
+    update_statuses([job])
