@@ -1,6 +1,5 @@
 """Check of an adapter: write a case, start its ranks, compare what they return, and give a verdict."""
 
-import contextlib
 import dataclasses
 import json
 import pickle
@@ -122,8 +121,12 @@ class Checker:
         if self.torchrun:
             launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.world_size)]
             command = [*launcher, "-m", "conformance.ranks", str(adapter or self.path), str(case.folder)]
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                subprocess.run(command, capture_output=True, timeout=self.timeout, check=False)
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            try:
+                process.wait(self.timeout)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # torchrun ends its processes
+                process.wait()
             return
         if self.server is None:
             command = [sys.executable, "-m", "conformance.ranks", str(self.path)]
@@ -162,7 +165,7 @@ class Checker:
         path = case.folder / f"rank{rank}.stack"
         stack = path.read_text() if path.exists() else ""
         lines = re.findall(rf'File "{re.escape(str(self.path))}", line (\d+)', stack)
-        if not stack:
+        if not stack and not self.torchrun:  # under torchrun, it can also be waiting
             return f"rank {rank} has ended its process"
         return f"rank {rank} is in line {lines[0]} of {self.path.name}" if lines else f"rank {rank} has not returned"
 

@@ -254,6 +254,17 @@ def test_a_rank_that_waits_forever_and_one_that_raises_are_named(ddp: Checker, t
 
 @pytest.mark.processes
 @pytest.mark.parity
+def test_a_hang_with_torchrun_leaves_no_process(tmp_path: Path) -> None:
+    path, line = tmp_path / "hangs.py", "        dist.all_reduce(loss)\n"
+    path.write_text(DDP.read_text().replace(line, "        rank or dist.recv(loss, 1)\n"))
+    with Checker(path, timeout=30, torchrun=True) as checker:
+        row = checker.check("step", "dp2")
+    assert (row.verdict, row.detail) == ("hangs", "rank 0 has not returned; rank 1 has not returned")
+    assert subprocess.run(["pgrep", "-f", str(path)], check=False).returncode == 1
+
+
+@pytest.mark.processes
+@pytest.mark.parity
 def test_the_command_writes_results_and_a_badge_also_with_torchrun(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "results.json"), "--badge", str(tmp_path / "badge.svg")]
     command = [sys.executable, "-m", "conformance", str(DDP), "--only", "step", "evaluation", "--layouts", "dp2", "tp2"]

@@ -115,7 +115,7 @@ def tables(text: str) -> list[Table]:
     return [[[cell.strip() for cell in line[1:-1].split("|")] for line in rows.splitlines()] for rows in found]
 
 
-FAST = ("data_parallel", "packing")
+FAST = ("packing",)
 
 
 @pytest.mark.processes

@@ -60,6 +60,7 @@ def gaps(seed: int, limit: int) -> tuple[float, float]:
     raise AssertionError(f"no instance of seed {seed} is small enough")
 
 
+@pytest.mark.parity
 def test_search_is_near_the_best_schedule() -> None:
     above = [gaps(seed, 4_000)[0] for seed in range(12)]
     assert mean(above) < 0.005

@@ -45,7 +45,7 @@ def test_search_reaches_the_bubbles_of_the_zero_bubble_paper(case: Case) -> None
 times = st.floats(0.25, 4)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(
     pp=st.integers(1, 5),
     microbatches=st.integers(1, 12),
