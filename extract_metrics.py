@@ -98,9 +98,9 @@ def read_run(job: Job) -> Run:
     try:
         found = read_object(job.forecast_file) if job.forecast_file.exists() else {}
         forecast = {
-            field: value
+            field: found[field]
             for field in (RATE, "mfu", "memory_gb")
-            if isinstance(value := found.get(field), int | float) and abs(value) <= LARGEST
+            if field in found and type(found[field]) in (int, float) and abs(found[field]) <= LARGEST
         }
     except UserError as error:
         forecast, problem = {}, problem or str(error)

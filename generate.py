@@ -66,7 +66,8 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> PipelinePara
     has started.
 
     Raises:
-        UserError: the folder holds no supported model, its files are damaged, or the model does not fit the layout.
+        UserError: the folder holds no supported model, its files are damaged, the model does not fit the layout, or
+            ranks read different checkpoints.
     """
     dp_size, left = divmod(int(os.environ.get("WORLD_SIZE", 1)), pp_size * tp_size)
     if left or not dp_size:
@@ -93,6 +94,11 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> PipelinePara
     device = set_up_device(config)
     init_process_group(config, device)
     setup_process_group_manager(tp_size, 1, pp_size, dp_size)
+    names = run_on_all_ranks(lambda: folder.name)  # not paths: machines can have the same model in different places
+    if other := next((name for name in names if name != names[0]), None):
+        raise UserError(
+            f"some ranks read {names[0]} and others {other}, because a run is writing checkpoints; name one of them"
+        )
     weights = Checkpoint(folder, weights_only=True).weights()
     return build_stage(config, model_config, plan, device, model_config.dtype, weights)
 
@@ -277,9 +283,6 @@ def main() -> None:
         # An error comes before anything expensive starts, and the old file stays until the first completions.
         write_output(options.output, "", "a")
     model = load_model(folder, options.pp_size, options.tp_size)
-    seen = run_on_all_ranks(lambda: folder.name)  # names only: on other machines, the same model can have another place
-    if other := next((name for name in seen if name != seen[0]), None):
-        raise UserError(f"{options.checkpoint} got a new checkpoint: {seen[0]} or {other}; name one of them")
     if options.chat:
         chat(model, encoder, sampling)
     else:

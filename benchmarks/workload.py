@@ -109,7 +109,7 @@ def model_of(
 
 def stage_of(config: Config, device: torch.device, dtype: torch.dtype, layers: int = LAYERS) -> PipelineParallel:
     """Build the model without data parallelism, for torch's trainers, which read `grad` instead of `main_grad`."""
-    return model_of(config, device, dtype, layers, wrapper=lambda stage, parameters_by_stage: stage)
+    return model_of(config, device, dtype, layers, wrapper=lambda stage: stage)
 
 
 def training_of(

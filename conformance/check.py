@@ -106,13 +106,7 @@ class Checker:
             for case in cases_of(chapter, layout, other, Path(folder), **changes):
                 if row.verdict == EQUAL:
                     self.start(case, adapter)
-                    try:
-                        self.judge(case, row)
-                    except (
-                        Exception
-                    ) as error:  # of results of any kind, or a model folder that transformers cannot load
-                        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-                        row.verdict, row.detail = DIFFERS, f"the results cannot be compared: {first}"
+                    self.judge(case, row)
         row.seconds = time.monotonic() - began
         return row
 
@@ -158,7 +152,12 @@ class Checker:
         elif missing:
             row.verdict, row.detail = HANGS, "; ".join(self.place(case, rank) for rank in missing)
         else:
-            self.compare(case, [outcome[1] for _, outcome in sorted(outcomes.items())], row)
+            right, results = self.reference(case), [outcome[1] for _, outcome in sorted(outcomes.items())]
+            try:
+                self.compare(case, results, row, *right)
+            except Exception as error:  # results of any kind, or a model folder that transformers cannot load
+                first = (str(error).strip() or type(error).__name__).splitlines()[0]
+                row.verdict, row.detail = DIFFERS, f"the results cannot be compared: {first}"
 
     def place(self, case: Case, rank: int) -> str:
         """Say where a rank that has not returned is, or that it has ended."""
@@ -169,8 +168,7 @@ class Checker:
             return f"rank {rank} has ended its process"
         return f"rank {rank} is in line {lines[0]} of {self.path.name}" if lines else f"rank {rank} has not returned"
 
-    def compare(self, case: Case, results: list[Result], row: Row) -> None:
-        right, limits = self.reference(case)
+    def compare(self, case: Case, results: list[Result], row: Row, right: Reference, limits: Any) -> None:
         if not any(each.weights for each in results) and (case.output / "config.json").exists():
             results = [dataclasses.replace(results[0], weights=read_weights(case)[0].weights), *results[1:]]
         errors, difference = compare(results, right, case.first_step, limits)

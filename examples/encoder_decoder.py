@@ -209,7 +209,7 @@ def build_model(
         return (memory, x) if decoder.start else memory
 
     pipeline = Pipeline(stages, receives, schedule, [each for each in places.values() if len(each) > 1])
-    return DataParallelBucket(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
+    return DataParallelBucket(pipeline)
 
 
 def draw_batch(sequences: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -142,7 +142,7 @@ def type_of(key: str) -> Any:
 
 
 def default_of(key: str) -> Any:
-    """Default of a dotted key; None if the key is unknown or required."""
+    """Return the default of a dotted key; None if the key is unknown or required."""
     leaf = _leaf(key)
     return None if leaf is None or leaf.is_required() else leaf.default
 

@@ -123,7 +123,7 @@ def build_model(
         read_owned_weights(unwrap(stage), weights)
         return model
     wrap = {"naive": DataParallelNaive, "bucket": DataParallelBucket, "zero1": DataParallelZero1}[layout.dp_engine]
-    return wrap(stage, parameters_by_stage=stage.parameters_by_stage())  # adds gradient buffers and hooks
+    return wrap(stage)  # adds gradient buffers and hooks
 
 
 def units_of(llama: Llama) -> list[list[nn.Module]]:

@@ -105,10 +105,7 @@ def load_tokenizer(
                 texts = _texts(documents, config.dataset.columns, progress)
                 train_bpe(texts, model_config.vocab_size).save_pretrained(folder)
 
-        folder = cached("bpe", f"{documents.key} {model_config.vocab_size}", write)
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        forget_this_process(tokenizer)
-        return check_beside_model(tokenizer, config, model_config)
+        trained = cached("bpe", f"{documents.key} {model_config.vocab_size}", write)
     return read_tokenizer(config, model_config, trained if config.model.tokenizer == "bpe" else None)
 
 

@@ -8,7 +8,7 @@ all ranks hold the same optimizer state, which `zero1` shards over them.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,8 +91,6 @@ class DataParallel(nn.Module):
 
     Args:
         bucket_mb: minimum size of a bucket in MiB.
-        parameters_by_stage: the parameters of each pipeline stage on this rank, which are complete together, see
-            `start_grad_sync`; by default those of a `PipelineStages`, else all parameters form stage 0.
 
     Attributes:
         require_backward_grad_sync: whether the next backward reduces the gradients. With several micro-batches, only
@@ -100,20 +98,12 @@ class DataParallel(nn.Module):
             `cp_dp` group.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        bucket_mb: float,
-        parameters_by_stage: Mapping[int, Sequence[nn.Parameter]] | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, bucket_mb: float) -> None:
         super().__init__()
         self.module, self.bucket_mb = module, bucket_mb
         self.require_backward_grad_sync = True
         self.buckets_by_stage: dict[int, list[Bucket]] = {}
-        if parameters_by_stage is None:
-            of_pipeline = getattr(module, "parameters_by_stage", None)
-            parameters_by_stage = of_pipeline() if of_pipeline else {0: list(module.parameters())}
-        for stage, parameters in parameters_by_stage.items():
+        for stage, parameters in self._parameters_by_stage().items():
             # Backward reaches the last layers first, so in this order buckets complete one after the other.
             self.buckets_by_stage[stage] = self._make_buckets([p for p in parameters if p.requires_grad][::-1])
         self.buckets = [bucket for buckets in self.buckets_by_stage.values() for bucket in buckets]
@@ -127,6 +117,13 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    def _parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
+        """Return the parameters of each pipeline stage on this rank, which are complete together, see
+        `start_grad_sync`. Those of any other module form stage 0.
+        """
+        of_pipeline = getattr(self.module, "parameters_by_stage", None)
+        return of_pipeline() if of_pipeline else {0: list(self.module.parameters())}
 
     def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
         return make_buckets(parameters, pgm.process_group_manager.cp_dp_group, self.bucket_mb)
@@ -199,10 +196,8 @@ class DataParallel(nn.Module):
 class DataParallelNaive(DataParallel):
     """Averages each gradient in a separate collective and waits for it."""
 
-    def __init__(
-        self, module: nn.Module, parameters_by_stage: Mapping[int, Sequence[nn.Parameter]] | None = None
-    ) -> None:
-        super().__init__(module, 0.0, parameters_by_stage)
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, 0.0)
 
     def _reduce(self, bucket: Bucket) -> None:
         bucket.launch()
@@ -217,14 +212,9 @@ class DataParallelBucket(DataParallel):
     the default grows with n: 25 MiB, as in DistributedDataParallel, but at least MIB_PER_RANK for each rank.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        bucket_mb: float | None = None,
-        parameters_by_stage: Mapping[int, Sequence[nn.Parameter]] | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, bucket_mb: float | None = None) -> None:
         default = max(25.0, MIB_PER_RANK * pgm.process_group_manager.cp_dp_world_size)
-        super().__init__(module, default if bucket_mb is None else bucket_mb, parameters_by_stage)
+        super().__init__(module, default if bucket_mb is None else bucket_mb)
 
     def _reduce(self, bucket: Bucket) -> None:
         bucket.launch()

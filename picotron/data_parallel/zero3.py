@@ -201,7 +201,7 @@ class DataParallelZero3(DataParallel):
         units: Sequence[Sequence[nn.Module]] | None = None,
         used_twice: Collection[nn.Parameter] = (),
     ) -> None:
-        super().__init__(module, bucket_mb=0.0, parameters_by_stage={})
+        super().__init__(module, bucket_mb=0.0)
         grid, hook = pgm.process_group_manager, self._make_hook()
         self.stays_full = grid.pp_world_size > 1
         self.finish_reduction: Callable[[], None] | None = None
@@ -240,6 +240,9 @@ class DataParallelZero3(DataParallel):
         self.uses: list[tuple[Unit, ...]] = []
         self.expected, self.position = [*used, *used[-2:0:-1]], 0
         self.owners: dict[int, Unit] = {}
+
+    def _parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
+        return {}  # units take the place of buckets
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.stays_full:

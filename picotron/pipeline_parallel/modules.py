@@ -2,7 +2,7 @@
 
     stages = {0: Encoder(), 1: Decoder()}                            # of all ranks, or of this one
     pipeline = Pipeline(stages, receives, build("1f1b", 2, 8))
-    model = DataParallelBucket(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
+    model = DataParallelBucket(pipeline)
     loss = Executor(pipeline.schedule)(model, BatchList(batches), device)
 
 A stage is called with the tensors of the message from the stage before it and with the arguments of the micro-batch. It

@@ -180,10 +180,8 @@ def _can_run(config: Config) -> bool:
         "training": {"micro_batch_size": 1} | ({} if from_file else {"gradient_accumulation_steps": 1}),
     }
     kept = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
-    dataset = config.dataset.model_copy(
-        update={"mixture": None}
-    )  # without it, as without a list, the config has a hash
-    return _fits(config.model_copy(update=kept | {"logging": Logging(), "dataset": dataset}))
+    kept["logging"], kept["dataset"] = Logging(), config.dataset.model_copy(update={"mixture": None})  # to have a hash
+    return _fits(config.model_copy(update=kept))
 
 
 @functools.cache

@@ -47,6 +47,17 @@ def test_numbers_of_the_page_follow_from_the_rates() -> None:
     assert round(layer / D / (2 / 3 * far)) == 4
 
 
+def test_the_example_in_seconds_follows_from_the_rates() -> None:
+    parameters = model_cost(load_model(), 1).parameters
+    text = Path("docs/when_an_axis_pays.md").read_text().split("## An example in seconds")[1].split("## The rules")[0]
+    backward = [4 * parameters * tokens / H100.products for tokens in (8192, 2048)]
+    reduction = 2 * 4 * parameters / H100.link
+    for number in (f"{parameters:.2e}".replace("e+0", "e"), *(f"{s:.3f} s" for s in (*backward, reduction))):
+        assert number in text, number
+    assert backward[0] > reduction
+    assert f"{reduction - backward[1]:.3f} s" in text
+
+
 @pytest.mark.parametrize("i", range(5))
 def test_rules_agree_with_the_forecast_to_a_constant_factor(i: int) -> None:
     """Forecasts add attention, norms and the loss to the products, and use the rates that programs reach. Below some

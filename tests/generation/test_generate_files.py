@@ -244,7 +244,7 @@ def test_a_checkpoint_that_is_written_while_ranks_start_is_an_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(program, "run_on_all_ranks", lambda name: [name(), "step_00000160"])
-    with pytest.raises(UserError, match=r"got a new checkpoint: \w+ or step_00000160; name one of them"):
+    with pytest.raises(UserError, match=r"some ranks read \w+ and others step_00000160, .*; name one of them"):
         complete(monkeypatch, folder, write_prompts(tmp_path / "p.txt"))
 
 

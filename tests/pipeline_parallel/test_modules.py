@@ -55,7 +55,7 @@ def step(
     grid = setup_process_group_manager(1, 1, pp, dist.get_world_size() // pp)
     schedule = schedule_of(engine, pp, m) if engine != "recorded" else recorded_schedule(kind, m)
     pipeline = pipeline_of(kind, schedule)
-    model: Any = DataParallelBucket(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
+    model: Any = DataParallelBucket(pipeline)
     batches = data_of(kind, m * grid.dp_world_size, is_unequal)[grid.dp_rank :: grid.dp_world_size]
     loss = Executor(schedule)(model, BatchList(batches), CPU).double()
     evaluation = forward_only(schedule.pp, m, schedule.chunks, schedule.placement)
@@ -74,7 +74,7 @@ def step(
 def recorded_schedule(kind: str, m: int) -> Schedule:
     """Record the times of a step, and search the fastest schedule for them."""
     pipeline = pipeline_of(kind, build("zbv", 2, m))
-    model: Any = DataParallelBucket(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
+    model: Any = DataParallelBucket(pipeline)
     recorder.recorder = recorder.Recorder(CPU)
     Executor(pipeline.schedule)(model, BatchList(data_of(kind, m, True)), CPU)
     spans: list[Any] = [None, None]
@@ -196,7 +196,7 @@ def torch_gradients(engine: str, m: int) -> dict[str, Any]:
     else:
         schedule.step(target=target)
     ours = pipeline_of("layers", build(engine, 2, m))
-    model: Any = DataParallelBucket(ours, parameters_by_stage=ours.parameters_by_stage())
+    model: Any = DataParallelBucket(ours)
     Executor(ours.schedule)(model, BatchList([batch | {"args": (0.5,)} for batch in batches]), CPU)
     pairs = zip(layer.named_parameters(), ours.stages[str(grid.pp_rank)].parameters(), strict=True)
     return {name: (main_grad(own), theirs.grad) for (name, theirs), own in pairs if theirs.grad is not None}
@@ -253,7 +253,7 @@ def test_messages_of_several_tensors_finish_on_nccl(engine: str, monkeypatch: py
     for rank in range(4):
         with recorded_rank(rank, make_config(distributed__pp_size=2, distributed__dp_size=2)) as program:
             pipeline = pipeline_of("encoder-decoder", schedule_of(engine, 2, m))
-            model: Any = DataParallelBucket(pipeline, parameters_by_stage=pipeline.parameters_by_stage())
+            model: Any = DataParallelBucket(pipeline)
             Executor(pipeline.schedule)(model, BatchList(data_of("encoder-decoder", m, True)), CPU)
         programs.append(program)
     for one_at_a_time in (False, True):

@@ -96,7 +96,7 @@ def gradients(
     if compiled:
         for layer in stage.module.model.layers.values():
             layer.compile(backend="aot_eager")
-    model = DataParallelBucket(stage, parameters_by_stage=stage.parameters_by_stage())
+    model = DataParallelBucket(stage)
     if pgm.process_group_manager.pp_world_size == 1:
         loss = train_step(model, Loader(batches(3)), CPU)
     else:
@@ -225,7 +225,7 @@ def test_tied_weight_is_reduced_once(pool: WorkerPool) -> None:
 def evaluations(config: Config, model_config: LlamaConfig) -> list[float]:
     """Return the global losses of two consecutive evaluations."""
     stage, grid = stage_of(config, model_config), pgm.process_group_manager
-    model = DataParallelBucket(stage, parameters_by_stage=stage.parameters_by_stage())
+    model = DataParallelBucket(stage)
     _, rows = split_train_eval(Text(random_tokens()), config)
     loader = MicroBatchDataLoader(rows, config, CPU, shuffle=False, batches=config.training.eval_steps)
     plan, losses = plan_pipeline(config, model_config), []

@@ -184,8 +184,7 @@ def train_pipeline(
     schedule = schedule_of(engine, pp, m)
     pipeline = pipeline_of(kind, schedule, frozen)
     tied = {"used_twice": pipeline.used_twice()} if dp_engine == "zero3" else {}
-    stages = {} if dp_engine == "zero3" else {"parameters_by_stage": pipeline.parameters_by_stage()}
-    model = WRAPPERS[dp_engine](pipeline, **tied, **stages)
+    model = WRAPPERS[dp_engine](pipeline, **tied)
     optimizer = AdamW(model.parameters(), TRAINING, fused=False)
     executor = Executor(schedule)
     losses, norms = [], []
