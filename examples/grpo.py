@@ -202,12 +202,17 @@ def read_task(config: Config, options: argparse.Namespace) -> Task:
     return Task(prompts[:first], prompts[first:], encoder, reward, options.samples, options.updates)
 
 
+def data_of(config: Config, task: Task) -> Data:
+    """Identify the data. A position in them depends on how many rows and steps a prompt takes, too."""
+    samples = [(task.samples, task.updates), *task.prompts]
+    return Data(fingerprint(config, samples), tokenizer_folder(task.encoder.tokenizer))
+
+
 def main() -> None:
     set_up_logging()
     config, options = read_config(sys.argv[1:])
     task = read_task(config, options)
-    data = Data(fingerprint(config, task.prompts), tokenizer_folder(task.encoder.tokenizer))
-    with set_up(config, data) as trainer:
+    with set_up(config, data_of(config, task)) as trainer:
         learn(trainer, task)
 
 

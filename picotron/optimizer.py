@@ -80,19 +80,24 @@ class AdamW(torch.optim.AdamW):
         state = {name: self.state[master][name] for name in ("exp_avg", "exp_avg_sq")}
         return state if master.dtype == parameter.dtype else state | {"master": master}
 
+    def updates_of(self, parameter: nn.Parameter) -> int:
+        """Return how often a parameter has been updated: less often than others if it was frozen for some steps."""
+        state = self.state.get(self.masters.get(parameter))
+        return int(state["step"]) if state else 0
+
     @torch.no_grad()
-    def restore(self, parameters: Iterable[nn.Parameter], step: int, read: ReadState) -> None:
+    def restore(self, updates: dict[nn.Parameter, int], read: ReadState) -> None:
         """Restore the state to resume from.
 
         Args:
-            parameters: parameters that were not frozen before. The state of others begins with their next step.
-            step: number of completed steps.
+            updates: number of updates of each parameter that has a state. The state of others, which were frozen
+                before, begins with their next step.
             read: function that fills a tensor of `state_of`, called as `read(parameter, name, tensor)`.
         """
-        for parameter in filter(self.masters.__contains__, parameters):
+        for parameter in filter(self.masters.__contains__, updates):
             master, fused = self.masters[parameter], self.param_groups[0]["fused"]
             device = master.device if fused else "cpu"  # where torch's AdamW keeps it
-            self.state[master] = {"step": torch.tensor(float(step), dtype=torch.float32, device=device)}
+            self.state[master] = {"step": torch.tensor(updates[parameter], dtype=torch.float32, device=device)}
             self.state[master] |= {name: torch.empty_like(master) for name in ("exp_avg", "exp_avg_sq")}
             for name, tensor in self.state_of(parameter).items():
                 read(parameter, name, tensor)

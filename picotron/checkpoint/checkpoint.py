@@ -55,6 +55,8 @@ class TrainerState(BaseModel):
     """identifies the data and their order, in which `samples` is a position; picotron 0.1 calls it order_of_samples"""
     held_out: NonNegativeInt | None = None
     """number of rows at the end of the data that were not trained on; None in checkpoints of earlier versions"""
+    updates: dict[str, NonNegativeInt] = {}
+    """how often the optimizer has updated each parameter that was frozen for some of the steps"""
     seed: NonNegativeInt
     layout: str
     config: dict[str, Any]
@@ -214,8 +216,12 @@ class Checkpoint:
         def read(parameter: nn.Parameter, kind: str, tensor: Tensor) -> None:
             copy_owned(tensor, parameter, *shards[parameter], readers[kind])
 
-        trained = [parameter for parameter, (name, _) in shards.items() if name in moments["exp_avg"].file_of]
-        optimizer.restore(trained, self.state.step, read)
+        updates = {
+            parameter: self.state.updates.get(name, self.state.step)
+            for parameter, (name, _) in shards.items()
+            if name in moments["exp_avg"].file_of
+        }
+        optimizer.restore(updates, read)
 
 
 def check_same_model(

@@ -43,6 +43,7 @@ class TensorSlice:
         tensor: the shard or replica, or with ZeRO the elements of it that this rank owns.
         shape: shape of the shard or replica.
         owned: description of these elements, None without ZeRO.
+        updates: how often the optimizer has updated the parameter.
         kind: model, exp_avg, exp_avg_sq or master.
         start: offset of the full tensor in the file, in bytes.
         header: for the first tensor of the file, the bytes before this tensor, else empty.
@@ -58,6 +59,7 @@ class TensorSlice:
     shape: torch.Size
     shard: Shard | None
     owned: OwnedSlice | None
+    updates: int
 
     @property
     def size(self) -> int:
@@ -67,12 +69,15 @@ class TensorSlice:
 
 @dataclasses.dataclass(frozen=True)
 class WrittenFile:
-    """Byte ranges of a file that a rank has written, and the full size in bytes of each tensor in the file."""
+    """Byte ranges of a file that a rank has written, and for each tensor in the file, its full size in bytes and the
+    number of updates of its parameter.
+    """
 
     kind: str
     file: str
     ranges: list[ByteRange]
     sizes: dict[str, int]
+    updates: dict[str, int]
 
 
 class StageFiles:
@@ -94,11 +99,11 @@ class StageFiles:
         """List the slices of all files that this rank writes or sends, in the order of the files."""
         grid = pgm.process_group_manager
         tensors: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        places: dict[str, tuple[torch.Size, Shard | None, OwnedSlice | None]] = {}
+        places: dict[str, tuple[torch.Size, Shard | None, OwnedSlice | None, int]] = {}
         for name, parameter, shard in parameters_and_shards(self.llama):
             owned = owned_slice(parameter)
             if not is_tied_replica(self.llama, name) and (grid.cp_dp_rank == 0 or owned):
-                places[name] = parameter.shape, shard, owned
+                places[name] = parameter.shape, shard, owned, self.optimizer.updates_of(parameter)
                 for kind, tensor in {"model": owned_weight(parameter), **self.optimizer.state_of(parameter)}.items():
                     tensors[kind][name] = tensor.detach()
         number, count = grid.pp_rank + 1, grid.pp_world_size
@@ -119,7 +124,7 @@ class StageFiles:
             OSError: some bytes could not be written.
         """
         writers: dict[str, FileWriter] = {}
-        sizes: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+        tensors: dict[tuple[str, str], list[TensorSlice]] = defaultdict(list)
         for each in slices:
             local = self.gather(each)
             if local is None:
@@ -132,8 +137,17 @@ class StageFiles:
             if len(rows):
                 data = rows.reshape(len(rows), -1).contiguous().view(torch.uint8)  # (rows, bytes of a row)
                 writer.write(each.start + first * data.size(1), data.flatten().numpy().data)
-            sizes[each.kind, each.file][each.name] = each.size
-        return [WrittenFile(kind, file, writers[file].close(), of_file) for (kind, file), of_file in sizes.items()]
+            tensors[each.kind, each.file].append(each)
+        return [
+            WrittenFile(
+                kind,
+                file,
+                writers[file].close(),
+                sizes={each.name: each.size for each in of_file},
+                updates={each.name: each.updates for each in of_file},
+            )
+            for (kind, file), of_file in tensors.items()
+        ]
 
     def gather(self, tensor_slice: TensorSlice) -> Tensor | None:
         """Return this rank's shard or replica of a tensor. With ZeRO, cp_dp rank 0 receives it from the ranks that own

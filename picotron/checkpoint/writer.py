@@ -183,6 +183,7 @@ class CheckpointWriter:
             **dataclasses.asdict(progress),
             data_fingerprint=self.fingerprint,
             held_out=self.held_out,
+            updates={name: n for each in written for name, n in each.updates.items() if 0 < n != progress.step},
             seed=self.config.training.seed,
             layout=str(pgm.process_group_manager),
             config=self.config.model_dump(mode="json"),

@@ -175,7 +175,7 @@ def owned_elements(config: Config, model_config: LlamaConfig) -> tuple[int, int,
     """Return the number of elements whose state this rank's optimizer has, of all parameters, and of their padding."""
     model = wrapped(config, model_config)
     optimizer = AdamW(model.parameters(), config.training, fused=True)
-    optimizer.restore(optimizer.masters, 0, lambda parameter, name, tensor: None)
+    optimizer.restore(dict.fromkeys(optimizer.masters, 0), lambda parameter, name, tensor: None)
     states = [optimizer.state_of(parameter)["exp_avg"] for parameter in model.parameters()]
     numel = sum(parameter.numel() for parameter in model.parameters())
     padding = sum(len(bucket.buffer) - sum(p.numel() for p in bucket.parameters) for bucket in model.buckets)

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from examples.brackets.rewards import correct
-from examples.grpo import Prompt, Task, clipped_ratio, learn, read_config, read_task, rows_of
+from examples.grpo import Prompt, Task, clipped_ratio, data_of, learn, read_config, read_task, rows_of
 from picotron.console import UserError
 from picotron.generation.rotation import Completion
 from picotron.model.model_config import load_model_config
-from picotron.trainer import Data, fingerprint
 from tests.support.chat_templates import CHATML
 from tests.support.examples import make_trainer, results, save_model
 from tests.support.oracle import assert_close, our_model
@@ -33,7 +32,7 @@ def run(arguments: list[str]) -> list[dict[str, float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", str(config.distributed.world_size))
         task = read_task(config, options)
-    trainer = make_trainer(config, Data(fingerprint(config, task.prompts)))
+    trainer = make_trainer(config, data_of(config, task))
     learn(trainer, task)
     return results(trainer)[0]
 
@@ -82,6 +81,20 @@ def test_a_resumed_run_continues_with_the_same_samples(pool: WorkerPool, tmp_pat
     whole = pool.run(run, 1, words_of(tmp_path / "whole", 8, **one))[0]
     pool.run(run, 1, words_of(tmp_path / "half", 8, **one, training__max_tokens=4 * 256 * LENGTH))
     assert pool.run(run, 1, words_of(tmp_path / "half", 8, **one, checkpoint__load_path="latest"))[0] == whole
+
+
+def test_a_resume_with_other_samples_or_updates_begins_with_the_first_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The position in the data counts rows, so it is another one in prompts."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+    def fingerprint_with(words: str) -> str:
+        config, options = read_config(words.split())
+        return data_of(config, read_task(config, options)).fingerprint
+
+    words = ["", "--samples 8", "--updates 4", "--training.learning_rate 1e-3"]
+    first, *others, same = map(fingerprint_with, words)
+    assert len({first, *others}) == 3
+    assert same == first
 
 
 @pytest.mark.parity

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,13 @@ def oracle_training(
     tokens: np.ndarray,
     dtype: torch.dtype = torch.float64,
     device: torch.device = CPU,
+    frozen: Callable[[str, int], bool] = lambda name, step: False,
 ) -> dict[str, Any]:
     """Train on one process, without shuffling the data.
 
     Args:
         dtype: dtype of the computation; in bfloat16, weights and gradients are in float32, with autocast.
+        frozen: whether the parameter of a name is frozen in a step (0, 1, ...).
 
     Returns:
         The losses, the gradient norms, the gradients of the first step and the final weights, all on the CPU.
@@ -108,6 +111,8 @@ def oracle_training(
     ])  # fmt: skip
 
     def batch_of(step: int) -> Batch:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not frozen(name, step))
         rows = windows[step * batch : (step + 1) * batch]
         return {"input_ids": rows[:, :-1], "target_ids": rows[:, 1:]}
 
