@@ -82,8 +82,8 @@ class AdamW(torch.optim.AdamW):
 
     def updates_of(self, parameter: nn.Parameter) -> int:
         """Return how often a parameter has been updated: less often than others if it was frozen for some steps."""
-        state = self.state.get(self.masters.get(parameter))
-        return int(state["step"]) if state else 0
+        master = self.masters.get(parameter)
+        return int(self.state[master]["step"]) if master is not None and self.state.get(master) else 0
 
     @torch.no_grad()
     def restore(self, updates: dict[nn.Parameter, int], read: ReadState) -> None:

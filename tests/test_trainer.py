@@ -71,7 +71,11 @@ def train_with_frozen(config: Config) -> tuple[list[dict[str, float]], dict[str,
 
 def test_a_resume_restores_how_often_each_weight_was_updated(pool: WorkerPool, tmp_path: Path) -> None:
     """Adam's bias correction depends on it: torch's AdamW counts the steps of each weight by itself."""
-    keys: dict[str, Any] = {"dataset__shuffle": False, "checkpoint__save_frequency": 2, "training__total_train_steps": 6}
+    keys: dict[str, Any] = {
+        "dataset__shuffle": False,
+        "checkpoint__save_frequency": 2,
+        "training__total_train_steps": 6,
+    }
     layouts: list[dict[str, Any]] = [
         {"dp_size": 2, "dp_engine": "zero1"},
         {"tp_size": 2},

@@ -224,6 +224,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(home: Path, tmp_path: Pat
     assert re.search(r"loss 7\.\d+ -> \d\.\d+ \(a uniform", result.stdout)
 
 
+@pytest.mark.parity
 def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
     """The run saves a checkpoint although none is due, and its exit code is 128 + SIGINT; the same command resumes.
 

@@ -213,14 +213,15 @@ TEN_STEPS: list[dict[str, Any]] = [
     {"cp_size": 2, "cp_sharding": "contiguous"},
     {"cp_size": 4},
     {"cp_size": 2, "cp_engine": "ulysses"},
-    {"cp_size": 2, "dp_size": 2},
     {"cp_size": 2, "tp_size": 2, "sequence_parallel": True},
-    {"cp_size": 2, "tp_size": 2, "cp_engine": "ulysses"},
-    {"cp_size": 2, "pp_size": 2},
+]
+MORE = [
+    pytest.param({"cp_size": 2, **layout}, marks=pytest.mark.parity)
+    for layout in ({"dp_size": 2}, {"tp_size": 2, "cp_engine": "ulysses"}, {"pp_size": 2})
 ]
 
 
-@pytest.mark.parametrize("layout", TEN_STEPS, ids=layout_name)
+@pytest.mark.parametrize("layout", [*TEN_STEPS, *MORE], ids=layout_name)
 def test_ten_steps_equal_one_process(pool: WorkerPool, layout: dict[str, Any]) -> None:
     config = make_config(
         **{f"distributed__{key}": value for key, value in layout.items()},

@@ -51,7 +51,7 @@ CASES = [
     CASES,
     ids=layout_name,
 )
-def test_ten_steps_equal_one_process(
+def test_five_steps_equal_one_process(
     pool: WorkerPool, engine: str, pp: int, more: dict[str, Any], micro_batches: int, tied: bool, checkpointing: str
 ) -> None:
     config = pipeline_config(
@@ -59,6 +59,7 @@ def test_ten_steps_equal_one_process(
         pp,
         micro_batches,
         training__activation_checkpointing=checkpointing,
+        training__total_train_steps=5,
         training__warmup_steps=3,
         training__max_grad_norm=0.5,
         **more,

@@ -55,6 +55,7 @@ def expected_training(micro_batches: int, layers: int, tied: bool) -> dict[str, 
     """Train on one process, where only the number of micro-batches per global batch matters."""
     config = make_config(
         training__gradient_accumulation_steps=micro_batches,
+        training__total_train_steps=5,
         training__warmup_steps=3,
         training__max_grad_norm=0.5,
     )
@@ -67,7 +68,7 @@ def expected_training(micro_batches: int, layers: int, tied: bool) -> dict[str, 
     [pytest.param(*case, marks=pytest.mark.parity if len(case[1]) > 2 else []) for case in CASES],
     ids=layout_name,
 )
-def test_ten_steps_equal_one_process(
+def test_five_steps_equal_one_process(
     pool: WorkerPool, engine: str, layout: dict[str, Any], micro_batches: int, tied: bool, checkpointing: str
 ) -> None:
     config = make_config(
@@ -75,6 +76,7 @@ def test_ten_steps_equal_one_process(
         distributed__pp_engine=engine,
         training__gradient_accumulation_steps=micro_batches,
         training__activation_checkpointing=checkpointing,
+        training__total_train_steps=5,
         training__warmup_steps=3,
         training__max_grad_norm=0.5,
         dataset__shuffle=False,

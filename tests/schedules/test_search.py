@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from picotron.explain.hardware import HARDWARE
 from picotron.pipeline_parallel.auto import deferred_fraction
 from picotron.pipeline_parallel.plan import plan_pipeline, settings_of
 from picotron.pipeline_parallel.stages import Stage
+from picotron.schedules import search
 from picotron.schedules.actions import Schedule, parse_action
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.search import KNOBS, ROUNDING, Greedy, Shape, fastest_schedule, fits, hand_made, shapes
@@ -30,6 +32,7 @@ from tests.support.oracle import make_config, tiny_llama
 from tests.support.zero_bubble import CASES, Case
 
 LOOP: Shape = (1, "loop")
+FEW_MOVES = mock.patch.object(search, "BUDGET", 40_000)  # for what holds after any number of moves
 
 
 @pytest.mark.parametrize(
@@ -80,6 +83,7 @@ def test_schedule_fits_runs_and_nothing_hand_made_is_faster(
     unit=st.sampled_from([1.0, 1e10]),
     data=st.data(),
 )
+@FEW_MOVES
 def test_activations_of_unequal_stages_fit(
     pp: int, microbatches: int, more: float, shape: Shape, deferred: float, unit: float, data: st.DataObject
 ) -> None:
@@ -111,6 +115,7 @@ def stages_of(pp: int, shape: Shape) -> list[list[int]]:
     return [empty.stages_of(rank) for rank in range(pp)]
 
 
+@FEW_MOVES
 @pytest.mark.parametrize("shape", [(1, "loop"), (2, "loop"), (2, "V")])
 @pytest.mark.parametrize("limit", [1, 1.5, 3, 8])
 def test_sizes_of_equal_stages_are_a_change_of_unit(shape: Shape, limit: float) -> None:
@@ -126,6 +131,7 @@ def test_small_stages_hold_more_micro_batches() -> None:
     assert peak_activations(found.schedule.programs[0]) > 2 >= peak_activations(found.schedule.programs[3])
 
 
+@FEW_MOVES
 def test_shapes_that_need_too_much_memory_are_skipped() -> None:
     """In a loop, rank 1 has both large stages; in a V, each rank has one."""
     options = {shape: Costs() for shape in shapes(2)}
@@ -218,6 +224,7 @@ def record(folder: Path) -> None:
     trace.write_text(f"{first_line}\n{trace.read_text()}")
 
 
+@FEW_MOVES
 def test_plan_of_a_config_is_searched(tmp_path: Path) -> None:
     plan = plan_pipeline(auto_config(tmp_path), tiny_llama(num_hidden_layers=6))
     assert plan.schedule.chunks == 2
@@ -324,6 +331,7 @@ def test_deferred_fraction_of_selective_recomputation_is_nearly_that_of_the_esti
     assert 1 / deferred_fraction(config, model) == pytest.approx(kept, rel=0.02)
 
 
+@FEW_MOVES
 def test_memory_of_a_searched_schedule_with_recomputation_is_near_that_of_1f1b() -> None:
     """The sizes of Llama 70B. If the search counted nothing between I and W, its schedule would hold 18 GiB."""
     sizes = {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256}
@@ -356,6 +364,7 @@ def test_drawing_searches_with_and_without_recorded_times(tmp_path: Path, capsys
         main(["search", "--memory", "0"])
 
 
+@FEW_MOVES
 def test_drawing_searches_with_sizes_of_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--activations", "3.1", "2.9", "2.9", "4.0"]
     for pp, memory in ((4, "12"), (4, "4"), (2, "7"), (2, "20"), (1, "12.9")):
