@@ -15,10 +15,13 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.batches import Batch
-from picotron.collectives import all_reduce
+from picotron.checkpoint.safetensors_folder import find_folder
+from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.command_line import config_parser, load_config
 from picotron.config import Config
 from picotron.console import UserError, number
+from picotron.data.tokens import read_tokenizer
+from picotron.generation.prompts import Encoder
 from picotron.parallelize import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
@@ -38,7 +41,8 @@ def divergence(head: Any, x: Tensor, batch: Batch, temperature: float) -> tuple[
         all_reduce(top, group, dist.ReduceOp.MAX)
         return sum_over_ranks((logits - top[..., None]).exp().sum(-1), group, False).log() + top
 
-    teacher, student = (each / temperature for each in (batch["teacher"], head.local_logits(x)))  # (B, T/cp, V/tp)
+    logits = (batch["teacher"], head.local_logits(x))  # (B, T/cp, V/tp)
+    teacher, student = (each.to(accumulation_dtype(each)) / temperature for each in logits)
     of_teacher, of_student = log_denominator(teacher), log_denominator(student)  # (B, T/cp)
     probabilities = (teacher - of_teacher[..., None]).exp()
     difference = sum_over_ranks((probabilities * (teacher - student)).sum(-1), group, False)
@@ -68,9 +72,22 @@ def read_config(arguments: list[str]) -> tuple[Config, str, float]:
     return config, options.teacher, options.temperature
 
 
+def check_tokenizers(config: Config, teacher: str) -> None:
+    """Raise a UserError if the teacher has a tokenizer, and it is not that of the data."""
+    if not list((folder := find_folder(teacher)).glob("tokenizer*")):
+        return
+    own = config.model.tokenizer or config.model.name
+    vocabulary = Encoder.read(folder).tokenizer.get_vocab()
+    if own == "bpe" or read_tokenizer(config, check_run(config)[0]).get_vocab() != vocabulary:
+        raise UserError(
+            f"the data have the tokenizer {own!r}, but the teacher has another one; set model.tokenizer to {teacher!r}"
+        )
+
+
 def main() -> None:
     set_up_logging()
     config, teacher, temperature = read_config(sys.argv[1:])
+    check_tokenizers(config, teacher)
     with set_up(config) as trainer:
         learn(trainer, teacher, temperature)
 

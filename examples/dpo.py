@@ -46,12 +46,15 @@ def read_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[tuple
         return SampleEncoder(text if is_text else {"messages_column": answer}, tokenizer, np.int64)
 
     def row(record: dict[str, Any], answer: str) -> Row:
-        is_text = isinstance(record[answer], str)
+        is_text, turns = isinstance(record[answer], str), 1
         if not is_text:
+            turns = sum(isinstance(each, dict) and each.get("role") == "assistant" for each in record[answer])
+            if turns == 0:
+                raise UserError(f"{answer} has no message with the role 'assistant'; correct or remove the record")
             record = record | {answer: record["prompt"] + record[answer]}
         (sample,) = encoder(answer, is_text).convert(record)
-        last = sample._replace(counted=sample.counted[-1:])  # earlier turns of the assistant belong to the prompt
-        tokens, counted, _ = encoder(answer, is_text).encode([last]).values()
+        own = sample._replace(counted=sample.counted[-turns:])  # earlier turns of the assistant belong to the prompt
+        tokens, counted, _ = encoder(answer, is_text).encode([own]).values()
         return tokens[:-1].tolist(), np.where(counted[1:], tokens[1:], IGNORE_INDEX).tolist()
 
     def pair(record: Any) -> Iterator[tuple[Row, Row]]:
@@ -60,7 +63,7 @@ def read_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[tuple
             raise UserError("there should be a prompt, chosen and rejected: three texts, or three lists of messages")
         yield row(record, "chosen"), row(record, "rejected")
 
-    found = [each for record in load_documents(config.dataset).records() for each in convert(record, pair)]
+    found = [each for record in load_documents(config.dataset, columns={}).records() for each in convert(record, pair)]
     pairs = [each for each in found if all(len(ids) <= config.training.seq_length for ids, _ in each)]
     if not pairs:
         raise UserError(

@@ -18,6 +18,7 @@ a function of these keys and of the completion, such as `def brevity(prompt, com
 
 import argparse
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ from picotron.command_line import config_parser, load_config
 from picotron.config import Config
 from picotron.console import UserError, number
 from picotron.data.documents import load_documents
+from picotron.data.text import check_characters
 from picotron.data.tokens import convert, read_tokenizer, tokenizer_folder
 from picotron.generation.prompts import Encoder
 from picotron.generation.rotation import Completion, generate
@@ -155,6 +157,7 @@ def read_prompts(config: Config, encoder: Encoder) -> list[Prompt]:
             raise UserError('there should be a "prompt", a text or a list of messages')
         if "completion" in record:
             raise UserError('the key "completion" is the argument of the reward with the sample; rename it')
+        check_characters(json.dumps(prompt, ensure_ascii=False, default=str))
         tokens = encoder.encode_text(prompt) if isinstance(prompt, str) else encoder.encode_messages(prompt)
         if len(tokens) > (length := config.training.seq_length):
             raise UserError(
@@ -162,7 +165,7 @@ def read_prompts(config: Config, encoder: Encoder) -> list[Prompt]:
             )
         yield Prompt(record, tokens)
 
-    return [each for record in load_documents(config.dataset).records() for each in convert(record, encode)]
+    return [each for record in load_documents(config.dataset, columns={}).records() for each in convert(record, encode)]
 
 
 def read_config(arguments: list[str]) -> tuple[Config, argparse.Namespace]:

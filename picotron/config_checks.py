@@ -93,6 +93,10 @@ def check_columns(config: Config) -> None:
         raise UserError(
             f"dataset: set text_column, or prompt_column and completion_column, or messages_column, not {given}"
         )
+    if len(set(columns.values())) < len(columns):
+        raise UserError(
+            f"dataset: prompt_column and completion_column are both {config.dataset.prompt_column!r}; choose two columns"
+        )
     if columns.get("messages_column") == "tools":
         raise UserError("dataset.messages_column='tools', but this column has the tools of a chat; rename the column")
 

@@ -80,10 +80,11 @@ class AdamW(torch.optim.AdamW):
         state = {name: self.state[master][name] for name in ("exp_avg", "exp_avg_sq")}
         return state if master.dtype == parameter.dtype else state | {"master": master}
 
-    def updates_of(self, parameter: nn.Parameter) -> int:
-        """Return how often a parameter has been updated: less often than others if it was frozen for some steps."""
-        master = self.masters.get(parameter)
-        return int(self.state[master]["step"]) if master is not None and self.state.get(master) else 0
+    def updates(self) -> dict[nn.Parameter, int]:
+        """Return how often each parameter that has a state was updated: less often if it was frozen for some steps."""
+        steps = {p: self.state[master]["step"] for p, master in self.masters.items() if self.state.get(master)}
+        counts = torch.stack(list(steps.values())).tolist() if steps else []  # waits for the GPU only once
+        return {parameter: int(count) for parameter, count in zip(steps, counts, strict=True)}
 
     @torch.no_grad()
     def restore(self, updates: dict[nn.Parameter, int], read: ReadState) -> None:

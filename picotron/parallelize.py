@@ -1,6 +1,7 @@
 """Build this rank's part of a Llama: the four parallelisms, one after the other."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,10 +105,18 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
     weights: ReadTensor,
+    frozen: Callable[[str], bool] = lambda name: False,
 ) -> DataParallel:
-    """Build this rank's part of a Llama, ready for a training step. Arguments: see `build_stage`."""
+    """Build this rank's part of a Llama, ready for a training step.
+
+    Args:
+        config, model_config, plan, device, dtype, weights: see `build_stage`.
+        frozen: function of a parameter's name, which returns whether training leaves the parameter as it is.
+    """
     layout, whole = config.distributed, config.distributed.dp_engine != "zero3"
     stage = build_stage(config, model_config, plan, device, dtype, weights if whole else None)
+    for name, parameter in unwrap(stage).named_parameters():  # before they are wrapped: they need no gradient buffers
+        parameter.requires_grad_(not frozen(name))
     if config.model.float8:
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             raise UserError(

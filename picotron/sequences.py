@@ -88,6 +88,9 @@ def pack_sequences(
             they have different keys.
     """
     grid, lengths = pgm.process_group_manager, [len(each.get("input_ids", ())) for each in sequences]
+    for i, sequence in enumerate(sequences):
+        if not isinstance(sequence.get("input_ids", torch.empty(0)), Tensor):
+            raise UserError(f"input_ids of sequence {i} is a {type(sequence['input_ids']).__name__}; pass a tensor")
     for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
         if length == 0:
             raise UserError(f"sequence {i} has no tokens in input_ids; leave it out")

@@ -27,6 +27,7 @@ from picotron.check_batches import Batch
 from picotron.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from picotron.checkpoint.safetensors_folder import find_folder
 from picotron.checkpoint.writer import CheckpointWriter
+from picotron.collectives import run_on_all_ranks
 from picotron.command_line import leaf_keys
 from picotron.config import Config, Model
 from picotron.console import UserError, print_line
@@ -182,14 +183,14 @@ class Trainer:
 
         checkpoint = find_checkpoint(config, self.model_config)
         data = data or read_data(config, self.model_config, checkpoint.tokenizer if checkpoint else None)
+        if len(set(run_on_all_ranks(lambda: data.fingerprint))) > 1:
+            raise UserError("some ranks have other data than rank 0; copy the same files to all machines")
         self.progress = checkpoint.progress(data.fingerprint) if checkpoint else Progress()
         self.loader = MicroBatchDataLoader(data.rows, config, device, self.progress.samples) if data.rows else None
 
         weights = checkpoint.weights() if checkpoint else initial_weights(self.model_config, training.seed)
-        self.model = build_model(config, self.model_config, plan, device, dtype, weights)
+        self.model = build_model(config, self.model_config, plan, device, dtype, weights, frozen)
         self.stage: Any = self.model.module
-        for name, parameter in unwrap(self.model).named_parameters():
-            parameter.requires_grad_(not frozen(name))
         self.optimizer = AdamW(self.model.parameters(), training, config.model.use_fused_adam)
         if checkpoint:
             checkpoint.restore(self.optimizer, unwrap(self.model))

@@ -135,6 +135,10 @@ BAD = [
     ),
     (changed(dataset__completion_column="a"), r"or messages_column, not completion_column='a'$"),
     (
+        changed(dataset__prompt_column="q", dataset__completion_column="q"),
+        r"dataset: prompt_column and completion_column are both 'q'; choose two columns$",
+    ),
+    (
         changed(dataset__prompt_column="q", dataset__completion_column="a", dataset__messages_column="chat"),
         r"not prompt_column='q' and completion_column='a' and messages_column='chat'$",
     ),

@@ -177,6 +177,7 @@ def mistakes() -> dict[str, str]:
         "empty": lambda: pack_sequences(empty, 2),
         "long": lambda: pack_sequences(items, 2, max_tokens=29),
         "few": lambda: pack_sequences(items, 19),
+        "list": lambda: pack_sequences([{"input_ids": [1, 2, 3]}], 1),
         "limit of 0": lambda: pack_sequences(items, 2, max_tokens=0),
         "no micro-batch": lambda: pack_sequences(items, 0),
         "no split": lambda: split_batch({"input_ids": torch.zeros(4, 8, dtype=torch.int64)}, 0),
@@ -198,6 +199,7 @@ def test_mistakes_are_one_sentence(pool: WorkerPool) -> None:
         "18 sequences cannot fill 19 micro-batches on all data-parallel ranks; use fewer .*", found["few"]
     )
     assert found["default"] == "1"
+    assert found["list"] == "input_ids of sequence 0 is a list; pass a tensor"
     assert found["limit of 0"] == "sequence 0 has 9 tokens, but max_tokens=0; use a larger max_tokens"
     assert found["no micro-batch"] == found["no split"] == "micro_batches=0 should be at least 1"
     assert found["keys"] == "only one of the sequences 0 and 18 has name; give it to all or none"

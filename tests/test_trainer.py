@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from picotron.batches import cross_entropy
@@ -54,8 +55,10 @@ def test_losses_and_weights_are_those_of_transformers_also_after_a_resume(pool: 
 
 
 def frozen_in_step(name: str, step: int) -> bool:
-    """The final norm is frozen in steps 0 and 1, which are one run, and a matrix in step 3."""
-    return (name == "model.norm.weight" and step < 2) or ("layers.0.mlp.down_proj" in name and step == 3)
+    """The final norm is frozen in steps 0 and 1, which are one run; two matrices in the last step of a run."""
+    if name == "model.norm.weight":
+        return step < 2
+    return ("layers.1.self_attn.q_proj" in name and step == 1) or ("layers.0.mlp.down_proj" in name and step == 3)
 
 
 def train_with_frozen(config: Config) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
@@ -78,10 +81,10 @@ def test_a_resume_restores_how_often_each_weight_was_updated(pool: WorkerPool, t
     }
     layouts: list[dict[str, Any]] = [
         {"dp_size": 2, "dp_engine": "zero1"},
-        {"tp_size": 2},
         {"pp_size": 2},
+        {"tp_size": 2},
     ]
-    for number, layout in enumerate(layouts):
+    for number, layout in enumerate(layouts):  # the first and the second stage have other numbers of updates
         keys |= {"training__micro_batch_size": 4 // layout.get("dp_size", 1), "checkpoint__load_path": "latest"}
         end = {"training__max_tokens": (number + 1) * 2 * 4 * 16} if number < 2 else {}
         config = config_of(tmp_path, **{f"distributed__{key}": value for key, value in layout.items()}, **keys, **end)
@@ -96,6 +99,7 @@ def test_a_resume_restores_how_often_each_weight_was_updated(pool: WorkerPool, t
 
 def freeze_and_stop(config: Config) -> None:
     trainer = make_trainer(config, Data(), lambda name: "lm_head" not in name)
+    assert [hasattr(p, "main_grad") for p in trainer.model.parameters()].count(True) == 1
     before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
     batch = {"input_ids": torch.arange(32).view(2, 16), "target_ids": torch.arange(1, 33).view(2, 16)}
     for step in trainer.steps():
@@ -118,6 +122,21 @@ def test_frozen_parameters_stay_and_a_signal_ends_the_loop_with_a_checkpoint(poo
     pool.run(freeze_and_stop, 1, config_of(tmp_path, training__lr_scheduler="constant", training__warmup_steps=0))
     assert (tmp_path / "run" / "step_00000002" / "model.safetensors").exists()
     assert not (tmp_path / "run" / "step_00000002" / "tokenizer.json").exists()
+
+
+def unfrozen_before_the_first_step(config: Config) -> None:
+    trainer = make_trainer(config, Data(), lambda name: "norm" in name)
+    batch = {"input_ids": torch.arange(32).view(2, 16), "target_ids": torch.arange(1, 33).view(2, 16)}
+    trainer.stage.module.model.norm.weight.requires_grad_(True)
+    with pytest.raises(UserError, match=r"norm.weight requires a gradient, but was frozen before; unfreeze it before"):
+        trainer.train(trainer.split(batch))
+
+
+@pytest.mark.parametrize("dp_engine", ["bucket", "zero1", "zero3"])
+def test_a_parameter_without_an_optimizer_state_is_not_unfrozen(
+    pool: WorkerPool, tmp_path: Path, dp_engine: str
+) -> None:
+    pool.run(unfrozen_before_the_first_step, 1, config_of(tmp_path, distributed__dp_engine=dp_engine))
 
 
 def several_steps_per_pass(config: Config) -> list[str]:
@@ -202,6 +221,15 @@ def test_fingerprints_of_long_samples_differ(tmp_path: Path) -> None:
     tokens[1, 1000] = 1
     for kinds in ([{"input_ids": row} for row in tokens], [(row.numpy(),) for row in tokens]):
         assert fingerprint(config, kinds[:1]) != fingerprint(config, kinds[1:])
+
+
+def data_of_its_own(config: Config) -> None:
+    with pytest.raises(UserError, match="some ranks have other data than rank 0; copy the same files to all machines"):
+        make_trainer(config, Data(f"data of {dist.get_rank()}"))
+
+
+def test_ranks_with_other_data_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(data_of_its_own, 2, config_of(tmp_path, distributed__dp_size=2))
 
 
 def test_help_lists_the_keys_that_have_an_effect() -> None:

@@ -27,6 +27,7 @@ from picotron.checkpoint.safetensors_folder import ByteRange, SafetensorsFolder,
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Model
 from picotron.console import UserError
+from picotron.data.loader import HeldOut
 from picotron.data_parallel.owned_slices import copy_owned
 from picotron.files import read_object
 from picotron.model.families import architecture
@@ -71,8 +72,10 @@ class TrainerState(BaseModel):
         return {name: ranges for name, ranges in self.files.items() if not name.startswith(("exp_avg", "master"))}
 
     def to_json(self) -> str:
-        """Format the state as JSON with its checksum, one line per key."""
-        data = self.model_dump(mode="json")
+        """Format the state as JSON with its checksum, one line per key. Earlier versions can read it, too, unless a key
+        that they do not have differs from its default.
+        """
+        data = self.model_dump(mode="json", exclude_defaults=True)
         lines = [
             f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in (data | {"xxh3": _checksum(data)}).items()
         ]
@@ -156,9 +159,15 @@ class Checkpoint:
             if state is not None:
                 files = state.model_files if weights_only else state.files
                 check_files(folder, files, dist.get_rank(), dist.get_world_size())
-            return None if weights_only else state
+            return state
 
-        self.folder, self.state = folder, run_on_all_ranks(check)[0]
+        first, *others = run_on_all_ranks(check)
+        for rank, state in enumerate(others, 1):
+            if state != first:
+                raise UserError(
+                    f"{folder} is another checkpoint for rank {rank} than for rank 0; use a folder that all machines share"
+                )
+        self.folder, self.state = folder, None if weights_only else first
         self.has_masters = self.state is not None and any(name.startswith("master") for name in self.state.files)
 
     def state_in(self, save_dir: str) -> TrainerState | None:
@@ -168,11 +177,11 @@ class Checkpoint:
         return self.state if Path(save_dir).resolve() in places else None
 
     @property
-    def held_out(self) -> tuple[int, str] | None:
-        """Number of rows that the run held out, and the fingerprint of its training data; None if it is not known."""
+    def held_out(self) -> HeldOut | None:
+        """The rows that the run held out; None if it is not known."""
         if self.state is None or self.state.held_out is None:
             return None
-        return self.state.held_out, self.state.data_fingerprint
+        return HeldOut(self.state.held_out, self.state.data_fingerprint, self.state.config)
 
     @property
     def tokenizer(self) -> Path | None:

@@ -97,13 +97,13 @@ class StageFiles:
 
     def slices(self) -> list[TensorSlice]:
         """List the slices of all files that this rank writes or sends, in the order of the files."""
-        grid = pgm.process_group_manager
+        grid, updates = pgm.process_group_manager, self.optimizer.updates()
         tensors: dict[str, dict[str, Tensor]] = defaultdict(dict)
         places: dict[str, tuple[torch.Size, Shard | None, OwnedSlice | None, int]] = {}
         for name, parameter, shard in parameters_and_shards(self.llama):
             owned = owned_slice(parameter)
             if not is_tied_replica(self.llama, name) and (grid.cp_dp_rank == 0 or owned):
-                places[name] = parameter.shape, shard, owned, self.optimizer.updates_of(parameter)
+                places[name] = parameter.shape, shard, owned, updates.get(parameter, 0)
                 for kind, tensor in {"model": owned_weight(parameter), **self.optimizer.state_of(parameter)}.items():
                     tensors[kind][name] = tensor.detach()
         number, count = grid.pp_rank + 1, grid.pp_world_size

@@ -4,12 +4,14 @@ A folder gets its final name when it is complete. A run that is killed leaves at
 its earlier checkpoints stay intact.
 """
 
+import contextlib
 import copy
 import dataclasses
 import json
 import logging
 import platform
 import shutil
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -39,6 +41,8 @@ from picotron.run.progress import Progress
 from picotron.run.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint
 
 logger = logging.getLogger("picotron")
+
+SECONDS_OF_CACHES = 60  # for which a client of NFS may not know of a new file, by default
 
 
 class CheckpointWriter:
@@ -75,6 +79,7 @@ class CheckpointWriter:
         self.files, self.buffers = StageFiles(llama, optimizer, self.group), HostBuffers()
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
+        self._check_shared()  # before the first step, not when the first checkpoint is written
 
     def __enter__(self) -> None:
         pass
@@ -82,6 +87,31 @@ class CheckpointWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         if error is None or (isinstance(error, UserError) and error is not self.error):
             self.wait()
+
+    def _check_shared(self) -> None:
+        """Raise a UserError on every rank unless all ranks see what rank 0 writes to `save_dir`."""
+        with contextlib.ExitStack() as stack:
+
+            def write() -> str:
+                if pgm.process_group_manager.global_rank > 0:
+                    return ""
+                self.save_dir.mkdir(parents=True, exist_ok=True)
+                file = tempfile.NamedTemporaryFile(dir=self.save_dir, prefix=".shared-")  # noqa: SIM115
+                return Path(stack.enter_context(file).name).name
+
+            def is_seen() -> bool:
+                end = time.monotonic() + SECONDS_OF_CACHES
+                while not (seen := (self.save_dir / name).exists()) and time.monotonic() < end:
+                    time.sleep(0.1)
+                return seen
+
+            name = self._on_all_ranks(self.save_dir, write)[0]
+            seen = self._on_all_ranks(self.save_dir, is_seen)
+        if False in seen:
+            raise UserError(
+                f"rank {seen.index(False)} does not see the files of rank 0 in {self.save_dir}; checkpoint.save_dir must be "
+                f"a folder that all machines share"
+            )
 
     def is_due(self, progress: Progress, before: int | None = None) -> bool:
         """Whether to write a checkpoint after this step: every `save_frequency` steps, and at the end of the run.

@@ -63,20 +63,23 @@ class Documents(NamedTuple):
         return itertools.chain.from_iterable(self.read())
 
 
-def load_documents(section: DatasetSection, limit: int | None = None, seed: int = 0) -> Documents:
+def load_documents(
+    section: DatasetSection, limit: int | None = None, seed: int = 0, columns: Columns | None = None
+) -> Documents:
     """Find the documents of a data set, or of a mixture.
 
     Args:
         limit: number of documents to read, from the first one; by default all.
         seed: seed of the order of a mixture.
+        columns: columns to read of a table, by their keys; by default those of the section. {}: all columns.
 
     Raises:
         UserError: a data set does not exist or cannot be read.
     """
-    weights = section.weights
-    parts = [_load(name, section) for name in weights]
+    weights, columns = section.weights, section.columns if columns is None else columns
+    parts = [_load(name, section, columns) for name in weights]
     mixture = (weights, seed) if len(parts) > 1 else None
-    key = repr(([part.key for part in parts], section.columns, limit, mixture))
+    key = repr(([part.key for part in parts], columns, limit, mixture))
 
     def read() -> Iterator[Iterable[Record]]:
         streams = {part.name: part.read() for part in parts}
@@ -102,11 +105,11 @@ def mix(streams: dict[str, Iterator[Any]], weights: dict[str, float], seed: int)
         yield document
 
 
-def _load(name: str, section: DatasetSection) -> Documents:
+def _load(name: str, section: DatasetSection, columns: Columns) -> Documents:
     if name != PYTHON_STDLIB and not (os.path.exists(name) or glob.glob(name, recursive=True)):
         if _type(Path(name)) in READERS or Path(name).is_absolute() or name.startswith(".") or glob.has_magic(name):
             raise UserError(f"dataset.name={name!r}: there is no such file or folder; check the path")
-        return _hub_documents(name, section)
+        return _hub_documents(name, section, columns)
     if section.subset_name is not None:
         raise UserError(f"dataset.subset_name={section.subset_name!r}, but {name} has no subsets; remove it")
     if section.split != "train":
@@ -130,7 +133,7 @@ def _load(name: str, section: DatasetSection) -> Documents:
         name,
         repr(state),
         size,
-        lambda: (document for file in files for document in read(file, section.columns)),
+        lambda: (document for file in files for document in read(file, columns)),
     )
 
 
@@ -298,7 +301,7 @@ READERS: dict[str, Callable[[Path, Columns], Iterator[Iterable[Record]]]] = {
 
 
 def check_columns(columns: Columns, types: dict[str, str], source: str) -> list[str]:
-    """Return the columns to read of a table: those of the config and, beside messages, the tools.
+    """Return the columns to read of a table: those of the config and, beside messages, the tools. Without any, all.
 
     Args:
         types: types of all columns, by their names.
@@ -313,6 +316,8 @@ def check_columns(columns: Columns, types: dict[str, str], source: str) -> list[
         if column not in types:
             others = [name for name in types if name not in texts]
             raise UserError(f"dataset.{key}={column!r}: {source} has no such column; use one of {others}")
+    if not columns:
+        return list(types)
     return [*columns.values(), *([TOOLS] if "messages_column" in columns and TOOLS in types else [])]
 
 
@@ -329,7 +334,7 @@ def _as_record(names: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
     return {name: without_nulls(value) for name, value in zip(names, values, strict=True)}
 
 
-def _hub_documents(name: str, section: DatasetSection) -> Documents:
+def _hub_documents(name: str, section: DatasetSection, columns: Columns) -> Documents:
     """Download a data set of the hub, unless it is in the cache of `datasets`."""
     try:
         connect(name)  # before the import, which reads whether to work offline
@@ -342,7 +347,7 @@ def _hub_documents(name: str, section: DatasetSection) -> Documents:
             f"{PYTHON_STDLIB!r}"
         ) from None
     types = {name: str(getattr(feature, "dtype", "nested")) for name, feature in rows.features.items()}
-    rows = rows.select_columns(check_columns(section.columns, types, name))  # others, such as images, would be decoded
+    rows = rows.select_columns(check_columns(columns, types, name))  # others, such as images, would be decoded
     size = (rows.dataset_size or 0) // max(1, len(rows))
 
     def read() -> Iterator[list[Record]]:

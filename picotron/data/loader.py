@@ -9,7 +9,7 @@ import logging
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,23 +42,47 @@ def data_fingerprint(rows: Rows, config: Config) -> str:
     return hashlib.sha256(repr(rules).encode() + ends.astype(np.int64).tobytes()).hexdigest()[:24]
 
 
-def rows_to_hold_out(data: Text | Samples, config: Config, earlier: tuple[int, str] | None) -> int:
+class HeldOut(NamedTuple):
+    """What is known of an earlier run: the number of rows at the end of its data that it has not trained on, the
+    fingerprint of its training rows, and the sections of its config.
+    """
+
+    rows: int
+    fingerprint: str
+    config: dict[str, Any]
+
+    def apply(self, config: Config) -> Config:
+        """Return a config whose rows have the length and the order of the earlier run's."""
+        changes = {"training": ("seq_length", "seed"), "dataset": ("shuffle",)}
+        sections = {}
+        for name, keys in changes.items():
+            section, earlier = getattr(config, name), self.config.get(name, {})
+            sections[name] = section.model_copy(update={key: earlier[key] for key in keys if key in earlier})
+        return config.model_copy(update=sections)
+
+
+def rows_to_hold_out(data: Text | Samples, config: Config, earlier: HeldOut | None) -> int:
     """Return the number of rows at the end of the data that are not trained on: as many as an evaluation reads, or if
     the run continues on the data of an earlier one, as many as that one has held out.
-
-    Args:
-        earlier: this number of the earlier run, and the fingerprint of its training rows; None if there is no such run.
 
     Raises:
         UserError: an evaluation would read rows that the earlier run has trained on.
     """
-    needed = config.held_out_sequences
-    if earlier is None or earlier[0] == needed:
+    needed, length = config.held_out_sequences, config.training.seq_length
+    if earlier is None:
         return needed
-    held_out, fingerprint = earlier
-    training, *_ = _split(data, config, held_out)
-    if not len(training) or data_fingerprint(training, config) != fingerprint:  # other data
+    before = earlier.apply(config)
+    held_out, length_before = earlier.rows, before.training.seq_length
+    if (held_out, length_before) == (needed, length):
         return needed
+    training, *_ = _split(data, before, held_out)
+    if not len(training) or data_fingerprint(training, before) != earlier.fingerprint:  # other data
+        return needed
+    if length_before != length:
+        if not isinstance(data, Text):
+            logger.warning("with another seq_length, evaluations may read samples that this run has trained on before")
+            return needed
+        held_out = held_out * length_before // length
     if needed > held_out:
         batch = config.global_batch_size
         fewer = f"use eval_steps of at most {held_out // batch}" if held_out >= batch else "set eval_frequency to 0"

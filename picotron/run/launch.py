@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Distributed
 from picotron.console import LinePrinter, UserError
 from picotron.files import write_atomically
@@ -25,6 +26,10 @@ logger = logging.getLogger("picotron")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PARENT = os.getppid()
+# Names of files, and numbers of processes that read them: machines may have different ones.
+OF_MACHINES = {"model.name", "model.tokenizer", "dataset.name", "dataset.mixture", "dataset.num_workers"} | {
+    "dataset.num_proc", "distributed.pp_costs", "checkpoint.save_dir", "checkpoint.load_path"
+}  # fmt: skip
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # settings of users; torch reads both
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man mallopt
 
@@ -91,7 +96,11 @@ def keep_freed_memory() -> None:
 
 
 def init_process_group(config: Config, device: torch.device) -> None:
-    """Connect to the other processes that torchrun started; without torchrun, form a group of one."""
+    """Connect to the other processes that torchrun started; without torchrun, form a group of one.
+
+    Raises:
+        UserError: see `check_same_config`.
+    """
     backend = config.distributed.backend or ("nccl" if device.type == "cuda" else "gloo")
     # With a device, NCCL creates the communicators of all groups here and in `new_group`, where an error names its
     # cause, not within the first step. torch takes gloo for a backend that does the same, and fails.
@@ -105,6 +114,21 @@ def init_process_group(config: Config, device: torch.device) -> None:
         dist.init_process_group(backend, device_id=device_id)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+    check_same_config(config)
+
+
+def check_same_config(config: Config) -> None:
+    """Raise a UserError on every rank if the ranks have different configs, apart from names of files."""
+    sections = config.model_dump(mode="json", exclude={"environment"})
+    own = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    first, *others = run_on_all_ranks(lambda: {key: value for key, value in own.items() if key not in OF_MACHINES})
+    for rank, other in enumerate(others, 1):
+        for key in first:
+            if other[key] != first[key]:
+                raise UserError(
+                    f"rank {rank} has {key}={other[key]!r}, but rank 0 has {first[key]!r}; start all processes with the "
+                    f"same config"
+                )
 
 
 def ignore_stop_signals(_: int) -> None:

@@ -39,7 +39,8 @@ def claim_save_dir(config: Config) -> None:
     """Create the folder for the outputs, and claim it for this run until its first process ends, however it ends.
 
     Raises:
-        UserError: the folder cannot be written, holds a model, or is claimed by another run.
+        UserError: the folder cannot be written, holds a model, is claimed by another run, or has a checkpoint that the
+            run reads and would archive.
     """
     name = config.checkpoint.save_dir
     try:
@@ -50,12 +51,29 @@ def claim_save_dir(config: Config) -> None:
             raise UserError(
                 f"checkpoint.save_dir={name!r} is a model folder, and its config.json must be kept; choose another"
             )
+        _check_kept(config)
         if int(os.environ.get("RANK", 0)) == 0:
             _claim(Path(name, ".run_lock"))
     except OSError as error:
         raise UserError(
             f"checkpoint.save_dir={name!r} cannot be written: {error.strerror}; choose another folder"
         ) from None
+
+
+def _check_kept(config: Config) -> None:
+    """Raise a UserError if a run reads its model or tokenizer from a checkpoint that it archives, see `begin_run`."""
+    save_dir, (latest, start) = config.checkpoint.save_dir, parse_load_path(config.checkpoint.load_path)
+    checkpoints = {path.resolve() for path in checkpoint_folders(Path(save_dir)).values()}
+
+    def is_checkpoint(name: str | None) -> bool:
+        return name is not None and os.path.isdir(name) and Path(name).resolve() in checkpoints
+
+    for key, name in (("name", config.model.name), ("tokenizer", config.model.tokenizer)):
+        if is_checkpoint(name) and not (latest or is_checkpoint(start)):
+            raise UserError(
+                f"model.{key}={name!r} is in checkpoint.save_dir={save_dir!r}, where a new run moves earlier checkpoints "
+                f"to another folder; choose another save_dir"
+            )
 
 
 def _claim(path: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch.distributed as dist
 from transformers import LlamaConfig
 
+from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.config import Config
+from picotron.console import UserError
 from picotron.run.run_folder import checkpoint_folders
 from tests.support.checkpoints import mistake, model_of, run, run_config, warnings_of
 from tests.support.oracle import tiny_llama
@@ -175,6 +177,24 @@ def test_folder_without_a_checkpoint_is_rejected(pool: WorkerPool, tokenizer: Pa
     }.items():
         config = run_config(tmp_path / "run", {}, checkpoint__load_path=str(tmp_path / name))
         assert message in pool.run(mistake, 1, config, model_of(True), tokenizer)[0]
+
+
+def checkpoint_of_this_machine(*folders: Path) -> str:
+    with pytest.raises(UserError) as error:
+        Checkpoint(folders[dist.get_rank()])
+    return str(error.value)
+
+
+def test_machines_with_other_checkpoints_of_a_name_are_rejected(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path
+) -> None:
+    folders = []
+    for seed in (1, 2):
+        config = run_config(tmp_path / str(seed), {}, training__seed=seed)
+        run(pool, config, model_of(False), tokenizer)
+        folders += checkpoint_folders(tmp_path / str(seed)).values()
+    sentences = pool.run(checkpoint_of_this_machine, 2, *folders)
+    assert all("is another checkpoint for rank 1 than for rank 0" in sentence for sentence in sentences)
 
 
 def latest_of_two_machines(first: Config, second: Config, model_config: LlamaConfig, tokenizer: Path) -> str:

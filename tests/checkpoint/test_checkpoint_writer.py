@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from picotron.checkpoint import safetensors_folder
+from picotron.checkpoint import safetensors_folder, writer
 from picotron.checkpoint.host_buffers import HostBuffers
 from picotron.checkpoint.writer import CheckpointWriter, model_files
 from picotron.config import Config, Model
@@ -195,6 +195,24 @@ def test_tokenizer_subfolder_is_copied_to_the_checkpoint(pool: WorkerPool, token
     run(pool, first_half(tmp_path / "run", {}), model_of(False), folder)
     written = tmp_path / "run/step_00000005/additional_chat_templates/tools.jinja"
     assert written.read_text() == "{{ messages }}"
+
+
+def start_with_a_folder_of_its_own(model_config: LlamaConfig, tokenizer: Path, *configs: Config) -> str:
+    with mock.patch.object(writer, "SECONDS_OF_CACHES", 0):
+        return mistake(configs[dist.get_rank()], model_config, tokenizer)
+
+
+def test_a_save_dir_that_machines_do_not_share_is_an_error_before_the_first_step(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    configs = [run_config(folder, {"dp_size": 2}) for folder in folders]
+    for sentence in pool.run(start_with_a_folder_of_its_own, 2, model_of(False), tokenizer, *configs):
+        assert sentence.startswith(f"rank 1 does not see the files of rank 0 in {tmp_path}/o")
+        assert sentence.endswith("checkpoint.save_dir must be a folder that all machines share")
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
 
 
 def thread_count() -> int:

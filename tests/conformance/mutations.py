@@ -1,10 +1,12 @@
 """Mistakes that trainers make, put into the example and into picotron, with the chapter that finds each of them."""
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import textwrap
 from pathlib import Path
+from typing import Any
 
 DDP, ZERO1, PIPELINE, RING = (Path(f"conformance/examples/{name}.py") for name in ("ddp", "zero1", "pipeline", "ring"))
 PICOTRON = Path("conformance/adapters/picotron.py")
@@ -47,13 +49,16 @@ def replaced(source: str, old: str, new: str) -> str:
     return source.replace(old, new)
 
 
-def apply(function: str, old: str, new: str) -> None:
-    """Replace a piece of the source of a function or method in this process, wherever it has been imported."""
+def find(function: str) -> tuple[Any, Any]:
+    """Return the module, and the function or method in it, of a name such as `picotron.optimizer:AdamW.step`."""
     module_name, _, name = function.partition(":")
     module = importlib.import_module(module_name)
-    target = module
-    for part in name.split("."):
-        target = getattr(target, part)
+    return module, functools.reduce(getattr, name.split("."), module)
+
+
+def apply(function: str, old: str, new: str) -> None:
+    """Replace a piece of the source of a function or method in this process, wherever it has been imported."""
+    (module, target), name = find(function), function.partition(":")[2]
     source = replaced(textwrap.dedent(inspect.getsource(target)), old, new)
     if "." in name:  # a method may use the class
         source = f"class Wrapped:\n{textwrap.indent(source, '    ')}"
@@ -214,7 +219,7 @@ MUTATIONS = {
         "batches:normalise_weights", 'grid.cp_dp_group if scope == "global" else grid.cp_group', "grid.cp_group", "masks", "dp2", "step 1"
     ),
     "optimizer begins again": picotron(
-        "optimizer:AdamW.restore", "torch.tensor(float(step)", "torch.tensor(float(0)", "resume", "dp2", "step 4: loss"
+        "optimizer:AdamW.restore", "torch.tensor(updates[parameter],", "torch.tensor(0,", "resume", "dp2", "step 4: loss"
     ),
     "moments mixed up": picotron(
         "optimizer:AdamW.restore", "    read(parameter, name, tensor)", '    read(parameter, "exp_avg", tensor)', "elsewhere", "dp2", "step 4"

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from conformance.chapters import CHAPTERS, batches, cases_of
 from conformance.check import Checker
 from conformance.compare import compare
 from conformance.reference import Reference, run_reference
-from tests.conformance.mutations import DDP, MUTATIONS, PICOTRON, PIPELINE, RING, ZERO1
+from tests.conformance.mutations import DDP, MUTATIONS, PICOTRON, PIPELINE, RING, ZERO1, find, replaced
 
 PACKAGE = [path for path in Path("conformance").rglob("*.py") if path != PICOTRON]
 
@@ -210,6 +211,14 @@ def test_there_are_enough_mistakes() -> None:
     assert len(MUTATIONS) >= 25
     assert {mutation.chapter for mutation in MUTATIONS.values()} >= CHAPTERS.keys() - {"odd"}
     assert {mutation.adapter for mutation in MUTATIONS.values()} >= set(Path("conformance/examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mistake_can_be_made(name: str) -> None:
+    """The text that it replaces still occurs once."""
+    mutation = MUTATIONS[name]
+    source = inspect.getsource(find(mutation.function)[1]) if mutation.function else mutation.adapter.read_text()
+    replaced(source, mutation.old, mutation.new)
 
 
 EXAMPLES = {DDP: "dp2", ZERO1: "dp2", PIPELINE: "pp4", RING: "cp2"}

@@ -14,7 +14,14 @@ from torch import Tensor
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.context_parallel.positions import local_positions
-from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, epoch_order, rows_to_hold_out, split_train_eval
+from picotron.data.loader import (
+    HeldOut,
+    MicroBatchDataLoader,
+    data_fingerprint,
+    epoch_order,
+    rows_to_hold_out,
+    split_train_eval,
+)
 from picotron.data.rows import Samples, Text, TextRows
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.oracle import make_config, random_rows, random_tokens
@@ -139,13 +146,13 @@ def test_a_resumed_run_evaluates_only_on_rows_that_were_held_out(data: Text | Sa
     """Training rows do not depend on the global batch, and evaluation rows only in how many are read."""
     first = eval_config(4, eval_steps=4)
     training, evaluation = split_train_eval(data, first)
-    earlier = 16, data_fingerprint(training, first)
+    earlier = HeldOut(16, data_fingerprint(training, first), first.model_dump())
     for batch, eval_steps in ((4, 4), (8, 2), (8, 1), (3, 5), (16, 1)):
         config = eval_config(batch, eval_steps)
         held_out = rows_to_hold_out(data, config, earlier)
         assert held_out == 16
         rows = split_train_eval(data, config, held_out)
-        assert data_fingerprint(rows[0], config) == earlier[1]
+        assert data_fingerprint(rows[0], config) == earlier.fingerprint
         assert len(rows[1]) == batch * eval_steps
         for i in range(len(rows[1])):
             assert rows[1][i].input_ids.tolist() == evaluation[i].input_ids.tolist()
@@ -156,10 +163,26 @@ def test_a_resumed_run_evaluates_only_on_rows_that_were_held_out(data: Text | Sa
     without = sample_config(training__micro_batch_size=4)
     all_rows, _ = split_train_eval(data, without)
     with pytest.raises(UserError, match=r"held out only 0 from its start, .*; set eval_frequency to 0"):
-        rows_to_hold_out(data, first, (0, data_fingerprint(all_rows, without)))
-    other = sample_config(training__seq_length=9, training__eval_frequency=1, training__eval_steps=9)
-    assert rows_to_hold_out(data, other, earlier) == 18  # other rows, so nothing is known of them
+        rows_to_hold_out(data, first, HeldOut(0, data_fingerprint(all_rows, without), without.model_dump()))
+    for change in ({"training__seed": 7}, {"dataset__shuffle": False}):  # another order of the same rows
+        with pytest.raises(UserError, match=r"reads 18 sequences .* only 16"):
+            rows_to_hold_out(data, sample_config(training__eval_frequency=1, training__eval_steps=9, **change), earlier)
+    other = data._replace(tokens=data.tokens + 1)
+    assert rows_to_hold_out(other, eval_config(8, eval_steps=4), earlier) == 32  # other data, so nothing is known
     assert rows_to_hold_out(data, first, None) == 16
+
+
+def test_a_resume_with_another_length_evaluates_only_on_tokens_that_were_held_out() -> None:
+    """160 tokens: 16 rows of 10, or 17 of 9."""
+    data, first = Text(np.arange(1007, dtype=np.uint16)), eval_config(4, eval_steps=4)
+    training, _ = split_train_eval(data, first)
+    earlier = HeldOut(16, data_fingerprint(training, first), first.model_dump())
+    keys = {"training__seq_length": 9, "training__eval_frequency": 1}
+    assert rows_to_hold_out(data, sample_config(**keys, training__eval_steps=8), earlier) == 17
+    with pytest.raises(
+        UserError, match=r"reads 18 sequences .* only 17 from its start, .*; use eval_steps of at most 8"
+    ):
+        rows_to_hold_out(data, sample_config(**keys, training__eval_steps=9), earlier)
 
 
 # --------------------------------------------------------------------------------------------- shards of sequences

@@ -1,7 +1,6 @@
 """The scoreboard of schedules: hand-worked figures, bounds that hold, errors in one sentence, and valid entries."""
 
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -10,7 +9,6 @@ from docs.programs.v_min import v_min
 from picotron.console import UserError
 from picotron.drawing import __main__ as drawing
 from picotron.drawing.score import MESSAGES, TIMES, Score, Setting, bound, peak, published, ranking, settings
-from picotron.schedules import search
 from picotron.schedules.actions import Schedule
 from picotron.schedules.checker import check
 from picotron.schedules.schedule_csv import as_csv
@@ -54,7 +52,6 @@ def test_bound_by_hand() -> None:
     [(3, 2), *(pytest.param(*each, marks=pytest.mark.parity) for each in ((3, 7), (4, 4), (5, 10), (6, 6)))],
 )
 @pytest.mark.parametrize("memory", ["p", *(pytest.param(each, marks=pytest.mark.parity) for each in ("p/2", "p/3"))])
-@mock.patch.object(search, "BUDGET", 40_000)
 def test_no_schedule_is_faster_than_the_bound(memory: str, pp: int, m: int) -> None:
     for message in MESSAGES:
         for times in TIMES:

@@ -1,6 +1,7 @@
 """examples/distillation.py: loss and weights are those of transformers' models and torch's divergence."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from examples.distillation import learn, read_config
+from examples.distillation import check_tokenizers, divergence, learn, read_config
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.rows import TextRows
+from picotron.data.tokens import train_bpe
+from picotron.process_group_manager import setup_process_group_manager
 from picotron.trainer import Data
 from tests.support.examples import make_trainer, results, save_model, words
 from tests.support.oracle import assert_close, with_exact_norms
@@ -65,10 +68,48 @@ def test_losses_and_weights_are_those_of_transformers(pool: WorkerPool, tmp_path
         assert_close(weights[name], parameter.detach(), what=name)
 
 
+def loss_in_bfloat16() -> None:
+    """The logits of two models, of which each is rounded; the loss is not."""
+    setup_process_group_manager(1, 1, 1, 1)
+    generator = torch.Generator().manual_seed(0)
+    teacher, student = (
+        (8 * torch.randn(2, LENGTH, 300, generator=generator)).bfloat16().requires_grad_() for _ in range(2)
+    )
+    head = SimpleNamespace(local_logits=lambda x: student)
+    loss, count, _ = divergence(head, torch.empty(0), {"teacher": teacher.detach()}, 2.0)
+    log_p, log_q = (torch.log_softmax(each.double() / 2, -1) for each in (teacher, student))
+    assert_close(loss.item(), 4 * F.kl_div(log_q, log_p, reduction="sum", log_target=True).item(), 1e-5)
+    assert (loss.dtype, int(count)) == (torch.float32, 2 * LENGTH)
+
+
+def test_the_loss_of_bfloat16_logits_is_computed_in_float32(pool: WorkerPool) -> None:
+    pool.run(loss_in_bfloat16, 1)
+
+
 def test_a_teacher_with_another_vocabulary_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     save_model(tmp_path / "student")
     save_model(tmp_path / "teacher", vocab_size=301)
     pool.run(refused, 1, config_of(tmp_path, {}), str(tmp_path / "teacher"))
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "other"])
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    """Two tokenizers of the same size, of which one was trained on other texts."""
+    save_model(tmp_path / "teacher")
+    save_model(tmp_path / "student")
+    if tokenizer == "other":
+        tokenizer = str(tmp_path / "other")
+        train_bpe(iter(["wholly other words and letters, 0 to 9"] * 9), 300).save_pretrained(tokenizer)
+    config, teacher = config_of(tmp_path, {}), str(tmp_path / "teacher")
+
+    def check(tokenizer: str | None) -> None:
+        model = config.model.model_copy(update={"tokenizer": tokenizer})
+        check_tokenizers(config.model_copy(update={"model": model}), teacher)
+
+    check(None)
+    check(teacher)
+    with pytest.raises(UserError, match=r"but the teacher has another one; set model.tokenizer to '.*teacher'"):
+        check(tokenizer)
 
 
 def refused(config: Config, teacher: str) -> None:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.json
+import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,12 +134,17 @@ def test_a_resumed_run_continues_with_the_same_reference_and_pairs(
     assert all(torch.equal(weights[name], weight) for name, weight in whole[1].items())
 
 
-def test_conversations_count_the_last_turn_only(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_conversations_count_the_turns_of_the_answer_only(folder: Path, tmp_path: Path, kind: str) -> None:
     save_model(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(with_template(str(tmp_path), CHATML))
     prompt = messages([("user", "What is 2 + 2?"), ("assistant", "It is 4."), ("user", "user?")])
-    chosen, rejected = messages([("assistant", "is")]), messages([("assistant", "What")])
+    chosen = messages([("assistant", "is"), ("user", "What?"), ("assistant", "It")])
+    rejected = messages([("assistant", "What")])
     path = write_jsonl(tmp_path / "chats.jsonl", [{"prompt": prompt, "chosen": chosen, "rejected": rejected}])
+    if kind == "parquet":
+        path = str(tmp_path / "chats.parquet")
+        pyarrow.parquet.write_table(pyarrow.json.read_json(tmp_path / "chats.jsonl"), path)
     config = config_of(folder, tmp_path, {}, dataset__name=path)
     config = config.model_copy(update={"training": config.training.model_copy(update={"seq_length": 120})})
     batch = batch_of(read_pairs(config, tokenizer), 120)
@@ -147,7 +154,8 @@ def test_conversations_count_the_last_turn_only(folder: Path, tmp_path: Path) ->
         inputs, targets = batch["input_ids"][row], batch["target_ids"][row]
         ids = tokenizer(text)["input_ids"]
         assert inputs[: len(ids) - 1].tolist() == ids[:-1]
-        assert tokenizer.decode(targets[targets != -100]) == text.removeprefix(before)
+        counted = text.removeprefix(before).replace("<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n", "")
+        assert tokenizer.decode(targets[targets != -100]) == counted
 
 
 @pytest.mark.parametrize(
@@ -174,6 +182,14 @@ def test_mistakes_in_the_config(keys: dict[str, Any], message: str) -> None:
             "none of the 1 pairs in .* fits into training.seq_length=24",
         ),
         ([1], "there should be a prompt"),
+        (
+            {
+                "prompt": [{"role": "user", "content": "a"}],
+                "chosen": [{"role": "model", "content": "b"}],
+                "rejected": [],
+            },
+            "line 1: chosen has no message with the role 'assistant'; correct or remove the record",
+        ),
     ],
 )
 def test_mistakes_in_the_pairs(folder: Path, tmp_path: Path, record: Any, message: str) -> None:

@@ -88,7 +88,7 @@ def test_a_resume_with_other_samples_or_updates_begins_with_the_first_prompt(mon
     monkeypatch.setenv("WORLD_SIZE", "4")
 
     def fingerprint_with(words: str) -> str:
-        config, options = read_config(words.split())
+        config, options = read_config([*words.split(), "--training.eval_frequency", "0"])  # the same prompts
         return data_of(config, read_task(config, options)).fingerprint
 
     words = ["", "--samples 8", "--updates 4", "--training.learning_rate 1e-3"]
@@ -186,6 +186,7 @@ def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_
         ("--reward nothing.py:f", "--reward nothing.py:f: there is no file 'nothing.py'"),
         ("--reward examples/brackets/rewards.py:f", "rewards.py has no function 'f'"),
         ("--dataset.name {path}", 'line 1: there should be a "prompt", a text or a list of messages'),
+        ("--dataset.name {surrogate}", "line 1: the text has an unpaired surrogate"),
         (
             "--dataset.name {pairs}",
             'line 1: the key "completion" is the argument of the reward with the sample; rename',
@@ -196,8 +197,9 @@ def test_mistakes_end_in_a_sentence(words: str, message: str, tmp_path: Path, mo
     monkeypatch.setenv("WORLD_SIZE", "4")
     path = write_jsonl(tmp_path / "prompts.jsonl", [{"text": "([<"}])
     pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "([<", "completion": ">])"}])
+    (surrogate := tmp_path / "surrogate.jsonl").write_text('{"prompt": "\\ud800"}\n')
     with pytest.raises(UserError, match=re.escape(message)):
-        read_task(*read_config(words.format(path=path, pairs=pairs).split()))
+        read_task(*read_config(words.format(path=path, pairs=pairs, surrogate=surrogate).split()))
 
 
 @pytest.mark.parity

@@ -1,18 +1,14 @@
 """A rank's side of a case: the training of train.py, or `train_batch` on own batches, in a process of the pool."""
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from picotron import parallelize
 from picotron.batches import cross_entropy, forward_batch, split_batch, train_batch
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
@@ -51,26 +47,6 @@ def run_part(case: Case, folder: Path, part: int) -> dict[str, Any]:
             return {"refused": str(error)}
 
 
-def freeze(case: Case, module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if any(part in name for part in case["frozen"]):
-            parameter.requires_grad_(False)
-
-
-@contextlib.contextmanager
-def frozen_stages(case: Case) -> Iterator[None]:
-    """Context in which parameters are frozen before data parallelism wraps them."""
-    build = parallelize.build_stage
-
-    def build_frozen(*arguments: Any) -> Any:
-        stage = build(*arguments)
-        freeze(case, stage)
-        return stage
-
-    with mock.patch.object(parallelize, "build_stage", build_frozen):
-        yield
-
-
 def train(case: Case, config: Config) -> dict[str, Any]:
     layout, training = config.distributed, config.training
     check_world_size(layout, dist.get_world_size())
@@ -92,10 +68,15 @@ def train(case: Case, config: Config) -> dict[str, Any]:
         loader = MicroBatchDataLoader(train_rows, config, CPU, progress.samples)
 
     weights = checkpoint.weights() if checkpoint else drawn_weights(model_config, training.seed)
-    with frozen_stages(case) if case["freezes_early"] else contextlib.nullcontext():
-        model = build_model(config, model_config, plan, CPU, torch.float64, weights)
+
+    def frozen(name: str) -> bool:
+        return any(part in name for part in case["frozen"])
+
+    early = (frozen,) if case["freezes_early"] else ()
+    model = build_model(config, model_config, plan, CPU, torch.float64, weights, *early)
     llama = unwrap(model)
-    freeze(case, llama)
+    for name, parameter in llama.named_parameters():
+        parameter.requires_grad_(not frozen(name))
     optimizer = AdamW(model.parameters(), training, config.model.use_fused_adam)
     if checkpoint:
         checkpoint.restore(optimizer, llama)

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from docs.programs.broken_run import MISTAKES
 from docs.programs.mistake import replaced
-from picotron.run.launch import init_process_group, missing_ranks, set_up_device
+from picotron.console import UserError
+from picotron.run import launch
+from picotron.run.launch import check_same_config, init_process_group, missing_ranks, set_up_device
 from tests.support.oracle import make_config
 from tests.support.program import TORCHRUN
 from tests.support.worker_pool import WorkerPool
@@ -32,6 +34,22 @@ for step in range(3):
     del tensors
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+
+
+def with_config_of_its_own(*changes: dict[str, Any]) -> str:
+    try:
+        check_same_config(make_config(**changes[dist.get_rank()]))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_configs_are_an_error(pool: WorkerPool) -> None:
+    """Replicas that start from other weights, or update them otherwise, would train without an error."""
+    sentence = "rank 1 has training.seed=7, but rank 0 has 42; start all processes with the same config"
+    assert pool.run(with_config_of_its_own, 2, {}, {"training__seed": 7}) == [sentence] * 2
+    other_places = {"dataset__name": "/elsewhere", "checkpoint__save_dir": "/there", "environment__OMP_NUM_THREADS": 3}
+    assert pool.run(with_config_of_its_own, 2, {}, other_places) == ["", ""]
 
 
 def call_alone(group: dist.ProcessGroup) -> None:
@@ -195,7 +213,7 @@ def test_only_nccl_is_bound_to_its_device(
     monkeypatch.delenv("RANK", raising=False)
     if with_torchrun:
         monkeypatch.setenv("RANK", "0")
-    with mock.patch.object(dist, "init_process_group") as init:
+    with mock.patch.object(dist, "init_process_group") as init, mock.patch.object(launch, "check_same_config"):
         init_process_group(make_config(distributed__backend=backend, distributed__use_cpu=False), device)
     assert init.call_args.args == (backend or ("nccl" if device.type == "cuda" else "gloo"),)
     assert init.call_args.kwargs["device_id"] == expected

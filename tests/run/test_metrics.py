@@ -233,6 +233,16 @@ def test_unwritable_folder_and_model_folder_are_rejected_as_save_dir(tmp_path: P
     assert [path.name for path in (tmp_path / "deep/new/folder").iterdir()] == [".run_lock"]
 
 
+def test_a_run_does_not_archive_its_own_model(tmp_path: Path) -> None:
+    """A second round of fine-tuning that starts from a checkpoint of the first, and writes to its folder."""
+    (checkpoint := tmp_path / "run" / "step_00000040").mkdir(parents=True)
+    keys = {"model__name": str(checkpoint), "checkpoint__save_dir": f"{tmp_path}/run"}
+    with pytest.raises(UserError, match=r"model\.name='.*step_00000040' is in checkpoint\.save_dir=.*; choose another"):
+        claim_save_dir(make_config(**keys))
+    claim_save_dir(make_config(**keys, checkpoint__load_path=str(checkpoint)))
+    claim_save_dir(make_config(**keys | {"checkpoint__save_dir": f"{tmp_path}/other"}))
+
+
 def log_with_wandb(folder: str, login: str, checkpoint: Any = None) -> dict[str, Any]:
     calls: dict[str, Any] = {"logged": []}
     fake: Any = types.ModuleType("wandb")
