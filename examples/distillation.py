@@ -78,7 +78,9 @@ def check_tokenizers(config: Config, teacher: str) -> None:
         return
     own = config.model.tokenizer or config.model.name
     vocabulary = Encoder.read(folder).tokenizer.get_vocab()
-    if own == "bpe" or read_tokenizer(config, check_run(config)[0]).get_vocab() != vocabulary:
+    if own == "bpe":
+        raise UserError(f"model.tokenizer='bpe' trains a tokenizer, but the teacher has one; set it to {teacher!r}")
+    if read_tokenizer(config, check_run(config)[0]).get_vocab() != vocabulary:
         raise UserError(
             f"the data have the tokenizer {own!r}, but the teacher has another one; set model.tokenizer to {teacher!r}"
         )

@@ -8,6 +8,7 @@ Options are those of train.py, and --beta; the config is examples/dpo.json. `--c
 """
 
 import functools
+import itertools
 import logging
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from picotron.command_line import config_parser, load_config
 from picotron.config import Config
 from picotron.console import UserError, number
 from picotron.data.documents import load_documents
-from picotron.data.samples import SampleEncoder
+from picotron.data.samples import SampleEncoder, tools_of
 from picotron.data.tokens import convert, read_tokenizer, tokenizer_folder
 from picotron.model.llama import IGNORE_INDEX
 from picotron.parallelize import check_run
@@ -45,16 +46,23 @@ def read_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[tuple
         text = {"prompt_column": "prompt", "completion_column": answer}
         return SampleEncoder(text if is_text else {"messages_column": answer}, tokenizer, np.int64)
 
+    def rendered(messages: list[Any], tools: Any) -> str:
+        text: str = tokenizer.apply_chat_template(messages, tools, tokenize=False) if messages else ""
+        return text
+
     def row(record: dict[str, Any], answer: str) -> Row:
-        is_text, turns = isinstance(record[answer], str), 1
-        if not is_text:
-            turns = sum(isinstance(each, dict) and each.get("role") == "assistant" for each in record[answer])
-            if turns == 0:
+        if is_text := isinstance(record[answer], str):
+            (sample,) = encoder(answer, is_text).convert(record)
+        else:
+            if not any(isinstance(each, dict) and each.get("role") == "assistant" for each in record[answer]):
                 raise UserError(f"{answer} has no message with the role 'assistant'; correct or remove the record")
-            record = record | {answer: record["prompt"] + record[answer]}
-        (sample,) = encoder(answer, is_text).convert(record)
-        own = sample._replace(counted=sample.counted[-turns:])  # earlier turns of the assistant belong to the prompt
-        tokens, counted, _ = encoder(answer, is_text).encode([own]).values()
+            (sample,) = encoder(answer, is_text).convert(record | {answer: record["prompt"] + record[answer]})
+            prompt = rendered(record["prompt"], tools_of(record))
+            equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sample.text, prompt, strict=False))
+            begin = sum(1 for _ in equal)
+            own = [(start, end) for start, end in sample.counted if end > begin]  # not the turns of the prompt
+            sample = sample._replace(counted=own)
+        tokens, counted, _ = encoder(answer, is_text).encode([sample]).values()
         return tokens[:-1].tolist(), np.where(counted[1:], tokens[1:], IGNORE_INDEX).tolist()
 
     def pair(record: Any) -> Iterator[tuple[Row, Row]]:

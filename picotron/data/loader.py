@@ -73,15 +73,22 @@ def rows_to_hold_out(data: Text | Samples, config: Config, earlier: HeldOut | No
         return needed
     before = earlier.apply(config)
     held_out, length_before = earlier.rows, before.training.seq_length
+
+    def warn(key: str) -> int:
+        if needed:
+            logger.warning("with another %s, evaluations may read what this run has trained on before", key)
+        return needed
+
+    if config.dataset.mixture and before.training.seed != config.training.seed:  # documents in another order
+        return warn("seed of a mixture")
     if (held_out, length_before) == (needed, length):
         return needed
     training, *_ = _split(data, before, held_out)
     if not len(training) or data_fingerprint(training, before) != earlier.fingerprint:  # other data
         return needed
     if length_before != length:
-        if not isinstance(data, Text):
-            logger.warning("with another seq_length, evaluations may read samples that this run has trained on before")
-            return needed
+        if not isinstance(data, Text):  # other samples are packed into a row
+            return warn("seq_length")
         held_out = held_out * length_before // length
     if needed > held_out:
         batch = config.global_batch_size

@@ -21,6 +21,7 @@ from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Distributed
 from picotron.console import LinePrinter, UserError
 from picotron.files import write_atomically
+from picotron.run.run_folder import parse_load_path
 
 logger = logging.getLogger("picotron")
 
@@ -28,7 +29,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PARENT = os.getppid()
 # Names of files, and numbers of processes that read them: machines may have different ones.
 OF_MACHINES = {"model.name", "model.tokenizer", "dataset.name", "dataset.mixture", "dataset.num_workers"} | {
-    "dataset.num_proc", "distributed.pp_costs", "checkpoint.save_dir", "checkpoint.load_path"
+    "dataset.num_proc", "distributed.pp_costs", "checkpoint.save_dir", "logging.run_name", "logging.project_name"
 }  # fmt: skip
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # settings of users; torch reads both
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man mallopt
@@ -118,9 +119,12 @@ def init_process_group(config: Config, device: torch.device) -> None:
 
 
 def check_same_config(config: Config) -> None:
-    """Raise a UserError on every rank if the ranks have different configs, apart from names of files."""
+    """Raise a UserError on every rank if the ranks have different configs, apart from names of files and runs."""
     sections = config.model_dump(mode="json", exclude={"environment"})
     own = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    latest, start = parse_load_path(config.checkpoint.load_path)
+    own["checkpoint.load_path"] = " or ".join(["latest"] * latest + ["a folder"] * bool(start))
+    own["distributed.pp_engine"] = config.distributed.pp_engine.partition(":")[0]  # csv, without its file
     first, *others = run_on_all_ranks(lambda: {key: value for key, value in own.items() if key not in OF_MACHINES})
     for rank, other in enumerate(others, 1):
         for key in first:

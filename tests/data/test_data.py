@@ -172,6 +172,20 @@ def test_a_resumed_run_evaluates_only_on_rows_that_were_held_out(data: Text | Sa
     assert rows_to_hold_out(data, first, None) == 16
 
 
+def test_rows_that_cannot_be_told_apart_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    first = eval_config(4, eval_steps=4)
+    training, _ = split_train_eval(SAMPLES, first)
+    earlier = HeldOut(16, data_fingerprint(training, first), first.model_dump())
+    longer = {"training__seq_length": 20}
+    mixture = {"dataset__mixture": {"other.txt": 1.0}, "training__seed": 7}
+    for changes, words in ((longer, "another seq_length"), (mixture, "another seed of a mixture")):
+        for evaluates in (0, 1):
+            caplog.clear()
+            config = sample_config(**changes, training__eval_frequency=evaluates, training__eval_steps=3)
+            assert rows_to_hold_out(SAMPLES, config, earlier) == 6 * evaluates
+            assert (f"with {words}, evaluations may read what" in caplog.text) == (evaluates == 1)
+
+
 def test_a_resume_with_another_length_evaluates_only_on_tokens_that_were_held_out() -> None:
     """160 tokens: 16 rows of 10, or 17 of 9."""
     data, first = Text(np.arange(1007, dtype=np.uint16)), eval_config(4, eval_steps=4)

@@ -17,7 +17,7 @@ from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.tokens import tokenizer_folder
 from picotron.trainer import Data, fingerprint
-from tests.support.chat_templates import CHATML
+from tests.support.chat_templates import CHATML, MARKED
 from tests.support.examples import LAYOUTS, make_trainer, results, save_model, words
 from tests.support.oracle import assert_close, with_exact_norms
 from tests.support.samples import messages, with_template, write_jsonl
@@ -25,6 +25,13 @@ from tests.support.training import layout_name
 from tests.support.worker_pool import WorkerPool
 
 BETA, LENGTH = 0.3, 24
+SOME_MARKED = """{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\n' }}
+{%- if message['role'] == 'assistant' and message['content'] != 'is' -%}
+{% generation %}{{- message['content'] + '<|im_end|>\n' }}{% endgeneration %}
+{%- else -%}{{- message['content'] + '<|im_end|>\n' }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' }}{%- endif -%}"""
 PAIRS = [
     {"prompt": "What is 2 + 2?", "chosen": " It is 4.", "rejected": " It is 2 + 2, is it?"},
     {"prompt": "def f(x):\n", "chosen": "    return x + 1\n", "rejected": "    x\n"},
@@ -134,10 +141,13 @@ def test_a_resumed_run_continues_with_the_same_reference_and_pairs(
     assert all(torch.equal(weights[name], weight) for name, weight in whole[1].items())
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED["ChatML"], SOME_MARKED], ids=["plain", "marked", "some"])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_conversations_count_the_turns_of_the_answer_only(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_conversations_count_the_turns_of_the_answer_only(
+    folder: Path, tmp_path: Path, kind: str, template: str
+) -> None:
     save_model(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(with_template(str(tmp_path), CHATML))
+    tokenizer = AutoTokenizer.from_pretrained(with_template(str(tmp_path), template))
     prompt = messages([("user", "What is 2 + 2?"), ("assistant", "It is 4."), ("user", "user?")])
     chosen = messages([("assistant", "is"), ("user", "What?"), ("assistant", "It")])
     rejected = messages([("assistant", "What")])
@@ -155,6 +165,7 @@ def test_conversations_count_the_turns_of_the_answer_only(folder: Path, tmp_path
         ids = tokenizer(text)["input_ids"]
         assert inputs[: len(ids) - 1].tolist() == ids[:-1]
         counted = text.removeprefix(before).replace("<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n", "")
+        counted = counted.removeprefix("is<|im_end|>\n") if template == SOME_MARKED else counted
         assert tokenizer.decode(targets[targets != -100]) == counted
 
 

@@ -50,6 +50,12 @@ def test_ranks_with_different_configs_are_an_error(pool: WorkerPool) -> None:
     assert pool.run(with_config_of_its_own, 2, {}, {"training__seed": 7}) == [sentence] * 2
     other_places = {"dataset__name": "/elsewhere", "checkpoint__save_dir": "/there", "environment__OMP_NUM_THREADS": 3}
     assert pool.run(with_config_of_its_own, 2, {}, other_places) == ["", ""]
+    starts = [{"checkpoint__load_path": f"latest or /{name}"} for name in ("one", "two")]
+    assert pool.run(with_config_of_its_own, 2, *starts) == ["", ""]
+    assert (
+        "rank 1 has checkpoint.load_path='latest or a folder', but"
+        in pool.run(with_config_of_its_own, 2, {}, starts[1])[0]
+    )
 
 
 def call_alone(group: dist.ProcessGroup) -> None:
