@@ -73,17 +73,16 @@ def read_config(arguments: list[str]) -> tuple[Config, str, float]:
 
 
 def check_tokenizers(config: Config, teacher: str) -> None:
-    """Raise a UserError if the teacher has a tokenizer, and it is not that of the data."""
-    if not list((folder := find_folder(teacher)).glob("tokenizer*")):
+    """Raise a UserError if the teacher has a tokenizer, and the run tokenizes its data with another one."""
+    folder, own = find_folder(teacher), config.model.tokenizer or config.model.name
+    if not any(folder.glob("tokenizer*")):
         return
-    own = config.model.tokenizer or config.model.name
-    vocabulary = Encoder.read(folder).tokenizer.get_vocab()
-    if own == "bpe":
-        raise UserError(f"model.tokenizer='bpe' trains a tokenizer, but the teacher has one; set it to {teacher!r}")
-    if read_tokenizer(config, check_run(config)[0]).get_vocab() != vocabulary:
-        raise UserError(
-            f"the data have the tokenizer {own!r}, but the teacher has another one; set model.tokenizer to {teacher!r}"
-        )
+    problem = "would train a new tokenizer" if own == "bpe" else ""
+    if not problem:
+        vocabulary = read_tokenizer(config, check_run(config)[0]).get_vocab()
+        problem = "" if vocabulary == Encoder.read(folder).tokenizer.get_vocab() else "is not the teacher's tokenizer"
+    if problem:
+        raise UserError(f"the tokenizer {own!r} {problem}; set model.tokenizer to {teacher!r}")
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from picotron.command_line import config_parser, load_config
 from picotron.config import Config
 from picotron.console import UserError, number
 from picotron.data.documents import load_documents
-from picotron.data.samples import SampleEncoder, tools_of
+from picotron.data.samples import Sample, SampleEncoder, tools_of
 from picotron.data.tokens import convert, read_tokenizer, tokenizer_folder
 from picotron.model.llama import IGNORE_INDEX
 from picotron.parallelize import check_run
@@ -46,22 +46,15 @@ def read_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[tuple
         text = {"prompt_column": "prompt", "completion_column": answer}
         return SampleEncoder(text if is_text else {"messages_column": answer}, tokenizer, np.int64)
 
-    def rendered(messages: list[Any], tools: Any) -> str:
-        text: str = tokenizer.apply_chat_template(messages, tools, tokenize=False) if messages else ""
-        return text
-
     def row(record: dict[str, Any], answer: str) -> Row:
-        if is_text := isinstance(record[answer], str):
-            (sample,) = encoder(answer, is_text).convert(record)
-        else:
+        is_text, prompt = isinstance(record[answer], str), record["prompt"]
+        if not is_text:
             if not any(isinstance(each, dict) and each.get("role") == "assistant" for each in record[answer]):
                 raise UserError(f"{answer} has no message with the role 'assistant'; correct or remove the record")
-            (sample,) = encoder(answer, is_text).convert(record | {answer: record["prompt"] + record[answer]})
-            prompt = rendered(record["prompt"], tools_of(record))
-            equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sample.text, prompt, strict=False))
-            begin = sum(1 for _ in equal)
-            own = [(start, end) for start, end in sample.counted if end > begin]  # not the turns of the prompt
-            sample = sample._replace(counted=own)
+            record = record | {answer: prompt + record[answer]}
+        (sample,) = encoder(answer, is_text).convert(record)
+        if not is_text and prompt:
+            sample = without_turns_of(tokenizer.apply_chat_template(prompt, tools_of(record), tokenize=False), sample)
         tokens, counted, _ = encoder(answer, is_text).encode([sample]).values()
         return tokens[:-1].tolist(), np.where(counted[1:], tokens[1:], IGNORE_INDEX).tolist()
 
@@ -80,6 +73,13 @@ def read_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[tuple
         )
     logger.info("%d pairs in %s, %d of them are too long", len(found), config.dataset.name, len(found) - len(pairs))
     return pairs
+
+
+def without_turns_of(prompt: str, sample: Sample) -> Sample:
+    """Return a sample that begins with a prompt, such that the loss counts no turns of the assistant in the prompt."""
+    equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sample.text, prompt, strict=False))
+    begin = sum(1 for _ in equal)  # a template may end a prompt otherwise if no message follows
+    return sample._replace(counted=[(start, end) for start, end in sample.counted if end > begin])
 
 
 def batch_of(pairs: list[tuple[Row, Row]], length: int) -> Batch:

@@ -206,7 +206,9 @@ def read_task(config: Config, options: argparse.Namespace) -> Task:
 
 
 def data_of(config: Config, task: Task) -> Data:
-    """Identify the data. A position in them depends on how many rows and steps a prompt takes, too."""
+    """Return the data of a run. The fingerprint includes the numbers of rows and steps per prompt, on which the
+    position of a checkpoint in the data depends.
+    """
     samples = [(task.samples, task.updates), *task.prompts]
     return Data(fingerprint(config, samples), tokenizer_folder(task.encoder.tokenizer))
 

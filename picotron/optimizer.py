@@ -81,7 +81,7 @@ class AdamW(torch.optim.AdamW):
         return state if master.dtype == parameter.dtype else state | {"master": master}
 
     def updates(self) -> dict[nn.Parameter, int]:
-        """Return how often each parameter that has a state was updated: less often if it was frozen for some steps."""
+        """Return the number of updates of each parameter that has a state: fewer if it was frozen for some steps."""
         steps = {p: self.state[master]["step"] for p, master in self.masters.items() if self.state.get(master)}
         counts = torch.stack(list(steps.values())).tolist() if steps else []  # waits for the GPU only once
         return {parameter: int(count) for parameter, count in zip(steps, counts, strict=True)}

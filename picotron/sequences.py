@@ -84,16 +84,15 @@ def pack_sequences(
         cp_sharding: see `local_positions`.
 
     Raises:
-        UserError: there are fewer sequences than micro-batches, one of them is empty or longer than `max_tokens`, or
-            they have different keys.
+        UserError: there are fewer sequences than micro-batches, one of them is empty, longer than `max_tokens` or no
+            tensor, or they have different keys.
     """
     grid, lengths = pgm.process_group_manager, [len(each.get("input_ids", ())) for each in sequences]
-    for i, sequence in enumerate(sequences):
-        if not isinstance(sequence.get("input_ids", torch.empty(0)), Tensor):
-            raise UserError(f"input_ids of sequence {i} is a {type(sequence['input_ids']).__name__}; pass a tensor")
     for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
         if length == 0:
             raise UserError(f"sequence {i} has no tokens in input_ids; leave it out")
+        if not isinstance(sequence["input_ids"], Tensor):
+            raise UserError(f"input_ids of sequence {i} is a {type(sequence['input_ids']).__name__}; pass a tensor")
         if max_tokens is not None and length > max_tokens:
             raise UserError(f"sequence {i} has {length} tokens, but max_tokens={max_tokens}; use a larger max_tokens")
         if different := sequence.keys() ^ sequences[0].keys():

@@ -183,8 +183,9 @@ class Trainer:
 
         checkpoint = find_checkpoint(config, self.model_config)
         data = data or read_data(config, self.model_config, checkpoint.tokenizer if checkpoint else None)
-        if len(set(run_on_all_ranks(lambda: data.fingerprint))) > 1:
-            raise UserError("some ranks have other data than rank 0; copy the same files to all machines")
+        first, *others = run_on_all_ranks(lambda: data.fingerprint)
+        if different := [rank for rank, each in enumerate(others, 1) if each != first]:
+            raise UserError(f"rank {different[0]} has other data than rank 0; copy the same files to all machines")
         self.progress = checkpoint.progress(data.fingerprint) if checkpoint else Progress()
         self.loader = MicroBatchDataLoader(data.rows, config, device, self.progress.samples) if data.rows else None
 

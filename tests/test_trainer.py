@@ -224,7 +224,7 @@ def test_fingerprints_of_long_samples_differ(tmp_path: Path) -> None:
 
 
 def data_of_its_own(config: Config) -> None:
-    with pytest.raises(UserError, match="some ranks have other data than rank 0; copy the same files to all machines"):
+    with pytest.raises(UserError, match="rank 1 has other data than rank 0; copy the same files to all machines"):
         make_trainer(config, Data(f"data of {dist.get_rank()}"))
 
 

@@ -219,6 +219,7 @@ def batch() -> str:
 
 def written_ranges(config: Config, rank: int) -> tuple[list[TensorSlice], list[ByteRange]]:
     """Let a rank write its stage's model file. Returns the tensors of the file and the byte ranges that it wrote."""
+    # Without a state, only the model is written; the optimizer's files are written in the same way.
     no_state: Any = SimpleNamespace(state_of=lambda parameter: {}, updates=dict)
     # A checkpoint's groups use gloo on any device; here, all groups are fake.
     fake_groups = mock.patch("picotron.checkpoint.stage_files.new_groups", lambda rows, _: new_groups(rows))

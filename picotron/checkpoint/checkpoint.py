@@ -57,7 +57,7 @@ class TrainerState(BaseModel):
     held_out: NonNegativeInt | None = None
     """number of rows at the end of the data that were not trained on; None in checkpoints of earlier versions"""
     updates: dict[str, NonNegativeInt] = {}
-    """how often the optimizer has updated each parameter that was frozen for some of the steps"""
+    """number of optimizer updates of each parameter that was frozen for some of the steps"""
     seed: NonNegativeInt
     layout: str
     config: dict[str, Any]
@@ -72,8 +72,8 @@ class TrainerState(BaseModel):
         return {name: ranges for name, ranges in self.files.items() if not name.startswith(("exp_avg", "master"))}
 
     def to_json(self) -> str:
-        """Format the state as JSON with its checksum, one line per key. Earlier versions can read it, too, unless a key
-        that they do not have differs from its default.
+        """Format the state as JSON with its checksum, one line per key. Keys with their default values are left out, so
+        that earlier versions, which do not know these keys, can read the file.
         """
         data = self.model_dump(mode="json", exclude_defaults=True)
         lines = [
@@ -178,7 +178,7 @@ class Checkpoint:
 
     @property
     def held_out(self) -> HeldOut | None:
-        """The rows that the run held out; None if it is not known."""
+        """The rows that the run held out; None if they are not known."""
         if self.state is None or self.state.held_out is None:
             return None
         return HeldOut(self.state.held_out, self.state.data_fingerprint, self.state.config)

@@ -43,11 +43,11 @@ class TensorSlice:
         tensor: the shard or replica, or with ZeRO the elements of it that this rank owns.
         shape: shape of the shard or replica.
         owned: description of these elements, None without ZeRO.
-        updates: how often the optimizer has updated the parameter.
         kind: model, exp_avg, exp_avg_sq or master.
         start: offset of the full tensor in the file, in bytes.
         header: for the first tensor of the file, the bytes before this tensor, else empty.
         shard: description of the shard, None for a replicated tensor.
+        updates: number of optimizer updates of the parameter.
     """
 
     kind: str

@@ -42,7 +42,7 @@ from picotron.run.run_folder import UNFINISHED, checkpoint_folder, checkpoint_fo
 
 logger = logging.getLogger("picotron")
 
-SECONDS_OF_CACHES = 60  # for which a client of NFS may not know of a new file, by default
+NFS_CACHE_SECONDS = 60  # by default, an NFS client may not see a new file for this long
 
 
 class CheckpointWriter:
@@ -100,7 +100,7 @@ class CheckpointWriter:
                 return Path(stack.enter_context(file).name).name
 
             def is_seen() -> bool:
-                end = time.monotonic() + SECONDS_OF_CACHES
+                end = time.monotonic() + NFS_CACHE_SECONDS
                 while not (seen := (self.save_dir / name).exists()) and time.monotonic() < end:
                     time.sleep(0.1)
                 return seen

@@ -27,10 +27,11 @@ logger = logging.getLogger("picotron")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PARENT = os.getppid()
-# Names of files, and numbers of processes that read them: machines may have different ones.
-OF_MACHINES = {"model.name", "model.tokenizer", "dataset.name", "dataset.mixture", "dataset.num_workers"} | {
-    "dataset.num_proc", "distributed.pp_costs", "checkpoint.save_dir", "logging.run_name", "logging.project_name"
-}  # fmt: skip
+# Keys that may differ between machines: names of files and runs, and numbers of processes that read data.
+OF_MACHINES = """
+    model.name model.tokenizer dataset.name dataset.mixture dataset.num_workers dataset.num_proc
+    distributed.pp_costs checkpoint.save_dir logging.run_name logging.project_name
+"""
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # settings of users; torch reads both
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man mallopt
 
@@ -125,7 +126,9 @@ def check_same_config(config: Config) -> None:
     latest, start = parse_load_path(config.checkpoint.load_path)
     own["checkpoint.load_path"] = " or ".join(["latest"] * latest + ["a folder"] * bool(start))
     own["distributed.pp_engine"] = config.distributed.pp_engine.partition(":")[0]  # csv, without its file
-    first, *others = run_on_all_ranks(lambda: {key: value for key, value in own.items() if key not in OF_MACHINES})
+    first, *others = run_on_all_ranks(
+        lambda: {key: value for key, value in own.items() if key not in OF_MACHINES.split()}
+    )
     for rank, other in enumerate(others, 1):
         for key in first:
             if other[key] != first[key]:

@@ -198,7 +198,7 @@ def test_tokenizer_subfolder_is_copied_to_the_checkpoint(pool: WorkerPool, token
 
 
 def start_with_a_folder_of_its_own(model_config: LlamaConfig, tokenizer: Path, *configs: Config) -> str:
-    with mock.patch.object(writer, "SECONDS_OF_CACHES", 0):
+    with mock.patch.object(writer, "NFS_CACHE_SECONDS", 0):
         return mistake(configs[dist.get_rank()], model_config, tokenizer)
 
 

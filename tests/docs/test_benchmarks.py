@@ -115,11 +115,9 @@ def tables(text: str) -> list[Table]:
     return [[[cell.strip() for cell in line[1:-1].split("|")] for line in rows.splitlines()] for rows in found]
 
 
-FAST = ("packing",)
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.pages) for name in ROWS])
+@pytest.mark.pages
+@pytest.mark.parametrize("name", ROWS)
 def test_benchmark_prints_all_rows_of_its_tables(run: Callable[..., str], name: str) -> None:
     """A program that compares two trainers fails if their losses differ."""
     output = run(name, "--tiny")

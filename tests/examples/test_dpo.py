@@ -141,8 +141,11 @@ def test_a_resumed_run_continues_with_the_same_reference_and_pairs(
     assert all(torch.equal(weights[name], weight) for name, weight in whole[1].items())
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED["ChatML"], SOME_MARKED], ids=["plain", "marked", "some"])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("kind", "template"),
+    [("parquet", CHATML), ("jsonl", MARKED["ChatML"]), ("jsonl", SOME_MARKED)],
+    ids=["plain", "marked", "some marked"],
+)
 def test_conversations_count_the_turns_of_the_answer_only(
     folder: Path, tmp_path: Path, kind: str, template: str
 ) -> None:
