@@ -9,7 +9,7 @@ CHROMIUM ?= chromium
 export CHROMIUM
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-fast parity pages oldest fuzz lint schema docs bench gpu clean playground playground-test playground-pictures
+.PHONY: help setup train check test slow parity pages oldest fuzz lint schema docs bench gpu clean playground playground-test playground-pictures
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -29,18 +29,20 @@ ifeq ($(CONFIG) $(ARGS),template/base_config.json )
 	$(BIN)/python generate.py --checkpoint runs/quickstart --prompt "def main(" --temperature 0.7 --seed 1
 endif
 
+check: lint ## lint, and run the tests that start no processes
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not processes" $(ARGS)
+
 test: $(STAMP) ## run the tests (8 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
-test-fast: $(STAMP) ## run the tests that start no processes (under 2 minutes)
-	$(BIN)/python -m pytest -q -m "not parity and not pages and not processes" $(ARGS)
+slow: $(STAMP) ## run the long tests, apart from the pages' commands
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow --ignore tests/docs $(ARGS)
 
-parity: $(STAMP) ## compare 73 layouts with one process, write docs/reference/parity.md, run the long tests
-	$(BIN)/python -m tests.parity
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m parity $(ARGS)
+parity: $(STAMP) ## compare 73 layouts with one process, write docs/reference/parity.md
+	$(BIN)/python -m conformance.grid $(ARGS)
 
 pages: $(STAMP) ## run the slow commands of all pages, and the long tests of the programs on them
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m pages $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow tests/docs $(ARGS)
 
 OLDEST := .venv-oldest
 $(OLDEST)/.installed: pyproject.toml
@@ -48,12 +50,12 @@ $(OLDEST)/.installed: pyproject.toml
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -m tests.support.oldest)
 	@touch $@
 
-oldest: $(OLDEST)/.installed ## run make gpu on the CPU and make test-fast with the oldest versions that pyproject.toml allows
-	$(OLDEST)/bin/python -m tests.gpu --cpu
-	$(OLDEST)/bin/python -m pytest -q -m "not parity and not pages and not processes" --ignore tests/docs/test_docs.py $(ARGS)
+oldest: $(OLDEST)/.installed ## run make gpu on the CPU and the tests of make check with the oldest versions that pyproject.toml allows
+	$(OLDEST)/bin/python -m benchmarks.gpu --cpu
+	$(OLDEST)/bin/python -m pytest -q -m "not slow and not processes" --ignore tests/docs/test_docs.py $(ARGS)
 
 fuzz: $(STAMP) ## look for a case that differs from transformers, for 10 minutes (ARGS="--minutes 60 --seed 1")
-	$(BIN)/python -m tests.fuzz --minutes 10 $(ARGS)
+	$(BIN)/python -m conformance.fuzz --minutes 10 $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -80,7 +82,7 @@ bench: $(STAMP) ## compare speed and memory with transformers and with torch's o
 	$(BIN)/python -m benchmarks.generation
 
 gpu: ## check and measure on this machine's GPUs, write the results into docs/reference/gpu.md
-	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m tests.gpu $(ARGS)
+	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 playground: $(STAMP) ## build the playground, a page for browsers, in site/ (ARGS=--pyodide DIR: for use without a network)
 	$(BIN)/python -m playground.build $(ARGS)

@@ -3,7 +3,7 @@
     python -m benchmarks.roofline --model llama-3.2-1b --hardware H200
     python -m benchmarks.roofline --model smollm-1.7b --distributed.tp_size 2 --training.activation_checkpointing full
 
-The real step of rank 0 runs on a fake GPU (see tests/support/fake_cuda.py). The prices of its operations are those of
+The real step of rank 0 runs on a fake GPU (see benchmarks/gpu/fake_cuda.py). The prices of its operations are those of
 `Hardware`, from which `train.py --explain` forecasts the same step by formulas; the last line compares both. This is an
 estimate: it knows nothing of caches, of uneven shapes, or of time in which the GPU waits for the CPU, and communication
 does not overlap computation.
@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
+from benchmarks.gpu.fake_cuda import fake_cuda_rank, obstacle, restart_with_fake_cuda
+from benchmarks.shapes import SHAPES
 from picotron.command_line import apply_overrides, parse_config
 from picotron.config import Config
 from picotron.console import UserError, text_table
@@ -42,8 +44,6 @@ from picotron.model.model_config import load_model_config
 from picotron.optimizer import clip_grad_norm
 from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.run.metrics import peak_flops
-from tests.support.fake_cuda import fake_cuda_rank, obstacle, restart_with_fake_cuda
-from tests.support.shapes import SHAPES
 
 BATCHES = {  # a micro-batch of 8,192 tokens
     "smollm-1.7b": {"seq_length": 2048, "micro_batch_size": 4},

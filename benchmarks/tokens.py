@@ -23,11 +23,11 @@ from transformers import AutoTokenizer
 
 from benchmarks.side_by_side import CONTEXT, DifferentResults, print_markdown
 from benchmarks.workload import TINY, add_tiny
+from conformance.oracle import make_config, tiny_llama
 from picotron.console import number
 from picotron.data.documents import python_stdlib
 from picotron.data.text import PIECE
 from picotron.data.tokens import train_bpe, write_tokens
-from tests.support.oracle import make_config, tiny_llama
 
 VOCABULARY, BPE_FILES = (300, 10) if TINY else (4096, 600)
 

@@ -27,8 +27,8 @@ from picotron.files import read_object, write_atomically
 from puzzles.catalogue import PUZZLES, Puzzle, find
 
 if TYPE_CHECKING:
+    from conformance.worker_pool import WorkerPool
     from puzzles.report import Report
-    from tests.support.worker_pool import WorkerPool
 
 OUTPUT = Path("runs/puzzles")
 
@@ -64,7 +64,7 @@ def list_puzzles(folder: Path) -> None:
 def start_pool() -> "WorkerPool":
     """Return the processes in which answers run."""
     try:
-        from tests.support.worker_pool import WorkerPool  # imports torch
+        from conformance.worker_pool import WorkerPool  # imports torch
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error.name} is not installed here; activate the environment: source .venv/bin/activate")
     # Forked processes start without importing torch again. (A fork after torch has computed could hang; it has not.)

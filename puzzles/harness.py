@@ -18,10 +18,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from conformance.worker_pool import WorkerError, WorkerPool
 from puzzles.catalogue import Puzzle
 from puzzles.group import Group, Misuse
 from puzzles.report import Report, Wrong
-from tests.support.worker_pool import WorkerError, WorkerPool
 
 LIMIT, ADAPTER_LIMIT = 10.0, 60.0  # seconds for the learner's code, and for an adapter's, which may import much
 PUZZLE = "puzzle"  # name of the module with the learner's code

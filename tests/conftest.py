@@ -11,19 +11,19 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLI
 
 import torch.distributed as dist
 
+from conformance.oracle import tiny_llama
+from conformance.worker_pool import WorkerPool
 from picotron.data.tokens import train_bpe
 from picotron.sweep.jobs import Job
 from tests.support import checkpoints
-from tests.support.oracle import tiny_llama
 from tests.support.samples import write_tokenizer
-from tests.support.worker_pool import WorkerPool
 
 STARTS_PROCESSES = {"pool", "home", "checkpoint_at_step_5", "slurm"}  # fixtures
 may_start_processes = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start processes, which `make test-fast` leaves out."""
+    """Mark the tests that start processes, which `make check` leaves out."""
     for item in items:
         if STARTS_PROCESSES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.processes)

@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import MistralConfig
 
+from conformance.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
+from conformance.training import all_stages, layout_name, step_of, wrapped
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.batches import cross_entropy, forward_batch, normalise_weights, split_batch, train_batch
 from picotron.console import UserError
@@ -18,9 +21,6 @@ from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.sequences import pack_sequences
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
 from picotron.train_step import make_evaluation
-from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
-from tests.support.training import all_stages, layout_name, step_of, wrapped
-from tests.support.worker_pool import WorkerPool
 
 MODEL = tiny_llama(num_hidden_layers=6)
 

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from conformance.worker_pool import WorkerPool
 from docs.programs.collectives import COLLECTIVES, before_and_after, full_tensors_sent
-from tests.support.worker_pool import WorkerPool
 
 EVERYTHING = [[10 * rank + block for block in range(4)] for rank in range(4)]
 SUM = [60, 64, 68, 72]

@@ -1,4 +1,4 @@
-"""Steps on a fake GPU, see `tests.support.fake_cuda`: no waits, no mixed devices, and the estimated peak memory."""
+"""Steps on a fake GPU, see `benchmarks.gpu.fake_cuda`: no waits, no mixed devices, and the estimated peak memory."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_cuda import fake_cuda_environment, obstacle
+from benchmarks.gpu.fake_cuda import fake_cuda_environment, obstacle
 from tests.support.fake_cuda_layouts import LAYOUTS, MEMORY, Layout
 from tests.support.fake_cuda_steps import MISTAKES
 
@@ -42,8 +42,8 @@ def reports_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def names(layouts: dict[str, Layout]) -> Iterable[Any]:
-    """Parameters of a test. Layouts that are not part of the core have the mark `parity`."""
-    return [pytest.param(name, marks=() if layout.core else pytest.mark.parity) for name, layout in layouts.items()]
+    """Parameters of a test. Layouts that are not part of the core have the mark `slow`."""
+    return [pytest.param(name, marks=() if layout.core else pytest.mark.slow) for name, layout in layouts.items()]
 
 
 @pytest.mark.parametrize("name", names(LAYOUTS))

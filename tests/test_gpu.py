@@ -20,21 +20,21 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from benchmarks.gpu import program, trace
+from benchmarks.gpu.__main__ import NEEDED
+from benchmarks.gpu.fake_cuda import obstacle
+from benchmarks.gpu.kernels import attention_checks
+from benchmarks.gpu.program import PAGE, SECTIONS, Result, Section, merged, run_section
+from benchmarks.gpu.report import Check, Content, Options, Outcome, Part
+from benchmarks.gpu.speed import PRICES, micro_batches, priced_rows, workloads
+from benchmarks.gpu.training import TWO_RANKS, layout_checks, layout_errors, layout_run, train_on
+from conformance.grid import LAYOUTS, settings
+from conformance.worker_pool import WorkerError, WorkerPool
 from picotron.config import Config
 from picotron.context_parallel.block_attention import block_forward
 from picotron.model.flops import model_cost
 from picotron.parallelize import check_layout
 from tests.docs import test_docs
-from tests.gpu import program, trace
-from tests.gpu.__main__ import NEEDED
-from tests.gpu.kernels import attention_checks
-from tests.gpu.program import PAGE, SECTIONS, Result, Section, merged, run_section
-from tests.gpu.report import Check, Content, Options, Outcome, Part
-from tests.gpu.speed import PRICES, micro_batches, priced_rows, workloads
-from tests.gpu.training import TWO_RANKS, layout_checks, layout_errors, layout_run, train_on
-from tests.parity import LAYOUTS, settings
-from tests.support.fake_cuda import obstacle
-from tests.support.worker_pool import WorkerError, WorkerPool
 
 CPU = Options(on_gpu=False, compiled=False)
 ROWS = {  # at least
@@ -50,9 +50,7 @@ def test_without_a_gpu_the_program_says_so_and_changes_nothing(capsys: pytest.Ca
     assert PAGE.read_bytes() == before
 
 
-WITHOUT = (
-    "import runpy, sys; sys.modules |= dict.fromkeys(sys.argv[1:]); runpy.run_module('tests.gpu', run_name='__main__')"
-)
+WITHOUT = "import runpy, sys; sys.modules |= dict.fromkeys(sys.argv[1:]); runpy.run_module('benchmarks.gpu', run_name='__main__')"
 
 
 @pytest.mark.processes
@@ -73,7 +71,7 @@ def sections_on_the_cpu(pool: WorkerPool, section: Section) -> Result:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.parity) if name in ("kernels", "checkpoint") else name for name in ROWS],
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("kernels", "checkpoint") else name for name in ROWS],
 )
 def test_section_runs_on_the_cpu(pool: WorkerPool, name: str) -> None:
     result = sections_on_the_cpu(pool, SECTIONS[name])
@@ -83,7 +81,7 @@ def test_section_runs_on_the_cpu(pool: WorkerPool, name: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_sections_write_a_page_with_the_packages_that_the_program_asks_for(tmp_path: Path) -> None:
     others = [
@@ -275,11 +273,11 @@ def train_without_messages_of_torch(config: Config, model_config: LlamaConfig) -
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "name", ["pp2 zbv tied kv4 llama", pytest.param("cp2 zigzag ring tied kv8 llama", marks=pytest.mark.parity)]
+    "name", ["pp2 zbv tied kv4 llama", pytest.param("cp2 zigzag ring tied kv8 llama", marks=pytest.mark.slow)]
 )
 def test_ranks_that_share_a_device_train_with_messages_through_the_host(pool: WorkerPool, name: str) -> None:
     config, model_config = layout_run(name, CPU, {})
-    with mock.patch("tests.gpu.training.train_on", train_without_messages_of_torch):
+    with mock.patch("benchmarks.gpu.training.train_on", train_without_messages_of_torch):
         errors = layout_errors(pool, CPU, config, model_config)
     assert max(errors[:2]) < (1e-9 if config.model.dtype == "float64" else 1e-4)
 
@@ -297,22 +295,22 @@ def test_speed_shows_the_prices_of_every_step() -> None:
 
 PRICE = """
 from picotron.explain.hardware import HARDWARE
-from tests.gpu.prices import price
-from tests.gpu.report import Options
-from tests.gpu.speed import micro_batches
-from tests.support.fake_cuda import restart_with_fake_cuda
+from benchmarks.gpu.prices import price
+from benchmarks.gpu.report import Options
+from benchmarks.gpu.speed import micro_batches
+from benchmarks.gpu.fake_cuda import restart_with_fake_cuda
 restart_with_fake_cuda()
 print(*price(micro_batches(Options())[-2], HARDWARE["H200"]).values())
 """
 
 
 @pytest.mark.processes
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 def test_prices_are_those_of_the_rates_in_hardware_py() -> None:
     result = subprocess.run([sys.executable, "-c", PRICE], capture_output=True, text=True, check=True)
     prices = json.loads(PRICES.read_text())["NVIDIA H200"]["SmolLM-1.7B"]["16"]
-    remedy = "run: python -m tests.gpu.prices"
+    remedy = "run: python -m benchmarks.gpu.prices"
     assert [float(word) for word in result.stdout.split()] == pytest.approx(list(prices.values()), rel=1e-4), remedy
 
 

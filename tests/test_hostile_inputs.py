@@ -11,12 +11,12 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import pytest
 
+from conformance.oracle import tiny_llama
 from picotron.checkpoint.safetensors_folder import SafetensorsFolder
 from picotron.command_line import leaf_keys, load_config, type_of
 from picotron.model.model_config import load_model_config
 from picotron.parallelize import check_layout
 from tests.support.hostile import CONFIG_FILES, assert_rejected
-from tests.support.oracle import tiny_llama
 
 TINY: dict[str, Any] = json.loads(Path("template/tiny-llama/config.json").read_text())
 BASE = ["--config", "template/base_config.json"]

@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 from transformers import get_wsd_schedule
 
+from conformance.oracle import assert_close, make_config
+from conformance.worker_pool import WorkerPool
 from picotron.config import Training
 from picotron.model.weights import main_grad, set_main_grad
 from picotron.optimizer import AdamW, clip_grad_norm, learning_rate_factor, make_scheduler
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.oracle import assert_close, make_config
-from tests.support.worker_pool import WorkerPool
 
 
 def training(**changes: object) -> Training:

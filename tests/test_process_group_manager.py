@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from picotron.process_group_manager import AXES, setup_process_group_manager
-from tests.support.worker_pool import WorkerPool
 
 COORDINATES = {"dp": "dp", "pp": "pp", "cp": "cp", "tp": "tp", "cp_dp": "dp cp"}
 

@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import picotron.sequences
+from conformance.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
+from conformance.training import all_stages, layout_name, step_of, wrapped
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.batches import forward_batch, split_batch, train_batch
 from picotron.console import UserError
@@ -21,9 +24,6 @@ from picotron.process_group_manager import setup_process_group_manager
 from picotron.schedules.schedules import SCHEDULES
 from picotron.sequences import pack_sequences
 from picotron.train_step import make_evaluation
-from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
-from tests.support.training import all_stages, layout_name, step_of, wrapped
-from tests.support.worker_pool import WorkerPool
 
 MODEL = tiny_llama(num_hidden_layers=4)
 LENGTHS = [9, 3, 14, 1, 7, 30, 2, 11, 5, 6, 13, 4, 8, 1, 10, 12, 3, 17]
@@ -93,7 +93,7 @@ LONG = [*PACKED[:-3], *OTHERS[-2:]]
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(each, marks=pytest.mark.parity if each in LONG else []) for each in PACKED + OTHERS],
+    [pytest.param(each, marks=pytest.mark.slow if each in LONG else []) for each in PACKED + OTHERS],
     ids=layout_name,
 )
 def test_packed_sequences_equal_transformers(pool: WorkerPool, layout: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ FAST = ("afab", "1f1b", "zbv")
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "engine", [pytest.param(each, marks=[] if each in FAST else pytest.mark.parity) for each in SCHEDULES]
+    "engine", [pytest.param(each, marks=[] if each in FAST else pytest.mark.slow) for each in SCHEDULES]
 )
 def test_unequal_micro_batches_equal_transformers(pool: WorkerPool, engine: str) -> None:
     model, log_probs = oracle_model(MODEL, our_model(MODEL, seed=42).state_dict()), []

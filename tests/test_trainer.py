@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from conformance.oracle import assert_close, make_config, oracle_training, random_rows, random_tokens, tiny_llama
+from conformance.worker_pool import WorkerPool
 from picotron.batches import cross_entropy
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.command_line import config_parser, leaf_keys
@@ -22,8 +24,6 @@ from picotron.parallelize import unwrap
 from picotron.run.launch import StopSignals
 from picotron.trainer import USED, Data, check_used, fingerprint, used_keys
 from tests.support.examples import make_trainer, results, save_weights
-from tests.support.oracle import assert_close, make_config, oracle_training, random_rows, random_tokens, tiny_llama
-from tests.support.worker_pool import WorkerPool
 
 
 def config_of(folder: Path, **keys: Any) -> Config:

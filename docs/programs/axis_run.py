@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.workload import LAYERS, TINY, model_config, run_config, training_of
+from conformance.worker_pool import WorkerPool
 from docs.programs.mistake import replaced
 from picotron.collectives import all_reduce
 from picotron.console import text_table
 from picotron.model.flops import model_cost
-from tests.support.worker_pool import WorkerPool
 
 LENGTHS = (16, 32) if TINY else (64, 256)
 ROUNDS = 1 if TINY else 3

@@ -54,7 +54,8 @@ picotron/console.py
 picotron/files.py
 picotron/collectives.py
 # A check of any trainer
-conformance: __main__ case chapters models result reference ranks check compare rounding export
+conformance: __main__ case chapters models result reference ranks check compare rounding export oracle grid training worker_pool
+conformance/fuzz: __main__ cases check files losses modules reference sequences work toy_pipelines tokenizer_kinds chat_templates
 conformance/examples/ddp.py
 conformance/examples/zero1.py
 conformance/examples/pipeline.py

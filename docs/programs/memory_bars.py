@@ -3,7 +3,7 @@
     python -m docs.programs.memory_bars [--out FILE.svg]
 
 The model is SmolLM-1.7B in bfloat16, on 8 ranks. Counted are the bytes of the tensors of a step on a fake GPU (see
-tests/support/fake_cuda.py, which needs the compiler g++), on the pp rank that needs most.
+benchmarks/gpu/fake_cuda.py, which needs the compiler g++), on the pp rank that needs most.
 """
 
 import argparse
@@ -13,14 +13,14 @@ from typing import Any
 
 from transformers import LlamaConfig
 
+from benchmarks.gpu.fake_cuda import obstacle, restart_with_fake_cuda
+from benchmarks.gpu.fake_cuda_memory import measure
+from benchmarks.shapes import SHAPES
 from docs.programs.svg import LINE, TENSORS, WIDTH, Svg
 from picotron.command_line import parse_config
 from picotron.console import text_table
 from picotron.explain.estimate import GIB, Memory, rank_memory
 from picotron.parallelize import check_layout
-from tests.support.fake_cuda import obstacle, restart_with_fake_cuda
-from tests.support.fake_cuda_memory import measure
-from tests.support.shapes import SHAPES
 
 FULL = {"activation_checkpointing": "full"}
 TECHNIQUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # changes of the layout, and of the training

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.worker_pool import WorkerPool
 from docs.programs import generation_mistakes, step_mistakes, zero_mistakes
 from docs.programs.mistake import Mistake, replaced
 from picotron import process_group_manager as pgm
@@ -28,7 +29,6 @@ from picotron.model.llama import Head
 from tests.context_parallel import test_context_parallel
 from tests.data_parallel import test_data_parallel
 from tests.pipeline_parallel import test_pipeline_parallel
-from tests.support.worker_pool import WorkerPool
 from tests.tensor_parallel import test_tensor_parallel
 
 

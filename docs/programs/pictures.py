@@ -3,6 +3,7 @@
 python -m docs.programs.pictures shards --out docs/pictures/shards.svg
 """
 
+from conformance.worker_pool import WorkerPool
 from docs.programs.collectives import COLLECTIVES, before_and_after
 from docs.programs.count import zero_step
 from docs.programs.quickstart import quickstart, stage_of
@@ -11,7 +12,6 @@ from picotron.context_parallel.positions import local_positions, visible_blocks
 from picotron.drawing.draw_svg import lighter
 from picotron.explain.fake_group import fake_rank
 from picotron.model.weights import Shard, parameters_and_shards
-from tests.support.worker_pool import WorkerPool
 
 
 def collectives(n: int = 4) -> str:

@@ -64,7 +64,7 @@ MISTAKES = {
     "decay_of_norms": Mistake(
         "training_step",
         "Weight decay applies to norms and biases as well as to matrices.",
-        {"tests.support.training.AdamW": decay_everything},
+        {"conformance.training.AdamW": decay_everything},
         STEPS,
         (1, "bucket", 3, False),
     ),

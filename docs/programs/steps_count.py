@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from conformance.worker_pool import WorkerPool
 from docs.programs import steps_count
 from docs.programs.steps_diff import changed, lines_of
 from docs.programs.svg import RANKS, WIDTH, Svg
 from docs.steps import communication, llama
 from picotron.console import text_table
-from tests.support.worker_pool import WorkerPool
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "s1_one_process": {},

@@ -58,7 +58,7 @@ MISTAKES = {
     "decay_by_shape_of_slice": Mistake(
         "zero",
         "Weight decay applies to what has two dimensions, but slices are flat.",
-        {"tests.support.training.AdamW": decay_by_shape_of_slice},
+        {"conformance.training.AdamW": decay_by_shape_of_slice},
         STEPS,
         ("zero1", {"dp_size": 2}, {}),
     ),

@@ -9,6 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
+from conformance.oracle import assert_close, oracle_training, random_tokens, tiny_llama, with_exact_norms
+from conformance.training import layout_name
+from conformance.worker_pool import WorkerPool
 from picotron.checkpoint import safetensors_folder
 from picotron.checkpoint.checkpoint import Checkpoint, TrainerState, read_state
 from picotron.console import UserError
@@ -16,12 +19,9 @@ from picotron.model.llama import Llama
 from picotron.model.weights import materialise
 from picotron.run.run_folder import checkpoint_folders
 from tests.support.checkpoints import BATCH, LAYOUTS, first_half, model_of, run, run_config, tensors_of
-from tests.support.oracle import assert_close, oracle_training, random_tokens, tiny_llama, with_exact_norms
-from tests.support.training import layout_name
-from tests.support.worker_pool import WorkerPool
 
 CPU = torch.device("cpu")
-# In `make test`, each layout writes a checkpoint or resumes from one; `make parity` has all other pairs.
+# In `make test`, each layout writes a checkpoint or resumes from one; `make slow` has all other pairs.
 PAIRS = [(i, (i + 3) % 8) for i in range(0, 8, 2)] + [(0, 0)]
 PARITY = [(i, j) for i in range(8) for j in range(8) if (i, j) not in PAIRS]
 
@@ -38,7 +38,7 @@ def assert_equals_second_half(result: dict[str, Any], model_config: LlamaConfig)
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [*PAIRS, *[pytest.param(*pair, marks=pytest.mark.parity) for pair in PARITY]],
+    [*PAIRS, *[pytest.param(*pair, marks=pytest.mark.slow) for pair in PARITY]],
     ids=lambda number: layout_name(LAYOUTS[number]) or "one",
 )
 def test_any_layout_resumes_from_a_checkpoint_of_any_other(

@@ -9,13 +9,13 @@ import pytest
 import torch.distributed as dist
 from transformers import LlamaConfig
 
+from conformance.oracle import tiny_llama
+from conformance.worker_pool import WorkerPool
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.run.run_folder import checkpoint_folders
 from tests.support.checkpoints import mistake, model_of, run, run_config, warnings_of
-from tests.support.oracle import tiny_llama
-from tests.support.worker_pool import WorkerPool
 
 
 def flip(path: Path, place: int = -7) -> None:

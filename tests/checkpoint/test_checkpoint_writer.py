@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
+from conformance.training import layout_name, wrapped
+from conformance.worker_pool import WorkerPool
 from picotron.checkpoint import safetensors_folder, writer
 from picotron.checkpoint.host_buffers import HostBuffers
 from picotron.checkpoint.writer import CheckpointWriter, model_files
@@ -23,8 +25,6 @@ from picotron.parallelize import unwrap
 from picotron.run.progress import Progress
 from picotron.run.run_folder import checkpoint_folders
 from tests.support.checkpoints import first_half, mistake, model_of, run, run_config, tensors_of, train, warnings_of
-from tests.support.training import layout_name, wrapped
-from tests.support.worker_pool import WorkerPool
 
 
 def train_while_writing(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[str, Any]:

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 import generate as program
+from conformance.fuzz.chat_templates import CHATML
+from conformance.fuzz.tokenizer_kinds import make_tokenizer
+from conformance.oracle import tiny_llama
+from conformance.worker_pool import WorkerPool
 from picotron.model.families import FAMILIES
-from tests.support.chat_templates import CHATML
 from tests.support.checkpoints import first_half, run
-from tests.support.oracle import tiny_llama
-from tests.support.tokenizer_kinds import make_tokenizer
-from tests.support.worker_pool import WorkerPool
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 PROMPT, MESSAGES = "def f(x)", [{"role": "user", "content": "hello"}]
@@ -23,7 +23,7 @@ PROMPT, MESSAGES = "def f(x)", [{"role": "user", "content": "hello"}]
 
 @pytest.mark.usefixtures("_end_process_group")
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[] if each == "qwen3" else pytest.mark.parity) for each in FAMILIES]
+    "family", [pytest.param(each, marks=[] if each == "qwen3" else pytest.mark.slow) for each in FAMILIES]
 )
 def test_transformers_generates_the_text_of_generate_py(
     family: str, pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,16 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from conformance.oracle import make_config, tiny_llama
+from conformance.worker_pool import WorkerError, WorkerPool
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import StopSignals
 from picotron.run.metrics import Metrics
 from picotron.run.progress import Progress
 from picotron.run.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint
 from tests.support.checkpoints import first_half, mistake, run_config, tensors_of, train
-from tests.support.oracle import make_config, tiny_llama
 from tests.support.program import TORCHRUN, arguments, metrics, same_records
 from tests.support.program import run as run_program
-from tests.support.worker_pool import WorkerError, WorkerPool
 
 KILLS = 20
 FEW = 7
@@ -61,7 +61,7 @@ def send(pool: WorkerPool, number: int) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("layout", "kills"), [(PIPELINE, FEW), *(pytest.param(*case, marks=pytest.mark.parity) for case in LONG)]
+    ("layout", "kills"), [(PIPELINE, FEW), *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)]
 )
 def test_killed_and_resumed_run_equals_an_uninterrupted_run(
     tokenizer: Path, tmp_path: Path, layout: dict[str, Any], kills: int
@@ -199,7 +199,7 @@ def words(save_dir: Path) -> list[str]:
     return arguments(save_dir, 1, 4, **keys, **{"checkpoint.load_path": "latest"})
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed(home: Path, tmp_path: Path, undisturbed: Path) -> None:
     killer = program(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     command = [
@@ -224,7 +224,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(home: Path, tmp_path: Pat
     assert re.search(r"loss 7\.\d+ -> \d\.\d+ \(a uniform", result.stdout)
 
 
-@pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.parity)], ids=["ends", "resumes"])
+@pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ends", "resumes"])
 def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path, resumes: bool) -> None:
     """The run saves a checkpoint although none is due, and its exit code is 128 + SIGINT; the same command resumes.
 
@@ -251,7 +251,7 @@ def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path, resumes:
     ]
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_sigterm_to_torchrun_saves_a_checkpoint_and_ends_the_run(home: Path, tmp_path: Path, undisturbed: Path) -> None:
     """torchrun forwards SIGTERM to its processes, which save a checkpoint and exit."""
     stopped = program(tmp_path, "os.kill(os.getppid(), signal.SIGTERM)")
@@ -268,7 +268,7 @@ def test_sigterm_to_torchrun_saves_a_checkpoint_and_ends_the_run(home: Path, tmp
     assert same_records(tmp_path / "run", undisturbed)
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # nine starts of torchrun
 def test_program_killed_seven_times_equals_an_uninterrupted_run(home: Path, tmp_path: Path) -> None:
     """Run `torchrun train.py` with two stages; one process is killed at a random time after the first checkpoint."""

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from conformance.oracle import tiny_llama
 from picotron.checkpoint.safetensors_folder import SafetensorsFolder, find_folder
 from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
-from tests.support.oracle import tiny_llama
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: int) -> Llama:

@@ -161,7 +161,7 @@ QUICK = ("forgotten all-reduce", "mean of the ranks' means")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.parity) for n in MUTATIONS])
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MUTATIONS])
 def test_a_mistake_is_found(name: str, checker_of: Callable[[Path], Checker], tmp_path: Path) -> None:
     mutation = MUTATIONS[name]
     checker = checker_of(mutation.adapter)
@@ -228,7 +228,7 @@ EXAMPLES = {DDP: "dp2", ZERO1: "dp2", PIPELINE: "pp4", RING: "cp2"}
 @pytest.mark.parametrize(
     ("path", "chapter"),
     [
-        pytest.param(path, chapter, marks=() if (path, chapter) == (PIPELINE, "step") else pytest.mark.parity)
+        pytest.param(path, chapter, marks=() if (path, chapter) == (PIPELINE, "step") else pytest.mark.slow)
         for path in EXAMPLES
         for chapter in CHAPTERS
     ],
@@ -240,7 +240,7 @@ def test_an_example_is_equal(checker_of: Callable[[Path], Checker], chapter: str
 
 
 @pytest.mark.processes
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2", "pp2 x tp2 zbv sp", "dp2 x cp2 zero3 qwen3 kv8"])
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_picotron_is_equal(trainer: Checker, chapter: str, layout: str) -> None:
@@ -269,7 +269,7 @@ def test_a_rank_that_waits_forever_and_one_that_raises_are_named(ddp: Checker, t
 
 
 @pytest.mark.processes
-@pytest.mark.parity
+@pytest.mark.slow
 def test_a_hang_with_torchrun_leaves_no_process(tmp_path: Path) -> None:
     path, line = tmp_path / "hangs.py", "        dist.all_reduce(loss)\n"
     path.write_text(DDP.read_text().replace(line, "        rank or dist.recv(loss, 1)\n"))
@@ -280,7 +280,7 @@ def test_a_hang_with_torchrun_leaves_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parity
+@pytest.mark.slow
 def test_the_command_writes_results_and_a_badge_also_with_torchrun(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "results.json"), "--badge", str(tmp_path / "badge.svg")]
     command = [sys.executable, "-m", "conformance", str(DDP), "--only", "step", "evaluation", "--layouts", "dp2", "tp2"]

@@ -9,6 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from conformance.oracle import (
+    assert_close,
+    assert_equals_training,
+    make_config,
+    oracle_training,
+    random_rows,
+    random_tokens,
+    tiny_llama,
+)
+from conformance.training import CPU, all_stages, layout_name, stage_of, train
+from conformance.worker_pool import WorkerPool
 from picotron.config import Distributed
 from picotron.console import UserError
 from picotron.context_parallel import block_attention, context_parallel
@@ -19,17 +30,6 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.llama import fused_attention
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.oracle import (
-    assert_close,
-    assert_equals_training,
-    make_config,
-    oracle_training,
-    random_rows,
-    random_tokens,
-    tiny_llama,
-)
-from tests.support.training import CPU, all_stages, layout_name, stage_of, train
-from tests.support.worker_pool import WorkerPool
 
 ENGINES = [(engine, sharding) for engine in ("ring", "all_gather", "ulysses") for sharding in ("zigzag", "contiguous")]
 
@@ -216,7 +216,7 @@ TEN_STEPS: list[dict[str, Any]] = [
     {"cp_size": 2, "tp_size": 2, "sequence_parallel": True},
 ]
 MORE = [
-    pytest.param({"cp_size": 2, **layout}, marks=pytest.mark.parity)
+    pytest.param({"cp_size": 2, **layout}, marks=pytest.mark.slow)
     for layout in ({"dp_size": 2}, {"tp_size": 2, "cp_engine": "ulysses"}, {"pp_size": 2})
 ]
 
@@ -253,7 +253,7 @@ def compiled_gradients(engine: str, cp: int) -> dict[str, Tensor]:
     return all_stages(stage.module, "main_grad")
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_compiled_layers_have_the_same_gradients(pool: WorkerPool) -> None:
     (expected,) = pool.run(compiled_gradients, 1, "ring", 1)
     for name, gradient in pool.run(compiled_gradients, 2, "ring", 2)[0].items():

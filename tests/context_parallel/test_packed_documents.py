@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from conformance.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama
+from conformance.training import Loader, all_stages, layout_name, step_of, wrapped
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.batches import normalise_weights, split_batch, train_batch
 from picotron.collectives import all_reduce
-from tests.support.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama
-from tests.support.training import Loader, all_stages, layout_name, step_of, wrapped
-from tests.support.worker_pool import WorkerPool
 
 TOKENS = 32  # of a row
 DOCUMENTS = [  # lengths of the documents in each row of a global batch

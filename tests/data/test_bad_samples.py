@@ -7,11 +7,11 @@ import pandas
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from conformance.fuzz.chat_templates import CHATML, FORGETFUL, NO_TURNS, QUESTIONS_MARKED, SOMETIMES_MARKED, STRICT
+from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
 from picotron.data.loader import split_train_eval
 from picotron.data.tokens import write_tokens
-from tests.support.chat_templates import CHATML, FORGETFUL, NO_TURNS, QUESTIONS_MARKED, SOMETIMES_MARKED, STRICT
-from tests.support.oracle import make_config, tiny_llama
 from tests.support.samples import (
     CHAT,
     PROMPTS,

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from conformance.fuzz.tokenizer_kinds import CORPUS, make_tokenizer
+from conformance.oracle import assert_close, tiny_llama
+from conformance.worker_pool import WorkerPool
 from picotron.data.loader import split_train_eval
 from picotron.data.rows import TextRows
 from picotron.data.tokens import read_arrays, targets_and_bytes, write_tokens
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.metrics import evaluation_record
-from tests.support.oracle import assert_close, tiny_llama
 from tests.support.samples import config_of, encode, write_jsonl
-from tests.support.tokenizer_kinds import CORPUS, make_tokenizer
-from tests.support.worker_pool import WorkerPool
 
 KINDS = ("prepend", "metaspace first", "byte-level", "byte-level trimmed", "ByT5")  # those that can restore any text
 TEXTS = ["def f(x):\n    return x + 1\n", "naïve 日本語のテキスト。 🙂👍🏽", "", "It is 4.", "語", *CORPUS[:40]]

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from conformance.oracle import make_config, random_rows, random_tokens
+from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.context_parallel.positions import local_positions
@@ -24,8 +26,6 @@ from picotron.data.loader import (
 )
 from picotron.data.rows import Samples, Text, TextRows
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.oracle import make_config, random_rows, random_tokens
-from tests.support.worker_pool import WorkerPool
 
 CPU = torch.device("cpu")
 

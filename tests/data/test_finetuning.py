@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
+from conformance.training import all_stages, layout_name, step_of, wrapped
+from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, split_train_eval
 from picotron.data.rows import Rows, Samples
 from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.run.metrics import global_mean
 from picotron.train_step import make_evaluation
-from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
-from tests.support.training import all_stages, layout_name, step_of, wrapped
-from tests.support.worker_pool import WorkerPool
 
 MODEL = tiny_llama(num_hidden_layers=4)
 ROWS, EVALUATIONS = 8, 2  # rows of a global batch, and global batches of an evaluation

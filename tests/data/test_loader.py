@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from conformance.oracle import assert_close, make_config, random_tokens
+from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, split_train_eval
 from picotron.data.rows import Rows, Samples, TextRows
 from picotron.explain.fake_group import fake_rank
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.oracle import assert_close, make_config, random_tokens
-from tests.support.worker_pool import WorkerPool
 
 CPU = torch.device("cpu")
 LENGTH, END = 12, 3

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from benchmarks.packing import picotron_tokens
 from benchmarks.workload import run_config
+from conformance.worker_pool import WorkerPool
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import Packed, SampleRows, Samples, best_fit, pack, pack_samples
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.worker_pool import WorkerPool
 
 SIZES = st.lists(st.integers(1, 12), max_size=60)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pandas
 import pytest
 
+from conformance.fuzz.chat_templates import CHATML
+from conformance.oracle import make_config, tiny_llama
 from picotron.data.tokens import read_arrays, write_tokens
-from tests.support.chat_templates import CHATML
-from tests.support.oracle import make_config, tiny_llama
 from tests.support.samples import CHAT, PROMPTS, messages, with_template
 
 TEXTS = [

@@ -10,10 +10,10 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer
 
+from conformance.fuzz.chat_templates import CHATML, LLAMA3, MARKED, QUESTIONS_MARKED, TOOLS
+from conformance.oracle import tiny_llama
 from picotron.console import UserError
 from picotron.data.tokens import BATCH_ITEMS, write_tokens
-from tests.support.chat_templates import CHATML, LLAMA3, MARKED, QUESTIONS_MARKED, TOOLS
-from tests.support.oracle import tiny_llama
 from tests.support.samples import (
     CHAT,
     PROMPTS,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from conformance.oracle import make_config, tiny_llama
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.documents import python_stdlib
 from picotron.data.tokens import END_OF_TEXT, _encoding, read_tokenizer, tokenizer_folder, train_bpe, write_tokens
-from tests.support.oracle import make_config, tiny_llama
 
 TEXTS = [
     "def f(x):\n    return x + 1\n" * 20,
@@ -153,7 +153,7 @@ def test_tokenising_rejects_bad_data_sets_and_tokenizers(
 MEMORY = """
 import resource, sys
 from picotron.data.tokens import write_tokens
-from tests.support.oracle import make_config, tiny_llama
+from conformance.oracle import make_config, tiny_llama
 peaks = []
 for name in sys.argv[2:]:
     write_tokens(make_config(dataset__name=name, model__tokenizer=sys.argv[1]), tiny_llama(vocab_size=300))
@@ -162,7 +162,7 @@ print(*peaks)
 """
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.processes
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: str) -> None:
     """Peak memory in MiB after a short text, and after 4 MiB in one document, in many, and in one row group."""

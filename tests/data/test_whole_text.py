@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from conformance.fuzz.chat_templates import MARKED, TEMPLATES
+from conformance.fuzz.tokenizer_kinds import KINDS, make_tokenizer
+from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
 from picotron.data import text as text_module
 from picotron.data.tokens import write_tokens
-from tests.support.chat_templates import MARKED, TEMPLATES
-from tests.support.oracle import make_config, tiny_llama
 from tests.support.samples import CHAT, config_of, encode, messages, split, write_jsonl
-from tests.support.tokenizer_kinds import KINDS, make_tokenizer
 
 VOCABULARY = 480
 

@@ -8,6 +8,17 @@ import pytest
 import torch
 from torch import nn
 
+from conformance.oracle import (
+    assert_close,
+    assert_equals_training,
+    make_config,
+    oracle_training,
+    our_model,
+    random_tokens,
+    tiny_llama,
+)
+from conformance.training import full_tensor, train_steps
+from conformance.worker_pool import WorkerError, WorkerPool
 from picotron.config import Config
 from picotron.data_parallel import data_parallel as bucket_module
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
@@ -17,17 +28,6 @@ from picotron.explain.fake_group import fake_rank
 from picotron.model.llama import Llama
 from picotron.model.weights import main_grad
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.oracle import (
-    assert_close,
-    assert_equals_training,
-    make_config,
-    oracle_training,
-    our_model,
-    random_tokens,
-    tiny_llama,
-)
-from tests.support.training import full_tensor, train_steps
-from tests.support.worker_pool import WorkerError, WorkerPool
 
 WRAPPERS = {
     "naive": DataParallelNaive,
@@ -49,7 +49,7 @@ def train(config: Config, model_config: Any, wrapper: str) -> dict[str, Any]:
     return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": copies("data")}
 
 
-SLOW = [pytest.param(name, 4, marks=pytest.mark.parity) for name in WRAPPERS if name != "small buckets"]
+SLOW = [pytest.param(name, 4, marks=pytest.mark.slow) for name in WRAPPERS if name != "small buckets"]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -12,6 +12,16 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
+from conformance.oracle import (
+    assert_close,
+    assert_equals_training,
+    make_config,
+    oracle_training,
+    random_tokens,
+    tiny_llama,
+)
+from conformance.training import layout_name, train, wrapped
+from conformance.worker_pool import WorkerPool
 from picotron import parallelize
 from picotron import process_group_manager as pgm
 from picotron.config import Config
@@ -26,17 +36,7 @@ from tests.checkpoint.test_checkpoint import assert_equals_second_half
 from tests.checkpoint.test_checkpoint_writer import train_while_writing
 from tests.support import checkpoints, program
 from tests.support.checkpoints import first_half, model_of, run, run_config, tensors_of
-from tests.support.oracle import (
-    assert_close,
-    assert_equals_training,
-    make_config,
-    oracle_training,
-    random_tokens,
-    tiny_llama,
-)
 from tests.support.program import arguments, metrics
-from tests.support.training import layout_name, train, wrapped
-from tests.support.worker_pool import WorkerPool
 
 ENGINES = ("zero1", "zero3")
 SP = {"sequence_parallel": True}
@@ -96,7 +96,7 @@ def assert_equals_one_process(pool: WorkerPool, config: Config, model_config: Ll
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("layout", "model"), [*CORE, *(pytest.param(*case, marks=pytest.mark.parity) for case in MORE)], ids=layout_name
+    ("layout", "model"), [*CORE, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)], ids=layout_name
 )
 def test_ten_steps_equal_one_process(
     pool: WorkerPool, engine: str, layout: dict[str, Any], model: dict[str, Any]
@@ -107,7 +107,7 @@ def test_ten_steps_equal_one_process(
 
 
 @pytest.mark.parametrize(("engine", "bucket_mb"), [("zero1", 0.0), *MORE_SMALL])
-@pytest.mark.parity
+@pytest.mark.slow
 def test_parameters_smaller_than_the_group_are_divided(pool: WorkerPool, engine: str, bucket_mb: float) -> None:
     """Vectors of four elements on eight ranks: in a bucket of their own, four of the ranks own none of them."""
     sizes = {"hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -153,7 +153,7 @@ def test_both_stages_own_the_same_elements_of_each_tied_vector(pool: WorkerPool)
     assert (bounds[0], bounds[2]) == (bounds[1], bounds[3])  # dp 0, dp 1
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.processes
 def test_train_py_logs_the_same_losses(home: Path, tmp_path: Path) -> None:
     """With evaluations, checkpoints in the background, and a stop after two steps from which another engine resumes."""
@@ -209,9 +209,9 @@ MORE_PATHS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [*PATHS, *(pytest.param(*p, marks=pytest.mark.parity) for p in MORE_PATHS)], ids=layout_name
+    ("first", "second"), [*PATHS, *(pytest.param(*p, marks=pytest.mark.slow) for p in MORE_PATHS)], ids=layout_name
 )
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.parity)], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
 def test_checkpoints_go_from_any_engine_to_any_other(
     pool: WorkerPool, tokenizer: Path, tmp_path: Path, first: dict[str, Any], second: dict[str, Any], tied: bool
 ) -> None:
@@ -221,8 +221,8 @@ def test_checkpoints_go_from_any_engine_to_any_other(
     assert_equals_second_half(result, model_of(tied))
 
 
-@pytest.mark.parametrize("engine", ["zero3", pytest.param("zero1", marks=pytest.mark.parity)])
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float64", marks=pytest.mark.parity)])
+@pytest.mark.parametrize("engine", ["zero3", pytest.param("zero1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float64", marks=pytest.mark.slow)])
 def test_same_layout_resumes_bit_for_bit(
     pool: WorkerPool, tokenizer: Path, tmp_path: Path, engine: str, dtype: str
 ) -> None:
@@ -242,7 +242,7 @@ def test_same_layout_resumes_bit_for_bit(
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("engine", ["zero3", pytest.param("zero1", marks=pytest.mark.parity)])
+@pytest.mark.parametrize("engine", ["zero3", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_asynchronous_checkpoints_equal_synchronous_ones(
     pool: WorkerPool, tokenizer: Path, tmp_path: Path, engine: str
 ) -> None:

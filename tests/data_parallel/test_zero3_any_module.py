@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from conformance.oracle import assert_close, make_config
+from conformance.training import full_tensor
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Training
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
@@ -21,9 +24,6 @@ from picotron.model.llama import Linear
 from picotron.model.split_backward import defer_weight_grads, run_deferred, split_backward
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.oracle import assert_close, make_config
-from tests.support.training import full_tensor
-from tests.support.worker_pool import WorkerPool
 
 SIZE, BATCH, STEPS, RANKS = 6, 8, 3, 2
 TRAINING: Training = make_config(training__weight_decay=0.3, training__learning_rate=1e-2).training
@@ -258,7 +258,7 @@ def train_random_toys(seeds: list[int]) -> None:
         assert_equal(result, torch_training(toy(seed)), f"seed {seed}")
 
 
-@pytest.mark.parametrize("first", [1, *(pytest.param(n, marks=pytest.mark.parity) for n in range(11, 201, 10))])
+@pytest.mark.parametrize("first", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(11, 201, 10))])
 def test_random_toys_equal_one_process(pool: WorkerPool, first: int) -> None:
     pool.run(train_random_toys, RANKS, list(range(first, first + 10)))
 

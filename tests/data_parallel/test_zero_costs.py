@@ -9,6 +9,9 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig
 
+from conformance.oracle import make_config, random_rows, tiny_llama
+from conformance.training import CPU, layout_name, step_of, wrapped
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
@@ -17,9 +20,6 @@ from picotron.explain.explain import Step, run_rank, run_stages, run_step
 from picotron.model.flops import part_parameters
 from picotron.pipeline_parallel.plan import plan_pipeline
 from tests.explain.test_explain import Watch, total
-from tests.support.oracle import make_config, random_rows, tiny_llama
-from tests.support.training import CPU, layout_name, step_of, wrapped
-from tests.support.worker_pool import WorkerPool
 
 MICRO_BATCHES, LAYERS = 3, 4
 MODEL = tiny_llama(num_hidden_layers=LAYERS)
@@ -49,7 +49,7 @@ def sent(step: Step) -> int:
     return everything - scalars
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.parity), 8])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_bytes_sent_equal_the_formulas(n: int) -> None:
     """Layers are gathered twice per micro-batch, except the last one, whose backward follows its forward."""
     weights_gathered = EMBEDDING + (2 * LAYERS - 1) * LAYER + HEAD

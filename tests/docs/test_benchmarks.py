@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.side_by_side import DifferentResults, Measurement, check_same_losses, commit
-from tests.support.worker_pool import CONTEXT
+from conformance.worker_pool import CONTEXT
 
 Table = list[list[str]]
 
@@ -116,7 +116,7 @@ def tables(text: str) -> list[Table]:
 
 
 @pytest.mark.processes
-@pytest.mark.pages
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_benchmark_prints_all_rows_of_its_tables(run: Callable[..., str], name: str) -> None:
     """A program that compares two trainers fails if their losses differ."""
@@ -133,7 +133,7 @@ def test_benchmark_prints_all_rows_of_its_tables(run: Callable[..., str], name: 
             assert (float(zigzag), contiguous, float(cp)) == (1, formula, pytest.approx(1 / (2 - float(formula)), 0.01))
 
 
-@pytest.mark.pages
+@pytest.mark.slow
 def test_tokens_prints_a_row_per_file_and_number_of_processes(run: Callable[..., str]) -> None:
     output = run("tokens", "--tiny")
     ((alone, *rows),) = tables(output)

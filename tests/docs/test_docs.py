@@ -61,7 +61,7 @@ def test_fast_commands_print_the_output_on_the_page(page: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.pages
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", pages_with("slow"), ids=lambda page: page.name)
 def test_all_commands_print_the_output_on_the_page(page: Path) -> None:

@@ -13,6 +13,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import get_wsd_schedule
 
+from conformance.oracle import (
+    assert_close,
+    assert_equals_training,
+    make_config,
+    oracle_model,
+    oracle_training,
+    our_model,
+    random_tokens,
+    tiny_llama,
+)
+from conformance.training import all_stages, pipeline_config, step_of, train, wrapped
+from conformance.worker_pool import WorkerPool
 from docs.programs import count
 from docs.programs.mistakes import MISTAKES, run_test
 from docs.solutions import checkpoints, sweeps, training_step
@@ -28,18 +40,6 @@ from picotron.parallelize import check_layout
 from picotron.schedules.actions import AnyAction, parse_action
 from picotron.schedules.schedule_csv import read_csv
 from puzzles.solutions import p13_bubble
-from tests.support.oracle import (
-    assert_close,
-    assert_equals_training,
-    make_config,
-    oracle_model,
-    oracle_training,
-    our_model,
-    random_tokens,
-    tiny_llama,
-)
-from tests.support.training import all_stages, pipeline_config, step_of, train, wrapped
-from tests.support.worker_pool import WorkerPool
 
 SOLUTIONS = Path("docs/solutions")
 # The message with which the test of each mistake fails.
@@ -81,7 +81,7 @@ CLASSICS = ("gradients_not_divided", "loss_averaged_twice", "partial_gradients",
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in CLASSICS else pytest.mark.pages) for name in MISTAKES]
+    "name", [pytest.param(name, marks=[] if name in CLASSICS else pytest.mark.slow) for name in MISTAKES]
 )
 def test_mistake_fails_its_test(pool: WorkerPool, name: str) -> None:
     with pytest.raises(AssertionError, match=FAILURES[name]):
@@ -104,7 +104,7 @@ COUNTS = [
 ]
 
 
-@pytest.mark.pages
+@pytest.mark.slow
 @pytest.mark.parametrize(("table", "columns"), COUNTS)
 def test_counts_agree_with_formulas(table: Callable[[], Any], columns: list[tuple[int, int]]) -> None:
     """The formulas omit a few numbers per token, or per weight of a norm, as the pages mention."""

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, MinPLogitsWarper
 
+from conformance.oracle import assert_close
 from docs.programs import count_generation
 from docs.solutions.cache_bytes import cache_bytes
 from docs.solutions.min_p import min_p
-from tests.support.oracle import assert_close
 
 
-@pytest.mark.pages
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("table", "columns"), [(count_generation.tokens_computed, (1, 2)), (count_generation.caches, (1, 2))]
 )

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 import create_config
+from conformance.worker_pool import WorkerPool
 from picotron.command_line import load_config
 from picotron.explain.estimate import GIB
 from picotron.explain.hardware import fits
@@ -26,7 +27,6 @@ from puzzles.harness import run
 from puzzles.report import Report
 from tests.docs.test_docs import anchors, defined_in
 from tests.support.puzzle_answers import BEST, OTHERS, WRONG
-from tests.support.worker_pool import WorkerPool
 
 pytestmark = pytest.mark.processes
 each_puzzle = pytest.mark.parametrize("puzzle", PUZZLES, ids=lambda puzzle: puzzle.name)
@@ -84,7 +84,7 @@ def test_untouched_puzzle_is_not_done_yet(puzzle: Puzzle, processes: WorkerPool,
 
 # `make test` checks one wrong answer to each puzzle, `make pages` the others.
 FIRST_WRONG = {number: i for i, (number, *_) in reversed(list(enumerate(WRONG)))}.values()
-SOME_WRONG = [pytest.param(*each, marks=[] if i in FIRST_WRONG else pytest.mark.pages) for i, each in enumerate(WRONG)]
+SOME_WRONG = [pytest.param(*each, marks=[] if i in FIRST_WRONG else pytest.mark.slow) for i, each in enumerate(WRONG)]
 
 
 def test_every_puzzle_has_two_wrong_answers() -> None:
@@ -105,14 +105,14 @@ def test_wrong_answer_gets_its_first_difference(
     assert "\n" not in report.sentence
 
 
-@pytest.mark.pages
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "text"), OTHERS, ids=lambda value: str(value)[:3])
 def test_other_correct_answers_are_right(number: int, text: str, processes: WorkerPool, tmp_path: Path) -> None:
     report = answer(text, PUZZLES[number - 1], tmp_path, processes)
     assert (report.verdict, report.sentence) == ("RIGHT", "")
 
 
-@pytest.mark.pages
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "text"), BEST, ids=lambda value: str(value)[:3])
 def test_best_known_score_is_reached(number: int, text: str, processes: WorkerPool, tmp_path: Path) -> None:
     report = answer(text, PUZZLES[number - 1], tmp_path, processes)
@@ -128,7 +128,7 @@ def test_statement_of_puzzle_9_tells_its_score_of_contiguous_chunks() -> None:
     assert f"{p09_owner.TOKENS} tokens" in text
 
 
-@pytest.mark.pages
+@pytest.mark.slow
 def test_best_known_layout_of_puzzle_16_is_that_of_the_search(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,7 +218,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(
     ("text", "verdict", "sentence"),
-    [pytest.param(*each, marks=[] if i < 8 else pytest.mark.pages) for i, each in enumerate(FAILURES)],
+    [pytest.param(*each, marks=[] if i < 8 else pytest.mark.slow) for i, each in enumerate(FAILURES)],
 )
 def test_failure_is_one_sentence(text: str, verdict: str, sentence: str, processes: WorkerPool, tmp_path: Path) -> None:
     report = answer(text, PUZZLES[0], tmp_path, processes, limit=0.5 if verdict == "HANGS" else 30)

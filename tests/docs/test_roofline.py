@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from benchmarks.gpu.fake_cuda import obstacle
 from benchmarks.roofline import BATCHES, GROUPS, SOFTMAX, Operation, compiled, eager
 from picotron.explain.hardware import HARDWARE
-from tests.support.fake_cuda import obstacle
 
 H200 = HARDWARE["H200"]
 ROTATION = "rotation, SwiGLU, residuals"
@@ -54,7 +54,7 @@ def rows_of(*words: str) -> dict[str, list[str]]:
     return {name: numbers for name, *numbers in cells}
 
 
-@pytest.mark.pages
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 def test_times_of_products_follow_from_the_formula() -> None:
@@ -70,7 +70,7 @@ def test_times_of_products_follow_from_the_formula() -> None:
     assert float(rows["matrices"][0].replace(",", "")) == pytest.approx(seconds * 1e3, abs=0.1)
 
 
-@pytest.mark.pages
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 @pytest.mark.parametrize("model", BATCHES)

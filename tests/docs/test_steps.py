@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from conformance.oracle import assert_close, relative_error, with_exact_norms
+from conformance.worker_pool import WorkerPool
 from docs.steps import communication, llama
-from tests.support.oracle import assert_close, relative_error, with_exact_norms
-from tests.support.worker_pool import WorkerPool
 
 STEPS = ["s2_tp", "s3_sp", "s4_dp", "s5_buckets", "s6_zero", "s7_pp", "s8_1f1b", "s9_cp"]
 Result = tuple[list[float], dict[str, Tensor]]
-slow = functools.partial(pytest.param, marks=pytest.mark.pages)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 LAYOUTS = [
     ("s2_tp", {"tp": 2}),
     slow("s2_tp", {"tp": 1}),
@@ -105,7 +105,7 @@ def test_step_trains_like_one_process(pool: WorkerPool, step: str, sizes: dict[s
 CLASSICS = ("copy_not_summed", "sum_divided", "weights_not_gathered", "cp_not_summed")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in CLASSICS else pytest.mark.pages) for n in MISTAKES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in CLASSICS else pytest.mark.slow) for n in MISTAKES])
 def test_mistake_changes_the_losses(pool: WorkerPool, name: str) -> None:
     step, sizes, old, new = MISTAKES[name]
     assert source_of(step).read_text().count(old) == 1
@@ -130,7 +130,7 @@ def kept_micro_batches(step: str) -> int:
     return max(kept)
 
 
-@pytest.mark.pages
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "expected"), [("s7_pp", [4, 4, 4, 4]), ("s8_1f1b", [4, 3, 2, 1])])
 def test_schedules_keep_as_many_micro_batches_as_the_answer_says(
     pool: WorkerPool, step: str, expected: list[int]
@@ -138,7 +138,7 @@ def test_schedules_keep_as_many_micro_batches_as_the_answer_says(
     assert pool.run(kept_micro_batches, 4, step) == expected
 
 
-@pytest.mark.pages
+@pytest.mark.slow
 def test_consecutive_tokens_train_like_one_process(pool: WorkerPool) -> None:
     """The solution of exercise 4 of the page."""
     old = "torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]))"

@@ -49,9 +49,9 @@ def test_bound_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("pp", "m"),
-    [(3, 2), *(pytest.param(*each, marks=pytest.mark.parity) for each in ((3, 7), (4, 4), (5, 10), (6, 6)))],
+    [(3, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 7), (4, 4), (5, 10), (6, 6)))],
 )
-@pytest.mark.parametrize("memory", ["p", *(pytest.param(each, marks=pytest.mark.parity) for each in ("p/2", "p/3"))])
+@pytest.mark.parametrize("memory", ["p", *(pytest.param(each, marks=pytest.mark.slow) for each in ("p/2", "p/3"))])
 def test_no_schedule_is_faster_than_the_bound(memory: str, pp: int, m: int) -> None:
     for message in MESSAGES:
         for times in TIMES:
@@ -77,7 +77,7 @@ def test_a_program_faster_than_all_hand_made_ones_is_first(tmp_path: Path, capsy
     assert first.split()[:2] == ["1", str(path)]
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_a_program_is_ranked_only_where_its_memory_suffices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = FOLDER / "v_min_4_8.csv"
     drawing.main(["score", str(written(build("zbv", 4, 8), tmp_path)), str(other)])

@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from conformance.oracle import assert_close, with_exact_norms
+from conformance.training import layout_name
+from conformance.worker_pool import WorkerPool
 from examples.distillation import check_tokenizers, divergence, learn, read_config
 from picotron.config import Config
 from picotron.console import UserError
@@ -18,9 +21,6 @@ from picotron.data.tokens import train_bpe
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.trainer import Data
 from tests.support.examples import make_trainer, results, save_model, words
-from tests.support.oracle import assert_close, with_exact_norms
-from tests.support.training import layout_name
-from tests.support.worker_pool import WorkerPool
 
 ROWS, LENGTH, TEMPERATURE = 8, 16, 3.0
 

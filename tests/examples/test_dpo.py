@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from conformance.fuzz.chat_templates import CHATML, MARKED
+from conformance.oracle import assert_close, with_exact_norms
+from conformance.training import layout_name
+from conformance.worker_pool import WorkerPool
 from examples.dpo import batch_of, learn, read_config, read_pairs
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.tokens import tokenizer_folder
 from picotron.trainer import Data, fingerprint
-from tests.support.chat_templates import CHATML, MARKED
 from tests.support.examples import LAYOUTS, make_trainer, results, save_model, words
-from tests.support.oracle import assert_close, with_exact_norms
 from tests.support.samples import messages, with_template, write_jsonl
-from tests.support.training import layout_name
-from tests.support.worker_pool import WorkerPool
 
 BETA, LENGTH = 0.3, 24
 SOME_MARKED = """{%- for message in messages -%}

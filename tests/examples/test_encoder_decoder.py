@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
+from conformance.oracle import assert_close, make_config, with_exact_norms
+from conformance.training import CPU
+from conformance.worker_pool import WorkerPool
 from examples.encoder_decoder import (
     END,
     FIRST_NUMBER,
@@ -28,10 +31,7 @@ from picotron.optimizer import AdamW, update_weights
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.schedules.schedules import SCHEDULES, build, forward_only
 from tests.support.hostile import assert_rejected
-from tests.support.oracle import assert_close, make_config, with_exact_norms
 from tests.support.program import TORCHRUN
-from tests.support.training import CPU
-from tests.support.worker_pool import WorkerPool
 
 V, SEQUENCES, MICRO_BATCHES, STEPS = 17, 24, 6, 3
 TRAINING = make_config().training
@@ -134,7 +134,7 @@ def test_training_equals_transformers(pool: WorkerPool) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "dp"), [(1, 1), (2, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_equals_transformers(pool: WorkerPool, name: str, pp: int, dp: int) -> None:
@@ -142,7 +142,7 @@ def test_every_schedule_equals_transformers(pool: WorkerPool, name: str, pp: int
 
 
 @pytest.mark.processes
-@pytest.mark.parity
+@pytest.mark.slow
 def test_outputs_that_are_not_scaled(pool: WorkerPool) -> None:
     check(pool, "1f1b", 2, is_scaled=False)
 
@@ -178,7 +178,7 @@ def test_sources_are_different_numbers_and_targets_the_same_in_order() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "words"), [(0, ""), (2, "--schedule zbv"), (4, "--schedule dualpipev --pp 2")])
 def test_the_program_runs_in_every_layout(processes: int, words: str) -> None:
     start = [*TORCHRUN, str(processes), "-m"] if processes else [sys.executable, "-m"]

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.fuzz.chat_templates import CHATML
+from conformance.oracle import assert_close, our_model
+from conformance.training import layout_name
+from conformance.worker_pool import WorkerPool
 from examples.brackets.rewards import correct
 from examples.grpo import Prompt, Task, clipped_ratio, data_of, learn, read_config, read_task, rows_of
 from picotron.console import UserError
 from picotron.generation.rotation import Completion
 from picotron.model.model_config import load_model_config
-from tests.support.chat_templates import CHATML
 from tests.support.examples import make_trainer, results, save_model
-from tests.support.oracle import assert_close, our_model
 from tests.support.samples import messages, with_template, write_jsonl
-from tests.support.training import layout_name
-from tests.support.worker_pool import WorkerPool
 
 LENGTH = 8
 
@@ -49,7 +49,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_layouts_learn_the_same(pool: WorkerPool, tmp_path: Path, layout: dict[str, Any]) -> None:
     expected = pool.run(run, 4, words_of(tmp_path / "dp2 pp2", 12, training__eval_frequency=4))[0]
@@ -74,7 +74,7 @@ def test_the_first_ratio_is_one(pool: WorkerPool, tmp_path: Path) -> None:
     assert "evaluation" not in records[0]
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_a_resumed_run_continues_with_the_same_samples(pool: WorkerPool, tmp_path: Path) -> None:
     one = {"distributed__dp_size": 1, "distributed__pp_size": 1, "training__gradient_accumulation_steps": 8}
     one |= {"checkpoint__save_frequency": 4, "training__eval_frequency": 4}
@@ -97,7 +97,7 @@ def test_a_resume_with_other_samples_or_updates_begins_with_the_first_prompt(mon
     assert same == first
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_evaluation_rises(pool: WorkerPool, tmp_path: Path, seed: int) -> None:
@@ -202,7 +202,7 @@ def test_mistakes_end_in_a_sentence(words: str, message: str, tmp_path: Path, mo
         read_task(*read_config(words.format(path=path, pairs=pairs, surrogate=surrogate).split()))
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.processes
 def test_program_writes_each_record_and_rejects_a_folder_that_cannot_be_written_at_the_start(tmp_path: Path) -> None:
     keys = {"distributed__dp_size": 1, "distributed__pp_size": 1, "training__micro_batch_size": 64}

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from conformance.oracle import make_config, random_rows, tiny_llama
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
@@ -21,8 +23,6 @@ from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.cross_entropy import LinearCrossEntropy, chunk_tokens
 from picotron.train_step import make_train_step
-from tests.support.oracle import make_config, random_rows, tiny_llama
-from tests.support.worker_pool import WorkerPool
 
 CPU = torch.device("cpu")
 
@@ -169,7 +169,7 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("changes", "model"), [*CASES, *(pytest.param(*case, marks=pytest.mark.parity) for case in MORE)], ids=str
+    ("changes", "model"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)], ids=str
 )
 def test_estimated_memory_matches_measured_bytes(
     pool: WorkerPool, changes: dict[str, Any], model: dict[str, Any]

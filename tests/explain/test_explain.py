@@ -11,6 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 import train
+from conformance.oracle import make_config, random_rows, tiny_llama
+from conformance.training import CPU, layout_name, wrapped
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import UserError
@@ -19,9 +22,6 @@ from picotron.explain.explain import Step, run_rank, run_stages, run_step
 from picotron.explain.fake_group import Message, message
 from picotron.model.llama import Llama
 from picotron.pipeline_parallel.plan import plan_pipeline
-from tests.support.oracle import make_config, random_rows, tiny_llama
-from tests.support.training import CPU, layout_name, wrapped
-from tests.support.worker_pool import WorkerPool
 
 LAYERS, B, T, D = 3, 2, 16, 32  # of tiny_llama and make_config
 
@@ -150,7 +150,7 @@ def test_every_gradient_is_averaged_once(layout: dict[str, Any]) -> None:
         ("interleaved_1f1b", 5),
         ("zbv", 4),
         *[
-            pytest.param(engine, boundaries, marks=pytest.mark.parity)
+            pytest.param(engine, boundaries, marks=pytest.mark.slow)
             for engine, boundaries in (("afab", 2), ("zb_h1", 2), ("looped_bfs", 5), ("dualpipev", 4))
         ],
     ],

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 import train
+from conformance.oracle import tiny_llama
 from picotron.command_line import parse_command_line
 from picotron.console import UserError
 from picotron.explain.explain import run_rank, run_stages
@@ -18,7 +19,6 @@ from picotron.explain.hardware import fits, usable
 from picotron.explain.measure import find_hardware
 from picotron.pipeline_parallel.plan import plan_pipeline
 from tests.explain.test_explain import config_of
-from tests.support.oracle import tiny_llama
 
 ENGINES = ("1f1b", "zbv", "afab", "looped_bfs", "interleaved_1f1b", "zb_h1", "dualpipev")
 
@@ -27,17 +27,17 @@ ENGINES = ("1f1b", "zbv", "afab", "looped_bfs", "interleaved_1f1b", "zb_h1", "du
     ("engine", "layout"),
     [
         ("1f1b", {"pp_size": 4, "tp_size": 2, "sequence_parallel": True}),
-        pytest.param("zbv", {"pp_size": 3, "dp_size": 2, "dp_engine": "zero3"}, marks=pytest.mark.parity),
-        pytest.param("1f1b", {"dp_size": 2, "dp_engine": "zero3"}, marks=pytest.mark.parity),
-        pytest.param("auto", {"pp_size": 3, "tp_size": 2}, marks=pytest.mark.parity),
+        pytest.param("zbv", {"pp_size": 3, "dp_size": 2, "dp_engine": "zero3"}, marks=pytest.mark.slow),
+        pytest.param("1f1b", {"dp_size": 2, "dp_engine": "zero3"}, marks=pytest.mark.slow),
+        pytest.param("auto", {"pp_size": 3, "tp_size": 2}, marks=pytest.mark.slow),
         pytest.param(
             "1f1b",
             {"pp_size": 3, "tp_size": 2, "pp_keep_activations": 2, "training__activation_checkpointing": "full"},
-            marks=pytest.mark.parity,
+            marks=pytest.mark.slow,
         ),
         *(
             pytest.param(
-                engine, {"pp_size": 4, "tp_size": 2, "sequence_parallel": True, **more}, marks=pytest.mark.parity
+                engine, {"pp_size": 4, "tp_size": 2, "sequence_parallel": True, **more}, marks=pytest.mark.slow
             )
             for engine in ENGINES
             for more in ({"dp_size": 2, "dp_engine": "zero1"}, {"dp_size": 2, "dp_engine": "zero3"}, {"cp_size": 2})
@@ -130,7 +130,7 @@ def test_unknown_hardware_is_rejected(name: str, message: str) -> None:
         train.main()
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.processes
 def test_rates_of_this_machine_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.forecast import RUNS, Row, by_kind, comparable, per_token, rank_correlation, rows
+from conformance.oracle import make_config, tiny_llama
+from conformance.training import layout_name
 from picotron.console import UserError
 from picotron.explain.errors import ERRORS, describe_errors
 from picotron.explain.explain import run_stages
@@ -17,8 +19,6 @@ from picotron.explain.hardware import HARDWARE, Hardware, read_hardware
 from picotron.model.flops import model_cost
 from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.schedules.order import run_order
-from tests.support.oracle import make_config, tiny_llama
-from tests.support.training import layout_name
 
 MODEL = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 ONLY_LINKS = Hardware(  # computations and latencies take no time, so that nothing hides a message: seconds are bytes
@@ -239,14 +239,14 @@ def published() -> list[Row]:
     return rows(RUNS)
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_forecasts_of_held_out_runs_are_close(published: list[Row]) -> None:
     held_out = [row for row in comparable(published) if not row.run["calibration"]]
     assert len(held_out) >= 40
     assert median(abs(row.error) for row in held_out) < 0.15
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_forecasts_of_each_kind_are_close(published: list[Row]) -> None:
     """The context kind is one run, of which the source does not say what it recomputes: 28 % too slow."""
     held_out = by_kind([row for row in published if not row.run["calibration"]])
@@ -256,7 +256,7 @@ def test_forecasts_of_each_kind_are_close(published: list[Row]) -> None:
         assert each == pytest.approx(ERRORS[kind], abs=0.0006), kind
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_forecasts_order_the_runs_of_a_source(published: list[Row]) -> None:
     for source in {row.source for row in published}:
         pairs = [per_token(row) for row in comparable(published) if row.source == source]

@@ -15,13 +15,13 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 import generate as program
+from conformance.fuzz.chat_templates import CHATML, STRICT, TEMPLATES, TOOLS
+from conformance.fuzz.tokenizer_kinds import KINDS, make_tokenizer
+from conformance.oracle import tiny_llama
 from picotron.console import UserError
 from picotron.data.samples import SampleEncoder
 from picotron.generation.prompts import CompletionPrinter, Encoder
-from tests.support.chat_templates import CHATML, STRICT, TEMPLATES, TOOLS
-from tests.support.oracle import tiny_llama
 from tests.support.program import TORCHRUN
-from tests.support.tokenizer_kinds import KINDS, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("_end_process_group")
 TEXT = " 日本語のテキスト 🙂👍🏽\n    def f(x):\n\n        return x + 1\nnaïve e\u0301."
@@ -268,7 +268,7 @@ def test_line_whose_messages_cannot_be_rendered_is_named(
 
 
 @pytest.mark.processes
-@pytest.mark.parity
+@pytest.mark.slow
 def test_ctrl_c_ends_a_conversation_without_a_traceback(folder: Path) -> None:
     words = [sys.executable, "generate.py", "--checkpoint", str(folder), "--chat"]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -286,7 +286,7 @@ def test_ctrl_c_ends_a_conversation_without_a_traceback(folder: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--distributed.pp_size", "3"], ["--distributed.tp_size", "2"]], ids=" ".join)
 def test_several_processes_hold_the_conversation_of_one(folder: Path, words: list[str]) -> None:
     command = [*TORCHRUN, words[1], "generate.py", "--checkpoint", str(folder), "--chat", "--max_new_tokens", "20"]

@@ -12,6 +12,8 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, MistralForCausalLM
 
 import generate as program
+from conformance.fuzz.tokenizer_kinds import make_tokenizer
+from conformance.oracle import tiny_llama
 from generate import load_model
 from picotron.console import UserError
 from picotron.data.tokens import train_bpe
@@ -19,8 +21,6 @@ from picotron.generation.prompts import Encoder
 from picotron.generation.rotation import generate
 from picotron.generation.sampling import Sampling
 from tests.checkpoint.test_safetensors_folder import break_folder
-from tests.support.oracle import tiny_llama
-from tests.support.tokenizer_kinds import make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("_end_process_group")
 

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import generate as program
+from conformance.oracle import tiny_llama
 from picotron.console import UserError
 from picotron.data.tokens import train_bpe
 from picotron.generation.prompts import read_prompts
-from tests.support.oracle import tiny_llama
 from tests.support.program import TORCHRUN
 
 TEXTS = ["def f", "x", "class A", "", "return x + 1", "d", "pass"]
@@ -113,7 +113,7 @@ def run(folder: Path, prompts: Path, processes: int, *words: object) -> subproce
 
 
 @pytest.mark.processes
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "pp", "tp"), [(2, 2, 1), (4, 2, 2), (4, 1, 2), (6, 3, 1)])
 def test_several_processes_write_the_same_file(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, pp: int, tp: int
@@ -128,7 +128,7 @@ def test_several_processes_write_the_same_file(
 
 
 @pytest.mark.processes
-@pytest.mark.parity
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run(folder: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "prompts.txt")
     process = run(folder, prompts, 2, "--pp_size", 2, "--max_new_tokens", 4000, "--batch_size", 1)

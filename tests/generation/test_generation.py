@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from conformance.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama
+from conformance.training import Loader, all_stages, batches, layout_name, stage_of, step_of, wrapped
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.generation import rotation as generation
 from picotron.generation.rotation import Completion, generate
 from picotron.generation.sampling import Sampling
-from tests.support.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama
-from tests.support.training import Loader, all_stages, batches, layout_name, stage_of, step_of, wrapped
-from tests.support.worker_pool import WorkerPool
 
 MODEL = tiny_llama(num_hidden_layers=6, max_position_embeddings=512)
 PROMPTS = [torch.randint(61, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 7, 3, 12, 5, 2, 9)]
@@ -103,7 +103,7 @@ CORE = (4, 12)
 
 @pytest.mark.parametrize(
     "layout",
-    [each if i in CORE else pytest.param(each, marks=pytest.mark.parity) for i, each in enumerate(LAYOUTS)],
+    [each if i in CORE else pytest.param(each, marks=pytest.mark.slow) for i, each in enumerate(LAYOUTS)],
     ids=layout_name,
 )
 def test_tokens_equal_transformers_and_draws_those_of_one_process(pool: WorkerPool, layout: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ def tensor_after(tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(each, marks=pytest.mark.parity if each else []) for each in CONSTRAINED],
+    [pytest.param(each, marks=pytest.mark.slow if each else []) for each in CONSTRAINED],
     ids=layout_name,
 )
 def test_first_tokens_do_not_end_and_only_allowed_ones_are_drawn_as_in_transformers(
@@ -309,7 +309,7 @@ def train_between(layout: dict[str, Any], generates: bool) -> list[Any]:
     "layout",
     [
         {"pp_size": 2, "tp_size": 2, "sequence_parallel": True, "pp_engine": "zbv"},
-        pytest.param({"cp_size": 2, "dp_size": 2, "dp_engine": "zero1"}, marks=pytest.mark.parity),
+        pytest.param({"cp_size": 2, "dp_size": 2, "dp_engine": "zero1"}, marks=pytest.mark.slow),
     ],
     ids=layout_name,
 )

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from conformance.oracle import CPU, tiny_llama
+from conformance.training import layout_name, pipeline_config
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.generation.rotation import Group, Rotation, generating
@@ -21,8 +23,6 @@ from tests.pipeline_parallel.test_nccl_order import assert_finishes
 from tests.support.nccl_calls import Part, Program
 from tests.support.nccl_order import Play
 from tests.support.nccl_programs import describe, recorded_rank
-from tests.support.oracle import CPU, tiny_llama
-from tests.support.training import layout_name, pipeline_config
 
 ROUNDS = 4
 LAYOUTS: list[dict[str, Any]] = [

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from conformance.oracle import CPU
 from picotron.generation.kv_cache import KVCache
 from picotron.model.attention import PackedDocuments
-from tests.support.oracle import CPU
 
 
 def test_the_cache_grows_in_blocks_and_drops_sequences() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import MinNewTokensLengthLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from conformance.oracle import assert_close
 from picotron.console import UserError
 from picotron.generation.sampling import Sampling, draw, mask_logits, probabilities
-from tests.support.oracle import assert_close
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.oracle import assert_close, our_model, tiny_llama
+from conformance.training import pipeline_config, train
+from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from picotron.model.float8 import E4M3, E5M2, float8_linear, float8_product, quantise, use_float8
 from picotron.model.llama import rope
 from picotron.parallelize import check_layout
-from tests.support.oracle import assert_close, our_model, tiny_llama
-from tests.support.training import pipeline_config, train
-from tests.support.worker_pool import WorkerPool
 
 MODEL = tiny_llama(intermediate_size=64)
 BITS = {E4M3: (448.0, 2**-4, 2**-10), E5M2: (57344.0, 2**-3, 2**-17)}  # largest number; errors: relative, absolute
@@ -101,9 +101,9 @@ FULL = {"training__activation_checkpointing": "full"}
 LAYOUTS: list[Any] = [
     (1, {}),
     (2, {"tp_size": 2, "sequence_parallel": True, **FULL}),
-    pytest.param((2, {"tp_size": 2}), marks=pytest.mark.parity),
-    pytest.param((4, {"pp": 2, "cp_size": 2}), marks=pytest.mark.parity),
-    pytest.param((2, {"dp_size": 2, "dp_engine": "zero3", **FULL}), marks=pytest.mark.parity),
+    pytest.param((2, {"tp_size": 2}), marks=pytest.mark.slow),
+    pytest.param((4, {"pp": 2, "cp_size": 2}), marks=pytest.mark.slow),
+    pytest.param((2, {"dp_size": 2, "dp_engine": "zero3", **FULL}), marks=pytest.mark.slow),
 ]
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from conformance.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama, with_exact_norms
 from picotron.config import Model
 from picotron.console import UserError
 from picotron.model import weights
@@ -22,7 +23,6 @@ from picotron.model.model_config import check_supported, load_model_config
 from picotron.model.recompute import recompute_cheap_results
 from picotron.model.weights import ALL, initial_weights
 from picotron.parallelize import check_layout
-from tests.support.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama, with_exact_norms
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conformance.oracle import CPU, assert_close, our_model, tiny_llama
 from picotron.model.attention import PackedDocuments
 from picotron.model.llama import AttentionFn, fused_attention, math_attention
-from tests.support.oracle import CPU, assert_close, our_model, tiny_llama
 
 ROWS, TOKENS = 2, 24
 BOUNDARIES = [0, 1, 7, 24, 24 + 11, 24 + 23, 48]

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
+from conformance.oracle import assert_close, tiny_llama
 from picotron.model.llama import Llama
 from picotron.model.recompute import recompute_cheap_results
-from tests.support.oracle import assert_close, tiny_llama
 
 PROGRAM = """
 import ctypes, sys, torch
@@ -36,7 +36,7 @@ print(after - before, mebibytes() - before)
 """
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.processes
 def test_norms_and_gated_activations_are_not_kept() -> None:
     """Per token and layer, 6 D + 4 D + 4 F numbers are kept on a CPU, without what is recomputed 2 D + 4 D + 2 F. F

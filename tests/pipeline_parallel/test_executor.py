@@ -10,6 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from conformance.oracle import assert_close, assert_equals_training, tiny_llama
+from conformance.training import Loader, all_stages, batches, layout_name, pipeline_config, step_of, train, wrapped
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
@@ -20,9 +23,6 @@ from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.search import KNOBS, SHAPES, Greedy
 from picotron.schedules.simulate import Costs
 from tests.pipeline_parallel.test_pipeline_parallel import check_evaluations, expected_step, expected_training
-from tests.support.oracle import assert_close, assert_equals_training, tiny_llama
-from tests.support.training import Loader, all_stages, batches, layout_name, pipeline_config, step_of, train, wrapped
-from tests.support.worker_pool import WorkerPool
 
 BY_PROGRAM = ("interleaved_1f1b", "looped_bfs", "zb_h1", "zbv", "dualpipev")  # without a hand-written loop
 MORE: list[dict[str, Any]] = [{}, {"dp_size": 2}, {"tp_size": 2}, {"cp_size": 2}]
@@ -102,7 +102,7 @@ SOME_SPLIT = [("zb_h1", {}, "full"), ("zbv", {"tp_size": 4}, "none"), ("zb_h1", 
 
 @pytest.mark.parametrize(
     ("engine", "tensor_parallel", "checkpointing"),
-    [pytest.param(*case, marks=[] if case in SOME_SPLIT else pytest.mark.parity) for case in SPLIT],
+    [pytest.param(*case, marks=[] if case in SOME_SPLIT else pytest.mark.slow) for case in SPLIT],
     ids=layout_name,
 )
 def test_split_backward_equals_transformers(
@@ -114,7 +114,7 @@ def test_split_backward_equals_transformers(
     check_step(pool, config, num_hidden_layers=4, tie_word_embeddings=tied, **BIASES)
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zbv", "looped_bfs"])
 def test_compiled_layers_equal_transformers(pool: WorkerPool, engine: str) -> None:
     check_step(pool, pipeline_config(engine, 2), compiled=True, num_hidden_layers=4)
@@ -165,7 +165,7 @@ def random_schedule(seed: int) -> Schedule:
     return schedule
 
 
-@pytest.mark.parametrize("seed", [pytest.param(i, marks=[] if i == 0 else pytest.mark.parity) for i in range(24)])
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[] if i == 0 else pytest.mark.slow) for i in range(24)])
 def test_random_schedules_equal_transformers(pool: WorkerPool, tmp_path: Path, seed: int) -> None:
     schedule = random_schedule(seed)
     (tmp_path / "own.csv").write_text(as_csv(schedule.programs))

@@ -10,6 +10,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from benchmarks.pipeline import HeldOutput
+from conformance.oracle import tiny_llama
+from conformance.training import CPU, Loader, batches, pipeline_config, wrapped
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallel
@@ -21,9 +24,6 @@ from picotron.schedules.actions import Action
 from picotron.schedules.checker import add_communication
 from picotron.schedules.simulate import peak_activations
 from tests.pipeline_parallel.test_executor import BY_PROGRAM
-from tests.support.oracle import tiny_llama
-from tests.support.training import CPU, Loader, batches, pipeline_config, wrapped
-from tests.support.worker_pool import WorkerPool
 
 
 def run_observed(executor: Executor, model: DataParallel, observe: Any) -> None:

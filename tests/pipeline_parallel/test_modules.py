@@ -10,6 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from conformance.fuzz.toy_pipelines import (
+    ENGINES,
+    D,
+    Layer,
+    data_of,
+    expected_gradients,
+    like,
+    modules_of,
+    pipeline_of,
+    received_by_half,
+    schedule_of,
+    train_modules,
+    train_pipeline,
+)
+from conformance.oracle import assert_close, make_config
+from conformance.training import CPU
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.console import UserError
@@ -29,23 +46,6 @@ from picotron.schedules.trace import timeline_costs
 from tests.support.nccl_calls import operations
 from tests.support.nccl_order import Play
 from tests.support.nccl_programs import recorded_rank
-from tests.support.oracle import assert_close, make_config
-from tests.support.toy_pipelines import (
-    ENGINES,
-    D,
-    Layer,
-    data_of,
-    expected_gradients,
-    like,
-    modules_of,
-    pipeline_of,
-    received_by_half,
-    schedule_of,
-    train_modules,
-    train_pipeline,
-)
-from tests.support.training import CPU
-from tests.support.worker_pool import WorkerPool
 
 
 def step(
@@ -98,8 +98,8 @@ def check(results: Sequence[Any], kind: str, stages: int, batches: Sequence[dict
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("is_unequal", [pytest.param(False, marks=pytest.mark.parity), True], ids=["equal", "unequal"])
-@pytest.mark.parametrize("kind", [pytest.param("layers", marks=pytest.mark.parity), "encoder-decoder"])
+@pytest.mark.parametrize("is_unequal", [pytest.param(False, marks=pytest.mark.slow), True], ids=["equal", "unequal"])
+@pytest.mark.parametrize("kind", [pytest.param("layers", marks=pytest.mark.slow), "encoder-decoder"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_equal_one_process(pool: WorkerPool, engine: str, kind: str, is_unequal: bool) -> None:
     m = 5 if engine == "searched" else 6
@@ -156,9 +156,9 @@ def test_a_matrix_of_two_stages_is_reduced_after_the_last_of_their_backwards(poo
         ("encoder-decoder", "zbv", "bucket", 2, ()),
         ("encoder-decoder", "1f1b", "zero1", 4, ()),
         ("encoder-decoder", "zbv", "zero3", 4, ()),
-        pytest.param("encoder-decoder", "interleaved_1f1b", "zero3", 4, (1,), marks=pytest.mark.parity),
-        pytest.param("encoder-decoder", "interleaved_1f1b", "zero1", 4, (0, 1), marks=pytest.mark.parity),
-        pytest.param("layers", "zb_h1", "bucket", 4, (1,), marks=pytest.mark.parity),
+        pytest.param("encoder-decoder", "interleaved_1f1b", "zero3", 4, (1,), marks=pytest.mark.slow),
+        pytest.param("encoder-decoder", "interleaved_1f1b", "zero1", 4, (0, 1), marks=pytest.mark.slow),
+        pytest.param("layers", "zb_h1", "bucket", 4, (1,), marks=pytest.mark.slow),
     ],
 )
 def test_trained_weights_equal_one_process(

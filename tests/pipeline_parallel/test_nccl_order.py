@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.oracle import tiny_llama
+from conformance.training import layout_name, pipeline_config
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.pipeline_parallel import executor, pipeline_parallel
@@ -23,8 +25,6 @@ from picotron.schedules.simulate import simulate
 from tests.support.nccl_calls import Event, Mismatch, Operation, Program, most_in_flight, operations
 from tests.support.nccl_order import Deadlock, Play
 from tests.support.nccl_programs import record, record_rank
-from tests.support.oracle import tiny_llama
-from tests.support.training import layout_name, pipeline_config
 
 LOOPS = ("afab", "1f1b")
 ENGINES = [*SCHEDULES, *(f"executor {name}" for name in LOOPS)]  # the executor runs all schedules except LOOPS anyway
@@ -267,14 +267,14 @@ def test_messages_before_the_grid_has_communicated_are_found(tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------------------- the grid
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_many_swapped_messages_hang_on_four_ranks(tmp_path: Path) -> None:
     """Other swaps exchange messages of different neighbours, and only delay them."""
     outcomes = sum((swap_messages(pipeline(tmp_path, engine, 4, 8)) for engine in SCHEDULES), Counter())
     assert outcomes[Deadlock] > outcomes.total() / 3
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "chunks"), CHUNKS)
 def test_longer_pipelines_finish(tmp_path: Path, engine: str, chunks: int | None) -> None:
     for pp in (5, 8):
@@ -282,7 +282,7 @@ def test_longer_pipelines_finish(tmp_path: Path, engine: str, chunks: int | None
             assert_finishes(pipeline(tmp_path, engine, pp, micro_batches, chunks))
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", SCHEDULES)
 @pytest.mark.parametrize(
     "layout",

@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from benchmarks.pipeline import HeldOutput
+from conformance.oracle import make_config, tiny_llama
+from conformance.training import CPU, Loader, batches, stage_of
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.pipeline_parallel import pipeline_parallel
 from picotron.pipeline_parallel.modules import Graph
 from picotron.schedules.schedules import build
 from tests.pipeline_parallel.test_pipeline_parallel import STEPS
-from tests.support.oracle import make_config, tiny_llama
-from tests.support.training import CPU, Loader, batches, stage_of
-from tests.support.worker_pool import WorkerPool
 
 GRID = [(stages, micro_batches) for stages in range(1, 7) for micro_batches in range(1, 10)]
 SHORT = {"recv_forward": "rF", "send_forward": "sF", "recv_backward": "rB", "send_backward": "sB"}

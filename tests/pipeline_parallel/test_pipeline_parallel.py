@@ -10,6 +10,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import LlamaConfig
 
+from conformance.oracle import (
+    assert_close,
+    assert_equals_training,
+    make_config,
+    oracle_model,
+    oracle_training,
+    our_model,
+    random_tokens,
+    tiny_llama,
+)
+from conformance.training import CPU, Loader, all_stages, batches, layout_name, stage_of, train
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
@@ -23,18 +35,6 @@ from picotron.pipeline_parallel.pipeline_parallel import (
 )
 from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.train_step import make_evaluation, train_step
-from tests.support.oracle import (
-    assert_close,
-    assert_equals_training,
-    make_config,
-    oracle_model,
-    oracle_training,
-    our_model,
-    random_tokens,
-    tiny_llama,
-)
-from tests.support.training import CPU, Loader, all_stages, batches, layout_name, stage_of, train
-from tests.support.worker_pool import WorkerPool
 
 LAYERS = {2: 3, 3: 5, 4: 6}  # never the same number of layers on every stage
 LAYOUTS: list[dict[str, Any]] = [{"pp_size": p} | more for p in LAYERS for more in ({}, {"dp_size": 2}, {"tp_size": 2})]
@@ -65,7 +65,7 @@ def expected_training(micro_batches: int, layers: int, tied: bool) -> dict[str, 
 
 @pytest.mark.parametrize(
     ("engine", "layout", "micro_batches", "tied", "checkpointing"),
-    [pytest.param(*case, marks=pytest.mark.parity if len(case[1]) > 2 else []) for case in CASES],
+    [pytest.param(*case, marks=pytest.mark.slow if len(case[1]) > 2 else []) for case in CASES],
     ids=layout_name,
 )
 def test_five_steps_equal_one_process(
@@ -183,7 +183,7 @@ def test_stages_equal_one_process_bit_for_bit(pool: WorkerPool, engine: str, dty
             assert torch.equal(result["gradients"][name], gradient), name
 
 
-@pytest.mark.parity  # `make test` compiles the layers of the executor
+@pytest.mark.slow  # `make test` compiles the layers of the executor
 def test_compiled_layers_have_the_same_gradients(pool: WorkerPool) -> None:
     config = tiny_llama(num_hidden_layers=4)
     (whole,) = pool.run(gradients, 1, "1f1b", config, {}, torch.float64, False)

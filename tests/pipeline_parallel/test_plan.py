@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
 from picotron.pipeline_parallel.plan import plan_pipeline, training_schedule
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import SCHEDULES, build
-from tests.support.oracle import make_config, tiny_llama
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from conformance.training import CPU
+from conformance.worker_pool import WorkerError, WorkerPool
 from picotron.pipeline_parallel.pp_communications import (
     bidirectional_pipeline_communicate,
     pipeline_communicate,
     start_message,
 )
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.training import CPU
-from tests.support.worker_pool import WorkerError, WorkerPool
 
 
 def messages() -> list[Any]:

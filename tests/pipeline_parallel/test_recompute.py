@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from conformance.oracle import assert_close, tiny_llama
+from conformance.training import Loader, all_stages, batches, pipeline_config, step_of, wrapped
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.pipeline_parallel.plan import kept_activations, plan_pipeline
 from picotron.schedules.schedules import SCHEDULES, build
 from tests.pipeline_parallel.test_pipeline_parallel import expected_step
-from tests.support.oracle import assert_close, tiny_llama
-from tests.support.training import Loader, all_stages, batches, pipeline_config, step_of, wrapped
-from tests.support.worker_pool import WorkerPool
 
 FULL = {"training__activation_checkpointing": "full"}
 
@@ -70,7 +70,7 @@ ENGINES = ["afab", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"]
 @pytest.mark.parametrize(
     ("engine", "keep"),
     [
-        pytest.param(engine, keep, marks=[] if engine in ("1f1b", "zbv") and keep == 1 else pytest.mark.parity)
+        pytest.param(engine, keep, marks=[] if engine in ("1f1b", "zbv") and keep == 1 else pytest.mark.slow)
         for engine in ENGINES
         for keep in (1, 2, 100)
     ],

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
+from conformance.oracle import tiny_llama
+from conformance.training import CPU, Loader, batches, pipeline_config, step_of, wrapped
+from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.drawing.__main__ import main
 from picotron.pipeline_parallel.plan import plan_pipeline, training_schedule
 from picotron.pipeline_parallel.recorder import record_steps
 from picotron.schedules.checker import add_communication
 from picotron.schedules.trace import read_trace
-from tests.support.oracle import tiny_llama
-from tests.support.training import CPU, Loader, batches, pipeline_config, step_of, wrapped
-from tests.support.worker_pool import WorkerPool
 
 
 def recorded(config: Config, model_config: LlamaConfig) -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.oracle import tiny_llama
 from picotron.console import UserError
 from picotron.model.flops import Cost, part_costs
 from picotron.pipeline_parallel.stages import (
@@ -19,7 +20,6 @@ from picotron.pipeline_parallel.stages import (
     stage_weights,
 )
 from picotron.schedules.actions import rank_of
-from tests.support.oracle import tiny_llama
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_mistakes_name_their_control(changes: dict[str, Any], field: str, messag
     assert result["error"].startswith(message)
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_scoreboard_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Under all settings that admit the schedule, with the entries of docs/schedules."""
     schedule = build("zb_h1", 4, 4)

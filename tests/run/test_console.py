@@ -49,7 +49,7 @@ def test_log_continues_without_a_reader(closed_pipe: int) -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_jobs_run_after_the_reader_has_gone(make_job: Callable[..., Job], tmp_path: Path, closed_pipe: int) -> None:
     jobs = [make_job(name, dataset__name=str(tmp_path / "no.txt")) for name in ("1", "2")]  # they fail soon
     result = run(["submit_slurm_jobs.py", "--inp_dir", jobs[0].folder.parent, "--local"], closed_pipe)

@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from conformance.oracle import make_config
+from conformance.worker_pool import WorkerPool
 from docs.programs.broken_run import MISTAKES
 from docs.programs.mistake import replaced
 from picotron.console import UserError
 from picotron.run import launch
 from picotron.run.launch import check_same_config, init_process_group, missing_ranks, set_up_device
-from tests.support.oracle import make_config
 from tests.support.program import TORCHRUN
-from tests.support.worker_pool import WorkerPool
 
 COUNT_FAULTS = """
 import resource, sys, torch
@@ -127,12 +127,12 @@ def torchrun(*words: str) -> tuple[str, list[str]]:
         pytest.param(
             ["train.py", "--config"],
             "argument --config: expected one argument; train.py --help lists all arguments",
-            marks=pytest.mark.parity,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["generate.py", "--checkpoint", "x", "--size", "2"],
             "unrecognized arguments: --size 2; generate.py --help",
-            marks=pytest.mark.parity,
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -144,7 +144,7 @@ def test_torchrun_ends_with_the_error_of_the_user(words: list[str], message: str
     assert "usage:" not in output
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.processes
 def test_torchrun_reports_a_stopped_run_as_one_without_an_error(tmp_path: Path) -> None:
     """A signal that torchrun itself has not received."""
@@ -225,7 +225,7 @@ def test_only_nccl_is_bound_to_its_device(
     assert init.call_args.kwargs["device_id"] == expected
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
 def test_freed_memory_is_kept_for_the_next_step() -> None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from conformance.oracle import make_config, tiny_llama
+from conformance.worker_pool import WorkerPool
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.console import UserError
 from picotron.model.flops import model_cost
@@ -22,8 +24,6 @@ from picotron.run.progress import Progress
 from picotron.run.run_folder import begin_run, claim_save_dir, read_records
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import build
-from tests.support.oracle import make_config, tiny_llama
-from tests.support.worker_pool import WorkerPool
 
 FIELDS = [
     "step", "loss", "grad_norm", "learning_rate", "tokens", "step_time", "tokens_per_second",

@@ -58,7 +58,7 @@ def start(home: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen
         process.communicate()
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_a_second_run_in_a_folder_is_rejected_until_the_first_one_is_dead(
     home: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -76,7 +76,7 @@ def test_a_second_run_in_a_folder_is_rejected_until_the_first_one_is_dead(
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1]
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_processes_end_with_a_checkpoint_when_torchrun_is_killed(
     tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -88,7 +88,7 @@ def test_processes_end_with_a_checkpoint_when_torchrun_is_killed(
     assert list(checkpoint_folders(tmp_path / "run")) == [metrics(tmp_path / "run")[-1]["step"]]
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_a_closed_terminal_ends_a_run_with_a_checkpoint(
     tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -98,7 +98,7 @@ def test_a_closed_terminal_ends_a_run_with_a_checkpoint(
     assert list(checkpoint_folders(tmp_path / "run")) == [metrics(tmp_path / "run")[-1]["step"]]
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_a_terminal_that_is_gone_does_not_end_a_run_without_a_checkpoint(home: Path, tmp_path: Path) -> None:
     """Writing to a terminal that was closed fails, before the signal that tells of it is looked at."""
     ours, theirs = os.openpty()
@@ -118,7 +118,7 @@ def test_a_terminal_that_is_gone_does_not_end_a_run_without_a_checkpoint(home: P
     assert list(checkpoint_folders(tmp_path / "run")) == [metrics(tmp_path / "run")[-1]["step"]]
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_processes_that_tokenise_end_with_a_run_that_is_killed(
     home: Path, tmp_path: Path, number: signal.Signals

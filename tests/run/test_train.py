@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
+from conformance.oracle import assert_close, oracle_model
 from picotron.schedules.schedule_csv import read_csv
-from tests.support.oracle import assert_close, oracle_model
 from tests.support.program import TORCHRUN, arguments, metrics, run
 
 
@@ -48,7 +48,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_writes_the_metrics_of_one_process(
     one_process: list[dict[str, Any]], home: Path, tmp_path: Path, layout: dict[str, Any]
@@ -70,7 +70,7 @@ def test_every_layout_writes_the_metrics_of_one_process(
     assert output.count("[rank 1, stage 1] B1\n") == (4 if debug else 0)
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_combined_options_give_the_losses_of_one_process(home: Path, tmp_path: Path) -> None:
     """pp 2 x tp 2, auto, sequence parallel, fewer key/value heads than tp ranks, recomputed activations."""
     more = {"model.num_key_value_heads": 1, "training.activation_checkpointing": "full"}
@@ -86,7 +86,7 @@ def test_combined_options_give_the_losses_of_one_process(home: Path, tmp_path: P
         assert_close(*values, what=field)
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_max_tokens_ends_the_run(home: Path, tmp_path: Path) -> None:
     result = run(
         home,
@@ -100,7 +100,7 @@ def test_max_tokens_ends_the_run(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parity
+@pytest.mark.slow
 def test_training_starts_from_pretrained_weights(tmp_path: Path) -> None:
     """The first loss equals that of transformers for the weights in the folder and the first batch."""
     torch.manual_seed(0)
@@ -118,7 +118,7 @@ def test_training_starts_from_pretrained_weights(tmp_path: Path) -> None:
     assert_close(metrics(tmp_path / "run")[0]["loss"], expected.item())
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_a_run_that_resumes_on_more_data_keeps_its_bpe(home: Path, tmp_path: Path) -> None:
     """Another BPE would give the token ids other meanings than those that the weights have learned."""
     folder, save_dir = tmp_path / "data", tmp_path / "run"
@@ -140,12 +140,12 @@ def test_a_run_that_resumes_on_more_data_keeps_its_bpe(home: Path, tmp_path: Pat
     ("processes", "words", "message"),
     [
         (0, ["--training.lr", "1"], "unknown key training.lr"),
-        pytest.param(0, ["--distributed.dp_size", "3"], "dp_size=3 x pp_size=1 x cp_size=1 x tp_size=1 needs 3 processes, but 1 started", marks=pytest.mark.parity),
-        pytest.param(2, ["--distributed.dp_size", "3"], "needs 3 processes, but 2 started; use torchrun --nproc_per_node 3", marks=pytest.mark.parity),
-        pytest.param(0, ["--distributed.use_cpu", "false", "--distributed.backend", "null"], "no CUDA device; run on the CPU with", marks=pytest.mark.parity),
-        pytest.param(0, ["--model.name", "no/such/folder/at/all"], "has no readable config.json", marks=pytest.mark.parity),
-        pytest.param(0, ["--training.seq_length", "2000000"], "one global batch needs 8 and evaluation 32; use more data", marks=pytest.mark.parity),
-        pytest.param(0, ["--training.learning_rate", "1e30", "--training.warmup_steps", "0", "--training.gradient_accumulation_steps", "1"], "step 2: grad_norm is nan; try a lower", marks=pytest.mark.parity),
+        pytest.param(0, ["--distributed.dp_size", "3"], "dp_size=3 x pp_size=1 x cp_size=1 x tp_size=1 needs 3 processes, but 1 started", marks=pytest.mark.slow),
+        pytest.param(2, ["--distributed.dp_size", "3"], "needs 3 processes, but 2 started; use torchrun --nproc_per_node 3", marks=pytest.mark.slow),
+        pytest.param(0, ["--distributed.use_cpu", "false", "--distributed.backend", "null"], "no CUDA device; run on the CPU with", marks=pytest.mark.slow),
+        pytest.param(0, ["--model.name", "no/such/folder/at/all"], "has no readable config.json", marks=pytest.mark.slow),
+        pytest.param(0, ["--training.seq_length", "2000000"], "one global batch needs 8 and evaluation 32; use more data", marks=pytest.mark.slow),
+        pytest.param(0, ["--training.learning_rate", "1e30", "--training.warmup_steps", "0", "--training.gradient_accumulation_steps", "1"], "step 2: grad_norm is nan; try a lower", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_user_error_ends_the_program_with_one_line(
@@ -191,7 +191,7 @@ def run_broken(
     return result, time.time()
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_a_failing_rank_ends_the_others_and_shows_its_traceback(home: Path, tmp_path: Path) -> None:
     """A bug is no user error: its traceback is printed in full, and no rank waits for the one that failed."""
     result, _ = run_broken(
@@ -216,7 +216,7 @@ def test_killed_stage_ends_the_run_within_30_seconds(home: Path, tmp_path: Path)
     assert len(metrics(tmp_path / "run")) == 1
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> None:
     """The addresses of the listening sockets of two ranks, as the first rank sees them after the first step."""
     program = tmp_path / "program.py"

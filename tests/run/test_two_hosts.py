@@ -78,7 +78,7 @@ def run_on(hosts: list[list[str]], home: Path, folder: Path, *words: list[str]) 
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_two_hosts_write_the_metrics_of_one_host(hosts: list[list[str]], home: Path, tmp_path: Path) -> None:
     one = run_program(home, 2, *arguments(tmp_path / "one", 1, 4, **TP))
     assert one.returncode == 0, one.stderr
@@ -94,7 +94,7 @@ def test_two_hosts_write_the_metrics_of_one_host(hosts: list[list[str]], home: P
         assert list(tmp_path.glob(f"cache{i}/picotron/tokens-*/tokens.uint16"))
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_two_hosts_with_different_data_are_rejected(hosts: list[list[str]], home: Path, tmp_path: Path) -> None:
     for i in range(2):
         (tmp_path / f"{i}.txt").write_text(f"def f(x): return x + {i}\n" * 9_999)

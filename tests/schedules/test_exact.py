@@ -60,7 +60,7 @@ def gaps(seed: int, limit: int) -> tuple[float, float]:
     raise AssertionError(f"no instance of seed {seed} is small enough")
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_search_is_near_the_best_schedule() -> None:
     above = [gaps(seed, 4_000)[0] for seed in range(12)]
     assert mean(above) < 0.005
@@ -100,7 +100,7 @@ def step_time(schedule: Schedule, costs: Costs) -> float:
         return math.inf
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_search_is_near_the_best_of_many_schedules() -> None:
     """Of 60 schedules, 51 are optimal; the worst step is 3.5 % longer than the shortest possible step."""
     above = sorted(gaps(seed, 60_000)[0] for seed in range(100, 160))

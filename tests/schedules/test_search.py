@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
 from picotron.drawing.__main__ import main
 from picotron.explain import estimate
@@ -28,7 +29,6 @@ from picotron.schedules.trace import settings_line, trace_path
 from picotron.sweep.planner import Planner
 from tests.drawing.test_draw import write_trace
 from tests.schedules.test_schedules import assert_runs
-from tests.support.oracle import make_config, tiny_llama
 from tests.support.zero_bubble import CASES, Case
 
 LOOP: Shape = (1, "loop")
@@ -37,7 +37,7 @@ FEW_MOVES = mock.patch.object(search, "BUDGET", 40_000)  # for what holds after 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case.p == 8 and case.m < 64 else pytest.mark.parity) for case in CASES],
+    [pytest.param(case, marks=[] if case.p == 8 and case.m < 64 else pytest.mark.slow) for case in CASES],
     ids=lambda case: f"{case.model}, m {case.m}",
 )
 def test_search_reaches_the_bubbles_of_the_zero_bubble_paper(case: Case) -> None:
@@ -412,8 +412,8 @@ def test_search_tries_other_group_sizes() -> None:
     assert simulate(found["zb_h1 in groups of 6"], slow).step_time < simulate(found["zb_h1"], slow).step_time
 
 
-@pytest.mark.parametrize("deferred", [1.5, pytest.param(5.6, marks=pytest.mark.parity)])
-@pytest.mark.parametrize("shape", [LOOP, pytest.param((2, "loop"), marks=pytest.mark.parity), (2, "V")])
+@pytest.mark.parametrize("deferred", [1.5, pytest.param(5.6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [LOOP, pytest.param((2, "loop"), marks=pytest.mark.slow), (2, "V")])
 def test_full_backwards_where_w_keeps_more_than_a_forward(shape: Shape, deferred: float) -> None:
     """With room for one micro-batch, the backward of a single stage cannot be split."""
     costs = {shape: Costs()}

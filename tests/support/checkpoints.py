@@ -10,15 +10,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from conformance.oracle import drawn_weights, make_config, tiny_llama
+from conformance.training import CPU, all_stages, train_steps
+from conformance.worker_pool import WorkerPool
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.oracle import drawn_weights, make_config, tiny_llama
-from tests.support.training import CPU, all_stages, train_steps
-from tests.support.worker_pool import WorkerPool
 
 BATCH = 8  # sequences in a global batch, in every layout
 LAYOUTS: list[dict[str, Any]] = [

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedConfig
 
+from conformance.oracle import our_model, tiny_llama
+from conformance.training import CPU, all_stages
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.trainer import Data, Trainer
-from tests.support.oracle import our_model, tiny_llama
 from tests.support.samples import write_tokenizer
-from tests.support.training import CPU, all_stages
 
 LAYOUTS: list[dict[str, int]] = [{}, {"dp_size": 2}, {"pp_size": 2}, {"tp_size": 2}, {"cp_size": 2}]
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import LlamaConfig
 
+from benchmarks.shapes import SHAPES
+from conformance.oracle import make_config, tiny_llama
 from picotron.config import Config, Distributed
-from tests.support.oracle import make_config, tiny_llama
-from tests.support.shapes import SHAPES
 
 ENGINES = ("afab", "1f1b", "looped_bfs", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
@@ -28,7 +28,7 @@ class Layout:
     """Changes of the config (without a section, of `distributed`) and of the model.
 
     Args:
-        core: whether the layout is part of `make test`, not only of `make parity`.
+        core: whether the layout is part of `make test`, not only of `make slow`.
         packed: whether each row of a micro-batch holds three documents, and its targets have weights.
     """
 

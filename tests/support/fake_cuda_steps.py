@@ -22,15 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
+from benchmarks.gpu.fake_cuda import fake_cuda_rank, restart_with_fake_cuda
+from benchmarks.gpu.fake_cuda_memory import measure
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.attention import PackedDocuments
 from picotron.optimizer import clip_grad_norm
 from picotron.run.metrics import global_mean
 from picotron.run.progress import Progress
-from tests.support.fake_cuda import fake_cuda_rank, restart_with_fake_cuda
 from tests.support.fake_cuda_layouts import LAYOUTS, MEMORY, ranks_of
-from tests.support.fake_cuda_memory import measure
 
 COPIES = {"aten._to_copy.default", "aten.copy_.default"}
 # Mistakes that tests expect to find, as changes of each micro-batch.

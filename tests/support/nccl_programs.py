@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig
 
+from conformance.training import CPU
 from picotron import parallelize
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
@@ -34,7 +35,6 @@ from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.metrics import global_mean
 from picotron.train_step import make_evaluation
 from tests.support.nccl_calls import Compute, Operation, Part, Program, Wait
-from tests.support.training import CPU
 
 SmallBuckets = functools.partial(DataParallelBucket, bucket_mb=0.02)  # several for each stage of a tiny model
 SmallSlicedBuckets = functools.partial(DataParallelZero1, bucket_mb=0.02)

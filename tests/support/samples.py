@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
+from conformance.oracle import make_config, tiny_llama
 from picotron.config import Config
 from picotron.data.rows import Samples
 from picotron.data.tokens import read_arrays, train_bpe, write_tokens
-from tests.support.oracle import make_config, tiny_llama
 
 PROMPTS = {"dataset__prompt_column": "q", "dataset__completion_column": "a"}
 CHAT = {"dataset__messages_column": "chat"}

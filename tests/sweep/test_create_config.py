@@ -228,7 +228,7 @@ def small(tmp_path: Path) -> str:
     )
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_written_configs_train(home: Path, tmp_path: Path) -> None:
     folder = create(tmp_path, "--world_size", 1, "--grad_acc_steps", 1, 2, exp_name=SHELL_SYNTAX, base=small(tmp_path))
     assert sorted(configs(folder)) == ["grad_acc_steps1", "grad_acc_steps2"]
@@ -238,7 +238,7 @@ def test_written_configs_train(home: Path, tmp_path: Path) -> None:
         assert [line["step"] for line in metrics(folder / name / "run")] == [1, 2]
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_all_layouts_of_two_processes_train_with_equal_losses(home: Path, tmp_path: Path) -> None:
     folder = create(tmp_path, "--world_size", 2, "--global_batch_size", 4, base=small(tmp_path))
     assert sorted(configs(folder)) == sorted(

@@ -24,7 +24,7 @@ from tests.support.jobs import RESUMED, SHELL_SYNTAX, log_of, processes_of, run_
 from tests.support.program import metrics
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_local_sweep_runs_each_new_job_once(make_job: Callable[..., Job], home: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(home)}
     fails, works = make_job("1_fails", dataset__name=str(tmp_path / "later.txt")), make_job(f"2 {SHELL_SYNTAX}")
@@ -40,7 +40,7 @@ def test_local_sweep_runs_each_new_job_once(make_job: Callable[..., Job], home: 
     assert not list(tmp_path.rglob("executed"))
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_jobs_start_from_the_load_path_of_their_config_and_continue_from_their_own_checkpoint(
     make_job: Callable[..., Job], home: Path
 ) -> None:
@@ -79,7 +79,7 @@ def test_ctrl_c_after_a_job_has_ended_is_not_lost(
     assert signal.getsignal(signal.SIGINT) == before
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_local_jobs_resume_after_a_timeout_and_after_ctrl_c(make_job: Callable[..., Job], home: Path) -> None:
     """Both end with a checkpoint."""
     environment = {**os.environ, "HOME": str(home)}
@@ -109,7 +109,7 @@ def test_local_jobs_resume_after_a_timeout_and_after_ctrl_c(make_job: Callable[.
         assert RESUMED in log_of(job)
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_job_fails_when_its_runner_and_then_its_processes_are_killed(make_job: Callable[..., Job], home: Path) -> None:
     """After its runner was killed, a job is still running as long as its torchrun runs. --check_status sees both."""
     job, environment = make_job("job", training__total_train_steps=1_000_000), {**os.environ, "HOME": str(home)}
@@ -124,7 +124,7 @@ def test_job_fails_when_its_runner_and_then_its_processes_are_killed(make_job: C
     wait_for(lambda: "fail           1" in run_program(job.folder, "--check_status", environment=environment), job)
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_local_job_without_memory_has_status_oom(
     make_job: Callable[..., Job], model_folder: Path, home: Path, tmp_path: Path
 ) -> None:

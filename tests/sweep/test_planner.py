@@ -125,7 +125,7 @@ def test_bounds_of_few_micro_batches_are_bounds(engine: str, m: int) -> None:
     assert seconds <= forecast(config, SMALL, plan, HARDWARE["H100"]).step_time * (1 + 1e-12)
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(12, 112, 25))
 def test_the_search_finds_the_best_configs_of_100_more_spaces(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -144,7 +144,7 @@ def test_if_nothing_fits_the_smallest_change_is_named() -> None:
     assert what_fits(config, SMALL, 0.1).startswith("neither recomputation nor ZeRO-3")
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_all_layouts_of_1024_ranks_take_less_than_30_seconds() -> None:
     from transformers import AutoConfig
 

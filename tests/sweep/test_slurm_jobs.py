@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from conformance.oracle import assert_close
 from extract_metrics import main as extract_metrics
 from picotron.command_line import parse_config
 from picotron.console import UserError
@@ -23,7 +24,6 @@ from picotron.sweep.jobs import Job
 from picotron.sweep.slurm import SlurmResources, reconcile_status, render, sbatch_command
 from submit_slurm_jobs import parse_arguments, read_config
 from tests.support.jobs import RESUMED, SHELL_SYNTAX, log_of, processes_of, run_program, wait_for
-from tests.support.oracle import assert_close
 from tests.support.program import metrics, same_records
 from tests.support.slurm_cluster import NoSlurmError, slurm_cluster
 
@@ -47,7 +47,7 @@ def show_job(job_id: str, environment: dict[str, str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in output.split() if "=" in word)
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_sweep_on_slurm_ends_with_the_right_statuses(
     cluster: dict[str, str], make_job: Callable[..., Job], tmp_path: Path
@@ -303,7 +303,7 @@ def test_invalid_configs_are_all_reported_and_nothing_is_submitted(make_job: Cal
     assert jobs[0].status == "init"
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_requeued_job_resumes_from_its_checkpoint(cluster: dict[str, str], make_job: Callable[..., Job]) -> None:
     """Slurm requeues a job if its node is lost or it is preempted: it is pending again, and keeps its id."""
     job = make_job("job", training__total_train_steps=40, checkpoint__save_frequency=1)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.context_parallel import LiveBytes
+from conformance.oracle import assert_close
+from conformance.worker_pool import WorkerPool
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import cross_entropy, tensor_parallel
 from picotron.tensor_parallel.cross_entropy import (
@@ -20,8 +22,6 @@ from picotron.tensor_parallel.cross_entropy import (
     linear_cross_entropy,
     linear_log_probs,
 )
-from tests.support.oracle import assert_close
-from tests.support.worker_pool import WorkerPool
 
 
 def sharded_cross_entropy(vocab_size: int, ignored: list[int], chunk: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,7 +247,7 @@ def loss_and_gradients(compiled: bool) -> tuple[Tensor, Tensor, Tensor]:
     return loss.detach(), x.grad, local.grad
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_compiled_loss_equals_the_eager_one(pool: WorkerPool, size: int) -> None:
     for compiled, eager in zip(*(pool.run(loss_and_gradients, size, each) for each in (True, False)), strict=True):

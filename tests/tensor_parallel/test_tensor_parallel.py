@@ -9,15 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from picotron.checkpoint.safetensors_folder import SafetensorsFolder
-from picotron.console import UserError
-from picotron.data_parallel.data_parallel import DataParallelBucket
-from picotron.model.llama import Llama, rope
-from picotron.model.recompute import recompute_cheap_results
-from picotron.model.weights import materialise
-from picotron.process_group_manager import setup_process_group_manager
-from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
-from tests.support.oracle import (
+from conformance.oracle import (
     assert_close,
     assert_equals_training,
     drawn_weights,
@@ -28,8 +20,16 @@ from tests.support.oracle import (
     random_tokens,
     tiny_llama,
 )
-from tests.support.training import CPU, gathered, train
-from tests.support.worker_pool import WorkerPool
+from conformance.training import CPU, gathered, train
+from conformance.worker_pool import WorkerPool
+from picotron.checkpoint.safetensors_folder import SafetensorsFolder
+from picotron.console import UserError
+from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.model.llama import Llama, rope
+from picotron.model.recompute import recompute_cheap_results
+from picotron.model.weights import materialise
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 
 MODELS: dict[str, dict[str, Any]] = {
     "gqa, padded vocabulary": {"num_attention_heads": 8, "num_key_value_heads": 4},
@@ -74,9 +74,9 @@ def loss_and_gradients(config: LlamaConfig, tp: int, sequence_parallel: bool, ch
     return {"logits": logits, "loss": loss.detach(), "gradients": gathered(model, "main_grad")}
 
 
-# `make test` runs each layout either with or without activation checkpointing, and `make parity` the other half.
+# `make test` runs each layout either with or without activation checkpointing, and `make slow` the other half.
 LAYOUTS = [
-    pytest.param(tp, sp, checkpointed, marks=[] if checkpointed == (tp == 4) else pytest.mark.parity)
+    pytest.param(tp, sp, checkpointed, marks=[] if checkpointed == (tp == 4) else pytest.mark.slow)
     for tp, sp in ((1, True), (2, False), (2, True), (4, False), (4, True))
     for checkpointed in (False, True)
 ]
@@ -114,7 +114,7 @@ def compiled_gradients(sequence_parallel: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
-@pytest.mark.parity
+@pytest.mark.slow
 def test_compiled_layers_have_the_same_gradients(pool: WorkerPool, sequence_parallel: bool) -> None:
     expected = pool.run(loss_and_gradients, 1, model_of("kv heads < tp"), 1, False, False)[0]["gradients"]
     for name, gradient in pool.run(compiled_gradients, 2, sequence_parallel)[0].items():
@@ -163,7 +163,7 @@ def test_loss_of_gathered_logits_has_the_same_gradients(pool: WorkerPool) -> Non
 # Every model with every tp size; combined with data parallelism, every model on 4 ranks and the first model on 8.
 # `make test` runs each model with tp 4 and sequence parallelism.
 TEN_STEPS = [
-    pytest.param(name, tp, dp, sp, marks=[] if (tp, dp, sp) == (4, 1, True) else pytest.mark.parity)
+    pytest.param(name, tp, dp, sp, marks=[] if (tp, dp, sp) == (4, 1, True) else pytest.mark.slow)
     for name in MODELS
     for tp, dp in ((2, 1), (4, 1), (2, 2))
     for sp in (False, True)

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather as torch_all_gather
 
+from conformance.oracle import assert_close, tiny_llama
+from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import tensor_parallel
 from picotron.tensor_parallel import tp_communications as comm
-from tests.support.oracle import assert_close, tiny_llama
-from tests.support.worker_pool import WorkerPool
 from tests.tensor_parallel.test_tensor_parallel import parallel_model
 
 

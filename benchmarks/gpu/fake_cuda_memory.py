@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
+from benchmarks.gpu.fake_cuda import fake_cuda_rank
 from picotron.config import Config
 from picotron.explain.estimate import rank_memory
 from picotron.optimizer import clip_grad_norm
-from tests.support.fake_cuda import fake_cuda_rank
 
 BLOCK = 512  # torch's allocator rounds the size of a tensor up to a multiple of it
 

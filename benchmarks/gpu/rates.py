@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.gpu.report import Content, Options, Part, header, seconds_per_call, synchronize, table_row
+from benchmarks.gpu.speed import Workload, free_memory, random_weights, workloads
 from picotron.config import Training
 from picotron.explain.hardware import Hardware
 from picotron.generation.rotation import generate
@@ -21,8 +23,6 @@ from picotron.parallelize import build_model
 from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.cross_entropy import VocabularyShard, chunk_loss, linear_cross_entropy
-from tests.gpu.report import Content, Options, Part, header, seconds_per_call, synchronize, table_row
-from tests.gpu.speed import Workload, free_memory, random_weights, workloads
 
 LIMIT, COMPILATION = 30.0, 60.0  # seconds of a row
 BF16 = torch.bfloat16

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from conformance.fuzz.toy_pipelines import ENGINES, WRAPPERS, schedule_of, train_modules, train_pipeline
 from picotron import process_group_manager as pgm
-from tests.support.toy_pipelines import ENGINES, WRAPPERS, schedule_of, train_modules, train_pipeline
 
 Case = dict[str, Any]
 ARGUMENTS = ("kind", "engine", "pp", "m", "dp_engine", "frozen", "is_unequal")

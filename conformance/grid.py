@@ -1,6 +1,6 @@
 """The grid of layouts: each trains as one process of transformers does, in float64.
 
-    make parity        or: python -m tests.parity [WORD ...]
+    make parity        or: python -m conformance.grid [WORD ...]
 
 checks every layout of LAYOUTS with `conformance`, through picotron's adapter. All train the same model. It prints the
 largest errors, writes them to docs/reference/parity.md, and fails if one is above LIMIT. With words it takes only
@@ -19,9 +19,9 @@ from transformers import PreTrainedConfig
 
 from conformance.check import Checker
 from conformance.compare import LIMIT
+from conformance.oracle import make_config, relative_error, tiny_llama
 from picotron.config import Config
 from picotron.schedules.schedules import SCHEDULES
-from tests.support.oracle import make_config, relative_error, tiny_llama
 
 ADAPTER = Path("conformance/adapters/picotron.py").resolve()
 REPORT = Path("docs/reference/parity.md")
@@ -215,7 +215,7 @@ def report(rows: dict[str, dict[str, float]]) -> str:
         "| `llama`, `qwen3`, ... | the family of the model | always |",
         "",
         "Any two of these options that can be combined occur together in at least one layout. To check only the layouts whose",
-        "names contain certain words, give these words: `python -m tests.parity dp2 zbv`.",
+        "names contain certain words, give these words: `python -m conformance.grid dp2 zbv`.",
         "",
         "## Largest relative errors of each layout",
         "",

@@ -6,9 +6,9 @@ import torch
 import transformers
 from torch.nn.attention import SDPBackend
 
+from benchmarks.gpu.report import Content, Options, Outcome, Part, header, row, seconds_per_call, table_row
 from benchmarks.side_by_side import machine
 from picotron.run.metrics import peak_flops
-from tests.gpu.report import Content, Options, Outcome, Part, header, row, seconds_per_call, table_row
 
 LIMIT = 20.0  # seconds of a part
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from conformance.check import Checker
+from conformance.grid import ADAPTER, LAYOUTS, LIMIT, REPORT, errors_of, features, largest_errors, report, settings
 from picotron.model.families import FAMILIES
 from picotron.schedules.schedules import SCHEDULES
-from tests.parity import ADAPTER, LAYOUTS, LIMIT, REPORT, errors_of, features, largest_errors, report, settings
 
 SOME = "pp2 x cp2 zb_h1 contiguous ring zero1 untied kv1 qwen3"
 
@@ -63,7 +63,7 @@ def pairs(layout: dict[str, Any]) -> set[tuple[tuple[str, Any], tuple[str, Any]]
     return set(itertools.combinations(sorted(layout.items()), 2))
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 def test_layouts_cover_every_pair_of_features() -> None:
     possible = set().union(*map(pairs, every_layout()))
     missing = possible - set().union(*(pairs(features(name)) for name in LAYOUTS))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from conformance.oracle import drawn_weights, make_config, random_rows
 from picotron import process_group_manager as pgm
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
@@ -25,7 +26,6 @@ from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.progress import Progress
 from picotron.train_step import make_train_step
-from tests.support.oracle import drawn_weights, make_config, random_rows
 
 CPU = torch.device("cpu")
 

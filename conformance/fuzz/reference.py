@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from conformance.fuzz.cases import STEPS, Case
+from conformance.fuzz.files import config_of, model_config, own_batch
+from conformance.fuzz.losses import LOSSES, weighted_mean
+from conformance.fuzz.sequences import Document, rows_of_case
+from conformance.oracle import oracle_model, our_model
 from picotron.config import Config, Training
 from picotron.data.loader import epoch_order
-from tests.fuzz.cases import STEPS, Case
-from tests.fuzz.files import config_of, model_config, own_batch
-from tests.fuzz.losses import LOSSES, weighted_mean
-from tests.fuzz.sequences import Document, rows_of_case
-from tests.support.oracle import oracle_model, our_model
 
 Batch = dict[str, Any]
 

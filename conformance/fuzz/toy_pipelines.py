@@ -8,6 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from conformance.oracle import make_config
+from conformance.training import CPU
 from picotron.collectives import all_reduce
 from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
@@ -21,8 +23,6 @@ from picotron.schedules.actions import Schedule
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.search import fastest_schedule
 from picotron.schedules.simulate import Costs
-from tests.support.oracle import make_config
-from tests.support.training import CPU
 
 D, V = 6, 11
 TRAINING = make_config(training__max_grad_norm=0.5, training__weight_decay=0.1).training

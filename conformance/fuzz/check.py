@@ -10,14 +10,14 @@ from unittest import mock
 
 import torch
 
+from conformance.fuzz.cases import Case, smaller
+from conformance.fuzz.files import config_of, model_config, write_files
+from conformance.fuzz.modules import expected
+from conformance.fuzz.reference import train_reference
+from conformance.fuzz.sequences import Mismatch
+from conformance.fuzz.work import run_part
+from conformance.worker_pool import WorkerError, WorkerPool
 from picotron.console import UserError
-from tests.fuzz.cases import Case, smaller
-from tests.fuzz.files import config_of, model_config, write_files
-from tests.fuzz.modules import expected
-from tests.fuzz.reference import train_reference
-from tests.fuzz.sequences import Mismatch
-from tests.fuzz.work import run_part
-from tests.support.worker_pool import WorkerError, WorkerPool
 
 LIMIT = 1e-9
 SMALLEST_SCALE = 1e-4  # of the largest tensor: a gradient that is 0 in exact arithmetic has a rounding error

@@ -10,6 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from benchmarks.gpu.attention import attention_checks
+from benchmarks.gpu.errors import LIMITS, draw, errors, largest_error, name_of
+from benchmarks.gpu.report import Check, Content, Options, checked, header
+from benchmarks.shapes import LLAMA3_ROPE
+from conformance.oracle import our_model, tiny_llama
 from picotron.config import Training
 from picotron.model.llama import RMSNorm, rope
 from picotron.model.split_backward import defer_weight_grads, run_deferred, split_backward
@@ -17,11 +22,6 @@ from picotron.model.weights import set_main_grad
 from picotron.optimizer import AdamW
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy
-from tests.gpu.attention import attention_checks
-from tests.gpu.errors import LIMITS, draw, errors, largest_error, name_of
-from tests.gpu.report import Check, Content, Options, checked, header
-from tests.support.oracle import our_model, tiny_llama
-from tests.support.shapes import LLAMA3_ROPE
 
 
 def loss_errors(device: torch.device, dtype: torch.dtype, tokens: int, hidden: int, vocab: int) -> list[float]:

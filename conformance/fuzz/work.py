@@ -9,6 +9,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from conformance.fuzz.cases import Case
+from conformance.fuzz.files import config_of, own_batch, sequences_of
+from conformance.fuzz.losses import LOSSES
+from conformance.fuzz.modules import train_stages
+from conformance.oracle import drawn_weights
+from conformance.training import all_stages
 from picotron.batches import cross_entropy, forward_batch, split_batch, train_batch
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
@@ -25,12 +31,6 @@ from picotron.run.metrics import global_mean
 from picotron.run.progress import Progress
 from picotron.sequences import pack_sequences
 from picotron.train_step import make_evaluation, make_train_step
-from tests.fuzz.cases import Case
-from tests.fuzz.files import config_of, own_batch, sequences_of
-from tests.fuzz.losses import LOSSES
-from tests.fuzz.modules import train_stages
-from tests.support.oracle import drawn_weights
-from tests.support.training import all_stages
 
 CPU = torch.device("cpu")
 

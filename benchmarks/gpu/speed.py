@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.gpu.report import Content, Options, Outcome, Part, header, row, seconds_of
+from benchmarks.shapes import SHAPES
 from benchmarks.workload import torch_adamw
 from picotron.command_line import parse_config
 from picotron.config import Config
@@ -32,8 +34,6 @@ from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.metrics import Metrics, peak_flops
 from picotron.run.progress import Progress
 from picotron.train_step import make_train_step
-from tests.gpu.report import Content, Options, Outcome, Part, header, row, seconds_of
-from tests.support.shapes import SHAPES
 
 ROWS = 16  # sequences of a step
 MICRO_BATCH_SIZES = (4, 8, 16)
@@ -239,7 +239,7 @@ def forecast_row(workload: Workload, options: Options) -> Outcome:
 
 
 def priced_rows(workload: Workload, options: Options) -> Outcome:
-    """Return the rows of the prices that tests/gpu/prices.py has computed."""
+    """Return the rows of the prices that benchmarks/gpu/prices.py has computed."""
     prices = json.loads(PRICES.read_text()).get(options.hardware and options.hardware.name)
     if prices is None:
         return Outcome([row([workload.name, workload.rows, "priced: this GPU is not in prices.json", *["-"] * 6])])
@@ -287,7 +287,7 @@ def speed_section(options: Options) -> Content:
         "- transformers, bfloat16, compiled as a whole: nothing is kept in float32, so that rounding cancels most updates of the",
         "  weights, and `torch.compile` sees the model and its loss as one graph",
         "- forecast: the time that `train.py --explain --hardware` computes by formulas",
-        "- priced: the time that benchmarks/roofline.py adds up from the prices of all operations, see tests/gpu/prices.py",
+        "- priced: the time that benchmarks/roofline.py adds up from the prices of all operations, see benchmarks/gpu/prices.py",
         "",
         "MFU is relative to the data sheet. Allocated and reserved are the peaks of torch's allocator. The estimate is that of",
         "estimate.py, which leaves out temporary tensors and what torch.compile changes.",

@@ -1,4 +1,4 @@
-"""python -m tests.gpu, see program.py. (Other processes can import that module, but not this one.)"""
+"""python -m benchmarks.gpu, see program.py. (Other processes can import that module, but not this one.)"""
 
 import importlib.util
 import sys
@@ -11,6 +11,6 @@ if __name__ == "__main__":
             f"{sys.executable} has no {', '.join(missing)}, which make gpu needs; create .venv with `make setup`, or see "
             f"docs/reference/gpu.md for a machine without a network"
         )
-    from tests.gpu.program import main
+    from benchmarks.gpu.program import main
 
     sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Prices of the steps that the section on speed measures, from benchmarks/roofline.py.
 
-    python -m tests.gpu.prices      writes tests/gpu/prices.json
+    python -m benchmarks.gpu.prices      writes benchmarks/gpu/prices.json
 
 Pricing needs no GPU, but g++ and a torch whose fake tensors know all operations. A machine with a GPU may have neither,
 so the file brings the prices along.
@@ -10,10 +10,10 @@ import json
 import sys
 
 from benchmarks import roofline
+from benchmarks.gpu.fake_cuda import obstacle, restart_with_fake_cuda
+from benchmarks.gpu.report import Options
+from benchmarks.gpu.speed import PRICES, Workload, micro_batches, workloads
 from picotron.explain.hardware import HARDWARE, Hardware
-from tests.gpu.report import Options
-from tests.gpu.speed import PRICES, Workload, micro_batches, workloads
-from tests.support.fake_cuda import obstacle, restart_with_fake_cuda
 
 
 def price(workload: Workload, hardware: Hardware) -> dict[str, float]:

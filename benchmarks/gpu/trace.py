@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.gpu.report import Content, Options, Outcome, Part, header, row, seconds_of, synchronize
-from tests.gpu.speed import Step, free_memory, picotron, workloads
+from benchmarks.gpu.report import Content, Options, Outcome, Part, header, row, seconds_of, synchronize
+from benchmarks.gpu.speed import Step, free_memory, picotron, workloads
 
 # The first group of which a word occurs in a kernel's name counts.
 GROUPS = {

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from benchmarks.gpu.errors import name_of
+from benchmarks.gpu.report import Check, Content, Options, checked, header
+from benchmarks.gpu.staged import batch_isend_irecv
+from benchmarks.shapes import LLAMA3_ROPE
+from conformance.grid import LAYOUTS, features, largest_errors, settings
+from conformance.oracle import make_config, oracle_training, random_tokens, relative_error, tiny_llama
+from conformance.training import train
+from conformance.worker_pool import CONTEXT, WorkerPool
 from picotron.config import Config
 from picotron.schedules.schedules import SCHEDULES
-from tests.gpu.errors import name_of
-from tests.gpu.report import Check, Content, Options, checked, header
-from tests.gpu.staged import batch_isend_irecv
-from tests.parity import LAYOUTS, features, largest_errors, settings
-from tests.support.oracle import make_config, oracle_training, random_tokens, relative_error, tiny_llama
-from tests.support.shapes import LLAMA3_ROPE
-from tests.support.training import train
-from tests.support.worker_pool import CONTEXT, WorkerPool
 
 
 def errors_of(result: dict[str, Any], reference: dict[str, Any]) -> list[float]:
@@ -100,7 +100,7 @@ def transformers_section(options: Options) -> Content:
 
 # -------------------------------------------------------------------------------------------------------- every layout
 
-# Layouts of two ranks; tests.parity has those of four and more.
+# Layouts of two ranks; conformance.grid has those of four and more.
 TWO_RANKS = [
     "dp2 untied kv4 llama",
     "dp2 zero1 untied kv4 llama",
@@ -132,7 +132,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 def layout_run(
     name: str, options: Options, changes: dict[str, dict[str, Any]], layers: int | None = None
 ) -> tuple[Config, PreTrainedConfig]:
-    """Return the run of a layout of tests.parity on this machine's devices."""
+    """Return the run of a layout of conformance.grid on this machine's devices."""
     config, model_config = settings(name, layers)
     layout = config.distributed
     blocks = layout.cp_size > 1 and layout.cp_engine != "ulysses"  # has no kernel for float64 on GPUs

@@ -10,15 +10,15 @@ from unittest import mock
 
 import pytest
 
+from conformance.fuzz.cases import Case, draw_case, smaller
+from conformance.fuzz.check import check, shrink
+from conformance.fuzz.work import run_part
+from conformance.worker_pool import WorkerPool
 from picotron.batches import check_batches
 from picotron.data.spans import Spans, SpanTokenizer
 from picotron.data_parallel import zero3
 from picotron.data_parallel.owned_slices import divide
 from picotron.data_parallel.zero3 import Unit
-from tests.fuzz.cases import Case, draw_case, smaller
-from tests.fuzz.check import check, shrink
-from tests.fuzz.work import run_part
-from tests.support.worker_pool import WorkerPool
 
 SEED = 30
 MODEL = {
@@ -109,9 +109,9 @@ def test_corners_equal_transformers(pool: WorkerPool, name: str) -> None:
     assert result.outcome == "equal", result.text
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.parity) for first in range(5, 310, 5))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(5, 310, 5))])
 def test_random_cases_equal_transformers(pool: WorkerPool, first: int) -> None:
-    """A failure prints a case: `python -m tests.fuzz --seed 30 --first N --cases 1` simplifies it."""
+    """A failure prints a case: `python -m conformance.fuzz --seed 30 --first N --cases 1` simplifies it."""
     for number in range(first, first + 5):
         case = draw_case(SEED, number)
         result = check(pool, case)
@@ -189,7 +189,7 @@ def run_with_fault(corner: str, case: Case, folder: Path, part: int) -> dict[str
 @pytest.mark.parametrize(
     "corner",
     [
-        name if name in ("odd length", "ignored targets") else pytest.param(name, marks=pytest.mark.parity)
+        name if name in ("odd length", "ignored targets") else pytest.param(name, marks=pytest.mark.slow)
         for name in FAULTS
     ],
 )
@@ -201,7 +201,7 @@ def test_a_fault_put_back_is_found_and_simplified(pool: WorkerPool, corner: str)
     assert check(pool, simple, run).outcome == "different"
 
 
-@pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.parametrize("corner", FAULTS)
 def test_random_cases_find_a_fault_put_back(pool: WorkerPool, corner: str) -> None:
     run = functools.partial(run_with_fault, corner)

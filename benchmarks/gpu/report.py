@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from conformance.worker_pool import WorkerError
 from picotron.explain.hardware import HARDWARE, Hardware
-from tests.support.worker_pool import WorkerError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from conformance.fuzz.cases import Case
+from conformance.fuzz.files import records_of, tokenizer_of
 from picotron.config import Config
 from picotron.data.loader import split_train_eval
 from picotron.data.rows import Rows, Samples
 from picotron.data.tokens import read_arrays, write_tokens
 from picotron.model.model_config import load_model_config
-from tests.fuzz.cases import Case
-from tests.fuzz.files import records_of, tokenizer_of
 
 
 class Document(NamedTuple):

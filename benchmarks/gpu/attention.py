@@ -11,13 +11,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.errors import LIMITS, draw, errors, name_of
+from benchmarks.gpu.report import Check, Options
 from picotron import process_group_manager as pgm
 from picotron.context_parallel.context_parallel import accumulate_gradients, blockwise_attention
 from picotron.context_parallel.positions import local_positions, packed_blocks
 from picotron.model.attention import PackedDocuments, attend_per_document
 from picotron.model.llama import fused_attention, math_attention
-from tests.gpu.errors import LIMITS, draw, errors, name_of
-from tests.gpu.report import Check, Options
 
 CP_RANKS = 4
 HEADS = 8

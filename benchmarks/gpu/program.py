@@ -1,6 +1,6 @@
 """Check and measure picotron on this machine's GPUs, and write the results into docs/reference/gpu.md:
 
-    make gpu        or: python -m tests.gpu [--only SECTION ...] [--out FILE] [--trace FOLDER] [--no-compile] [--cpu]
+    make gpu    or: python -m benchmarks.gpu [--only SECTION ...] [--out FILE] [--trace FOLDER] [--no-compile] [--cpu]
 
 The sections run one after the other, those that matter most first. Each consists of parts, such as the rows of a table,
 which run in a separate process. A part that fails, or takes longer than its limit, ends this process; the next part
@@ -19,15 +19,15 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu.checkpoints import checkpoint_section
-from tests.gpu.kernels import kernels_section
-from tests.gpu.machine import device_name, machine_section
-from tests.gpu.rates import rates_section
-from tests.gpu.report import Content, Options, Outcome, content, header, reason, row, run_part
-from tests.gpu.speed import speed_section
-from tests.gpu.trace import trace_section
-from tests.gpu.training import layouts_section, transformers_section
-from tests.support.worker_pool import CONTEXT, WorkerError, WorkerPool
+from benchmarks.gpu.checkpoints import checkpoint_section
+from benchmarks.gpu.kernels import kernels_section
+from benchmarks.gpu.machine import device_name, machine_section
+from benchmarks.gpu.rates import rates_section
+from benchmarks.gpu.report import Content, Options, Outcome, content, header, reason, row, run_part
+from benchmarks.gpu.speed import speed_section
+from benchmarks.gpu.trace import trace_section
+from benchmarks.gpu.training import layouts_section, transformers_section
+from conformance.worker_pool import CONTEXT, WorkerError, WorkerPool
 
 PAGE = Path("docs/reference/gpu.md")
 SECONDS = 570.0  # for all sections together

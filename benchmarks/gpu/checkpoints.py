@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.gpu.report import Check, Content, Options, checked, header
+from conformance.oracle import make_config, random_rows, random_tokens, relative_error, tiny_llama
+from conformance.training import device_of, train_steps, wrapped
 from picotron.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
@@ -20,9 +23,6 @@ from picotron.optimizer import AdamW
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
-from tests.gpu.report import Check, Content, Options, checked, header
-from tests.support.oracle import make_config, random_rows, random_tokens, relative_error, tiny_llama
-from tests.support.training import device_of, train_steps, wrapped
 
 STEPS, SAVED = 8, 4  # steps of a run, and the step after which a second run resumes
 RUNS: dict[str, dict[str, Any]] = {

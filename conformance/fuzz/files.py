@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from conformance.fuzz.cases import STEPS, Case
+from conformance.fuzz.chat_templates import TEMPLATES
+from conformance.fuzz.tokenizer_kinds import WORDS, make_tokenizer
 from picotron.command_line import override, parse_config
 from picotron.config import Config
 from picotron.model.llama import IGNORE_INDEX
-from tests.fuzz.cases import STEPS, Case
-from tests.support.chat_templates import TEMPLATES
-from tests.support.tokenizer_kinds import WORDS, make_tokenizer
 
 VOCABULARY = 480  # of tokenizers
 

@@ -1,0 +1,1 @@
+"""Random cases: models, layouts, data and events of a training that nobody chose, compared with transformers."""
