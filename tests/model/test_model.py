@@ -170,7 +170,7 @@ def test_initial_weights_have_the_distribution_of_transformers() -> None:
             r"num_key_value_heads=3 does not divide num_attention_heads=4; use one of \[1, 2, 4\]",
         ),
         ({"head_dim": 7}, "head_dim=7 is odd"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' .* not supported; picotron supports 'silu'"),
+        ({"hidden_act": "relu"}, "hidden_act='relu' .* not supported; picotron supports 'silu'"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1 .* not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config=.* not supported"),
         (
