@@ -92,7 +92,7 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> PipelinePara
     model_config = read_model_config(folder)
     plan = check_layout(config, model_config)
     device = set_up_device(config)
-    init_process_group(config, device)
+    init_process_group(config, device, model_config, plan)
     setup_process_group_manager(tp_size, 1, pp_size, dp_size)
     names = run_on_all_ranks(lambda: folder.name)  # not paths: machines can have the same model in different places
     if other := next((name for name in names if name != names[0]), None):

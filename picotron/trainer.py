@@ -38,7 +38,7 @@ from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, make_scheduler, update_weights
 from picotron.parallelize import build_model, build_stage, check_model, check_run, unwrap
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.launch import StopSignals, exit_after_signal, init_process_group, set_up_device
+from picotron.run.launch import StopSignals, check_same_config, exit_after_signal, init_process_group, set_up_device
 from picotron.run.metrics import max_over_ranks
 from picotron.run.progress import Progress
 from picotron.run.run_folder import begin_run, claim_save_dir, user_error_on_failure
@@ -112,12 +112,12 @@ def set_up(
         UserError: the config does not fit the model or the number of processes, `checkpoint.save_dir` is in use, or
             there is no `data`, and a key has no effect.
     """
-    check_run(config)
+    model_config, plan = check_run(config)
     if data is None:
         check_used(config, DATA_KEYS)
     claim_save_dir(config)
     device, layout = set_up_device(config), config.distributed
-    init_process_group(config, device)
+    init_process_group(config, device, model_config, plan)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     trainer = Trainer(config, device, data, frozen)
     with trainer.writer:
@@ -323,6 +323,7 @@ class FrozenModel:
     def __init__(self, config: Config, folder: str, device: torch.device) -> None:
         config = config.model_copy(update={"model": Model(name=folder, dtype=config.model.dtype)})
         self.model_config, plan = check_model(config)
+        check_same_config(config, self.model_config, plan)
         dtype = getattr(torch, config.model.dtype)
         weights = Checkpoint(find_folder(folder), weights_only=True).weights()
         self.model: Any = build_stage(config, self.model_config, plan, device, dtype, weights)

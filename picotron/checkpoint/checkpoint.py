@@ -191,8 +191,18 @@ class Checkpoint:
     def weights(self) -> ReadTensor:
         """Return a reader of the weights, for `materialise`. The weights of the model are the master weights, rounded,
         so it reads these, except for frozen parameters, which have none.
+
+        Raises:
+            UserError: on every rank, if the weights of a model folder, which has no checksums, differ between ranks.
         """
         model = SafetensorsFolder(self.folder)
+        if self.state is None:
+            first, *others = run_on_all_ranks(model.fingerprint)
+            if different := [rank for rank, each in enumerate(others, 1) if each != first]:
+                raise UserError(
+                    f"{self.folder} has other weights for rank {different[0]} than for rank 0; copy the same files to all "
+                    f"machines"
+                )
         masters = SafetensorsFolder(self.folder, "master") if self.has_masters else model
 
         def read(name: str, shape: torch.Size, index: Index) -> Tensor:

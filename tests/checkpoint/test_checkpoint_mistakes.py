@@ -181,7 +181,7 @@ def test_folder_without_a_checkpoint_is_rejected(pool: WorkerPool, tokenizer: Pa
 
 def checkpoint_of_this_machine(*folders: Path) -> str:
     with pytest.raises(UserError) as error:
-        Checkpoint(folders[dist.get_rank()])
+        Checkpoint(folders[dist.get_rank()]).weights()
     return str(error.value)
 
 
@@ -195,6 +195,10 @@ def test_machines_with_other_checkpoints_of_a_name_are_rejected(
         folders += checkpoint_folders(tmp_path / str(seed)).values()
     sentences = pool.run(checkpoint_of_this_machine, 2, *folders)
     assert all("is another checkpoint for rank 1 than for rank 0" in sentence for sentence in sentences)
+    for path in (path for folder in folders for path in folder.glob("*") if path.name[:3] in ("tra", "exp")):
+        path.unlink()
+    sentences = pool.run(checkpoint_of_this_machine, 2, *folders)
+    assert all("has other weights for rank 1 than for rank 0; copy the same" in sentence for sentence in sentences)
 
 
 def latest_of_two_machines(first: Config, second: Config, model_config: LlamaConfig, tokenizer: Path) -> str:
