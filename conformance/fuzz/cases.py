@@ -24,7 +24,8 @@ def draw_case(seed: int, number: int) -> Case:
 
     - model: family, sizes and options of a model;
     - config: dotted keys of the config;
-    - resume: steps before a checkpoint, and the changed keys of the layout that continues, or None;
+    - resume: steps before a checkpoint, and the changed keys of the layout that continues, or None. Each part begins
+      with a checkpoint, too: that of the second part exists already;
     - data: kind of the data, seed, and what this kind needs;
     - frozen: parts of the names of parameters that are frozen, and freezes_early: before or after they are wrapped;
     - between: whether there is a forward or an evaluation between backward and the optimizer's step.
@@ -57,6 +58,8 @@ def draw_case(seed: int, number: int) -> Case:
         for keys in (config, *layouts):
             keys.pop("distributed.pp_keep_activations", None)
     resume = {"after": dice.randint(1, STEPS - 1), "config": NO_LAYOUT | layouts[1]} if len(layouts) == 2 else None
+    if resume and random.Random(f"{seed} {number} first").random() < 0.2:
+        resume["after"] = 0
     data = {"kind": kind, "seed": dice.randrange(1000), **draw_data(dice, kind)}
     data["packed"] = is_packable(data) and random.Random(f"{seed} {number} packed").random() < 0.4
     if dice.random() < 0.05 and data.get("loss") != "preference":  # a number that need not fit the others

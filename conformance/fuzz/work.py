@@ -106,6 +106,8 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     take_step = own_step if is_own else loaded_step
     result: dict[str, Any] = {"losses": [], "norms": [], "evaluations": []}
     with writer:
+        if case["resume"]:
+            writer.save(progress)
         while not progress.is_end(training):
             result["losses"].append(take_step(progress.step))
             if "gradients" not in result:

@@ -168,7 +168,10 @@ class Checkpoint:
                     f"{folder} is another checkpoint for rank {rank} than for rank 0; use a folder that all machines share"
                 )
         self.folder, self.state = folder, None if weights_only else first
-        self.has_masters = self.state is not None and any(name.startswith("master") for name in self.state.files)
+
+    def has(self, kind: str) -> bool:
+        """Return whether there are tensors of a kind of the optimizer's state, of which none exist before a step."""
+        return self.state is not None and any(name.startswith(kind) for name in self.state.files)
 
     def state_in(self, save_dir: str) -> TrainerState | None:
         """Return the trainer's state if the checkpoint is in `save_dir`, so that the run continues in it, else None."""
@@ -203,7 +206,7 @@ class Checkpoint:
                     f"{self.folder} has other weights for rank {different[0]} than for rank 0; copy the same files to all "
                     f"machines"
                 )
-        masters = SafetensorsFolder(self.folder, "master") if self.has_masters else model
+        masters = SafetensorsFolder(self.folder, "master") if self.has("master") else model
 
         def read(name: str, shape: torch.Size, index: Index) -> Tensor:
             return (masters if name in masters.file_of else model).read(name, shape, index)
@@ -225,7 +228,7 @@ class Checkpoint:
 
     def restore(self, optimizer: AdamW, llama: Llama) -> None:
         """Load the optimizer's state, if the checkpoint has one."""
-        if self.state is None:
+        if self.state is None or not self.has("exp_avg"):
             return
         shards = {parameter: (name, shard) for name, parameter, shard in parameters_and_shards(llama)}
         moments = {kind: SafetensorsFolder(self.folder, kind) for kind in ("exp_avg", "exp_avg_sq")}

@@ -46,6 +46,7 @@ def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: A
     config |= {"training.adam_eps": 1e-4}
     for key, value in changes.items():
         section = "distributed" if key.startswith(("dp_", "pp_", "cp_", "sequence")) else "training"
+        section = "checkpoint" if key == "async_save" else section
         config[f"{section}.{key}"] = value
     return case | {"model": MODEL | {"tie_word_embeddings": tied}, "config": config, "data": OWN | (data or {})}
 
@@ -91,6 +92,12 @@ CORNERS: dict[str, Case] = {
             "frozen": [2],
         }
     },
+    "saved before the first step": case_of(
+        dp=2, dp_engine="zero1", resume={"after": 0, "config": {"distributed.dp_engine": "zero3"}}
+    ),
+    "saved in the background, before the first step, later, and twice": case_of(
+        resume={"after": 1, "config": {}}, async_save=True
+    ),
     "frozen and resumed": case_of(
         frozen=["embed_tokens", "mlp"],
         dp=2,
