@@ -41,7 +41,7 @@ from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import StopSignals, check_same_config, exit_after_signal, init_process_group, set_up_device
 from picotron.run.metrics import max_over_ranks
 from picotron.run.progress import Progress
-from picotron.run.run_folder import begin_run, claim_save_dir, user_error_on_failure
+from picotron.run.run_folder import begin_run, claim_save_dir, release_save_dir, user_error_on_failure
 from picotron.train_step import make_evaluation, make_train_step
 
 USED = """
@@ -103,7 +103,7 @@ def set_up(
     config: Config, data: Data | None = None, frozen: Callable[[str], bool] = lambda name: False
 ) -> Iterator["Trainer"]:
     """Connect the processes that torchrun has started, and build this rank's `Trainer`. At the end of the `with` block,
-    wait for checkpoints and disconnect; after a stop signal, also exit.
+    wait for checkpoints, disconnect, and let other runs write to the folder; after a stop signal, also exit.
 
     Args:
         data, frozen: see `Trainer`.
@@ -116,14 +116,17 @@ def set_up(
     if data is None:
         check_used(config, DATA_KEYS)
     claim_save_dir(config)
-    device, layout = set_up_device(config), config.distributed
-    init_process_group(config, device, model_config, plan)
-    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    trainer = Trainer(config, device, data, frozen)
-    with trainer.writer:
-        yield trainer
-    dist.barrier()  # torchrun stops the other processes when one of them exits with an error code
-    dist.destroy_process_group()
+    try:
+        device, layout = set_up_device(config), config.distributed
+        init_process_group(config, device, model_config, plan)
+        setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+        trainer = Trainer(config, device, data, frozen)
+        with trainer.writer:
+            yield trainer
+        dist.barrier()  # torchrun stops the other processes when one of them exits with an error code
+        dist.destroy_process_group()
+    finally:
+        release_save_dir()
     if trainer.stop:
         exit_after_signal(trainer.stop)
 

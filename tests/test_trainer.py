@@ -22,7 +22,7 @@ from picotron.model.model_config import load_model_config
 from picotron.model.weights import parameters_and_shards
 from picotron.parallelize import unwrap
 from picotron.run.launch import StopSignals
-from picotron.trainer import USED, Data, check_used, fingerprint, used_keys
+from picotron.trainer import USED, Data, check_used, fingerprint, set_up, used_keys
 from tests.support.examples import make_trainer, results, save_weights
 
 
@@ -52,6 +52,25 @@ def test_losses_and_weights_are_those_of_transformers_also_after_a_resume(pool: 
     assert_close([record["grad_norm"] for record in records], expected["grad_norms"])
     for name, weight in expected["weights"].items():
         assert_close(weights[name], weight, what=name)
+
+
+def train_twice(*configs: Config) -> list[float]:
+    """Train in one process as in a notebook: with `set_up`, and again."""
+    dist.destroy_process_group()
+    batch = {"input_ids": torch.arange(64).view(4, 16) % 61, "target_ids": torch.arange(1, 65).view(4, 16) % 61}
+    losses = []
+    for config in configs:
+        with set_up(config, Data()) as trainer:
+            losses += [trainer.train(trainer.split(batch))["loss"] for _ in trainer.steps()]
+    return losses
+
+
+def test_a_process_sets_up_one_run_after_the_other(pool: WorkerPool, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"checkpoint__save_frequency": 2, "training__micro_batch_size": 4}
+    half = config_of(tmp_path, **keys, training__max_tokens=2 * 4 * 16)
+    rest, again = (config_of(tmp_path, **keys, checkpoint__load_path=path) for path in ("latest", ""))
+    (losses,) = pool.run(train_twice, 1, half, rest, again)
+    assert losses[:4] == losses[4:]
 
 
 def frozen_in_step(name: str, step: int) -> bool:
