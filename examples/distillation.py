@@ -9,7 +9,6 @@ import functools
 import sys
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from picotron.config import Config
 from picotron.console import UserError, number
 from picotron.data.tokens import read_tokenizer
 from picotron.generation.prompts import Encoder
+from picotron.model.llama import IGNORE_INDEX
 from picotron.parallelize import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
@@ -47,7 +47,7 @@ def divergence(head: Any, x: Tensor, batch: Batch, temperature: float) -> tuple[
     probabilities = (teacher - of_teacher[..., None]).exp()
     difference = sum_over_ranks((probabilities * (teacher - student)).sum(-1), group, False)
     losses = (difference + of_student - of_teacher) * temperature**2
-    counted = batch.get("target_weights", torch.ones_like(losses)) > 0  # not prompts
+    counted = batch["target_ids"] != IGNORE_INDEX  # not prompts
     return (losses * counted).sum(), counted.sum(), {}
 
 

@@ -61,6 +61,8 @@ def draw_case(seed: int, number: int) -> Case:
     if resume and random.Random(f"{seed} {number} first").random() < 0.2:
         resume["after"] = 0
     data = {"kind": kind, "seed": dice.randrange(1000), **draw_data(dice, kind)}
+    if data.get("loss") == "focal":
+        data["weights"] = random.Random(f"{seed} {number} weights").random() < 0.4
     data["packed"] = is_packable(data) and random.Random(f"{seed} {number} packed").random() < 0.4
     if dice.random() < 0.05 and data.get("loss") != "preference":  # a number that need not fit the others
         numbers = [key for key, value in config.items() if type(value) is int and key != "training.seed"]

@@ -65,6 +65,7 @@ CORNERS: dict[str, Case] = {
     | {"model": MODEL | {"num_hidden_layers": 4, "tie_word_embeddings": True}},
     "ignored targets": case_of(data={"ignored": 0.9}, dp=2, cp=2),
     "ignored targets with weights": case_of(data={"ignored": 0.5, "weights": True}, dp=2, tp=2),
+    "own loss, some targets have no weight": case_of(data={"loss": "focal", "weights": True}, dp=2, cp=2),
     "loss of whole sequences": case_of(data={"loss": "preference"}, cp=2),
     "loss of whole sequences, tp": case_of(data={"loss": "preference", "ignored": 0.3}, cp=2, tp=2),
     "space in front of a text": case_of(data={"kind": "samples", "tokenizer": "prepend"}, dp=2, seq_length=37),
