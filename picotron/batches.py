@@ -199,19 +199,23 @@ def train_batch(
 
         return _model_inputs(batch, loss)
 
-    step(model, BatchList([with_loss(i, batch) for i, batch in enumerate(batches)]))
-    ordered = [results[i] for i in sorted(results)]
-    if losses is not None:
-        losses[:] = [loss for loss, _, _ in ordered]
-    if outputs is not None:
-        outputs[:] = [hooked[i] for i in sorted(hooked)]
-    loss, weight, statistics = _sum_over_ranks(ordered)
-    if not weight > 0:
-        raise UserError(f"the weights that loss_fn returned sum to {weight:g}; their sum must be positive")
-    # The step has divided by the number of micro-batches and of ranks, the number of terms, instead of by the weight.
-    terms = len(batches) * pgm.process_group_manager.cp_dp_world_size
-    if weight != terms:
-        scale_gradients(model, terms / weight)
+    try:
+        step(model, BatchList([with_loss(i, batch) for i, batch in enumerate(batches)]))
+        ordered = [results[i] for i in sorted(results)]
+        if losses is not None:
+            losses[:] = [loss for loss, _, _ in ordered]
+        if outputs is not None:
+            outputs[:] = [hooked[i] for i in sorted(hooked)]
+        loss, weight, statistics = _sum_over_ranks(ordered)
+        if not weight > 0:
+            raise UserError(f"the weights that loss_fn returned sum to {weight:g}; their sum must be positive")
+        # The step has divided by the number of terms, of micro-batches and ranks, instead of by the weight.
+        terms = len(batches) * pgm.process_group_manager.cp_dp_world_size
+        if weight != terms:
+            scale_gradients(model, terms / weight)
+    except BaseException:  # a program may catch it, and go on
+        model.zero_grad()
+        raise
     return BatchResult(loss / weight, {name: total / weight for name, total in statistics.items()})
 
 

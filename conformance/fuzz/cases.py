@@ -28,7 +28,8 @@ def draw_case(seed: int, number: int) -> Case:
       with a checkpoint, too: that of the second part exists already;
     - data: kind of the data, seed, and what this kind needs;
     - frozen: parts of the names of parameters that are frozen, and freezes_early: before or after they are wrapped;
-    - between: whether there is a forward or an evaluation between backward and the optimizer's step.
+    - between: whether there is a forward or an evaluation between backward and the optimizer's step;
+    - given_up: how a step is given up before the second one, see `give_up`, or None.
     """
     others = random.Random(f"{seed} {number} modules")
     if others.random() < 0.1:
@@ -75,6 +76,7 @@ def draw_case(seed: int, number: int) -> Case:
         "frozen": dice.sample(FROZEN, dice.randint(1, 2)) if dice.random() < 0.2 else [],
         "freezes_early": dice.random() < 0.5,
         "between": dice.random() < 0.3,
+        "given_up": draw_given_up(random.Random(f"{seed} {number} given up"), layouts) if kind == "own" else None,
     }
 
 
@@ -120,6 +122,13 @@ def draw_layout(dice: random.Random) -> dict[str, Any]:
         if dice.random() < 0.2:
             layout["distributed.pp_keep_activations"] = 1  # with recomputation, see `draw_training`
     return layout
+
+
+def draw_given_up(dice: random.Random, layouts: list[dict[str, Any]]) -> str | None:
+    """Draw how a step is given up. A stage of a pipeline cannot fail alone: the others wait for it."""
+    ways = ("dropped", "unreduced", "forward", "backward")
+    how = dice.choice(ways[:1] if any(layout["distributed.pp_size"] > 1 for layout in layouts) else ways)
+    return how if dice.random() < 0.5 else None
 
 
 def draw_stages(dice: random.Random, pp: int, chunks: int) -> str:
@@ -286,7 +295,7 @@ def smaller(case: Case) -> Iterator[Case]:
         "data": {"weights": False, "ignored": 0.0, "documents": False, "scope": "global", "loss": "cross_entropy",
                  "packed": False},
     }  # fmt: skip
-    for key, value in (("resume", None), ("frozen", []), ("between", False)):
+    for key, value in (("resume", None), ("frozen", []), ("between", False), ("given_up", None)):
         if case[key] != value:
             yield case | {key: value}
     for key in case["config"]:
