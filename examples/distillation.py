@@ -25,7 +25,7 @@ from picotron.model.llama import IGNORE_INDEX
 from picotron.parallelize import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
-from picotron.trainer import DATA_KEYS, FrozenModel, Trainer, set_up, used_keys
+from picotron.trainer import DATA_SET_KEYS, FrozenModel, Trainer, set_up, used_keys
 
 
 def divergence(head: Any, x: Tensor, batch: Batch, temperature: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -64,7 +64,7 @@ def learn(trainer: Trainer, folder: str, temperature: float) -> None:
 
 def read_config(arguments: list[str]) -> tuple[Config, str, float]:
     """Return the config of a command line, the folder of the teacher and the temperature."""
-    parser = config_parser("Train with a teacher.", used_keys(DATA_KEYS))
+    parser = config_parser("Train with a teacher.", used_keys(DATA_SET_KEYS))
     parser.add_argument("--teacher", required=True, help="folder or hub id of the teacher")
     parser.add_argument("--temperature", type=number(float, 1e-3), default=2.0, help="divisor of the logits [2.0]")
     options, others = parser.parse_known_args(arguments)

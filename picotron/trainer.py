@@ -44,14 +44,15 @@ from picotron.run.progress import Progress
 from picotron.run.run_folder import begin_run, claim_save_dir, release_save_dir, user_error_on_failure
 from picotron.train_step import make_evaluation, make_train_step
 
-USED = """
+KEYS_WITH_EFFECT = """
     distributed environment model checkpoint logging.level logging.log_frequency dataset.name dataset.shuffle training.seed
     training.learning_rate training.total_train_steps training.seq_length training.micro_batch_size
     training.gradient_accumulation_steps training.max_tokens training.lr_scheduler training.warmup_steps
     training.decay_steps training.min_lr_ratio training.weight_decay training.adam_beta1 training.adam_beta2 training.adam_eps
     training.max_grad_norm training.activation_checkpointing training.compile
 """  # sections and keys of the config that have an effect in every program
-DATA_KEYS = "dataset training.num_samples"  # and those that have one in a program with the config's data set
+DATA_SET_KEYS = "dataset training.num_samples"  # in a program that trains on the config's data set, see `read_data`
+RECORD_KEYS = "dataset.split dataset.subset_name dataset.mixture training.num_samples"  # in one with `load_documents`
 
 
 class Data(NamedTuple):
@@ -114,7 +115,7 @@ def set_up(
     """
     model_config, plan = check_run(config)
     if data is None:
-        check_used(config, DATA_KEYS)
+        check_used(config, DATA_SET_KEYS)
     claim_save_dir(config)
     try:
         device, layout = set_up_device(config), config.distributed
@@ -133,7 +134,7 @@ def set_up(
 
 def used_keys(also: str = "") -> list[str]:
     """Return the keys of the config that have an effect in a program with its own `Data`, and those in `also`."""
-    used = {*USED.split(), *also.split()}
+    used = {*KEYS_WITH_EFFECT.split(), *also.split()}
     return [key for key in leaf_keys() if {key, key.partition(".")[0]} & used]
 
 
