@@ -93,7 +93,7 @@ def build_stage(
         stage = PipelineParallel(llama, plan, config.distributed.sequence_parallel)  # removes other stages' layers
         apply_context_parallel(stage, config.distributed)  # swaps the attention function
     if config.training.activation_checkpointing == "selective":
-        recompute_cheap_results(llama)
+        recompute_cheap_results(llama, config.distributed.tp_size > 1 or plan.schedule.splits_backward)
     materialise(llama, device, weights)
     return stage
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from picotron.collectives import accumulation_dtype
 from picotron.model.attention import PackedDocuments, attend_per_document, packed_attention
 from picotron.model.families import differences, head_size
-from picotron.model.recompute import recompute_result
+from picotron.model.recompute import CheapResults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -214,11 +214,10 @@ class DecoderLayer(nn.Module):
         y = self.mlp(self.post_attention_layernorm(x))
         return torch.add(x, y, alpha=self.residual_multiplier)
 
-    def recompute_cheap_results(self) -> None:
-        """Keep neither the norms' results nor that of the activation for backward."""
-        recompute_result(self.input_layernorm, "forward", self.self_attn)
-        recompute_result(self.post_attention_layernorm, "forward", self.mlp)
-        recompute_result(self.mlp, "activation_fn", self.mlp.down_proj)
+    def cheap_results(self) -> CheapResults:
+        """Return what `recompute_cheap_results` does not keep: the results of the norms and of the activation."""
+        norms = (self.input_layernorm, "forward", self.self_attn), (self.post_attention_layernorm, "forward", self.mlp)
+        return [*norms, (self.mlp, "activation_fn", self.mlp.down_proj)]
 
 
 class PostNormLayer(nn.Module):
@@ -235,9 +234,9 @@ class PostNormLayer(nn.Module):
         x = x + self.post_attention_layernorm(self.self_attn(x, cos, sin, documents))
         return x + self.post_feedforward_layernorm(self.mlp(x))
 
-    def recompute_cheap_results(self) -> None:
-        """Do not keep the result of the activation for backward. Nothing keeps those of the norms, which are added."""
-        recompute_result(self.mlp, "activation_fn", self.mlp.down_proj)
+    def cheap_results(self) -> CheapResults:
+        """Return the result of the activation. Nothing keeps those of the norms, which are added."""
+        return [(self.mlp, "activation_fn", self.mlp.down_proj)]
 
 
 class Head(nn.Linear):
