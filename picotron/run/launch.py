@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Distributed
-from picotron.console import LinePrinter, UserError
+from picotron.console import LinePrinter, UserError, first_line, print_line
 from picotron.files import write_atomically
 from picotron.model.families import architecture
 from picotron.run.run_folder import parse_load_path
@@ -235,6 +235,20 @@ def missing_ranks(error: Exception) -> str | None:
     return f"another rank has ended: read its error first; this rank was in {place}"
 
 
+def sentence_of(error: Exception) -> str | None:
+    """Return the sentence that tells a user what to do: that of a UserError, or one about a killed process. Return None
+    for any other error, whose traceback is needed.
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        return (
+            f"a process that reads data has ended ({first_line(error)}), as it does if memory runs out; use fewer "
+            f"dataset.num_workers or dataset.num_proc"
+        )
+    return None
+
+
 def tell_torchrun(message: str) -> None:
     """Write a message to the file from which torchrun reads the error of this process. Its report, the last lines that
     a user sees, then contains the message. (ErrorHandler of torch.distributed.elastic would write a traceback.)
@@ -263,18 +277,18 @@ def exit_after_signal(number: int) -> NoReturn:
 def exit_on_error(main: Callable[[], None]) -> None:
     """Call `main`. If it raises, print the error and exit immediately, so that torchrun stops the other ranks.
 
-    A `UserError` is printed as its message, any other exception as a traceback. torchrun's report, which follows,
-    repeats it at its end. A rank that waited for others in vain prints the line at which it waited.
+    An error is printed as a sentence, if it has one (see `sentence_of`), else as a traceback. torchrun's report, which
+    follows, repeats it at its end. A rank that waited for others in vain prints the line at which it waited.
     """
     rank = int(os.environ.get("RANK", 0))
     try:
         main()
     except KeyboardInterrupt:  # before the first step
-        sys.stdout.flush()
+        print_line("", end="")  # flushes what the program has printed
         print(f"\n[rank {rank}] interrupted", file=sys.stderr, flush=True)
         os._exit(128 + signal.SIGINT)
     except Exception as error:
-        sys.stdout.flush()
+        print_line("", end="")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step left to finish
         if rank > 0 and StopSignals.received:
             # Usually torchrun sent the signal because another rank failed and printed why; this error is a consequence.
@@ -289,7 +303,8 @@ def exit_on_error(main: Callable[[], None]) -> None:
             # Most user errors are found by all ranks at the same time, and torchrun stops all of them when the first
             # one exits. Rank 0 gets time to print the error once; the others print theirs only if rank 0 had none.
             time.sleep(3)
-        message = f" error: {error}\n" if isinstance(error, UserError) else f"\n{traceback.format_exc()}"
+        sentence = sentence_of(error)
+        message = f"\n{traceback.format_exc()}" if sentence is None else f" error: {sentence}\n"
         print(f"\n[rank {rank}]{message}", file=sys.stderr, flush=True)
         try:
             tell_torchrun(message.strip())

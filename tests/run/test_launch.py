@@ -3,7 +3,9 @@ memory is kept.
 """
 
 import datetime
+import os
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 from conformance.oracle import make_config, tiny_llama
 from conformance.worker_pool import WorkerPool
@@ -22,7 +25,7 @@ from picotron.config import Config
 from picotron.console import UserError
 from picotron.parallelize import check_model
 from picotron.run import launch
-from picotron.run.launch import check_same_config, init_process_group, missing_ranks, set_up_device
+from picotron.run.launch import check_same_config, init_process_group, missing_ranks, sentence_of, set_up_device
 from tests.support.program import TORCHRUN
 
 COUNT_FAULTS = """
@@ -141,6 +144,25 @@ def test_a_rank_that_lost_its_peer_names_itself_as_the_consequence(text: str) ->
     sentence = missing_ranks(caught.value)
     assert sentence is not None
     assert sentence.startswith("another rank has ended: read its error first; this rank was in test_a_rank")
+
+
+class Killed(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.processes
+def test_a_killed_data_worker_is_one_sentence() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        next(iter(DataLoader(Killed(), num_workers=1, multiprocessing_context="fork")))
+    sentence = sentence_of(caught.value)
+    assert sentence is not None
+    assert sentence.startswith("a process that reads data has ended (DataLoader worker (pid")
+    assert "use fewer dataset.num_workers" in sentence
 
 
 def torchrun(*words: str) -> tuple[str, list[str]]:
