@@ -260,7 +260,7 @@ def read_line(group: dist.ProcessGroup) -> str:
 def main() -> None:
     options = parse_arguments()
     folder = [find_folder(options.checkpoint), *checkpoint_folders(Path(options.checkpoint)).values()][-1]
-    if (folder / "metrics.jsonl").exists():
+    if os.path.exists(folder / "metrics.jsonl"):  # False without permission, unlike `Path.exists`
         raise UserError(
             f"{folder} is a run folder without checkpoints; train with checkpoint.save_frequency of 1 or more"
         )

@@ -98,7 +98,11 @@ def read_state(folder: Path, weights_only: bool = False) -> TrainerState | None:
         raise UserError(f"{folder} is not a folder; use a checkpoint, a model folder, or 'latest'")
     if folder.name.endswith(UNFINISHED):
         raise UserError(f"{folder} is an incomplete checkpoint; use an earlier one, or 'latest'")
-    if not path.exists():
+    try:
+        exists = path.exists()
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror}; use another checkpoint") from None
+    if not exists:
         if checkpoints := checkpoint_folders(folder):
             newest = max(checkpoints.values())
             raise UserError(f"{folder} is a run folder; use one of its checkpoints, of which {newest} is the newest")

@@ -9,9 +9,7 @@ import pytest
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from conformance.oracle import tiny_llama
-from conformance.worker_pool import WorkerPool
-from picotron.checkpoint.checkpoint import Checkpoint
+from picotron.checkpoint.checkpoint import Checkpoint, read_state
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.run.run_folder import checkpoint_folders
@@ -177,6 +175,17 @@ def test_folder_without_a_checkpoint_is_rejected(pool: WorkerPool, tokenizer: Pa
     }.items():
         config = run_config(tmp_path / "run", {}, checkpoint__load_path=str(tmp_path / name))
         assert message in pool.run(mistake, 1, config, model_of(True), tokenizer)[0]
+
+
+def test_a_folder_that_may_not_be_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pathlib raises an error then. (Root, who may run this test, may read everything.)"""
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(UserError, match=f"{tmp_path} cannot be read: Permission denied; use another checkpoint"):
+        read_state(tmp_path)
 
 
 def checkpoint_of_this_machine(*folders: Path) -> str:
