@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conformance.oracle import assert_close, make_config, oracle_training, random_rows, random_tokens, tiny_llama
+from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from picotron.batches import cross_entropy
 from picotron.checkpoint.checkpoint import find_checkpoint
@@ -21,17 +22,9 @@ from picotron.data.loader import epoch_order
 from picotron.model.model_config import load_model_config
 from picotron.model.weights import parameters_and_shards
 from picotron.parallelize import unwrap
+from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import StopSignals
-from picotron.trainer import (
-    DATA_SET_KEYS,
-    KEYS_WITH_EFFECT,
-    RECORD_KEYS,
-    Data,
-    check_used,
-    fingerprint,
-    set_up,
-    used_keys,
-)
+from picotron.trainer import Data, FrozenModel, check_used, fingerprint, set_up, used_keys
 from tests.support.examples import make_trainer, results, save_weights
 
 
@@ -258,6 +251,22 @@ def data_of_its_own(config: Config) -> None:
 
 def test_ranks_with_other_data_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(data_of_its_own, 2, config_of(tmp_path, distributed__dp_size=2))
+
+
+def teacher_of_its_own(config: Config, *folders: str) -> None:
+    layout = config.distributed
+    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    with pytest.raises(
+        UserError, match=r"rank 1 has the model's rms_norm_eps=0\.1, but rank 0 has .*; copy the same files"
+    ):
+        FrozenModel(config, folders[dist.get_rank()], CPU)
+
+
+def test_ranks_with_other_teachers_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+    for folder, eps in zip(folders, (1e-5, 0.1), strict=True):
+        tiny_llama(rms_norm_eps=eps).save_pretrained(folder)
+    pool.run(teacher_of_its_own, 2, config_of(tmp_path, distributed__dp_size=2), *folders)
 
 
 def test_help_lists_the_keys_that_have_an_effect() -> None:
