@@ -24,7 +24,17 @@ from picotron.model.weights import parameters_and_shards
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import StopSignals
-from picotron.trainer import Data, FrozenModel, check_used, fingerprint, set_up, used_keys
+from picotron.trainer import (
+    DATA_SET_KEYS,
+    KEYS_WITH_EFFECT,
+    RECORD_KEYS,
+    Data,
+    FrozenModel,
+    check_used,
+    fingerprint,
+    set_up,
+    used_keys,
+)
 from tests.support.examples import make_trainer, results, save_weights
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch.distributed as dist
 from transformers import LlamaConfig
 
+from conformance.oracle import tiny_llama
+from conformance.worker_pool import WorkerPool
 from picotron.checkpoint.checkpoint import Checkpoint, read_state
 from picotron.config import Config
 from picotron.console import UserError
