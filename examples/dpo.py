@@ -25,70 +25,81 @@ from picotron.command_line import config_parser, load_config
 from picotron.config import Config
 from picotron.console import UserError, number
 from picotron.data.documents import load_documents
-from picotron.data.samples import Sample, SampleEncoder, tools_of
+from picotron.data.samples import SampleEncoder, is_conversation
 from picotron.data.tokens import convert, read_tokenizer, tokenizer_folder
 from picotron.model.llama import IGNORE_INDEX
 from picotron.parallelize import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
-from picotron.trainer import Data, FrozenModel, Trainer, check_used, fingerprint, set_up, used_keys
+from picotron.trainer import RECORD_KEYS, Data, FrozenModel, Trainer, check_used, fingerprint, set_up, used_keys
 
 logger = logging.getLogger("picotron")
 
 Row = tuple[list[int], list[int]]  # inputs and targets
 FIELDS = ("prompt", "chosen", "rejected")
+TYPES = [(str, str, str), (list, list, list), (type(None), str, str), (type(None), list, list), (str, list, list)]
 
 
 def read_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[tuple[Row, Row]]:
-    """Return two rows for each pair that is not too long: the prompt with the chosen and with the rejected answer."""
+    """Return two rows for each pair, the prompt with the chosen and with the rejected answer. Pairs that are too long,
+    or whose answers are equal, are left out.
+    """
 
     @functools.cache
-    def encoder(answer: str, is_text: bool) -> SampleEncoder:
-        text = {"prompt_column": "prompt", "completion_column": answer}
-        return SampleEncoder(text if is_text else {"messages_column": answer}, tokenizer, np.int64)
+    def encoder_of(**columns: str) -> SampleEncoder:
+        return SampleEncoder(columns, tokenizer, np.int64)
 
-    def row(record: dict[str, Any], answer: str) -> Row:
-        is_text, prompt = isinstance(record[answer], str), record["prompt"]
-        if not is_text:
-            if not any(isinstance(each, dict) and each.get("role") == "assistant" for each in record[answer]):
-                raise UserError(f"{answer} has no message with the role 'assistant'; correct or remove the record")
-            record = record | {answer: prompt + record[answer]}
-        (sample,) = encoder(answer, is_text).convert(record)
-        if not is_text and prompt:
-            sample = without_turns_of(tokenizer.apply_chat_template(prompt, tools_of(record), tokenize=False), sample)
-        tokens, counted, _ = encoder(answer, is_text).encode([sample]).values()
+    def row(sample: dict[str, Any]) -> Row:
+        texts = {"prompt_column": "prompt", "completion_column": "completion"}
+        encoder = encoder_of(**({"messages_column": "messages"} if "messages" in sample else texts))
+        tokens, counted, _ = encoder.encode([*encoder.convert(sample)]).values()
         return tokens[:-1].tolist(), np.where(counted[1:], tokens[1:], IGNORE_INDEX).tolist()
 
     def pair(record: Any) -> Iterator[tuple[Row, Row]]:
-        kinds = {type(record.get(name)) for name in FIELDS} if isinstance(record, dict) else {None}
-        if kinds not in ({str}, {list}):
-            raise UserError("there should be a prompt, chosen and rejected: three texts, or three lists of messages")
-        yield row(record, "chosen"), row(record, "rejected")
+        chosen, rejected = map(row, samples_of(record))
+        equal = itertools.takewhile(lambda ids: ids[0] == ids[1], zip(chosen[0], rejected[0], strict=False))
+        shared = [IGNORE_INDEX for _ in equal][1:]  # targets whose terms would cancel, such as turns of the prompt
+        chosen[1][: len(shared)] = rejected[1][: len(shared)] = shared
+        yield chosen, rejected
 
-    found = [each for record in load_documents(config.dataset, columns={}).records() for each in convert(record, pair)]
-    pairs = [each for each in found if all(len(ids) <= config.training.seq_length for ids, _ in each)]
+    documents = load_documents(config.dataset, config.training.num_samples, config.training.seed, columns={})
+    found = [each for record in documents.records() for each in convert(record, pair)]
+    short = [each for each in found if all(len(ids) <= config.training.seq_length for ids, _ in each)]
+    pairs = [(chosen, rejected) for chosen, rejected in short if chosen != rejected]
+    left_out = f"{len(found) - len(short)} are too long, and {len(short) - len(pairs)} have equal answers"
     if not pairs:
         raise UserError(
-            f"none of the {len(found)} pairs in {config.dataset.name} fits into training.seq_length="
-            f"{config.training.seq_length}; use more data or a longer seq_length"
+            f"of {len(found)} pairs in {documents.name}, {left_out}, so none is left to train on; use other data, or a "
+            f"longer training.seq_length"
         )
-    logger.info("%d pairs in %s, %d of them are too long", len(found), config.dataset.name, len(found) - len(pairs))
+    logger.info("%d pairs in %s, of which %s", len(found), documents.name, left_out)
     return pairs
 
 
-def without_turns_of(prompt: str, sample: Sample) -> Sample:
-    """Return a sample that begins with a prompt, such that the loss counts no turns of the assistant in the prompt."""
-    equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sample.text, prompt, strict=False))
-    begin = sum(1 for _ in equal)  # a template may end a prompt otherwise if no message follows
-    return sample._replace(counted=[(start, end) for start, end in sample.counted if end > begin])
+def samples_of(record: Any) -> list[dict[str, Any]]:
+    """Return the samples of a pair, with the chosen and with the rejected answer. As in TRL, the prompt of messages may
+    be a text, and answers may begin with the prompt, which may then be missing.
+    """
+    fields: list[Any] = [record.get(name) if isinstance(record, dict) else None for name in FIELDS]
+    prompt, *answers = fields
+    has_answers = all(isinstance(answer, str) or is_conversation(answer) for answer in answers)
+    if not has_answers or tuple(map(type, fields)) not in TYPES:
+        messages = 'messages with the texts "role" and "content"'
+        raise UserError(f"there should be a prompt, chosen and rejected: three texts, or three lists of {messages}")
+    if isinstance(answers[0], str):
+        return [{"prompt": prompt or "", "completion": answer} for answer in answers]
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    if all(answer and answer[0]["role"] == "assistant" for answer in answers):
+        answers = [prompt + answer for answer in answers]
+    elif any(message not in answer for message in prompt for answer in answers):
+        raise UserError("chosen and rejected should begin with a message of the assistant, or with the prompt")
+    return [record | {"messages": answer} for answer in answers]
 
 
 def batch_of(pairs: list[tuple[Row, Row]], length: int) -> Batch:
     """Return a global batch, in which the rows of a pair are neighbours."""
-    ids, targets = (
-        torch.zeros(2 * len(pairs), length, dtype=torch.int64),
-        torch.full((2 * len(pairs), length), IGNORE_INDEX),
-    )
-    for i, (inputs, outputs) in enumerate(row for pair in pairs for row in pair):
+    rows = [row for pair in pairs for row in pair]
+    ids, targets = torch.zeros(len(rows), length, dtype=torch.int64), torch.full((len(rows), length), IGNORE_INDEX)
+    for i, (inputs, outputs) in enumerate(rows):
         ids[i, : len(inputs)], targets[i, : len(outputs)] = torch.tensor(inputs), torch.tensor(outputs)
     return {"input_ids": ids, "target_ids": targets}
 
@@ -122,16 +133,15 @@ def learn(trainer: Trainer, pairs: list[tuple[Row, Row]], beta: float) -> None:
 
 def read_config(arguments: list[str]) -> tuple[Config, float]:
     """Return the config of a command line, and beta."""
-    parser = config_parser("Train on preferences.", used_keys())
+    parser = config_parser("Train on preferences.", used_keys(RECORD_KEYS))
     text = "strength of the tie to the reference model [0.1]"
-    parser.add_argument("--beta", type=number(float, 0), default=0.1, help=text)
+    parser.add_argument("--beta", type=number(float, 1e-6), default=0.1, help=text)
     options, others = parser.parse_known_args(arguments)
     config = load_config(["--config", "examples/dpo.json", *others], check_run)
-    check_used(config)
+    check_used(config, RECORD_KEYS)
     if not config.model.pretrained:
         raise UserError("model.pretrained=false, but DPO starts from a trained model; set it to true")
-    if config.training.micro_batch_size % 2:
-        size = config.training.micro_batch_size
+    if (size := config.training.micro_batch_size) % 2:
         raise UserError(
             f"training.micro_batch_size={size} is odd, but pairs are two rows of a micro-batch; use an even one"
         )

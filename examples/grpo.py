@@ -22,12 +22,11 @@ import dataclasses
 import inspect
 import json
 import logging
-import math
 import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -89,12 +88,8 @@ class Task(NamedTuple):
         for prompt, completion in zip(prompts, completions, strict=True):
             text = self.encoder.completion(prompt.tokens, completion.tokens)
             reward = self.reward(**prompt.record, completion=text)
-            try:
-                is_number = math.fabs(reward) <= 1e100  # so its square is finite
-            except Exception:  # of many types, for None, a text, a list or 10**400
-                is_number = False
-            if not is_number:
-                raise UserError(f"{prompt.place}: the reward is {reward!r:.120}; return a number from -1e100 to 1e100")
+            if not isinstance(reward, SupportsFloat) or not abs(reward) <= 1e30:  # whose square is finite
+                raise UserError(f"{prompt.place}: the reward is {reward!r:.80}; return a number from -1e30 to 1e30")
             rewards.append(float(reward))
         return rewards
 
@@ -144,7 +139,7 @@ def learn(trainer: Trainer, task: Task) -> None:
             record[f"change {update}"] = record.pop("change")
         record["reward"] = rewards.mean().item()
         record["ended"] = sum(completion.tokens[-1] in ends for completion in completions) / len(completions)
-        if task.held_out and record["step"] % training.eval_frequency == 0:
+        if task.held_out and record["step"] // training.eval_frequency > step // training.eval_frequency:
             answers = generate(stage, [prompt.tokens for prompt in task.held_out], greedy)
             record["evaluation"] = task.rewards(task.held_out, answers).mean().item()
         trainer.log(record)
@@ -163,9 +158,7 @@ def load_reward(name: str, prompts: list[Prompt]) -> Callable[..., float]:
             signature.bind(**prompt.record, completion="")
         except TypeError as error:
             names = ", ".join([*prompt.record, "completion"])
-            raise UserError(
-                f"{prompt.place}: {function}{signature} should take {names} ({error}); correct it"
-            ) from None
+            raise UserError(f"{prompt.place}: {name}{signature}: {error}; it is called with {names}") from None
     return found
 
 
@@ -201,16 +194,15 @@ def read_config(arguments: list[str]) -> tuple[Config, argparse.Namespace]:
     options, others = parser.parse_known_args(arguments)
     config = load_config(["--config", "examples/grpo.json", *others], check_run)
     check_used(config, ALSO_USED)
-    training, batch, problems = config.training, config.global_batch_size, []
-    steps = {"total_train_steps": training.total_train_steps, "eval_frequency": training.eval_frequency}
-    steps["save_frequency"] = config.checkpoint.save_frequency
-    for key, count in steps.items():
-        if count % options.updates:
-            problems.append(f"{key}={count} should be a multiple of --updates {options.updates}; change one of them")
-    if batch % options.samples:
-        text = f"dp_size x micro_batch_size x gradient_accumulation_steps is {batch}"
-        problems.append(f"{text}, but should be a multiple of --samples {options.samples}; change one of them")
-    if problems:
+    sizes = [
+        ("training.total_train_steps", config.training.total_train_steps, "updates"),
+        ("dp_size x micro_batch_size x gradient_accumulation_steps", config.global_batch_size, "samples"),
+    ]
+    if problems := [
+        f"{key}={size} should be a multiple of --{name} {getattr(options, name)}; change one of them"
+        for key, size, name in sizes
+        if size % getattr(options, name)
+    ]:
         raise UserError(*problems)
     return config, options
 

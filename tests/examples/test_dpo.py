@@ -1,6 +1,7 @@
 """examples/dpo.py: loss and weights are those of the paper's formula with transformers' model, in every layout."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, save_dir: Path, layout: dict[str, int], steps: int = 3, **keys: Any) -> Config:
-    keys = {"dataset__name": folder / "pairs.jsonl", "model__name": folder / "model", **keys}
-    keys |= {"training__warmup_steps": 0, "training__lr_scheduler": "constant"}
-    keys |= {"checkpoint__save_dir": save_dir, "training__seq_length": LENGTH, "training__total_train_steps": steps}
+    keys = {"dataset__name": folder / "pairs.jsonl", "training__seq_length": LENGTH, **keys}
+    keys |= {"training__warmup_steps": 0, "training__lr_scheduler": "constant", "model__name": folder / "model"}
+    keys |= {"checkpoint__save_dir": save_dir, "training__total_train_steps": steps}
     config, beta = read_config([*words(layout, 2 * len(PAIRS), **keys), "--beta", str(BETA)])
     assert beta == BETA
     return config
@@ -158,8 +159,7 @@ def test_conversations_count_the_turns_of_the_answer_only(
     if kind == "parquet":
         path = str(tmp_path / "chats.parquet")
         pyarrow.parquet.write_table(pyarrow.json.read_json(tmp_path / "chats.jsonl"), path)
-    config = config_of(folder, tmp_path, {}, dataset__name=path)
-    config = config.model_copy(update={"training": config.training.model_copy(update={"seq_length": 120})})
+    config = config_of(folder, tmp_path, {}, dataset__name=path, training__seq_length=120)
     batch = batch_of(read_pairs(config, tokenizer), 120)
     before = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     for row, answer in enumerate((chosen, rejected)):
@@ -172,12 +172,69 @@ def test_conversations_count_the_turns_of_the_answer_only(
         assert tokenizer.decode(targets[targets != -100]) == counted
 
 
+U, A = (lambda text: {"role": "user", "content": text}), (lambda text: {"role": "assistant", "content": text})
+SHAPES: dict[str, list[dict[str, Any]]] = {
+    "messages": [
+        {"prompt": [U("What?"), A("It"), U("is?")], "chosen": [A("is 2")], "rejected": [A("is it")]},
+        {
+            "prompt": [U("What?"), A("It"), U("is?")],
+            "chosen": [U("What?"), A("It"), U("is?"), A("is 2")],
+            "rejected": [U("What?"), A("It"), U("is?"), A("is it")],
+        },
+        {
+            "chosen": [U("What?"), A("It"), U("is?"), A("is 2")],
+            "rejected": [U("What?"), A("It"), U("is?"), A("is it")],
+        },
+    ],
+    "a text and messages": [
+        {"prompt": [U("What?")], "chosen": [A("is 2")], "rejected": [A("is it")]},
+        {"prompt": "What?", "chosen": [A("is 2")], "rejected": [A("is it")]},
+        {"prompt": "What?", "chosen": [U("What?"), A("is 2")], "rejected": [U("What?"), A("is it")]},
+        {"prompt": None, "chosen": [U("What?"), A("is 2")], "rejected": [U("What?"), A("is it")]},
+    ],
+    "texts": [
+        {"prompt": "What?", "chosen": " 2", "rejected": " it"},
+        {"chosen": "What? 2", "rejected": "What? it"},
+    ],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_shapes_of_trl_are_the_same_pair(folder: Path, tmp_path: Path, shape: str) -> None:
+    save_model(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(with_template(str(tmp_path), CHATML))
+    path = write_jsonl(tmp_path / "pairs.jsonl", SHAPES[shape])
+    pairs = read_pairs(config_of(folder, tmp_path, {}, training__seq_length=90, dataset__name=path), tokenizer)
+    assert len(pairs) == len(SHAPES[shape])
+    end = "<|endoftext|>" if shape == "texts" else "<|im_end|>\n"
+    for rows in pairs:
+        assert shape == "texts" or rows == pairs[0]  # a text without a prompt begins with the end-of-sequence token
+        for (ids, targets), answer in zip(rows, (" 2", " it"), strict=True):
+            assert tokenizer.decode([token for token in targets if token >= 0]) == answer + end
+            assert tokenizer.decode(ids).count("What?") == 1
+
+
+def test_pairs_with_equal_answers_are_left_out_and_counted(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = [{"prompt": "a", "chosen": "", "rejected": ""}, {"prompt": "a" * 99, "chosen": "b", "rejected": "c"}]
+    path = write_jsonl(tmp_path / "pairs.jsonl", [*others, *PAIRS])
+    config = config_of(folder, tmp_path, {}, dataset__name=path, training__num_samples=4)
+    with caplog.at_level(logging.INFO):
+        assert len(read_pairs(config, AutoTokenizer.from_pretrained(folder / "model"))) == 2
+    assert caplog.messages[-1] == f"4 pairs in {path}, of which 1 are too long, and 1 have equal answers"
+    likely = write_jsonl(tmp_path / "likely.jsonl", PAIRS[:1])
+    config = config_of(folder, tmp_path, {}, dataset__name=path, dataset__mixture=json.dumps({likely: 1e9}))
+    assert len(read_pairs(config, AutoTokenizer.from_pretrained(folder / "model"))) == 1
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"training__micro_batch_size": 3}, "training.micro_batch_size=3 is odd"),
         ({"model__pretrained": "false"}, "model.pretrained=false, but DPO starts from a trained model"),
         ({"training__eval_frequency": 2}, "training.eval_frequency=2 has no effect in this program"),
+        ({"beta": 0}, "argument --beta: '0' should be a number of at least 1e-06"),
     ],
 )
 def test_mistakes_in_the_config(keys: dict[str, Any], message: str) -> None:
@@ -193,16 +250,18 @@ def test_mistakes_in_the_config(keys: dict[str, Any], message: str) -> None:
         ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "three texts, or three lists of messages"),
         (
             {"prompt": "a" * 999, "chosen": "b", "rejected": "c"},
-            "none of the 1 pairs in .* fits into training.seq_length=24",
+            "of 1 pairs in .*, 1 are too long, and 0 have equal answers, so none is left",
         ),
         ([1], "there should be a prompt"),
-        (
-            {
-                "prompt": [{"role": "user", "content": "a"}],
-                "chosen": [{"role": "model", "content": "b"}],
-                "rejected": [],
-            },
-            "line 1: chosen has no message with the role 'assistant'; correct or remove the record",
+        ({"prompt": [U("a")], "chosen": "b", "rejected": "c"}, "there should be a prompt"),
+        ({"prompt": None, "chosen": ["b"], "rejected": "c"}, "there should be a prompt"),
+        ({"prompt": [U("a")], "chosen": ["b"], "rejected": [A("c")]}, "there should be a prompt"),
+        *(
+            (
+                {"prompt": [U("a")], "chosen": chosen, "rejected": [A("b")]},
+                "line 1: chosen and rejected should begin with",
+            )
+            for chosen in ([], [{"role": "model", "content": "b"}], [U("b"), A("c")])
         ),
     ],
 )

@@ -70,8 +70,12 @@ def test_layouts_learn_the_same(pool: WorkerPool, tmp_path: Path, layout: dict[s
 
 def test_the_first_ratio_is_one(pool: WorkerPool, tmp_path: Path) -> None:
     """So generation and training compute the same log-probabilities. After an update, they differ."""
-    records = pool.run(run, 4, words_of(tmp_path, 4, training__eval_frequency=4))[0]
+    words = words_of(
+        tmp_path, 4, training__eval_frequency=3, checkpoint__save_frequency=3
+    )  # due during the second round
+    records = pool.run(run, 4, words)[0]
     assert [record["step"] for record in records] == [2, 4]
+    assert (tmp_path / "step_00000004").exists()
     for record in records:
         assert record["change 0"] < 1e-12
         assert record["change 1"] > 1e-3
@@ -195,10 +199,9 @@ def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_
             "--training.total_train_steps 5 --training.eval_frequency 0",
             "total_train_steps=5 should be a multiple of --updates 2",
         ),
-        ("--checkpoint.save_frequency 5", "save_frequency=5 should be a multiple"),
         (
             "--training.micro_batch_size 9",
-            "gradient_accumulation_steps is 72, but should be a multiple of --samples 16",
+            "gradient_accumulation_steps=72 should be a multiple of --samples 16",
         ),
         ("--samples 1", "argument --samples: '1' should be an integer of at least 2"),
         ("--training.seq_length 2", "tokens, but training.seq_length=2"),
@@ -207,7 +210,7 @@ def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_
         ("--reward {path}:f", "prompts.jsonl'; use FILE.py:FUNCTION"),
         (
             "--reward {rewards}:f",
-            "prompts.jsonl, line 1: f(completion) should take prompt, completion (got an unexpected",
+            "rewards.py:f(completion): got an unexpected keyword argument 'prompt'; it is called with prompt, completion",
         ),
         ("--reward examples/brackets/rewards.py:f", "rewards.py has no function 'f'"),
         ("--dataset.name {path}", 'line 1: there should be a "prompt", a text or a list of messages'),
@@ -259,11 +262,9 @@ def test_rewards_are_numbers_of_any_type(reward: Any) -> None:
     assert task_with(lambda **_: reward).compute_rewards([PROMPT], [Completion([2], [0.0])]) == [float(reward)]
 
 
-@pytest.mark.parametrize(
-    "reward", [None, "0.5", [1.0], torch.ones(2), math.nan, math.inf, -math.inf, 1e300, -(10**400)]
-)
+@pytest.mark.parametrize("reward", [None, "0.5", [1.0], math.nan, math.inf, -math.inf, 1e300, -(10**400)])
 def test_rewards_without_finite_squares_are_named_with_their_lines(reward: Any) -> None:
-    with pytest.raises(UserError, match=re.escape(f"p.jsonl, line 7: the reward is {reward!r:.120}; return a number")):
+    with pytest.raises(UserError, match=re.escape(f"p.jsonl, line 7: the reward is {reward!r:.80}; return a number")):
         task_with(lambda **_: reward).compute_rewards([PROMPT], [Completion([2], [0.0])])
 
 
