@@ -88,7 +88,7 @@ class Task(NamedTuple):
         for prompt, completion in zip(prompts, completions, strict=True):
             text = self.encoder.completion(prompt.tokens, completion.tokens)
             reward = self.reward(**prompt.record, completion=text)
-            if not isinstance(reward, SupportsFloat) or not abs(reward) <= 1e30:  # whose square is finite
+            if not isinstance(reward, SupportsFloat) or not abs(reward) <= 1e30:  # so that variances are finite
                 raise UserError(f"{prompt.place}: the reward is {reward!r:.80}; return a number from -1e30 to 1e30")
             rewards.append(float(reward))
         return rewards
@@ -96,13 +96,13 @@ class Task(NamedTuple):
 
 def rows_of(prompts: list[Prompt], completions: list[Completion], advantages: Tensor, length: int) -> Batch:
     """Return a row for each sample: its tokens, which of them were drawn, and with which log-probabilities."""
-    integers, numbers = torch.zeros(2, len(prompts), length, dtype=torch.int64), torch.zeros(2, len(prompts), length)
-    (ids, targets), (drawn, log_probs) = integers, numbers.double()
+    ids, targets = torch.zeros(2, len(prompts), length, dtype=torch.int64)
+    drawn, log_probs = torch.zeros(2, len(prompts), length, dtype=torch.float64)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        text, first = prompt.tokens + completion.tokens, len(prompt.tokens) - 1
-        ids[row, : len(text) - 1], targets[row, : len(text) - 1] = torch.tensor(text[:-1]), torch.tensor(text[1:])
-        drawn[row, first : len(text) - 1] = 1
-        log_probs[row, first : len(text) - 1] = torch.tensor(completion.log_probs, dtype=torch.float64)
+        text, end = torch.tensor(prompt.tokens + completion.tokens), len(prompt.tokens) + len(completion.tokens) - 1
+        ids[row, :end], targets[row, :end] = text[:-1], text[1:]
+        drawn[row, len(prompt.tokens) - 1 : end] = 1
+        log_probs[row, len(prompt.tokens) - 1 : end] = torch.tensor(completion.log_probs, dtype=torch.float64)
     return {"input_ids": ids, "target_ids": targets, "drawn": drawn, "log_probs": log_probs, "advantages": advantages}
 
 
@@ -194,16 +194,12 @@ def read_config(arguments: list[str]) -> tuple[Config, argparse.Namespace]:
     options, others = parser.parse_known_args(arguments)
     config = load_config(["--config", "examples/grpo.json", *others], check_run)
     check_used(config, ALSO_USED)
-    sizes = [
-        ("training.total_train_steps", config.training.total_train_steps, "updates"),
-        ("dp_size x micro_batch_size x gradient_accumulation_steps", config.global_batch_size, "samples"),
-    ]
-    if problems := [
-        f"{key}={size} should be a multiple of --{name} {getattr(options, name)}; change one of them"
-        for key, size, name in sizes
-        if size % getattr(options, name)
-    ]:
-        raise UserError(*problems)
+    steps, rows = config.training.total_train_steps, config.global_batch_size
+    if steps % options.updates:
+        raise UserError(f"total_train_steps={steps} should be a multiple of --updates {options.updates}; change one")
+    if rows % options.samples:
+        sizes = "dp_size x micro_batch_size x gradient_accumulation_steps"
+        raise UserError(f"{sizes} is {rows}, but should be a multiple of --samples {options.samples}; change one")
     return config, options
 
 

@@ -201,7 +201,7 @@ def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_
         ),
         (
             "--training.micro_batch_size 9",
-            "gradient_accumulation_steps=72 should be a multiple of --samples 16",
+            "gradient_accumulation_steps is 72, but should be a multiple of --samples 16",
         ),
         ("--samples 1", "argument --samples: '1' should be an integer of at least 2"),
         ("--training.seq_length 2", "tokens, but training.seq_length=2"),
