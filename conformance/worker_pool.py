@@ -45,6 +45,7 @@ def _work(connection: multiprocessing.connection.Connection, backend: str) -> No
             store = dist.FileStore(rendezvous, size)
             timeout = datetime.timedelta(seconds=60)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+            torch.manual_seed(0)  # ranks must build equal models
             answer = (True, function(*arguments))
             if dist.is_initialized():
                 dist.barrier()  # other ranks may still be connecting to this one

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import accumulation_dtype, all_reduce
+from picotron.collectives import accumulation_dtype, all_reduce, check_equal
 from picotron.console import UserError
-from picotron.model.weights import set_main_grad, sum_partial_gradients
+from picotron.model.weights import parameters_and_shards, set_main_grad, sum_partial_gradients
 
 
 class Bucket:
@@ -93,7 +93,12 @@ class DataParallel(nn.Module):
     pipeline, the previous stage can run its backward while this stage's gradients are still being averaged.
 
     Args:
+        module: any module. Ranks that hold the same weights must start with equal ones, because only gradients are
+            averaged.
         bucket_mb: minimum size of a bucket in MiB.
+
+    Raises:
+        UserError: two ranks start with different weights.
 
     Attributes:
         require_backward_grad_sync: whether the next backward reduces the gradients. With several micro-batches, only
@@ -107,6 +112,9 @@ class DataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, bucket_mb: float) -> None:
         super().__init__()
+        weights, grid = list(parameters_and_shards(module)), pgm.process_group_manager
+        check_equal({name: parameter for name, parameter, _ in weights}, grid.cp_dp_group)
+        check_equal({name: parameter for name, parameter, shard in weights if shard is None}, grid.tp_group)
         self.module, self.bucket_mb = module, bucket_mb
         self.require_backward_grad_sync = True
         self.trained = {parameter for parameter in module.parameters() if parameter.requires_grad}

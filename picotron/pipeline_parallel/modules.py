@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import all_reduce
+from picotron.collectives import all_reduce, check_equal
 from picotron.console import UserError
 from picotron.model.split_backward import gradient_edges, split_backward
 from picotron.model.weights import main_grad, mark_tied
@@ -118,7 +118,7 @@ class Pipeline(PipelineStages):
             ranks that hold them start with equal values, which the caller provides. It is frozen if any of them is.
 
     Raises:
-        UserError: a stage of this rank is missing.
+        UserError: a stage of this rank is missing, or ranks start with different values of a tied matrix.
     """
 
     def __init__(
@@ -158,6 +158,7 @@ class Pipeline(PipelineStages):
         if mine is not None:
             frozen = torch.tensor(float(is_frozen), device=mine.device)
             if group is not None:
+                check_equal({places[0][1]: mine}, group)
                 all_reduce(frozen, group, dist.ReduceOp.MAX)
             mine.requires_grad_(mine.requires_grad and not frozen.item())
         return mine, group

@@ -21,6 +21,7 @@ from conformance.oracle import (
 from conformance.training import Fails, Failure, full_tensor, train_steps
 from conformance.worker_pool import WorkerError, WorkerPool
 from picotron.config import Config, Training
+from picotron.console import UserError
 from picotron.data_parallel import data_parallel as bucket_module
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
 from picotron.data_parallel.zero1 import DataParallelZero1
@@ -89,6 +90,33 @@ def train_without_reduction(config: Config) -> dict[str, Any]:
         return train(config, tiny_llama(), "naive")
     finally:
         bucket_module.all_reduce = original
+
+
+def different_weights(wrapper: str, tp: int, dtype: torch.dtype) -> None:
+    grid = setup_process_group_manager(tp, 1, 1, 2 // tp)
+    module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)).to(dtype)
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, 0.1)
+    module[1].bias.data[1] += grid.global_rank * 2**-8
+    with pytest.raises(
+        UserError, match=r"^1\.bias differs between ranks \[0, 1\], which must start with equal weights"
+    ):
+        {**WRAPPERS, "zero3": DataParallelZero3}[wrapper](module)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "tp", "dtype"),
+    [
+        ("bucket", 1, torch.float32),
+        ("zero1", 1, torch.bfloat16),
+        ("zero3", 1, torch.float64),
+        ("naive", 2, torch.bfloat16),
+    ],
+)
+def test_ranks_that_start_with_different_weights_are_an_error(
+    pool: WorkerPool, wrapper: str, tp: int, dtype: torch.dtype
+) -> None:
+    pool.run(different_weights, 2, wrapper, tp, dtype)
 
 
 class Branches(nn.Module):
