@@ -22,7 +22,7 @@ from picotron.schedules.simulate import Costs, Timeline, activations, simulate
 
 Shape = tuple[int, Placement]  # chunks per rank, and placement of the stages
 SHAPES: list[Shape] = [(1, "loop"), (2, "loop"), (2, "V")]
-STARTS, RUNS = 2, 2  # schedules that are improved, and runs of the improvement for each, with different seeds
+STARTS, RUNS = 2, 4  # schedules that are improved, and runs of the improvement, the later ones of the best one so far
 
 
 class Found(NamedTuple):
@@ -268,10 +268,11 @@ def fastest_schedule(
     assert found, "room for a micro-batch on each rank is enough"
     if objective is not step_time:
         return found[-1]
-    for seed, (_, _, old, costs, _) in itertools.product(range(RUNS), found[-STARTS:]):
+    starts = found[-STARTS:]
+    for seed in range(RUNS):
+        _, _, old, costs, _ = starts.pop() if starts else min(found, key=lambda each: each.score)
         improver = Improver(old, memory, costs, deferred, stage_sizes(old, sizes))
-        new = improver.run(old, bound, BUDGET // (STARTS * RUNS), seed)
-        if new is not old:
+        if (new := improver.run(old, bound, BUDGET // RUNS, seed)) is not old:
             found.append(Found(simulate(new, costs).step_time, "search", new, costs, bound))
     return min(found, key=lambda each: each.score)
 
