@@ -27,7 +27,6 @@ TORCH_CLASSES = {
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
-SPLIT_BACKWARD = ("zb_h1", "zbv", "dualpipev")
 
 
 def config_of(engine: str, micro_batches: int) -> Config:
@@ -70,14 +69,15 @@ def repeatable_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
 def torch_step(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
     """Return a step of torch's schedule, on the same stages as picotron's."""
     device, config = device_of(rank), config_of(engine, micro_batches)
-    if engine in SPLIT_BACKWARD:
+    ours = training_schedule(config)
+    if ours.splits_backward:
         mock.patch.object(LinearCrossEntropy, "backward", staticmethod(repeatable_backward)).start()
     held = stage_of(config, device, torch.float32)
     for module in held.modules():  # torch splits the backward of any graph and does not need picotron's `split_linear`
         if hasattr(module, "linear_fn"):
             module.linear_fn = torch.nn.functional.linear
     modules = [TorchStage(held, number).to(device) for number in held.stages]
-    group, count = pgm.process_group_manager.pp_group, training_schedule(config).num_stages
+    group, count = pgm.process_group_manager.pp_group, ours.num_stages
     stages: list[Any] = [
         PipelineStage(module, number, count, device, group=group)
         for module, number in zip(modules, held.stages, strict=True)

@@ -27,6 +27,7 @@ ADAPTER = Path("conformance/adapters/picotron.py").resolve()
 REPORT = Path("docs/reference/parity.md")
 HEADS = 8
 GLOBAL_BATCH = 16  # sequences
+ONE_STAGE = [name for name, recipe in SCHEDULES.items() if recipe.chunks == 1]  # per pp rank
 
 # The sizes of the axes; a schedule, with pp, and chunks2 for two stages per rank where one is the default; sp, sequence
 # parallel, with tp; how the sequence is split and attention sees the rest of it, with cp; zero1 or zero3, else bucket,
@@ -144,7 +145,7 @@ def settings(name: str, layers: int | None = None) -> tuple[Config, PreTrainedCo
         training__max_grad_norm=0.5,
         dataset__shuffle=False,
     )
-    two_chunks = "pp_chunks" in found or found.get("pp_engine") not in (None, "afab", "1f1b", "zb_h1")
+    two_chunks = "pp_chunks" in found or found.get("pp_engine") not in (None, *ONE_STAGE)
     layers = layers or max(2, sizes["distributed__pp_size"] * (2 if two_chunks else 1))
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": kv_heads}
     return config, tiny_llama(family, num_hidden_layers=layers, tie_word_embeddings=tied, **heads)

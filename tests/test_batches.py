@@ -19,6 +19,7 @@ from picotron.console import UserError
 from picotron.model.weights import main_grad
 from picotron.optimizer import AdamW, update_weights
 from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.schedules.schedules import SCHEDULES
 from picotron.sequences import pack_sequences
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
 from picotron.train_step import make_evaluation
@@ -80,8 +81,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {},
     {"dp_size": 2},
     {"tp_size": 2},
-    *({"pp_size": 2, "pp_engine": engine} for engine in ("afab", "1f1b", "looped_bfs", "interleaved_1f1b")),
-    *({"pp_size": 2, "pp_engine": engine} for engine in ("zb_h1", "zbv", "dualpipev")),
+    *({"pp_size": 2, "pp_engine": engine} for engine in SCHEDULES),
     {"pp_size": 3, "dp_size": 2, "pp_engine": "1f1b"},
     {"pp_size": 2, "tp_size": 2, "sequence_parallel": True, "pp_engine": "zbv"},
 ]

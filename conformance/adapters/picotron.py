@@ -31,7 +31,7 @@ from picotron.schedules.schedules import SCHEDULES
 from picotron.trainer import Data, Trainer, set_up
 
 LAYOUTS = (
-    *(f"pp2 {name}" for name in ("afab", "interleaved_1f1b", "looped_bfs", "zb_h1", "zbv", "dualpipev")),
+    *(f"pp2 {name}" for name in SCHEDULES if name != "1f1b"),  # the default
     *("dp2 zero1", "dp2 zero3", "tp2 sp", "cp2 contiguous all_gather", "cp2 ulysses zero3", "dp2 x pp2 zbv zero3"),
 )
 

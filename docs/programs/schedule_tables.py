@@ -13,7 +13,7 @@ from pathlib import Path
 from picotron.console import text_table
 from picotron.schedules.actions import Schedule
 from picotron.schedules.schedule_csv import read_csv
-from picotron.schedules.schedules import build
+from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.search import fastest_schedule, shapes
 from picotron.schedules.simulate import Costs, peak_activations, simulate
 from tests.support.torch_schedules import CLASSES, torch_schedule
@@ -21,8 +21,9 @@ from tests.support.zero_bubble import CASES
 
 SIZES = ((2, 4), (2, 16), (4, 8), (4, 64), (8, 8), (8, 32), (16, 16), (16, 64))  # p, m
 ENGINES = [
-    *(("afab", 1), ("1f1b", 1), ("looped_bfs", 2), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4)),
-    *(("zb_h1", 1), ("zb_h1", 2), ("zb_h1", 4), ("zbv", 2), ("dualpipev", 2)),
+    (name, chunks)
+    for name, recipe in SCHEDULES.items()
+    for chunks in ({recipe.chunks, 2, 4} if recipe.has_groups else {recipe.chunks})
 ]
 
 

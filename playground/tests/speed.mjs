@@ -2,7 +2,6 @@
 
 import { Browser } from "./browser.mjs";
 
-const SCHEDULES = ["1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev"];
 const median = (values) => values.toSorted((a, b) => a - b)[Math.floor(values.length / 2)];
 const browser = await Browser.start();
 
@@ -10,6 +9,8 @@ const first = await browser.open();
 await first.waitForSelector("html[data-python]");
 const { load, start, ready } = await first.evaluate(() => ({ ...document.documentElement.dataset }));
 console.log(`The first picture was there after ${ready}; Pyodide loaded in ${load}, then picotron's Python in ${start}`);
+const choices = await first.$$eval("#a-schedule option", (all) => all.map((each) => each.value));
+const schedules = choices.filter((name) => !["auto", "csv", "python"].includes(name));
 await first.close();
 
 // Move a slider back and forth; each time, wait for the redraw.
@@ -25,7 +26,7 @@ async function redraws(page, name, values) {
 }
 
 console.log("16 ranks, 64 micro-batches; median and longest time from a slider's move to the picture:");
-for (const schedule of SCHEDULES) {
+for (const schedule of schedules) {
   const page = await browser.open(`#a=${schedule}&b=&pp=16&microbatches=64`);
   await page.waitForTimeout(8000); // the search for the ranking is over
   await redraws(page, "F", [1.1, 1.2, 1.3]);

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.side_by_side import DifferentResults, Measurement, check_same_losses, commit
+from benchmarks.torch_pipeline import TORCH_CLASSES
 from conformance.worker_pool import CONTEXT
 
 Table = list[list[str]]
 
 CP_ENGINES = ["cp 2, ring, zigzag", "cp 2, ring, contiguous", "cp 2, all_gather, zigzag", "cp 2, ulysses, zigzag"]
-SCHEDULES = ["afab", "1f1b", "looped_bfs", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev"]
 TP_LAYOUTS = ["tp 1", "tp 2", "tp 2, sequence parallel", "tp 4", "tp 4, sequence parallel"]
 GENERATION = ["picotron", "picotron, pp 2"]
 ROWS = {  # of each table that a program prints: the first column
@@ -38,7 +38,7 @@ ROWS = {  # of each table that a program prints: the first column
         ["torch, tensor and loss parallel, + sequence parallel", "picotron, + sequence parallel"],
     ],
     "pipeline": [["afab", "1f1b"], ["afab"] * 4 + ["1f1b"] * 4],
-    "schedules": [SCHEDULES, [name for name in SCHEDULES for _ in range(4)]],
+    "schedules": [[*TORCH_CLASSES], [name for name in TORCH_CLASSES for _ in range(4)]],
     "context_parallel": [
         ["2", "4", "8"],
         ["1", "2", "2", "2", "4", "4", "4"],

@@ -18,9 +18,8 @@ from picotron.explain.explain import run_rank, run_stages
 from picotron.explain.hardware import fits, usable
 from picotron.explain.measure import find_hardware
 from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.schedules.schedules import SCHEDULES
 from tests.explain.test_explain import config_of
-
-ENGINES = ("1f1b", "zbv", "afab", "looped_bfs", "interleaved_1f1b", "zb_h1", "dualpipev")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,7 @@ ENGINES = ("1f1b", "zbv", "afab", "looped_bfs", "interleaved_1f1b", "zb_h1", "du
             pytest.param(
                 engine, {"pp_size": 4, "tp_size": 2, "sequence_parallel": True, **more}, marks=pytest.mark.slow
             )
-            for engine in ENGINES
+            for engine in SCHEDULES
             for more in ({"dp_size": 2, "dp_engine": "zero1"}, {"dp_size": 2, "dp_engine": "zero3"}, {"cp_size": 2})
         ),
     ],

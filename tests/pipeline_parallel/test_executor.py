@@ -19,12 +19,12 @@ from picotron.config import Config
 from picotron.pipeline_parallel.plan import training_schedule
 from picotron.schedules.actions import Schedule
 from picotron.schedules.schedule_csv import as_csv
-from picotron.schedules.schedules import SCHEDULES, build
+from picotron.schedules.schedules import LOOPS, SCHEDULES, build
 from picotron.schedules.search import KNOBS, SHAPES, Greedy
 from picotron.schedules.simulate import Costs
 from tests.pipeline_parallel.test_pipeline_parallel import check_evaluations, expected_step, expected_training
 
-BY_PROGRAM = ("interleaved_1f1b", "looped_bfs", "zb_h1", "zbv", "dualpipev")  # without a hand-written loop
+BY_PROGRAM = [name for name in SCHEDULES if name not in LOOPS]
 MORE: list[dict[str, Any]] = [{}, {"dp_size": 2}, {"tp_size": 2}, {"cp_size": 2}]
 LAYERS = {2: 5, 4: 9}
 # A single micro-batch; fewer than stages; not a multiple of the stages; enough for a steady state.

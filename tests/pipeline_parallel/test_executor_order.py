@@ -22,6 +22,7 @@ from picotron.pipeline_parallel.modules import graph_of
 from picotron.pipeline_parallel.plan import training_schedule
 from picotron.schedules.actions import Action
 from picotron.schedules.checker import add_communication
+from picotron.schedules.schedules import SCHEDULES
 from picotron.schedules.simulate import peak_activations
 from tests.pipeline_parallel.test_executor import BY_PROGRAM
 
@@ -81,13 +82,13 @@ def live_activations(config: Config, model_config: LlamaConfig, free_outputs: bo
     return seen, executor.program
 
 
-@pytest.mark.parametrize("engine", ["afab", "1f1b", *BY_PROGRAM])
+@pytest.mark.parametrize("engine", SCHEDULES)
 def test_activation_lifetimes_match_the_schedule(pool: WorkerPool, engine: str) -> None:
     model_config, config = tiny_llama(num_hidden_layers=6), pipeline_config(engine, 3, 7)
     programs = training_schedule(config).programs
     for rank, (seen, program) in enumerate(pool.run(live_activations, 3, config, model_config, True)):
         live: set[tuple[int, int]] = set()
-        peak, receivers = 0, 2 if engine in ("zbv", "dualpipev") else 1  # one in each direction of the V
+        peak, receivers = 0, 2 if SCHEDULES[engine].placement == "V" else 1  # one in each direction of the V
         for action, (really, outputs) in zip(program, seen, strict=True):
             for part in action.parts:
                 if part.kind in "FBW":

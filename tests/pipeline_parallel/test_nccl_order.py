@@ -20,13 +20,12 @@ from picotron.pipeline_parallel.pp_communications import pipeline_communicate
 from picotron.schedules.actions import AnyAction, Schedule
 from picotron.schedules.checker import add_communication
 from picotron.schedules.schedule_csv import as_csv
-from picotron.schedules.schedules import SCHEDULES, build
+from picotron.schedules.schedules import LOOPS, SCHEDULES, build
 from picotron.schedules.simulate import simulate
 from tests.support.nccl_calls import Event, Mismatch, Operation, Program, most_in_flight, operations
 from tests.support.nccl_order import Deadlock, Play
 from tests.support.nccl_programs import record, record_rank
 
-LOOPS = ("afab", "1f1b")
 ENGINES = [*SCHEDULES, *(f"executor {name}" for name in LOOPS)]  # the executor runs all schedules except LOOPS anyway
 CHUNKS = [(engine, None) for engine in ENGINES] + [("looped_bfs", 3), ("interleaved_1f1b", 3)]
 LAYOUTS: list[dict[str, Any]] = [  # with several groups

@@ -64,14 +64,11 @@ def counted_step(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     return {"loss": loss, "gradients": all_stages(model.module.module, "main_grad"), "counts": counts}
 
 
-ENGINES = ["afab", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"]
-
-
 @pytest.mark.parametrize(
     ("engine", "keep"),
     [
         pytest.param(engine, keep, marks=[] if engine in ("1f1b", "zbv") and keep == 1 else pytest.mark.slow)
-        for engine in ENGINES
+        for engine in SCHEDULES
         for keep in (1, 2, 100)
     ],
 )

@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 from benchmarks.shapes import SHAPES
 from conformance.oracle import make_config, tiny_llama
 from picotron.config import Config, Distributed
+from picotron.schedules.schedules import SCHEDULES
 
-ENGINES = ("afab", "1f1b", "looped_bfs", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 FULL = {"training__activation_checkpointing": "full"}
 BIAS = {"attention_bias": True, "mlp_bias": True}
@@ -106,7 +106,7 @@ def _layouts() -> dict[str, Layout]:
             layouts[f"cp2 {engine} {sharding}"] = Layout(config, core=(engine, sharding) == ("ring", "zigzag"))
         config = {"cp_size": 2, "cp_engine": engine}
         layouts[f"cp2 {engine} packed"] = Layout(config, core=engine == "ring", packed=True)
-    for engine in ENGINES:
+    for engine in SCHEDULES:
         config = {"pp_size": 2, "pp_engine": engine}
         layouts[f"pp2 {engine}"] = Layout(config)
         config |= {"dp_size": 2, "tp_size": 2, **SEQUENCE_PARALLEL}
@@ -136,7 +136,7 @@ def _memory_layouts() -> dict[str, Layout]:
         ("tp2 sequence parallel checkpointing", {"tp_size": 2, **SEQUENCE_PARALLEL, **FULL}),
         ("pp2 tp2 zb_h1", {"pp_size": 2, "tp_size": 2, **SEQUENCE_PARALLEL, "pp_engine": "zb_h1"}),
         *((f"cp2 {engine}", {"cp_size": 2, "cp_engine": engine}) for engine in ("ring", "all_gather", "ulysses")),
-        *((f"pp2 {engine}", {"pp_size": 2, "pp_engine": engine}) for engine in ENGINES),
+        *((f"pp2 {engine}", {"pp_size": 2, "pp_engine": engine}) for engine in SCHEDULES),
         *((f"pp2 {engine} checkpointing", {"pp_size": 2, "pp_engine": engine, **FULL}) for engine in ("1f1b", "zbv")),
         *(
             (f"pp2 {engine} checkpointing, kept", {"pp_size": 2, "pp_engine": engine, "pp_keep_activations": 1, **FULL})
@@ -162,7 +162,7 @@ def _memory_layouts() -> dict[str, Layout]:
             {"tp_size": 4, **SEQUENCE_PARALLEL, **FULL, "model__dtype": "float32"},
         ),
         *((f"cp2 {engine}", {"cp_size": 2, "cp_engine": engine}) for engine in ("ring", "ulysses")),
-        *((f"pp4 {engine}", {"pp_size": 4, "pp_engine": engine}) for engine in ENGINES),
+        *((f"pp4 {engine}", {"pp_size": 4, "pp_engine": engine}) for engine in SCHEDULES),
         ("pp2 1f1b checkpointing", {"pp_size": 2, **FULL}),
         (
             "pp2 tp2 interleaved_1f1b",
