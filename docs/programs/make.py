@@ -1,9 +1,8 @@
 """Update of README.md and docs/*.md: run the commands of a page and write their output into it.
 
-    make docs                                   all pages
-    python -m docs.programs.make docs/checkpoints.md     some pages
-
-    python -m docs.programs.make --code         no command: only the code on all pages
+    make docs                                         all pages
+    python -m docs.programs.make docs/checkpoints.md  some pages
+    python -m docs.programs.make --code               no command: only the code on all pages
 
 tests/docs/test_docs.py checks that outputs and code have not changed. A page can have four kinds of blocks:
 
@@ -22,9 +21,10 @@ tests/docs/test_docs.py checks that outputs and code have not changed. A page ca
 Comments before the other blocks are their options:
 
     <!-- run: slow -->          run in `make docs` and `make pages`, but not in `make test`; a bash block is never fast
-    <!-- run: no, REASON -->    never run it; the tests only check that its options and files exist
+    <!-- run: no, REASON -->    never run it; the tests only check that its files exist
     <!-- compare: shape -->     let the tests compare `all` of the output, its `shape` (without numbers) or `nothing`;
-                                by default, all of it for fast blocks and its shape for slow ones
+                                by default, all of it for fast blocks and its shape for slow ones. Pictures are drawn
+                                again, and not compared.
     <!-- keep: 3 -5 -->         show the first three lines and the last five
     <!-- exit: 1 -->            expect this exit status instead of 0
 
@@ -79,17 +79,20 @@ class Block:
         line = match.string.count("\n", 0, match.start()) + 1
         options = dict(re.findall(r"^<!-- (\w+): (.*) -->$", match["options"], re.MULTILINE))
         command = match["console"] or match["bash"] or match["drawing"]
-        return cls(line, command, match["shown"], match["picture"], options)
+        block = cls(line, command, match["shown"], match["picture"], options)
+        if block.speed not in ("fast", "slow", "no") or block.compare not in ("all", "shape", "nothing"):
+            raise ValueError(f"line {line} has unknown options or does not say how it is run: {options}")
+        return block
 
     @property
     def speed(self) -> str:
-        """`fast`, `slow` or `no`; any other value is an error on the page, which the tests report."""
+        """`fast`, `slow` or `no`. A bash block has no default, because it can take any time."""
         is_bash = self.shown is None and self.picture is None
-        return self.options.get("run", "none given" if is_bash else "fast").split(",")[0]
+        return self.options.get("run", "" if is_bash else "fast").split(",")[0]
 
     @property
     def compare(self) -> str:
-        return self.options.get("compare", "all" if self.speed == "fast" or self.picture else "shape")
+        return self.options.get("compare", "all" if self.speed == "fast" else "shape")
 
 
 def blocks(page: Path) -> list[Block]:

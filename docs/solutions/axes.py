@@ -1,4 +1,4 @@
-"""Solutions to the exercises of docs/when_an_axis_pays.md, which tests/docs/test_axis_rules.py checks."""
+"""Solutions to the exercises of docs/when_an_axis_pays.md."""
 
 H100, NVLINK, NETWORK = 989e12, 450e9, 50e9  # FLOP/s, bytes/s
 
