@@ -5,9 +5,8 @@ python -m docs.programs.pictures shards --out docs/pictures/shards.svg
 
 from conformance.worker_pool import WorkerPool
 from docs.programs.collectives import COLLECTIVES, before_and_after
-from docs.programs.count import zero_step
 from docs.programs.quickstart import quickstart, stage_of
-from docs.programs.svg import LINE, RANKS, TENSORS, WIDTH, Svg, main
+from docs.programs.svg import LINE, RANKS, WIDTH, Svg, main
 from picotron.context_parallel.positions import local_positions, visible_blocks
 from picotron.drawing.draw_svg import lighter
 from picotron.explain.fake_group import fake_rank
@@ -193,32 +192,5 @@ def ring_steps(cp: int = 4) -> str:
     return str(picture)
 
 
-def zero(ranks: tuple[int, ...] = (2, 8)) -> str:
-    """Draw the memory of a rank between steps, in bytes per parameter, for each engine and number of ranks."""
-    optimizer = {
-        name: lighter(TENSORS["optimizer"], i / 4) for i, name in enumerate(("master", "moment 1", "moment 2"))
-    }
-    parts = {"weight": TENSORS["weights"], "gradient": TENSORS["gradients"]} | optimizer
-    left, row, scale = 190, 40, (WIDTH - 290) / 18
-    picture = Svg(WIDTH, 2 * LINE + 10 + row * (1 + 2 * len(ranks)) + 4)
-    picture.keys(left, 0, *((colour, part) for part, colour in parts.items()))
-    y = LINE + 10
-    for engine, count in (("bucket", 2), *((engine, n) for n in ranks for engine in ("zero1", "zero3"))):
-        step, x = zero_step(engine, count), float(left)
-        parameters = zero_step("bucket", 2).parameters
-        picture.text(0, y + 24, "bucket, any number" if engine == "bucket" else f"{engine}, {count} ranks")
-        thirds = [step.optimizer / 3] * 3
-        for (part, colour), size in zip(parts.items(), (step.weights, step.gradients, *thirds), strict=True):
-            width = size / parameters * scale
-            picture.box(
-                x, y, width, row - 8, colour, f"{size / parameters:.3g}", f"{part}: {size / parameters:.3g} bytes"
-            )
-            x += width
-        picture.text(x + 8, y + 22, f"{(step.weights + step.gradients + step.optimizer) / parameters:.3g} bytes")
-        y += row
-    picture.text(left, y + 16, "bytes per parameter that a rank holds between steps, in bfloat16")
-    return str(picture)
-
-
 if __name__ == "__main__":
-    main(__doc__, collectives, matrices, block, shards, ring_steps, zero)
+    main(__doc__, collectives, matrices, block, shards, ring_steps)

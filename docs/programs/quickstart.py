@@ -1,26 +1,21 @@
-"""The quickstart's model and training step in any layout, for the programs that count and draw.
+"""The quickstart's model in any layout, for the programs that count and draw.
 
 They run in `fake_rank`: one process plays one rank of any layout, and receives nothing. So the values that it computes
 are meaningless, but the sizes of the tensors that a rank holds and sends are correct.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from picotron.command_line import load_config
 from picotron.config import Config, Training
-from picotron.data.loader import MicroBatchDataLoader
-from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.model_config import load_model_config
 from picotron.model.weights import initial_weights
 from picotron.parallelize import build_model
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.plan import plan_pipeline
-from picotron.train_step import make_train_step
 
 CPU = torch.device("cpu")
 
@@ -39,11 +34,11 @@ def quickstart(**changes: Any) -> Config:
     return load_config(arguments)
 
 
-def model_of(config: Config, dtype: torch.dtype = torch.float32) -> DataParallel:
+def model_of(config: Config) -> DataParallel:
     """Build this rank's part of the model, as train.py does."""
     model_config = load_model_config(config.model)
     weights = initial_weights(model_config, config.training.seed)
-    return build_model(config, model_config, plan_pipeline(config, model_config), CPU, dtype, weights)
+    return build_model(config, model_config, plan_pipeline(config, model_config), CPU, torch.float32, weights)
 
 
 def stage_of(config: Config) -> PipelineParallel:
@@ -51,13 +46,3 @@ def stage_of(config: Config) -> PipelineParallel:
     stage = model_of(config).module
     assert isinstance(stage, PipelineParallel)
     return stage
-
-
-def step_of(config: Config, dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
-    """Return this rank's training step, without the optimizer, as a function without arguments."""
-    model, model_config = model_of(config, dtype), load_model_config(config.model)
-    length = config.training.seq_length
-    rows = TextRows(np.zeros(length * config.global_batch_size + 1, np.uint16), length)
-    loader = MicroBatchDataLoader(rows, config, CPU)
-    step = make_train_step(config, plan_pipeline(config, model_config), CPU, dtype)
-    return lambda: step(model, loader)

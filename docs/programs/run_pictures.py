@@ -1,37 +1,23 @@
-"""Pictures of the quickstart: what its ranks hold, train on and write.
+"""Pictures of ranks: what those of the quickstart hold and exchange, and what each axis splits.
 
     python -m docs.programs.run_pictures overview --out docs/pictures/overview.svg
 
-Each rank's coordinates, stages, heads, sequences and byte ranges are those of the code that trains.
+Each rank's coordinates, stages and heads are those of the code that trains.
 """
 
 import itertools
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
-import numpy as np
-
-from docs.programs.quickstart import CPU, quickstart, stage_of
+from docs.programs.quickstart import quickstart, stage_of
 from docs.programs.svg import LINE, RANKS, WIDTH, Svg, main
 from picotron import process_group_manager as pgm
-from picotron.checkpoint.safetensors_folder import ByteRange
-from picotron.checkpoint.stage_files import StageFiles, TensorSlice
 from picotron.command_line import load_config
-from picotron.config import Config
-from picotron.data.loader import MicroBatchDataLoader
-from picotron.data.rows import TextRows
-from picotron.drawing.draw_svg import COLOURS, lighter
+from picotron.drawing.draw_svg import lighter
 from picotron.explain.fake_group import fake_rank
 from picotron.model.model_config import load_model_config
 from picotron.model.weights import parameters_and_shards
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.pipeline_parallel.stages import Stage, stage_weights
-from picotron.process_group_manager import new_groups
 from picotron.schedules.simulate import Costs, simulate
 
 
@@ -49,14 +35,6 @@ def held_heads(stage: PipelineParallel) -> str:
     if shard is not None:
         heads = range(shard.start // config.head_dim, shard.stop // config.head_dim)
     return f"heads {heads[0]}-{heads[-1]}"
-
-
-def micro_batches(config: Config) -> list[list[int]]:
-    """Return the numbers of the sequences in this rank's micro-batches of the first step."""
-    length = config.training.seq_length
-    numbers = np.arange(config.global_batch_size).repeat(length)  # each token of sequence n is n
-    loader = MicroBatchDataLoader(TextRows(np.append(numbers, 0), length), config, CPU, shuffle=False)
-    return [next(loader)["input_ids"][:, 0].tolist() for _ in range(loader.grad_acc_steps)]
 
 
 def following(grid: pgm.ProcessGroupManager, axis: str) -> list[int]:
@@ -190,107 +168,5 @@ def link(picture: Svg, start: tuple[float, float], end: tuple[float, float], box
     picture.arrow(*numbers, double=True, title=title)
 
 
-def batch() -> str:
-    """Draw a global batch of the quickstart: the sequences of each dp rank and micro-batch."""
-    dp, steps, width, left, row = 2, 4, 176, 54, 36
-    config = quickstart(dp_size=dp, gradient_accumulation_steps=steps)
-    picture = Svg(WIDTH, dp * row + 4 * LINE + 12)
-    x = picture.keys(left, 0, (COLOURS["F"], "forward"), (COLOURS["B"], "backward"))
-    picture.text(x + 12, 14, "The numbers are those of the two sequences in a micro-batch.")
-    for i in range(steps):
-        picture.text(left + (i + 0.5) * width, LINE + 16, f"micro-batch {i}", "centred")
-    for rank in range(dp):
-        y = 2 * LINE + 2 + rank * row
-        picture.text(0, y + 22, f"dp {rank}")
-        with fake_rank(rank, config.distributed):
-            batches = micro_batches(config)
-        for i, rows in enumerate(batches):
-            x, third, label = left + i * width, (width - 4) / 3, ", ".join(map(str, rows))
-            picture.box(x, y, third, row - 4, COLOURS["F"], label)
-            picture.box(x + third, y, 2 * third, row - 4, COLOURS["B"], label)
-    x, bottom = left + steps * width, 2 * LINE + 2 + dp * row
-    picture.frame(x, 2 * LINE + 2, WIDTH - x, dp * row - 4)
-    for i, line in enumerate(("average gradients,", "update weights")):
-        picture.text((x + WIDTH) / 2, (2 * LINE + bottom) / 2 - 4 + 21 * i, line, "centred")
-    picture.arrow(left, bottom + 6, WIDTH, bottom + 6)
-    picture.text(left, bottom + 28, "time of one step, not to scale")
-    return str(picture)
-
-
-def written_ranges(config: Config, rank: int) -> tuple[list[TensorSlice], list[ByteRange]]:
-    """Let a rank write its stage's model file. Returns the tensors of the file and the byte ranges that it wrote."""
-    # Without a state, only the model is written; the optimizer's files are written in the same way.
-    no_state: Any = SimpleNamespace(state_of=lambda parameter: {}, updates=dict)
-    # A checkpoint's groups use gloo on any device; here, all groups are fake.
-    fake_groups = mock.patch("picotron.checkpoint.stage_files.new_groups", lambda rows, _: new_groups(rows))
-    with fake_rank(rank, config.distributed), fake_groups, tempfile.TemporaryDirectory() as folder:
-        files = StageFiles(stage_of(config).module, no_state)
-        slices = files.slices()
-        (written,) = files.write(Path(folder), slices)
-    return slices, written.ranges
-
-
-def part_of_model(name: str) -> str:
-    """Return `layer 3` for model.layers.3.mlp.up_proj.weight. The last norm is too small for a label."""
-    words = name.split(".")
-    return f"layer {words[2]}" if words[1] == "layers" else words[1].replace("norm", "")
-
-
-def matrix(name: str) -> str:
-    """Return `gate` for model.layers.3.mlp.gate_proj.weight, and nothing for a norm."""
-    return name.split(".")[-2].removesuffix("_proj") if "_proj" in name else ""
-
-
-def checkpoint_files(zoomed: str = "layer 0") -> str:
-    """Draw the model files of a run with pp 2 x tp 2, to scale in bytes, with a row for what each rank writes. A part
-    of the first file is drawn again, enlarged.
-    """
-    pp, tp, row, left = 2, 2, 26, 66
-    config = quickstart(pp_size=pp, tp_size=tp)
-    ranks = [written_ranges(config, rank) for rank in range(pp * tp)]
-    ends = [max(part.start + part.size for rank in ranks[i : i + tp] for part in rank[1]) for i in (0, tp)]
-    end = max(ends)
-    panel = LINE + tp * (row + 4) + LINE + 22
-    picture = Svg(WIDTH, 2 * LINE + (pp + 1) * panel - 12)
-    picture.text(0, 16, "In every column, one rank has a box: each byte of a file is written once.", "title")
-
-    def draw(top: float, title: str, stage: int, first: int, last: int, name_of: Callable[[str], str]) -> None:
-        """Draw the bytes from `first` to `last` of a file over the whole width, with names below."""
-        scale = (WIDTH - left) / (last - first)
-        picture.text(0, top + 16, title)
-        bottom = top + LINE + tp * (row + 4)
-        for i, rank in enumerate(range(stage * tp, (stage + 1) * tp)):
-            y = top + LINE + 4 + i * (row + 4)
-            picture.text(0, y + 19, f"rank {rank}")
-            picture.frame(left, y, (min(ends[stage], last) - first) * scale, row)
-            for part in ranks[rank][1]:
-                start, stop = max(part.start, first), min(part.start + part.size, last)
-                if start < stop:
-                    hover = f"rank {rank}: bytes {part.start:,} to {part.start + part.size:,}"
-                    picture.box(
-                        left + (start - first) * scale, y, (stop - start) * scale, row, RANKS[rank], title=hover
-                    )
-        for name, tensors in itertools.groupby(ranks[stage * tp][0], lambda each: name_of(each.name)):
-            start = next(tensors).start
-            if name and first <= start < last:
-                x = left + (start - first) * scale
-                picture.line(x, top + LINE + 4, x, bottom + 18)
-                picture.text(x + 4, bottom + 18, name)
-
-    def written(stage: int) -> str:
-        """Return the name of a stage's file, and how much each of its ranks writes."""
-        sizes = [sum(part.size for part in ranks[rank][1]) / 2**20 for rank in range(stage * tp, (stage + 1) * tp)]
-        return f"{ranks[stage * tp][0][0].file}: {' + '.join(f'{size:.2f}' for size in sizes)} MiB"
-
-    slices = ranks[0][0]
-    starts = [each.start for each in slices if part_of_model(each.name) == zoomed]
-    after = min(each.start for each in slices if each.start > starts[-1])
-    top = LINE + 14
-    draw(top, f"{written(0)}, at the same time", 0, 0, end, part_of_model)
-    draw(top + panel, f"{zoomed} of this file, enlarged", 0, starts[0], after, matrix)
-    draw(top + 2 * panel, f"{written(1)}, to the scale of the first file", 1, 0, end, part_of_model)
-    return str(picture)
-
-
 if __name__ == "__main__":
-    main(__doc__, overview, axes, batch, checkpoint_files)
+    main(__doc__, overview, axes)

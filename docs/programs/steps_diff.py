@@ -13,24 +13,16 @@ FOLDER = Path("docs/steps")
 NAMES = sorted(path.stem for path in FOLDER.glob("s[1-9]_*.py"))
 
 
-def lines_of(name: str, symbol: str = "") -> list[str]:
-    """Return the lines of a step, or those of a function or class, such as `Bucket.ready`; none if it is not there."""
+def lines_of(name: str, symbol: str) -> list[str]:
+    """Return the lines of a function or class of a step, such as `Bucket.ready`; none if it is not there."""
     lines = (FOLDER / f"{name}.py").read_text().splitlines()
     found: ast.AST = ast.parse("\n".join(lines))
-    if not symbol:
-        return lines
     for part in symbol.split("."):
         inner = [node for node in getattr(found, "body", []) if getattr(node, "name", None) == part]
         if not inner:
             return []
         found = inner[0]
     return lines[found.lineno - 1 : found.end_lineno]  # type: ignore[attr-defined]
-
-
-def changed(old: list[str], new: list[str]) -> tuple[int, int]:
-    """Return the number of removed and of added lines."""
-    marks = [line[:1] for line in difflib.unified_diff(old, new, n=0) if line[:3] not in ("---", "+++")]
-    return marks.count("-"), marks.count("+")
 
 
 def difference(name: str, *symbols: str) -> Iterator[str]:

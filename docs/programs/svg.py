@@ -21,7 +21,6 @@ TENSORS = {  # those that stay between steps are green, the others brown (ColorB
     "weights": "#4aa59d",
     "gradients": "#8fd3c8",
     "optimizer": "#bbe2dc",
-    "gathered": "#b9d7a8",
     "activations": "#d3a95a",
     "temporary": "#f3e2b6",
 }
