@@ -9,7 +9,6 @@ With --chat, the user and a model that was trained on conversations take turns i
 """
 
 import argparse
-import dataclasses
 import datetime
 import json
 import logging
@@ -92,7 +91,7 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> PipelinePara
     model_config = read_model_config(folder)
     plan = check_layout(config, model_config)
     device = set_up_device(config)
-    init_process_group(config, device)
+    init_process_group(config, device, model_config, plan)
     setup_process_group_manager(tp_size, 1, pp_size, dp_size)
     names = run_on_all_ranks(lambda: folder.name)  # not paths: machines can have the same model in different places
     if other := next((name for name in names if name != names[0]), None):
@@ -194,9 +193,9 @@ def complete(
     options: argparse.Namespace,
 ) -> None:
     """Continue prompts, and print the text, or write the file of completions."""
-    is_first, limit = dist.get_rank() == 0, model.module.config.max_position_embeddings
-    if is_first and max(map(len, prompts)) + sampling.max_new_tokens > limit:
-        logger.warning("the text may exceed %d tokens, the maximum sequence length of the model", limit)
+    is_first, longest = dist.get_rank() == 0, max(map(len, prompts))
+    if is_first and sampling.length(longest) < longest + sampling.max_new_tokens:
+        logger.warning("texts end at %d tokens, the model's maximum sequence length", sampling.max_length)
     output = options.output if is_first else None
     progress = tqdm(total=len(prompts), desc="Generating", unit=" prompts", disable=output is None)
     for start in range(0, len(prompts), options.batch_size):
@@ -220,25 +219,23 @@ def complete(
 
 def chat(model: PipelineParallel, encoder: Encoder, sampling: Sampling) -> None:
     """Hold a conversation with the user, until the input ends (Ctrl-D)."""
-    is_first, config = dist.get_rank() == 0, model.module.config
-    limit = min(config.max_position_embeddings, differences(config).window or config.max_position_embeddings)
+    is_first = dist.get_rank() == 0
     # A separate group with a long timeout, because users may think longer than the default timeout of collectives.
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
     messages: list[dict[str, str]] = []
     while line := read_line(group):
         messages.append({"role": "user", "content": line})
-        prompt = encoder.encode_messages(messages)
-        room = limit - len(prompt)
-        if room < 1:
-            raise UserError(
-                f"the conversation has {len(prompt):,} tokens, and the model's maximum sequence length is {limit:,}; "
-                f"begin a new conversation"
-            )
-        limits = {name: min(getattr(sampling, name), room) for name in ("min_new_tokens", "max_new_tokens")}
-        turn = dataclasses.replace(sampling, **limits)
+        try:
+            prompt = encoder.encode_messages(messages)
+            check_prompt("the conversation with it", prompt, model.module.config, sampling)
+        except UserError as error:
+            messages.pop()
+            if is_first:
+                print_line(f"(The message is dropped: {error}.)")
+            continue
         printer = CompletionPrinter(encoder, prompt)
-        (completion,) = generate(model, [prompt], turn, len(messages) // 2, printer.put if is_first else None)
-        answer = encoder.completion(prompt, without_end(completion, turn.ends).tokens)
+        (completion,) = generate(model, [prompt], sampling, len(messages) // 2, printer.put if is_first else None)
+        answer = encoder.completion(prompt, without_end(completion, sampling.ends).tokens)
         if is_first:
             printer.end(answer)
         messages.append({"role": "assistant", "content": answer})
@@ -263,7 +260,7 @@ def read_line(group: dist.ProcessGroup) -> str:
 def main() -> None:
     options = parse_arguments()
     folder = [find_folder(options.checkpoint), *checkpoint_folders(Path(options.checkpoint)).values()][-1]
-    if (folder / "metrics.jsonl").exists():
+    if os.path.exists(folder / "metrics.jsonl"):  # False without permission, unlike `Path.exists`
         raise UserError(
             f"{folder} is a run folder without checkpoints; train with checkpoint.save_frequency of 1 or more"
         )
@@ -273,12 +270,13 @@ def main() -> None:
         encoder.check_chat_template()
     else:
         records = read_prompts(options.prompts) if options.prompts else {"--prompt": {"prompt": options.prompt}}
+    ends, longest = tuple({*end_tokens(model_config), *encoder.ends}), model_config.max_position_embeddings
+    longest = min(longest, differences(model_config).window or longest)
+    names = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "num_return_sequences", "seed")
+    sampling = Sampling(**{name: getattr(options, name) for name in names}, ends=ends, max_length=longest)
     prompts = {name: encoder.encode(name, record) for name, record in records.items()}
     for name, prompt in prompts.items():
-        check_prompt(name, prompt, model_config, options.max_new_tokens)
-    ends = tuple({*end_tokens(model_config), *encoder.ends})
-    names = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "num_return_sequences", "seed")
-    sampling = Sampling(**{name: getattr(options, name) for name in names}, ends=ends)
+        check_prompt(name, prompt, model_config, sampling)
     if options.output is not None and int(os.environ.get("RANK", 0)) == 0:
         # An error comes before anything expensive starts, and the old file stays until the first completions.
         write_output(options.output, "", "a")

@@ -49,7 +49,7 @@ def main() -> None:
     device = set_up_device(config)
 
     # Process groups of the layout.
-    init_process_group(config, device)
+    init_process_group(config, device, model_config, plan)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     if layout.pp_size > 1:
         logging.getLogger("picotron").info("the pp ranks of the pipeline:\n%s", plan)

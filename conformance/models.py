@@ -42,7 +42,7 @@ def small_config(family: str = "llama", **changes: Any) -> PreTrainedConfig:
         "tie_word_embeddings": False,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
-    return AutoConfig.for_model(family, **sizes | FAMILIES[family] | changes)
+    return AutoConfig.for_model(family, **sizes | FAMILIES.get(family, {}) | changes)
 
 
 @torch.no_grad()
@@ -67,12 +67,23 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     return with_exact_norms(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
 
 
+class ExactNorm(nn.Module):
+    """A norm of transformers, in the dtype of its input. Those of Gemma multiply by 1 + weight."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.is_relative = norm.weight, type(norm).__name__.startswith("Gemma")
+        self.eps = norm.eps if self.is_relative else norm.variance_epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = 1 + self.weight if self.is_relative else self.weight
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
+
+
 def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
     """Replace transformers' RMSNorm (of T5: LayerNorm), which computes in float32 for every dtype, with torch's."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith(("RMSNorm", "T5LayerNorm")):
-                norm = nn.RMSNorm(child.weight.shape, child.variance_epsilon)
-                norm.weight = child.weight
-                setattr(parent, name, norm)
+                setattr(parent, name, ExactNorm(child))
     return model

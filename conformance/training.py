@@ -83,6 +83,22 @@ def batches(count: int) -> list[dict[str, Any]]:
     ]
 
 
+class Failure(Exception):
+    """An error of a test's own, such as memory that runs out."""
+
+
+class Fails(torch.autograd.Function):
+    """forward: identity. backward: a `Failure`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        raise Failure
+
+
 class Loader:
     """Minimal data loader: an iterator with the number of micro-batches per step."""
 

@@ -9,7 +9,6 @@ import functools
 import sys
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,10 +21,11 @@ from picotron.config import Config
 from picotron.console import UserError, number
 from picotron.data.tokens import read_tokenizer
 from picotron.generation.prompts import Encoder
+from picotron.model.llama import IGNORE_INDEX
 from picotron.parallelize import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
-from picotron.trainer import DATA_KEYS, FrozenModel, Trainer, set_up, used_keys
+from picotron.trainer import DATA_SET_KEYS, FrozenModel, Trainer, set_up, used_keys
 
 
 def divergence(head: Any, x: Tensor, batch: Batch, temperature: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -47,7 +47,7 @@ def divergence(head: Any, x: Tensor, batch: Batch, temperature: float) -> tuple[
     probabilities = (teacher - of_teacher[..., None]).exp()
     difference = sum_over_ranks((probabilities * (teacher - student)).sum(-1), group, False)
     losses = (difference + of_student - of_teacher) * temperature**2
-    counted = batch.get("target_weights", torch.ones_like(losses)) > 0  # not prompts
+    counted = batch["target_ids"] != IGNORE_INDEX  # not prompts
     return (losses * counted).sum(), counted.sum(), {}
 
 
@@ -64,7 +64,7 @@ def learn(trainer: Trainer, folder: str, temperature: float) -> None:
 
 def read_config(arguments: list[str]) -> tuple[Config, str, float]:
     """Return the config of a command line, the folder of the teacher and the temperature."""
-    parser = config_parser("Train with a teacher.", used_keys(DATA_KEYS))
+    parser = config_parser("Train with a teacher.", used_keys(DATA_SET_KEYS))
     parser.add_argument("--teacher", required=True, help="folder or hub id of the teacher")
     parser.add_argument("--temperature", type=number(float, 1e-3), default=2.0, help="divisor of the logits [2.0]")
     options, others = parser.parse_known_args(arguments)

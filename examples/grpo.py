@@ -13,12 +13,17 @@ a toy task, examples/brackets. For your own model, prompts and reward:
         --dataset.name prompts.jsonl --reward my_rewards.py:brevity
 
 A line of the file has a "prompt", a text or a list of messages, and anything else that the reward needs. The reward is
-a function of these keys and of the completion, such as `def brevity(prompt, completion): return -len(completion)`.
+a function of these keys and of the completion, such as `def brevity(prompt, completion): return -len(completion)`. A
+prompt and its completion together have up to seq_length + 1 tokens: seq_length inputs, and the last target.
 """
 
 import argparse
-import importlib.util
+import dataclasses
+import inspect
 import json
+import logging
+import math
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +39,7 @@ from picotron.command_line import config_parser, load_config
 from picotron.config import Config
 from picotron.console import UserError, number
 from picotron.data.documents import load_documents
+from picotron.data.samples import tools_of
 from picotron.data.text import check_characters
 from picotron.data.tokens import convert, read_tokenizer, tokenizer_folder
 from picotron.generation.prompts import Encoder
@@ -42,16 +48,19 @@ from picotron.generation.sampling import Sampling
 from picotron.model.model_config import end_tokens
 from picotron.parallelize import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
-from picotron.trainer import Data, Trainer, check_used, fingerprint, set_up, used_keys
+from picotron.trainer import RECORD_KEYS, Data, Trainer, check_used, fingerprint, set_up, used_keys
+
+logger = logging.getLogger("picotron")
 
 REWARD = "examples/brackets/rewards.py:correct"
-ALSO_USED = "training.eval_frequency training.eval_steps"
+ALSO_USED = f"{RECORD_KEYS} training.eval_frequency training.eval_steps"
 CLIP = 0.2
 
 
 class Prompt(NamedTuple):
-    """A line of the file, and the tokens of its prompt."""
+    """A line of the file, its place, and the tokens of its prompt."""
 
+    place: str
     record: dict[str, Any]
     tokens: list[int]
 
@@ -76,10 +85,18 @@ class Task(NamedTuple):
 
     def compute_rewards(self, prompts: list[Prompt], completions: list[Completion]) -> list[float]:
         """Compute the rewards of completions, without their end tokens."""
-        return [
-            self.reward(**prompt.record, completion=self.encoder.completion(prompt.tokens, completion.tokens))
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        rewards = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            text = self.encoder.completion(prompt.tokens, completion.tokens)
+            reward = self.reward(**prompt.record, completion=text)
+            try:
+                is_number = math.fabs(reward) <= 1e100  # so its square is finite
+            except Exception:  # of many types, for None, a text, a list or 10**400
+                is_number = False
+            if not is_number:
+                raise UserError(f"{prompt.place}: the reward is {reward!r:.120}; return a number from -1e100 to 1e100")
+            rewards.append(float(reward))
+        return rewards
 
 
 def rows_of(prompts: list[Prompt], completions: list[Completion], advantages: Tensor, length: int) -> Batch:
@@ -111,9 +128,9 @@ def learn(trainer: Trainer, task: Task) -> None:
     ratio in each update, and every `eval_frequency` steps the mean reward of the likeliest answers to held-out prompts.
     """
     training, stage = trainer.config.training, trainer.stage
-    new_tokens = training.seq_length + 1 - max(len(prompt.tokens) for prompt in task.prompts + task.held_out)
     ends = tuple(sorted({*end_tokens(trainer.model_config), *task.encoder.ends}))
-    sampling = Sampling(new_tokens, temperature=1.0, seed=training.seed, ends=ends)
+    greedy = Sampling(training.seq_length, ends=ends, max_length=training.seq_length + 1)
+    sampling = dataclasses.replace(greedy, temperature=1.0, seed=training.seed)
     for step in trainer.steps():
         numbers = trainer.next_samples(len(task.prompts), task.samples, task.updates)
         prompts = [task.prompts[i] for i in numbers for _ in range(task.samples)]
@@ -128,44 +145,51 @@ def learn(trainer: Trainer, task: Task) -> None:
         record["reward"] = rewards.mean().item()
         record["ended"] = sum(completion.tokens[-1] in ends for completion in completions) / len(completions)
         if task.held_out and record["step"] % training.eval_frequency == 0:
-            answers = generate(stage, [prompt.tokens for prompt in task.held_out], Sampling(new_tokens, ends=ends))
+            answers = generate(stage, [prompt.tokens for prompt in task.held_out], greedy)
             record["evaluation"] = task.rewards(task.held_out, answers).mean().item()
         trainer.log(record)
 
 
-def load_reward(name: str) -> Callable[..., float]:
-    """Load a function of a Python file, named FILE.py:FUNCTION."""
+def load_reward(name: str, prompts: list[Prompt]) -> Callable[..., float]:
+    """Load a function of a Python file, named FILE.py:FUNCTION, and check that it takes the keys of all lines."""
     path, _, function = name.rpartition(":")
-    if not Path(path).is_file():
-        raise UserError(f"--reward {name}: there is no file {path!r}; use FILE.py:FUNCTION")
-    spec = importlib.util.spec_from_file_location("reward", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(found := getattr(module, function, None)):
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise UserError(f"--reward {name}: there is no Python file {path!r}; use FILE.py:FUNCTION")
+    if not callable(found := runpy.run_path(path).get(function)):
         raise UserError(f"--reward {name}: {path} has no function {function!r}; choose another name")
+    signature = inspect.signature(found)
+    for prompt in prompts:
+        try:
+            signature.bind(**prompt.record, completion="")
+        except TypeError as error:
+            names = ", ".join([*prompt.record, "completion"])
+            raise UserError(
+                f"{prompt.place}: {function}{signature} should take {names} ({error}); correct it"
+            ) from None
     return found
 
 
 def read_prompts(config: Config, encoder: Encoder) -> list[Prompt]:
     """Read the prompts, and check that each leaves room for an answer."""
+    length = config.training.seq_length
 
-    def encode(record: Any) -> Iterator[Prompt]:
+    def encode(record: Any) -> Iterator[tuple[dict[str, Any], list[int]]]:
         prompt = record.get("prompt") if isinstance(record, dict) else None
         if not prompt or not isinstance(prompt, str | list):
             raise UserError('there should be a "prompt", a text or a list of messages')
         if "completion" in record:
             raise UserError('the key "completion" is the argument of the reward with the sample; rename it')
         check_characters(json.dumps(prompt, ensure_ascii=False, default=str))
-        tokens = encoder.encode_text(prompt) if isinstance(prompt, str) else encoder.encode_messages(prompt)
-        if len(tokens) > (length := config.training.seq_length):
-            raise UserError(
-                f"the prompt has {len(tokens)} tokens, but training.seq_length={length}; use a longer seq_length"
-            )
-        yield Prompt(record, tokens)
+        if isinstance(prompt, str):
+            tokens = encoder.encode_text(prompt)
+        else:
+            tokens = encoder.encode_messages(prompt, tools_of(record))
+        if len(tokens) > length:
+            raise UserError(f"the prompt has {len(tokens)} tokens, but training.seq_length={length}; use a longer one")
+        yield record, tokens
 
-    return [each for record in load_documents(config.dataset, columns={}).records() for each in convert(record, encode)]
+    documents = load_documents(config.dataset, config.training.num_samples, config.training.seed, columns={})
+    return [Prompt(record.place, *each) for record in documents.records() for each in convert(record, encode)]
 
 
 def read_config(arguments: list[str]) -> tuple[Config, argparse.Namespace]:
@@ -201,7 +225,9 @@ def read_task(config: Config, options: argparse.Namespace) -> Task:
             f"{config.dataset.name} has {len(prompts)} prompts, but evaluations hold out {held_out}; use more prompts"
         )
     first = len(prompts) - held_out
-    reward = load_reward(options.reward)
+    rooms = [config.training.seq_length + 1 - len(prompt.tokens) for prompt in prompts]
+    logger.info("%d prompts with room for answers of %d to %d tokens", len(prompts), min(rooms), max(rooms))
+    reward = load_reward(options.reward, prompts)
     return Task(prompts[:first], prompts[first:], encoder, reward, options.samples, options.updates)
 
 
@@ -209,7 +235,7 @@ def data_of(config: Config, task: Task) -> Data:
     """Return the data of a run. The fingerprint includes the numbers of rows and steps per prompt, on which the
     position of a checkpoint in the data depends.
     """
-    samples = [(task.samples, task.updates), *task.prompts]
+    samples = [(task.samples, task.updates), *((prompt.record, prompt.tokens) for prompt in task.prompts)]
     return Data(fingerprint(config, samples), tokenizer_folder(task.encoder.tokenizer))
 
 

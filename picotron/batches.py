@@ -163,12 +163,12 @@ def train_batch(
         step: see `make_train_step`.
         batches: micro-batches, see `split_batch`, of any lengths. `target_weights` are normalised first, see
             `normalise_weights`. By default, all targets have the same weight, also if micro-batches differ.
-        loss_fn: function of the head, its input x (B, T/cp, D) and the micro-batch. The head has `cross_entropy`,
-            `log_probs` and `local_logits`, and is itself a function of x that returns the logits (B, T/cp, V); with
-            sequence parallelism, x is (B, T/cp/tp, D), and only the head gathers all tokens. The result is the loss of
-            the micro-batch, a scalar, or (loss, weight, statistics): then loss and statistics are sums over the
-            micro-batch, numbers or scalar tensors, and are divided by the sum of the weights of all micro-batches of
-            all ranks. The names of the statistics must be the same in all of them.
+        loss_fn: function of the head, its input x (B, T/cp, D) and the micro-batch, whose targets of weight 0 are
+            IGNORE_INDEX. The head has `cross_entropy`, `log_probs` and `local_logits`, and is itself a function of x
+            that returns the logits (B, T/cp, V); with sequence parallelism, x is (B, T/cp/tp, D), and only the head
+            gathers all tokens. The result is the loss of the micro-batch, a scalar, or (loss, weight, statistics): then
+            loss and statistics are sums over the micro-batch, numbers or scalar tensors, and are divided by the sum of
+            the weights of all micro-batches of all ranks. The names of the statistics must be the same in all of them.
         losses: list that gets the results of `loss_fn` without their gradients, in the order of `batches`, on ranks
             with the last stage; on the others it is emptied.
         scope: see `normalise_weights`.
@@ -179,7 +179,9 @@ def train_batch(
         UserError: the batches do not fit the step or each other, a loss is not a scalar, all weights are 0, or
             gradients of an earlier step are there.
     """
-    if check_batches(step, model, batches, is_training=True):
+    needs_weights = check_batches(step, model, batches, is_training=True)
+    batches = [_without_uncounted_targets(batch) for batch in batches]
+    if needs_weights:
         batches = [_with_weights(batch) for batch in batches]
     if "target_weights" in batches[0]:
         batches = normalise_weights(batches, scope)
@@ -197,20 +199,31 @@ def train_batch(
 
         return _model_inputs(batch, loss)
 
-    step(model, BatchList([with_loss(i, batch) for i, batch in enumerate(batches)]))
-    ordered = [results[i] for i in sorted(results)]
-    if losses is not None:
-        losses[:] = [loss for loss, _, _ in ordered]
-    if outputs is not None:
-        outputs[:] = [hooked[i] for i in sorted(hooked)]
-    loss, weight, statistics = _sum_over_ranks(ordered)
-    if not weight > 0:
-        raise UserError(f"the weights that loss_fn returned sum to {weight:g}; their sum must be positive")
-    # The step has divided by the number of micro-batches and of ranks, the number of terms, instead of by the weight.
-    terms = len(batches) * pgm.process_group_manager.cp_dp_world_size
-    if weight != terms:
-        scale_gradients(model, terms / weight)
+    try:
+        step(model, BatchList([with_loss(i, batch) for i, batch in enumerate(batches)]))
+        ordered = [results[i] for i in sorted(results)]
+        if losses is not None:
+            losses[:] = [loss for loss, _, _ in ordered]
+        if outputs is not None:
+            outputs[:] = [hooked[i] for i in sorted(hooked)]
+        loss, weight, statistics = _sum_over_ranks(ordered)
+        if not weight > 0:
+            raise UserError(f"the weights that loss_fn returned sum to {weight:g}; their sum must be positive")
+        # The step has divided by the number of terms, of micro-batches and ranks, instead of by the weight.
+        terms = len(batches) * pgm.process_group_manager.cp_dp_world_size
+        if weight != terms:
+            scale_gradients(model, terms / weight)
+    except BaseException:  # a program may catch it, and go on
+        model.zero_grad()
+        raise
     return BatchResult(loss / weight, {name: total / weight for name, total in statistics.items()})
+
+
+def _without_uncounted_targets(batch: Batch) -> Batch:
+    """Replace targets of weight 0, such as those in prompts, by IGNORE_INDEX, so that a loss counts none of them."""
+    if not {"target_ids", "target_weights"} <= batch.keys():
+        return batch
+    return batch | {"target_ids": batch["target_ids"].where(batch["target_weights"] != 0, IGNORE_INDEX)}
 
 
 def _with_weights(batch: Batch) -> Batch:
@@ -278,6 +291,7 @@ def forward_batch(
         UserError: the batches do not fit the step or each other.
     """
     check_batches(evaluate, model, batches)
+    batches = [_without_uncounted_targets(batch) for batch in batches]
     by_batch: dict[int, Any] = {}
 
     def with_hook(i: int, batch: Batch) -> Batch:

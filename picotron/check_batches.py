@@ -15,7 +15,6 @@ from picotron.context_parallel.positions import chunk_count, local_positions
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import IGNORE_INDEX, Llama
 from picotron.model.model_config import check_window
-from picotron.model.weights import main_grad
 from picotron.parallelize import unwrap
 from picotron.pipeline_parallel.executor import check_micro_batches
 from picotron.train_step import Step
@@ -75,17 +74,16 @@ def check_batches(step: Step, model: DataParallel, batches: Sequence[Batch], is_
 
 
 def _check_parameters(model: DataParallel) -> None:
-    """Check that no parameter was frozen before, and that all gradients are 0. Those of an earlier step are sums over
-    ranks, which are taken once.
+    """Check that no parameter was frozen in an earlier step, and that all gradients are 0. Those of an earlier step are
+    sums over ranks, which are taken once.
     """
-    parameters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
-    awaited = model.awaited()
-    if late := [name for name, p in parameters.items() if p not in awaited]:
+    parameters = unwrap(model).named_parameters()
+    if late := [name for name, p in parameters if p.requires_grad and p not in model.trained]:
         raise UserError(
             f"{late[0]} requires a gradient, but was frozen before; unfreeze it before the model is wrapped and the "
             f"optimizer is made"
         )
-    gradients = [main_grad(p) for p in parameters.values() if hasattr(p, "main_grad")]
+    gradients = model.gradient_buffers()
     if gradients and torch.stack([gradient.any() for gradient in gradients]).any():
         raise UserError(
             "the gradients of an earlier train_batch are still there; call update_weights or optimizer.zero_grad before the "

@@ -26,6 +26,7 @@ from picotron.schedules.schedules import SCHEDULES, check_name
 Positive = Annotated[int, Field(gt=0, le=2**40)]
 NonNegative = Annotated[int, Field(ge=0, le=2**40)]
 Processes = Annotated[int, Field(gt=0, le=4096)]
+Weight = Annotated[float, Field(gt=0, le=1e300)]  # so that a sum of weights is finite
 ScheduleName = Annotated[
     str,
     AfterValidator(check_name),
@@ -181,7 +182,7 @@ class Training(Section):
 class Dataset(Section):
     name: str
     """hub id, folder, pattern, or .txt, .jsonl, .json, .csv or .parquet file; python-stdlib: the sources of Python"""
-    mixture: Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
+    mixture: Annotated[dict[str, Weight], Field(min_length=1)] | None = None
     """weights of several data sets to mix, such as {"a.jsonl": 3, "b.jsonl": 1}; `name` has weight 1, unless listed"""
     subset_name: str | None = None
     """configuration of a hub data set; null: its default"""

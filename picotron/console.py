@@ -95,6 +95,8 @@ def print_line(line: str, end: str = "\n") -> None:
     """Print a line. Once the terminal or the reader of a pipe is gone, output is dropped, and the program continues.
     Characters that the terminal's encoding lacks are printed as question marks.
     """
+    if sys.stdout is None:  # it was closed before the program started, as some daemons do
+        return
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(line.encode(encoding, "replace").decode(encoding), end=end, flush=True)

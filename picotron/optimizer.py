@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Training
+from picotron.data_parallel.data_parallel import DataParallel
 from picotron.data_parallel.owned_slices import AfterUpdate, owned_slice, owned_weight
 from picotron.model.weights import is_tied_replica, main_grad, parameters_and_shards, scale_gradients
 
@@ -103,9 +104,11 @@ class AdamW(torch.optim.AdamW):
             for name, tensor in self.state_of(parameter).items():
                 read(parameter, name, tensor)
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        if self.masters:
-            torch._foreach_zero_([main_grad(parameter) for parameter in self.masters])
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients of the wrappers that hold the parameters to zero, see `DataParallel.zero_grad`."""
+        for wrapper in list(DataParallel.existing):
+            if any(parameter in self.masters for parameter in wrapper.parameters()):
+                wrapper.zero_grad()
 
 
 def learning_rate_factor(training: Training) -> Callable[[int], float]:

@@ -24,6 +24,7 @@ from picotron.model.weights import ReadTensor, materialise
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.plan import PipelinePlan, plan_pipeline
 from picotron.run.launch import check_world_size
+from picotron.run.metrics import check_wandb
 from picotron.tensor_parallel.cross_entropy import chunk_loss
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 
@@ -93,7 +94,7 @@ def build_stage(
         stage = PipelineParallel(llama, plan, config.distributed.sequence_parallel)  # removes other stages' layers
         apply_context_parallel(stage, config.distributed)  # swaps the attention function
     if config.training.activation_checkpointing == "selective":
-        recompute_cheap_results(llama)
+        recompute_cheap_results(llama, config.distributed.tp_size > 1 or plan.schedule.splits_backward)
     materialise(llama, device, weights)
     return stage
 
@@ -172,10 +173,12 @@ def check_model(config: Config) -> tuple[PreTrainedConfig, PipelinePlan]:
 
 
 def check_run(config: Config) -> tuple[PreTrainedConfig, PipelinePlan]:
-    """Check the number of processes that torchrun has started, and the model as `check_model` does."""
+    """Check the number of processes that torchrun has started, wandb, and the model as `check_model` does."""
     problems = Problems()
     with problems:
         check_world_size(config.distributed, int(os.environ.get("WORLD_SIZE", 1)))
+    with problems:
+        check_wandb(config)
     with problems:
         found = check_model(config)
     problems.report()

@@ -76,11 +76,12 @@ def pack_sequences(
     the micro-batch with the fewest tokens (Graham 1969).
 
     Args:
-        sequences: a dict for each, with `input_ids` (T,). Other tensors that begin with T are also packed; anything
-            else is collected in a list. Without `target_weights`, all targets but those that are IGNORE_INDEX weigh 1.
+        sequences: a dict for each, with `input_ids` (T,). Other tensors that begin with T in all of them are also
+            packed; anything else is collected in a list. Without `target_weights`, all targets but those that are
+            IGNORE_INDEX weigh 1.
         micro_batches: number of micro-batches on each dp rank, see `micro_batches_or_default`.
         max_tokens: number of tokens that a micro-batch may have, before padding. There are more micro-batches if it is
-            exceeded.
+            exceeded, some of which may have padding only: all dp ranks need the same number.
         cp_sharding: see `local_positions`.
 
     Raises:
@@ -98,24 +99,28 @@ def pack_sequences(
         if different := sequence.keys() ^ sequences[0].keys():
             raise UserError(f"only one of the sequences 0 and {i} has {min(different)}; give it to all or none")
     count = micro_batches_or_default(micro_batches) * grid.dp_world_size
+    if len(sequences) < count:
+        raise UserError(
+            f"{len(lengths)} sequences cannot fill {count} micro-batches on all data-parallel ranks; use fewer micro-batches, "
+            f"or more sequences"
+        )
     if max_tokens is not None:  # fewer cannot hold all tokens
         count = max(count, -(-sum(lengths) // (max_tokens * grid.dp_world_size)) * grid.dp_world_size)
     bins = _balance(lengths, count)
     while max_tokens is not None and max(sum(lengths[i] for i in each) for each in bins) > max_tokens:
         count += grid.dp_world_size
         bins = _balance(lengths, count)
-    multiple = chunk_count(grid.cp_world_size, cp_sharding) * grid.tp_world_size
-    own = [_pack(sequences, each, multiple, cp_sharding) for each in bins[grid.dp_rank :: grid.dp_world_size]]
+    per_token = [
+        name
+        for name in sequences[0]
+        if all(isinstance(each[name], Tensor) and each[name].shape[:1] == each["input_ids"].shape for each in sequences)
+    ]
+    own = [_pack(sequences, each, per_token, cp_sharding) for each in bins[grid.dp_rank :: grid.dp_world_size]]
     return PackedSequences(own, lengths, cp_sharding)
 
 
 def _balance(lengths: Sequence[int], count: int) -> list[list[int]]:
     """Return the numbers of the sequences in each of `count` bins."""
-    if len(lengths) < count:
-        raise UserError(
-            f"{len(lengths)} sequences cannot fill {count} micro-batches on all data-parallel ranks; use fewer micro-batches, "
-            f"or more sequences"
-        )
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, number) for number in range(count)]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -125,19 +130,24 @@ def _balance(lengths: Sequence[int], count: int) -> list[list[int]]:
     return bins
 
 
-def _pack(sequences: Sequence[Batch], numbers: list[int], multiple: int, cp_sharding: str) -> Batch:
-    """Return this rank's part of the micro-batch of some sequences: input_ids (1, T/cp), and so on."""
+def _pack(sequences: Sequence[Batch], numbers: list[int], per_token: Sequence[str], cp_sharding: str) -> Batch:
+    """Return this rank's part of the micro-batch of some sequences: input_ids (1, T/cp), and so on.
+
+    Args:
+        per_token: names of the tensors that are packed.
+    """
     grid, lengths = pgm.process_group_manager, [len(sequences[i]["input_ids"]) for i in numbers]
-    padding = -sum(lengths) % multiple
+    multiple = chunk_count(grid.cp_world_size, cp_sharding) * grid.tp_world_size
+    padding = -sum(lengths) % multiple if lengths else multiple
     documents = [*lengths, padding] if padding else lengths
-    first = sequences[numbers[0]]
+    first = sequences[0]
     T, device = sum(documents), first["input_ids"].device
     positions = local_positions(T, grid.cp_world_size, grid.cp_rank, cp_sharding).to(device)
     packed: Batch = {"sequences": numbers, "cu_seqlens": torch.tensor([0, *documents]).cumsum(0).int()}
     rows = {"position_ids": torch.cat([torch.arange(length, device=device) for length in documents])}
     for name, value in first.items():
         values = [sequences[i][name] for i in numbers]
-        if all(isinstance(each, Tensor) and each.shape[:1] == (n,) for each, n in zip(values, lengths, strict=True)):
+        if name in per_token:
             fill = IGNORE_INDEX if name == "target_ids" else 0
             rows[name] = torch.cat([*values, value.new_full((padding, *value.shape[1:]), fill)])
         else:

@@ -38,20 +38,21 @@ from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, make_scheduler, update_weights
 from picotron.parallelize import build_model, build_stage, check_model, check_run, unwrap
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.launch import StopSignals, exit_after_signal, init_process_group, set_up_device
+from picotron.run.launch import StopSignals, check_same_config, exit_after_signal, init_process_group, set_up_device
 from picotron.run.metrics import max_over_ranks
 from picotron.run.progress import Progress
-from picotron.run.run_folder import begin_run, claim_save_dir, user_error_on_failure
+from picotron.run.run_folder import begin_run, claim_save_dir, release_save_dir, user_error_on_failure
 from picotron.train_step import make_evaluation, make_train_step
 
-USED = """
+KEYS_WITH_EFFECT = """
     distributed environment model checkpoint logging.level logging.log_frequency dataset.name dataset.shuffle training.seed
     training.learning_rate training.total_train_steps training.seq_length training.micro_batch_size
     training.gradient_accumulation_steps training.max_tokens training.lr_scheduler training.warmup_steps
     training.decay_steps training.min_lr_ratio training.weight_decay training.adam_beta1 training.adam_beta2 training.adam_eps
     training.max_grad_norm training.activation_checkpointing training.compile
 """  # sections and keys of the config that have an effect in every program
-DATA_KEYS = "dataset training.num_samples"  # and those that have one in a program with the config's data set
+DATA_SET_KEYS = "dataset training.num_samples"  # in a program that trains on the config's data set, see `read_data`
+RECORD_KEYS = "dataset.split dataset.subset_name dataset.mixture training.num_samples"  # in one with `load_documents`
 
 
 class Data(NamedTuple):
@@ -103,7 +104,7 @@ def set_up(
     config: Config, data: Data | None = None, frozen: Callable[[str], bool] = lambda name: False
 ) -> Iterator["Trainer"]:
     """Connect the processes that torchrun has started, and build this rank's `Trainer`. At the end of the `with` block,
-    wait for checkpoints and disconnect; after a stop signal, also exit.
+    wait for checkpoints, disconnect, and let other runs write to the folder; after a stop signal, also exit.
 
     Args:
         data, frozen: see `Trainer`.
@@ -112,25 +113,28 @@ def set_up(
         UserError: the config does not fit the model or the number of processes, `checkpoint.save_dir` is in use, or
             there is no `data`, and a key has no effect.
     """
-    check_run(config)
+    model_config, plan = check_run(config)
     if data is None:
-        check_used(config, DATA_KEYS)
+        check_used(config, DATA_SET_KEYS)
     claim_save_dir(config)
-    device, layout = set_up_device(config), config.distributed
-    init_process_group(config, device)
-    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    trainer = Trainer(config, device, data, frozen)
-    with trainer.writer:
-        yield trainer
-    dist.barrier()  # torchrun stops the other processes when one of them exits with an error code
-    dist.destroy_process_group()
+    try:
+        device, layout = set_up_device(config), config.distributed
+        init_process_group(config, device, model_config, plan)
+        setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+        trainer = Trainer(config, device, data, frozen)
+        with trainer.writer:
+            yield trainer
+        dist.barrier()  # torchrun stops the other processes when one of them exits with an error code
+        dist.destroy_process_group()
+    finally:
+        release_save_dir()
     if trainer.stop:
         exit_after_signal(trainer.stop)
 
 
 def used_keys(also: str = "") -> list[str]:
     """Return the keys of the config that have an effect in a program with its own `Data`, and those in `also`."""
-    used = {*USED.split(), *also.split()}
+    used = {*KEYS_WITH_EFFECT.split(), *also.split()}
     return [key for key in leaf_keys() if {key, key.partition(".")[0]} & used]
 
 
@@ -323,6 +327,7 @@ class FrozenModel:
     def __init__(self, config: Config, folder: str, device: torch.device) -> None:
         config = config.model_copy(update={"model": Model(name=folder, dtype=config.model.dtype)})
         self.model_config, plan = check_model(config)
+        check_same_config(config, self.model_config, plan)
         dtype = getattr(torch, config.model.dtype)
         weights = Checkpoint(find_folder(folder), weights_only=True).weights()
         self.model: Any = build_stage(config, self.model_config, plan, device, dtype, weights)

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import MistralConfig
 
+from conformance.fuzz.losses import failing
 from conformance.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
-from conformance.training import all_stages, layout_name, step_of, wrapped
+from conformance.training import Failure, all_stages, layout_name, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.batches import cross_entropy, forward_batch, normalise_weights, split_batch, train_batch
@@ -131,8 +132,7 @@ def mistakes(layout: dict[str, Any]) -> dict[str, str]:
     rows = torch.tensor([0, 16, 32], dtype=torch.int32)
 
     def train(batches: Any, loss_fn: Any = cross_entropy, **options: Any) -> str:
-        for parameter in model.parameters():
-            main_grad(parameter).zero_()
+        model.zero_grad()
         return message(lambda: train_batch(step, model, batches, loss_fn, **options))
 
     def returns(change: Any) -> str:
@@ -257,6 +257,26 @@ def test_each_mistake_has_a_sentence_on_every_rank(pool: WorkerPool, layout: dic
             assert re.fullmatch(SENTENCES[name], sentence), f"{name}: {sentence}"
 
 
+def step_after_a_failure(config: Any, where: str) -> dict[str, Any]:
+    """Return the results of a step after one that failed in its last micro-batch, if `where` is not empty."""
+    model, step = wrapped(config, MODEL), step_of(config, MODEL)
+    parts = split_batch(global_batch(), config.training.gradient_accumulation_steps)
+    if where:
+        with pytest.raises(Failure):
+            train_batch(step, model, parts, failing(cross_entropy, where, len(parts)))
+    loss = train_batch(step, model, parts).loss
+    return {"loss": loss, **all_stages(model.module.module, "main_grad")}
+
+
+@pytest.mark.parametrize("engine", ["naive", "bucket", "zero1", "zero3"])
+def test_a_step_that_fails_leaves_nothing_behind(pool: WorkerPool, engine: str) -> None:
+    config = config_of({"dp_size": 2, "dp_engine": engine})
+    expected = pool.run(step_after_a_failure, 2, config, "")[0]
+    for where in ("forward", "backward"):
+        for name, number in pool.run(step_after_a_failure, 2, config, where)[0].items():
+            assert_close(number, expected[name], what=f"{where}: {name}")
+
+
 def different_batches(layout: dict[str, Any], what: str) -> str:
     """Return the error if rank 1 has other micro-batches than rank 0."""
     config = config_of(layout)
@@ -350,7 +370,7 @@ def unfrozen_later(dp_engine: str) -> str:
 @pytest.mark.parametrize("dp_engine", ["bucket", "zero3"])
 def test_a_parameter_that_was_frozen_stays_frozen(pool: WorkerPool, dp_engine: str) -> None:
     (sentence,) = pool.run(unfrozen_later, 1, dp_engine)
-    assert re.fullmatch(r"module.model.norm.weight requires a gradient, but was frozen before; unfreeze .*", sentence)
+    assert re.fullmatch(r"model.norm.weight requires a gradient, but was frozen before; unfreeze .*", sentence)
 
 
 def windowed(tokens: int, packed: bool) -> str:

@@ -48,6 +48,10 @@ BAD = [
     (changed(training=[1, 2]), r"training: it should be a valid dictionary"),
     # impossible values
     (changed(distributed__dp_size=0), r"distributed\.dp_size=0: it should be greater than 0"),
+    (
+        changed(dataset__mixture={"a": 1e308}),
+        r"dataset\.mixture\.a=1e\+308: it should be less than or equal to 1e\+300",
+    ),
     (changed(distributed__backend="mpi"), r"distributed\.backend=\"mpi\": it should be 'nccl' or 'gloo'"),
     (
         changed(distributed__backend="nccl", distributed__use_cpu=True),

@@ -123,7 +123,7 @@ MODEL_CONFIGS: list[Any] = [
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}, {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8},
         {"rope_type": 5, "rope_theta": 1e4}, {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     )),
-    {"pad_token_id": 10**6}, {"num_labels": 10**9}, {"pad_token_id": "x"}, {"pad_token_id": -5}, {"hidden_act": "gelu"}, {"hidden_act": None}, {"attention_dropout": 0.5},
+    {"pad_token_id": 10**6}, {"num_labels": 10**9}, {"pad_token_id": "x"}, {"pad_token_id": -5}, {"hidden_act": "relu"}, {"hidden_act": None}, {"attention_dropout": 0.5},
     {"rms_norm_eps": -1}, {"rms_norm_eps": None}, {"initializer_range": "x"}, {"initializer_range": -1}, {"tie_word_embeddings": "yes"},
     {"attention_bias": 1}, {"max_position_embeddings": 0}, {"max_position_embeddings": "x"}, {"quantization_config": {"bits": 4}},
     *({"model_type": "mistral", "sliding_window": value} for value in (5, 0, -1, "x", 10.5, True)),

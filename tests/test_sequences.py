@@ -4,6 +4,7 @@ import functools
 import itertools
 import pickle
 import re
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,20 +26,20 @@ from picotron.sequences import pack_sequences
 from picotron.train_step import make_evaluation
 
 MODEL = tiny_llama(num_hidden_layers=4)
-LENGTHS = [9, 3, 14, 1, 7, 30, 2, 11, 5, 6, 13, 4, 8, 1, 10, 12, 3, 17]
+LENGTHS = (9, 3, 14, 1, 7, 30, 2, 11, 5, 6, 13, 4, 8, 1, 10, 12, 3, 17)
 
 
-def sequences() -> list[dict[str, Any]]:
+def sequences(lengths: Sequence[int] = LENGTHS) -> list[dict[str, Any]]:
     draw = torch.Generator().manual_seed(1)
-    rows = [torch.randint(61, (length + 1,), generator=draw) for length in LENGTHS]
+    rows = [torch.randint(61, (length + 1,), generator=draw) for length in lengths]
     return [{"input_ids": row[:-1], "target_ids": row[1:], "name": i} for i, row in enumerate(rows)]
 
 
 @functools.cache
-def expected() -> tuple[float, dict[str, Tensor], list[Tensor]]:
+def expected(lengths: Sequence[int] = LENGTHS) -> tuple[float, dict[str, Tensor], list[Tensor]]:
     """Return transformers' mean loss over all tokens, its gradients, and the log-probabilities of each sequence."""
     model, log_probs = oracle_model(MODEL, our_model(MODEL, seed=42).state_dict()), []
-    for each in sequences():
+    for each in sequences(lengths):
         logits = model(input_ids=each["input_ids"][None], use_cache=False).logits[0]
         log_probs.append(-F.cross_entropy(logits, each["target_ids"], reduction="none"))
     loss = -torch.cat(log_probs).mean()
@@ -56,10 +57,10 @@ def config_of(layout: dict[str, Any], micro_batches: int) -> Any:
     return make_config(**changes, training__gradient_accumulation_steps=micro_batches)
 
 
-def run_packed(layout: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def run_packed(layout: dict[str, Any], options: dict[str, Any], lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
     config = config_of(layout, options.get("micro_batches", 4))
     model = wrapped(config, MODEL)
-    packed = pack_sequences(sequences(), cp_sharding=config.distributed.cp_sharding, **options)
+    packed = pack_sequences(sequences(lengths), cp_sharding=config.distributed.cp_sharding, **options)
     evaluate = make_evaluation(config, plan_pipeline(config, MODEL), CPU)
     before = packed.unpack(forward_batch(evaluate, model, packed.batches, log_probs_of, merge=list))
     outputs: list[Any] = []
@@ -70,7 +71,7 @@ def run_packed(layout: dict[str, Any], options: dict[str, Any]) -> dict[str, Any
         "gradients": all_stages(model.module.module, "main_grad"),
         "log_probs": before,
         "training": packed.unpack(outputs or None),
-        "tokens": [sum(LENGTHS[i] for i in batch["name"]) for batch in packed.batches],
+        "tokens": [sum(lengths[i] for i in batch["name"]) for batch in packed.batches],
         "place": (pgm.process_group_manager.dp_rank, numbers),
     }
 
@@ -113,6 +114,34 @@ def test_micro_batches_have_at_most_max_tokens(pool: WorkerPool) -> None:
     assert_close(result["loss"], loss, what="loss")
     for ours, theirs in zip(result["log_probs"], log_probs, strict=True):
         assert_close(ours, theirs, what="log-probabilities")
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp_size": 2}, {"dp_size": 2, "cp_size": 2, "dp_engine": "zero3"}], ids=layout_name
+)
+def test_a_rank_with_too_few_sequences_gets_padding(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    """Three sequences of which no two fit together, for two micro-batches on each of two ranks."""
+    lengths = (10, 7, 9)
+    loss, gradients, log_probs = expected(lengths)
+    results = pool.run(run_packed, config_of(layout, 1).distributed.world_size, layout, {"max_tokens": 12}, lengths)
+    for result in results:
+        assert_close(result["loss"], loss, what="loss")
+        for name, gradient in gradients.items():
+            assert_close(result["gradients"][name], gradient, what=name)
+        for ours, theirs in zip(result["training"], log_probs, strict=True):
+            assert_close(ours, theirs, what="log-probabilities")
+    assert sorted(results[-1]["tokens"] + results[0]["tokens"]) == [0, 7, 9, 10]
+
+
+def kinds_of_values() -> list[Any]:
+    setup_process_group_manager(1, 1, 1, 1)
+    rows = [{"input_ids": torch.zeros(n, dtype=torch.long), "reward": torch.ones(1)} for n in (3, 1)]
+    return [type(batch["reward"]) for batch in pack_sequences(rows, 2).batches]
+
+
+def test_all_micro_batches_have_the_same_kinds_of_values(pool: WorkerPool) -> None:
+    """A number of a sequence is not one of its token, even if the sequence has a single token."""
+    assert pool.run(kinds_of_values, 1) == [[list, list]]
 
 
 def mistakes() -> dict[str, str]:

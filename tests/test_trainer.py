@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conformance.oracle import assert_close, make_config, oracle_training, random_rows, random_tokens, tiny_llama
+from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from picotron.batches import cross_entropy
 from picotron.checkpoint.checkpoint import find_checkpoint
@@ -21,8 +22,19 @@ from picotron.data.loader import epoch_order
 from picotron.model.model_config import load_model_config
 from picotron.model.weights import parameters_and_shards
 from picotron.parallelize import unwrap
+from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import StopSignals
-from picotron.trainer import USED, Data, check_used, fingerprint, used_keys
+from picotron.trainer import (
+    DATA_SET_KEYS,
+    KEYS_WITH_EFFECT,
+    RECORD_KEYS,
+    Data,
+    FrozenModel,
+    check_used,
+    fingerprint,
+    set_up,
+    used_keys,
+)
 from tests.support.examples import make_trainer, results, save_weights
 
 
@@ -52,6 +64,25 @@ def test_losses_and_weights_are_those_of_transformers_also_after_a_resume(pool: 
     assert_close([record["grad_norm"] for record in records], expected["grad_norms"])
     for name, weight in expected["weights"].items():
         assert_close(weights[name], weight, what=name)
+
+
+def train_twice(*configs: Config) -> list[float]:
+    """Train in one process as in a notebook: with `set_up`, and again."""
+    dist.destroy_process_group()
+    batch = {"input_ids": torch.arange(64).view(4, 16) % 61, "target_ids": torch.arange(1, 65).view(4, 16) % 61}
+    losses = []
+    for config in configs:
+        with set_up(config, Data()) as trainer:
+            losses += [trainer.train(trainer.split(batch))["loss"] for _ in trainer.steps()]
+    return losses
+
+
+def test_a_process_sets_up_one_run_after_the_other(pool: WorkerPool, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"checkpoint__save_frequency": 2, "training__micro_batch_size": 4}
+    half = config_of(tmp_path, **keys, training__max_tokens=2 * 4 * 16)
+    rest, again = (config_of(tmp_path, **keys, checkpoint__load_path=path) for path in ("latest", ""))
+    (losses,) = pool.run(train_twice, 1, half, rest, again)
+    assert losses[:4] == losses[4:]
 
 
 def frozen_in_step(name: str, step: int) -> bool:
@@ -229,13 +260,30 @@ def test_ranks_with_other_data_are_an_error(pool: WorkerPool, tmp_path: Path) ->
     pool.run(data_of_its_own, 2, config_of(tmp_path, distributed__dp_size=2))
 
 
+def teacher_of_its_own(config: Config, *folders: str) -> None:
+    layout = config.distributed
+    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    with pytest.raises(
+        UserError, match=r"rank 1 has the model's rms_norm_eps=0\.1, but rank 0 has .*; copy the same files"
+    ):
+        FrozenModel(config, folders[dist.get_rank()], CPU)
+
+
+def test_ranks_with_other_teachers_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+    for folder, eps in zip(folders, (1e-5, 0.1), strict=True):
+        tiny_llama(rms_norm_eps=eps).save_pretrained(folder)
+    pool.run(teacher_of_its_own, 2, config_of(tmp_path, distributed__dp_size=2), *folders)
+
+
 def test_help_lists_the_keys_that_have_an_effect() -> None:
     keys = used_keys("training.eval_steps")
     assert {"training.eval_steps", "distributed.dp_size", "logging.log_frequency"} <= set(keys)
     assert not {"training.eval_frequency", "logging.use_wandb"} & set(keys)
     text = config_parser("A program.", keys).format_help()
     assert [key for key in leaf_keys() if f"--{key} " in text] == keys
-    assert {name for name in USED.split() if name not in {*leaf_keys(), *Config.model_fields}} == set()
+    named = {*KEYS_WITH_EFFECT.split(), *DATA_SET_KEYS.split(), *RECORD_KEYS.split()}
+    assert named <= {*leaf_keys(), *Config.model_fields}
 
 
 def test_keys_without_an_effect_are_reported_together() -> None:

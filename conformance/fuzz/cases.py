@@ -24,11 +24,13 @@ def draw_case(seed: int, number: int) -> Case:
 
     - model: family, sizes and options of a model;
     - config: dotted keys of the config;
-    - resume: steps before a checkpoint, and the changed keys of the layout that continues, or None;
+    - resume: steps before a checkpoint, and the changed keys of the layout that continues, or None. Each part begins
+      with a checkpoint, too: that of the second part exists already;
     - data: kind of the data, seed, and what this kind needs;
     - frozen: parts of the names of parameters that are frozen, and freezes_early: before or after they are wrapped;
     - between: whether there is a forward or an evaluation between backward and the optimizer's step;
-    - bucket_mb: least size of a bucket of gradients in MiB; by default, a stage of these models fits into one bucket.
+    - bucket_mb: least size of a bucket of gradients in MiB; by default, a stage of these models fits into one bucket;
+    - given_up: how a step is given up before the second one, see `give_up`, or None.
     """
     others = random.Random(f"{seed} {number} modules")
     if others.random() < 0.1:
@@ -58,7 +60,11 @@ def draw_case(seed: int, number: int) -> Case:
         for keys in (config, *layouts):
             keys.pop("distributed.pp_keep_activations", None)
     resume = {"after": dice.randint(1, STEPS - 1), "config": NO_LAYOUT | layouts[1]} if len(layouts) == 2 else None
+    if resume and random.Random(f"{seed} {number} first").random() < 0.2:
+        resume["after"] = 0
     data = {"kind": kind, "seed": dice.randrange(1000), **draw_data(dice, kind)}
+    if data.get("loss") == "focal":
+        data["weights"] = random.Random(f"{seed} {number} weights").random() < 0.4
     data["packed"] = is_packable(data) and random.Random(f"{seed} {number} packed").random() < 0.4
     if dice.random() < 0.05 and data.get("loss") != "preference":  # a number that need not fit the others
         numbers = [key for key, value in config.items() if type(value) is int and key != "training.seed"]
@@ -72,6 +78,7 @@ def draw_case(seed: int, number: int) -> Case:
         "freezes_early": dice.random() < 0.5,
         "between": dice.random() < 0.3,
         "bucket_mb": random.Random(f"{seed} {number} bucket").choice((None, 0.0, 0.001)),
+        "given_up": draw_given_up(random.Random(f"{seed} {number} given up"), layouts) if kind == "own" else None,
     }
 
 
@@ -117,6 +124,13 @@ def draw_layout(dice: random.Random) -> dict[str, Any]:
         if dice.random() < 0.2:
             layout["distributed.pp_keep_activations"] = 1  # with recomputation, see `draw_training`
     return layout
+
+
+def draw_given_up(dice: random.Random, layouts: list[dict[str, Any]]) -> str | None:
+    """Draw how a step is given up. A stage of a pipeline cannot fail alone: the others wait for it."""
+    ways = ("dropped", "unreduced", "forward", "backward")
+    how = dice.choice(ways[:1] if any(layout["distributed.pp_size"] > 1 for layout in layouts) else ways)
+    return how if dice.random() < 0.5 else None
 
 
 def draw_stages(dice: random.Random, pp: int, chunks: int) -> str:
@@ -283,7 +297,9 @@ def smaller(case: Case) -> Iterator[Case]:
         "data": {"weights": False, "ignored": 0.0, "documents": False, "scope": "global", "loss": "cross_entropy",
                  "packed": False},
     }  # fmt: skip
-    for key, value in (("resume", None), ("frozen", []), ("between", False), ("bucket_mb", None)):
+    for key, value in (
+        ("resume", None), ("frozen", []), ("between", False), ("bucket_mb", None), ("given_up", None)
+    ):  # fmt: skip
         if case.get(key, value) != value:
             yield case | {key: value}
     for key in case["config"]:

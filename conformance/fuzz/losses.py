@@ -1,5 +1,6 @@
 """Losses of a user's own: each as a function for `train_batch`, and as the same formula on the logits of all rows."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from conformance.training import Fails, Failure
 from picotron import batches
 from picotron import process_group_manager as pgm
 from picotron.model.llama import IGNORE_INDEX
@@ -69,6 +71,19 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[[Tensor, Batch], Tensor]]] 
     "logits": (from_logits, negative_entropy),
     "local_logits": (from_local_logits, squares_of_logits),
 }
+
+
+def failing(loss_fn: Callable[..., Any], where: str, last: int) -> Callable[..., Any]:
+    """Return a loss that fails in call number `last`, if `where` is forward or backward."""
+    calls = itertools.count(1)
+
+    def loss(head: Any, x: Tensor, batch: Batch) -> Any:
+        fails = next(calls) == last
+        if fails and where == "forward":
+            raise Failure
+        return loss_fn(head, Fails.apply(x) if fails and where == "backward" else x, batch)
+
+    return loss
 
 
 def log_probs_of(logits: Tensor, target_ids: Tensor) -> Tensor:

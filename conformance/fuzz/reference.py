@@ -14,11 +14,12 @@ from transformers import LlamaForCausalLM
 
 from conformance.fuzz.cases import STEPS, Case
 from conformance.fuzz.files import config_of, model_config, own_batch
-from conformance.fuzz.losses import LOSSES, mean_log_prob, weighted_mean
+from conformance.fuzz.losses import LOSSES, mean_log_prob, weighted_mean, weights_of
 from conformance.fuzz.sequences import Document, rows_of_case
 from conformance.oracle import oracle_model, our_model
 from picotron.config import Config, Training
 from picotron.data.loader import epoch_order
+from picotron.model.llama import IGNORE_INDEX
 
 Batch = dict[str, Any]
 
@@ -138,5 +139,6 @@ def own_loss(model: LlamaForCausalLM, case: Case, config: Config, batch: Batch) 
         )
         return weighted_mean(logits, batch, ranks), []
     of_logits: Callable[[Tensor, Batch], Tensor] = LOSSES[data["loss"]][1]
+    batch = batch | {"target_ids": batch["target_ids"].where(weights_of(batch) > 0, IGNORE_INDEX)}
     statistics = [mean_log_prob(logits, batch).item()] if data["loss"] == "focal" else []
     return of_logits(logits, batch), statistics

@@ -1,5 +1,6 @@
 """A rank's side of a case: the training of train.py, or `train_batch` on own batches, in a process of the pool."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -12,12 +13,12 @@ import torch.distributed as dist
 
 from conformance.fuzz.cases import Case
 from conformance.fuzz.files import config_of, own_batch, sequences_of
-from conformance.fuzz.losses import LOSSES
+from conformance.fuzz.losses import LOSSES, failing
 from conformance.fuzz.modules import train_stages
 from conformance.oracle import drawn_weights
-from conformance.training import all_stages
+from conformance.training import Failure, all_stages
 from picotron import parallelize
-from picotron.batches import cross_entropy, forward_batch, split_batch, train_batch
+from picotron.batches import MODEL_INPUTS, cross_entropy, forward_batch, split_batch, train_batch
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
@@ -93,6 +94,19 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, fingerprint, None, held_out)
     step, evaluate = make_train_step(config, plan, CPU, torch.float64), make_evaluation(config, plan, CPU)
 
+    def give_up(how: str, batches: list[dict[str, Any]], loss_fn: Any) -> None:
+        """Begin a step, and give it up: complete, before its reduction, or in its last micro-batch."""
+        if how == "unreduced":
+            model.require_backward_grad_sync = False
+            for batch in batches:
+                inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
+                model(**inputs, hidden_states=None, loss_fn=lambda head, x: x.square().sum()).backward()
+        else:
+            with contextlib.suppress(Failure):
+                train_batch(step, model, batches, failing(loss_fn, how, len(batches)))
+        if how in ("dropped", "unreduced"):
+            optimizer.zero_grad()
+
     def own_step(number: int) -> float:
         batch = own_batch(case, config.global_batch_size, number)
         if case["data"].get("packed"):
@@ -101,6 +115,8 @@ def train(case: Case, config: Config) -> dict[str, Any]:
         else:
             batches = split_batch(batch, training.gradient_accumulation_steps, layout.cp_sharding)
         loss_fn = cross_entropy if case["data"]["loss"] == "cross_entropy" else LOSSES[case["data"]["loss"]][0]
+        if number == 1 and case["given_up"]:
+            give_up(case["given_up"], batches, loss_fn)
         found = train_batch(step, model, batches, loss_fn, scope=case["data"]["scope"])
         result["statistics"].extend(found.statistics.values())
         if case["between"]:
@@ -116,6 +132,8 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     take_step = own_step if is_own else loaded_step
     result: dict[str, Any] = {"losses": [], "norms": [], "evaluations": [], "statistics": []}
     with writer:
+        if case["resume"]:
+            writer.save(progress)
         while not progress.is_end(training):
             result["losses"].append(take_step(progress.step))
             if "gradients" not in result:

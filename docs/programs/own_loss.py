@@ -19,11 +19,12 @@ from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.trainer import Data, set_up
 
 
-def focal_loss(head: Any, x: Tensor, batch: Batch) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Return the sum of the losses, the number of tokens, and sums to report."""
-    log_probs = head.log_probs(x, batch["target_ids"])  # (B, T/cp)
+def focal_loss(head: Any, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the sum of the losses, the number of targets that count, and sums to report."""
+    log_probs = head.log_probs(x, batch["target_ids"])  # (B, T/cp), 0 for targets of -100
     losses = -((1 - log_probs.exp()) ** 2) * log_probs
-    return losses.sum(), losses.numel(), {"cross entropy": -log_probs.sum()}
+    counted = batch["target_ids"] != -100  # not prompts
+    return losses.sum(), counted.sum(), {"cross entropy": -log_probs.sum()}
 
 
 def log_probs_of_targets(head: Any, x: Tensor, batch: Batch) -> Tensor:

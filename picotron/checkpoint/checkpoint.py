@@ -98,7 +98,11 @@ def read_state(folder: Path, weights_only: bool = False) -> TrainerState | None:
         raise UserError(f"{folder} is not a folder; use a checkpoint, a model folder, or 'latest'")
     if folder.name.endswith(UNFINISHED):
         raise UserError(f"{folder} is an incomplete checkpoint; use an earlier one, or 'latest'")
-    if not path.exists():
+    try:
+        exists = path.exists()
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror}; use another checkpoint") from None
+    if not exists:
         if checkpoints := checkpoint_folders(folder):
             newest = max(checkpoints.values())
             raise UserError(f"{folder} is a run folder; use one of its checkpoints, of which {newest} is the newest")
@@ -168,7 +172,10 @@ class Checkpoint:
                     f"{folder} is another checkpoint for rank {rank} than for rank 0; use a folder that all machines share"
                 )
         self.folder, self.state = folder, None if weights_only else first
-        self.has_masters = self.state is not None and any(name.startswith("master") for name in self.state.files)
+
+    def has(self, kind: str) -> bool:
+        """Return whether there are tensors of a kind of the optimizer's state, of which none exist before a step."""
+        return self.state is not None and any(name.startswith(kind) for name in self.state.files)
 
     def state_in(self, save_dir: str) -> TrainerState | None:
         """Return the trainer's state if the checkpoint is in `save_dir`, so that the run continues in it, else None."""
@@ -191,9 +198,19 @@ class Checkpoint:
     def weights(self) -> ReadTensor:
         """Return a reader of the weights, for `materialise`. The weights of the model are the master weights, rounded,
         so it reads these, except for frozen parameters, which have none.
+
+        Raises:
+            UserError: on every rank, if the weights of a model folder, which has no checksums, differ between ranks.
         """
         model = SafetensorsFolder(self.folder)
-        masters = SafetensorsFolder(self.folder, "master") if self.has_masters else model
+        if self.state is None:
+            first, *others = run_on_all_ranks(model.fingerprint)
+            if different := [rank for rank, each in enumerate(others, 1) if each != first]:
+                raise UserError(
+                    f"{self.folder} has other weights for rank {different[0]} than for rank 0; copy the same files to all "
+                    f"machines"
+                )
+        masters = SafetensorsFolder(self.folder, "master") if self.has("master") else model
 
         def read(name: str, shape: torch.Size, index: Index) -> Tensor:
             return (masters if name in masters.file_of else model).read(name, shape, index)
@@ -215,7 +232,7 @@ class Checkpoint:
 
     def restore(self, optimizer: AdamW, llama: Llama) -> None:
         """Load the optimizer's state, if the checkpoint has one."""
-        if self.state is None:
+        if self.state is None or not self.has("exp_avg"):
             return
         shards = {parameter: (name, shard) for name, parameter, shard in parameters_and_shards(llama)}
         moments = {kind: SafetensorsFolder(self.folder, kind) for kind in ("exp_avg", "exp_avg_sq")}

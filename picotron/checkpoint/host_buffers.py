@@ -11,7 +11,7 @@ logger = logging.getLogger("picotron")
 
 
 class HostBuffers:
-    """Buffers in host memory that the first snapshot allocates and every later snapshot overwrites.
+    """Buffers in host memory that a snapshot allocates and every later snapshot of the same kind overwrites.
 
     Buffers for tensors on a GPU are page-locked (pinned): the operating system never moves them, so the GPU writes to
     them directly, and all copies are queued without waiting. A copy to pageable memory goes through a small pinned
@@ -24,25 +24,23 @@ class HostBuffers:
         self.pin = True
 
     def snapshot(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copy tensors to host memory.
-
-        Args:
-            tensors: tensors with the same shapes, dtypes and devices at every call.
+        """Copy tensors to host memory. New buffers are allocated if the shapes or dtypes differ from those of the last
+        call, as after the first step, before which there are no moments.
 
         Returns:
             The copies, which are valid until the next call.
         """
-        if not self.buffers:
+        if [(each.shape, each.dtype) for each in self.buffers] != [(each.shape, each.dtype) for each in tensors]:
             self.buffers = [self._allocate(tensor) for tensor in tensors]
         for buffer, tensor in zip(self.buffers, tensors, strict=True):
-            assert (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype)
             buffer.copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.current_stream().synchronize()  # the only wait, for all copies
         return self.buffers
 
     def _allocate(self, tensor: Tensor) -> Tensor:
-        # One buffer per tensor, because PyTorch rounds the size of pinned memory up to a power of two.
+        # One buffer per tensor, because PyTorch rounds the size of pinned memory up to a power of two: that could
+        # double one buffer for all tensors, while the sizes of many matrices are powers of two.
         if tensor.is_cuda and self.pin:
             try:
                 return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

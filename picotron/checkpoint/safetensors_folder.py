@@ -6,9 +6,11 @@ written, so several processes can write one file, and none needs more than one t
 library can read these files, but it can only write a file whose tensors are all in memory.)
 """
 
+import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from picotron.model.weights import Index
 
 DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
 CHUNK = 2**20  # bytes per read
+BLOCKS, BLOCK = 64, 2**12  # number and bytes of the blocks of a file that its fingerprint depends on
 
 
 def find_folder(name: str) -> Path:
@@ -62,22 +65,39 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path, kind: str = "model") -> None:
         self.folder = folder
-        index = folder / f"{kind}.safetensors.index.json"
+        index, single = folder / f"{kind}.safetensors.index.json", folder / f"{kind}.safetensors"
         try:
             if index.exists():
                 weight_map = read_object(index)["weight_map"]
                 self.file_of = {name: folder / file_name(file) for name, file in weight_map.items()}
             else:
-                single = folder / f"{kind}.safetensors"
                 with safe_open(single, framework="pt") as file:
                     self.file_of = dict.fromkeys(file.keys(), single)
         except FileNotFoundError:
+            check_permission(single)
             raise UserError(
                 f"{folder} has no {kind}.safetensors and no {kind}.safetensors.index.json; only safetensors are read, "
                 f"so save the model with transformers' save_pretrained first"
             ) from None
         except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
             raise UserError(f"the safetensors of {folder} are damaged ({error}); download or save them again") from None
+
+    def fingerprint(self) -> str:
+        """Return a hash of the sizes of all files and of blocks spread over them. Two sets of weights have different
+        hashes, unless they differ in a few numbers only.
+
+        Raises:
+            UserError: a file is missing or cannot be read.
+        """
+        digest = xxhash.xxh3_64()
+        for path in sorted({*self.file_of.values()}):
+            with self._reading(path), path.open("rb", buffering=0) as file:
+                size = file.seek(0, os.SEEK_END)
+                digest.update(f"{path.name} {size}".encode())
+                for start in range(0, size, max(BLOCK, size // BLOCKS)):
+                    file.seek(start)
+                    digest.update(file.read(BLOCK))
+        return digest.hexdigest()
 
     def read(self, name: str, shape: torch.Size, index: Index = ()) -> Tensor:
         """Read the slice `[index]` of a tensor, and nothing else.
@@ -93,20 +113,30 @@ class SafetensorsFolder:
                 f"{self.folder} has no tensor {name}; check that the architecture and the number of layers match"
             )
         path = self.file_of[name]
+        with self._reading(path), safe_open(path, framework="pt") as file:
+            tensor = file.get_slice(name)
+            if tensor.get_shape() != list(shape):
+                raise UserError(f"{name} of {path} has shape {tensor.get_shape()}, but the model expects {list(shape)}")
+            return tensor[index or ...]
+
+    @contextlib.contextmanager
+    def _reading(self, path: Path) -> Iterator[None]:
+        """Context in which a failure to read a file raises a UserError."""
         try:
-            with safe_open(path, framework="pt") as file:
-                tensor = file.get_slice(name)
-                if tensor.get_shape() != list(shape):
-                    raise UserError(
-                        f"{name} of {path} has shape {tensor.get_shape()}, but the model expects {list(shape)}"
-                    )
-                return tensor[index or ...]
-        except FileNotFoundError:
+            yield
+        except (FileNotFoundError, PermissionError):
+            check_permission(path)
             raise UserError(f"{path} is missing, but the index of {self.folder} lists it; download it again") from None
         except (SafetensorError, OSError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"{path} is damaged ({error}); download or save it again") from None
+
+
+def check_permission(path: Path) -> None:
+    """Raise a UserError if a file exists, but may not be read, which the safetensors library calls a missing file."""
+    if os.path.exists(path):
+        raise UserError(f"{path} cannot be read: Permission denied; check its permissions")
 
 
 def plan_file(tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> tuple[bytes, dict[str, int]]:

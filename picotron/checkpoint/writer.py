@@ -125,7 +125,8 @@ class CheckpointWriter:
         return progress.step // frequency > before // frequency or progress.is_end(self.config.training)
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint. With `async_save`, copy it to host memory and start a thread that writes it.
+        """Write a checkpoint, unless there is one of this step. With `async_save`, copy it to host memory and start a
+        thread that writes it.
 
         Raises:
             UserError: on every rank, if the checkpoint cannot be written. Earlier checkpoints stay.
@@ -169,14 +170,18 @@ class CheckpointWriter:
         final = checkpoint_folder(self.save_dir, progress.step)
         folder = final.with_name(final.name + UNFINISHED)
 
-        def begin() -> None:
-            if is_rank_0:
+        def begin() -> bool:
+            is_new = not final.exists()
+            if is_rank_0 and is_new:
                 for leftover in self.save_dir.glob(f"step_*{UNFINISHED}"):  # of runs that were killed
                     delete_checkpoint(leftover)
                 folder.mkdir(parents=True)
+            return is_new
 
         try:
-            self._on_all_ranks(final, begin)
+            if not self._on_all_ranks(final, begin)[0]:
+                logger.warning("%s exists already, and is not written again", final)
+                return
             files_by_rank = self._on_all_ranks(final, lambda: self.files.write(folder, slices))
             written = [file for files in files_by_rank for file in files]
             self._on_all_ranks(final, lambda: self._publish(folder, final, progress, written) if is_rank_0 else None)

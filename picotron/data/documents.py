@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from picotron.config import Dataset as DatasetSection
 from picotron.console import UserError, first_line
-from picotron.data.text import Columns, cut
+from picotron.data.text import Columns, cut, use_one_of
 from picotron.files import parse_json
 from picotron.model.hub import connect
 
@@ -239,12 +239,20 @@ def _read_json(path: Path, columns: Columns) -> Iterator[list[Record]]:
     """A .json file holds an array, which is read as a whole, or a record per line."""
     with _opened(path) as file:
         if not file.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):  # type: ignore[attr-defined]
+            _check_first_line(path, file)
             yield from _read_lines(path, columns)
             return
         content = file.read()
     records = parse_json(content, str(path))
     for number, record in enumerate(records, 1):
         yield [Record(f"{path}, record {number:,}", record, len(content) // len(records))]
+
+
+def _check_first_line(path: Path, file: BinaryIO) -> None:
+    try:
+        parse_json(next(filter(bytes.strip, file), b"{}"), f"{path}, its first line,")
+    except UserError as error:
+        raise UserError(f"{error}; a .json file should hold an array of records, or a record in each line") from None
 
 
 def _read_csv(path: Path, _: Columns) -> Iterator[list[Record]]:
@@ -312,10 +320,10 @@ def check_columns(columns: Columns, types: dict[str, str], source: str) -> list[
     texts = [name for name, kind in types.items() if kind in ("string", "large_string", "string_view")]
     for key, column in columns.items():
         if key != "messages_column" and column not in texts:
-            raise UserError(f"dataset.{key}={column!r}: {source} has no text there; use one of {texts}")
+            raise UserError(f"dataset.{key}={column!r}: {source} has no text there; {use_one_of(texts)}")
         if column not in types:
             others = [name for name in types if name not in texts]
-            raise UserError(f"dataset.{key}={column!r}: {source} has no such column; use one of {others}")
+            raise UserError(f"dataset.{key}={column!r}: {source} has no such column; use one of {others or [*types]}")
     if not columns:
         return list(types)
     return [*columns.values(), *([TOOLS] if "messages_column" in columns and TOOLS in types else [])]

@@ -62,8 +62,13 @@ def text_of(record: Any, key: str, column: str) -> str | None:
     text = record.get(column, 0)
     if text is not None and not isinstance(text, str):
         columns = [name for name, value in record.items() if isinstance(value, str)]
-        raise UserError(f"dataset.{key}={column!r} has no text there; use one of {columns}")
+        raise UserError(f"dataset.{key}={column!r} has no text there; {use_one_of(columns)}")
     return None if text is None else check_characters(text)
+
+
+def use_one_of(columns: list[str]) -> str:
+    """Return the remedy for a column that has no text, or does not exist."""
+    return f"use one of {columns}" if columns else "no other column has text, either"
 
 
 def check_characters(text: str) -> str:

@@ -40,6 +40,7 @@ Encoder = TextEncoder | SampleEncoder
 VERSION = 3  # part of the keys of cached tokens; add 1 if the same data and tokenizer give other tokens than before
 END_OF_TEXT = "<|endoftext|>"
 BATCH_BYTES, BATCH_ITEMS = 2**20, 2**10  # of text that is tokenised at a time
+SHOWN = 10  # number of broken records whose problems are reported
 BPE_CHARACTERS = 2**28  # maximum number of characters to train a BPE on
 PLACES = {  # keys of a tokenizer without an effect on the tokens of a text
     "name_or_path", "is_local", "local_files_only", "vocab_file", "merges_file", "chat_template",
@@ -103,29 +104,34 @@ def load_tokenizer(
             quick = documents.size is not None and documents.size < 2**24  # a few seconds need no progress bar
             with _progress(documents, "Reading", disable=quick) as progress:
                 texts = _texts(documents, config.dataset.columns, progress)
-                train_bpe(texts, model_config.vocab_size).save_pretrained(folder)
+                save(train_bpe(texts, model_config.vocab_size), folder)
 
         trained = cached("bpe", f"{documents.key} {model_config.vocab_size}", write)
-    return read_tokenizer(config, model_config, trained if config.model.tokenizer == "bpe" else None)
+    return read_tokenizer(config, model_config, trained if config.model.tokenizer == "bpe" else None, can_train=True)
 
 
 def read_tokenizer(
-    config: Config, model_config: PreTrainedConfig, folder: Path | None = None
+    config: Config, model_config: PreTrainedConfig, folder: Path | None = None, can_train: bool = False
 ) -> PreTrainedTokenizerBase:
     """Read the tokenizer of a run from a folder, by default that of the config, or from the hub.
+
+    Args:
+        can_train: whether the program trains a tokenizer if `model.tokenizer` is "bpe", see `load_tokenizer`.
 
     Raises:
         UserError: the tokenizer cannot be read, does not fit the model's family, or has more tokens than the model.
     """
     name = str(folder or config.model.tokenizer or config.model.name)
+    choices = 'a hub id, a folder, or "bpe" to train one' if can_train else "a hub id or a folder"
+    if name == "bpe":
+        raise UserError(f"model.tokenizer='bpe' is for programs that train on text; set it to {choices}")
     try:
         if not os.path.isdir(name):
             connect(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
         raise UserError(
-            f"cannot load a tokenizer from {name!r} ({first_line(error)}); set model.tokenizer to a hub id, a "
-            f'folder, or "bpe" to train one'
+            f"cannot load a tokenizer from {name!r} ({first_line(error)}); set model.tokenizer to {choices}"
         ) from None
     tokens = max(tokenizer.get_vocab().values()) + 1  # not len(tokenizer), because ids may have gaps
     if tokens > model_config.vocab_size:
@@ -154,14 +160,20 @@ def check_beside_model(
     """Return the tokenizer. Raises a UserError if transformers would read another one from a checkpoint: beside some
     models, such as qwen2, it reads the family's class of tokenizer, whatever the tokenizer's files say.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        model_config.save_pretrained(folder)
-        try:
-            is_same = _rules(AutoTokenizer.from_pretrained(folder)) == _rules(tokenizer)
-            problem = "" if is_same else "as another tokenizer"
-        except Exception as error:  # of many types
-            problem = f"not at all ({first_line(error)})"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            save(tokenizer, folder)
+            model_config.save_pretrained(folder)
+            try:
+                is_same = _rules(AutoTokenizer.from_pretrained(folder)) == _rules(tokenizer)
+                problem = "" if is_same else "as another tokenizer"
+            except Exception as error:  # of many types
+                problem = f"not at all ({first_line(error)})"
+    except OSError as error:
+        raise UserError(
+            f"the folder for temporary files, {tempfile.tempdir}, cannot be written: {first_line(error)}; free some space, or "
+            f"set TMPDIR to another folder"
+        ) from None
     if problem:
         raise UserError(
             f"transformers would read model.tokenizer={config.model.tokenizer!r} from a checkpoint of a "
@@ -170,11 +182,25 @@ def check_beside_model(
     return tokenizer
 
 
+def save(tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
+    """Write a tokenizer's files.
+
+    Raises:
+        OSError: they cannot be written. (The tokenizers library raises an Exception with the number of the error.)
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if found := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1]))) from None
+        raise
+
+
 def tokenizer_folder(tokenizer: PreTrainedTokenizerBase) -> Path:
     """Return a folder in the cache that has the tokenizer's files only."""
     changeable = tokenizer.chat_template, tokenizer.special_tokens_map  # also after the tokenizer was made
     settings = json.dumps([tokenizer.init_kwargs, changeable], default=str, sort_keys=True)
-    return cached("tokenizer", f"{_encoding(tokenizer)} {settings}", lambda new: tokenizer.save_pretrained(new))
+    return cached("tokenizer", f"{_encoding(tokenizer)} {settings}", lambda new: save(tokenizer, new))
 
 
 def _encoding(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -199,10 +225,13 @@ def _progress(documents: Documents, label: str, disable: bool = False) -> Any:
 
 
 def _texts(documents: Documents, columns: Columns, progress: Any) -> Iterator[str]:
-    """Yield the texts of all documents, in pieces."""
+    """Yield the texts of all documents, in pieces. Raises a UserError as `BrokenRecords.report`."""
+    broken = BrokenRecords()
     for record in documents.records():
-        yield from (piece.text for piece in convert(record, lambda value: pieces_of(value, columns)))
+        yield from (piece.text for piece in broken.convert(record, lambda value: pieces_of(value, columns)))
         progress.update(record.size)
+        broken.report(at_end=False)
+    broken.report()
 
 
 def convert(record: Record, function: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
@@ -212,6 +241,39 @@ def convert(record: Record, function: Callable[[Any], Iterator[Any]]) -> Iterato
         yield from function(parse_json(value, "the record") if isinstance(value, bytes) else value)
     except UserError as error:
         raise UserError(f"{record.place}: {error}") from None
+
+
+class BrokenRecords:
+    """The number of records that were read and cannot be used, and the problems of the first ones."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0, 0
+        self.first: list[str] = []
+
+    def convert(self, record: Record, function: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+        """Yield what a function makes of a record, see `convert`, or note its problem."""
+        self.total += 1
+        try:
+            yield from convert(record, function)
+        except UserError as error:
+            self.count += 1
+            self.first = [*self.first, *error.problems][:SHOWN]
+
+    def add(self, others: "BrokenRecords") -> None:
+        """Add those of the next records."""
+        self.total, self.count = self.total + others.total, self.count + others.count
+        self.first = [*self.first, *others.first][:SHOWN]
+
+    def report(self, at_end: bool = True) -> None:
+        """Raise a UserError if there are any; before the end of the data only if all records so far are broken, as they
+        are if a column has another name.
+        """
+        if not (self.count if at_end else self.count == self.total >= SHOWN):
+            return
+        if self.count == 1:
+            raise UserError(*self.first)
+        lines = "".join(f"\n  - {problem}" for problem in self.first)
+        raise UserError(f"{self.count:,} of {self.total:,} records that were read cannot be used; the first:{lines}")
 
 
 def in_batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
@@ -230,23 +292,32 @@ def in_batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]
         yield batch
 
 
-class Encoding(Dataset[tuple[list[dict[str, np.ndarray]], int] | UserError]):
-    """Parts of the arrays of a batch of records, which is the index, and the size of the batch.
+class Encoded(NamedTuple):
+    """Parts of the arrays of some records, the approximate number of bytes of these, and those that are broken."""
+
+    parts: list[dict[str, np.ndarray]]
+    size: int
+    broken: BrokenRecords
+
+
+class Encoding(Dataset[Encoded | UserError]):
+    """Encodings of batches of records; a batch is its own index. After a broken record, batches are only checked.
 
     A UserError is returned as an item, because a loader adds a traceback to an error that a worker raises.
     """
 
     def __init__(self, encoder: Encoder) -> None:
-        self.encoder = encoder
+        self.encoder, self.only_checks = encoder, False
 
-    def __getitem__(self, records: list[Record]) -> tuple[list[dict[str, np.ndarray]], int] | UserError:
-        encoder = self.encoder
-        items = (item for record in records for item in convert(record, encoder.convert) if encoder.size(item))
+    def __getitem__(self, records: list[Record]) -> Encoded | UserError:
+        encoder, broken = self.encoder, BrokenRecords()
+        items = (item for record in records for item in broken.convert(record, encoder.convert) if encoder.size(item))
         try:  # a batch has more text than it should if records are compressed, or one is long
-            parts = [encoder.encode(batch) for batch in in_batches(items, encoder.size)]
+            parts = [encoder.encode(batch) for batch in in_batches(items, encoder.size) if not self.only_checks]
         except UserError as error:
             return error
-        return parts, sum(record.size for record in records)
+        self.only_checks |= broken.count > 0
+        return Encoded(parts, sum(record.size for record in records), broken)
 
 
 def _start_worker(worker: int) -> None:
@@ -269,13 +340,17 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder
         progress = stack.enter_context(_progress(documents, "Tokenising"))
         paths = {name: folder / f"{name}.{np.dtype(dtype).name}" for name, dtype in encoder.dtypes.items()}
         files = {name: stack.enter_context(open(path, "wb")) for name, path in paths.items()}
+        broken = BrokenRecords()
         for encoded in loader:
             if isinstance(encoded, UserError):
                 raise encoded
-            for name, values in (item for part in encoded[0] for item in part.items()):
+            for name, values in (item for part in encoded.parts for item in part.items()):
                 assert values.dtype == encoder.dtypes[name]
                 files[name].write(values)
-            progress.update(encoded[1])
+            progress.update(encoded.size)
+            broken.add(encoded.broken)
+            broken.report(at_end=False)
+        broken.report()
         if files["tokens"].tell() == 0:
             raise UserError(f"dataset.name={documents.name!r} has no text; choose other data")
         progress.update((documents.size or progress.n) - progress.n)  # sizes of records are approximate

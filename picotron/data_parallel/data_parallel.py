@@ -9,7 +9,7 @@ all ranks hold the same optimizer state, which `zero1` shards over them.
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
+from picotron.console import UserError
 from picotron.model.weights import set_main_grad, sum_partial_gradients
 
 
@@ -42,20 +43,22 @@ class Bucket:
         self.gradients: dict[Tensor, Tensor] = {p: v.view_as(p) for p, v in zip(parameters, views, strict=True)}
         for parameter, gradient in self.gradients.items():
             set_main_grad(parameter, gradient)
+        self.work: dist.Work | None = None
         self.reset()
 
     def reset(self) -> None:
         """Prepare for the next backward that reduces."""
         self.pending_parameters: set[Tensor] = {p for p in self.parameters if p.requires_grad}  # frozen ones get none
-        self.work: dist.Work | None = None
 
     def launch(self) -> None:
         """Start to average the buffer over the group, while backward continues."""
         self.work = all_reduce(self.buffer, self.group, dist.ReduceOp.AVG, async_op=True)
 
     def wait(self) -> None:
+        """Wait for the average, if it is on its way."""
         if self.work is not None:
             self.work.wait()
+            self.work = None
 
 
 def make_buckets(
@@ -96,12 +99,18 @@ class DataParallel(nn.Module):
         require_backward_grad_sync: whether the next backward reduces the gradients. With several micro-batches, only
             the last backward should, so that the sum is reduced once. The flag must be the same on all ranks of a
             `cp_dp` group.
+        trained: parameters that have never been frozen at the end of a step, nor when the module was wrapped.
+        existing: all wrappers, for `AdamW.zero_grad`, which gets only parameters.
     """
+
+    existing: ClassVar["weakref.WeakSet[DataParallel]"] = weakref.WeakSet()
 
     def __init__(self, module: nn.Module, bucket_mb: float) -> None:
         super().__init__()
         self.module, self.bucket_mb = module, bucket_mb
         self.require_backward_grad_sync = True
+        self.trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
+        self.existing.add(self)
         self.buckets_by_stage: dict[int, list[Bucket]] = {}
         for stage, parameters in self._parameters_by_stage().items():
             # Backward reaches the last layers first, so in this order buckets complete one after the other.
@@ -142,7 +151,9 @@ class DataParallel(nn.Module):
         return hook
 
     def _accumulate(self, parameter: Tensor) -> None:
-        """Add `parameter.grad` to the bucket. Autograd calls this once per backward, also for a tied weight."""
+        """Add `parameter.grad` to the bucket. Autograd calls this once per backward, also for a tied weight. (Reentrant
+        checkpoints are backwards of their own.)
+        """
         if parameter.grad is None:  # a backward that defers this gradient also calls the hook
             return
         self.bucket_by_parameter[parameter].gradients[parameter].add_(parameter.grad)
@@ -152,7 +163,12 @@ class DataParallel(nn.Module):
 
     def _ready(self, parameter: Tensor) -> None:
         pending = self.bucket_by_parameter[parameter].pending_parameters
-        assert parameter in pending, "a second backward reduces before finish_grad_sync"
+        if parameter not in pending:
+            raise UserError(
+                f"a parameter {list(parameter.shape)} has two gradients in a step that averages one; set "
+                f"require_backward_grad_sync to False for all backwards but the last one, call finish_grad_sync after it, and "
+                f"use_reentrant=False in checkpoints"
+            )
         pending.remove(parameter)
         # Always in order: collectives of different ranks are matched by their place in the sequence, and ranks may
         # differ in which parameters their part of the batch uses.
@@ -161,11 +177,11 @@ class DataParallel(nn.Module):
 
     def bytes_held(self) -> tuple[int, int]:
         """Return the bytes of the weights and of the gradients that this rank holds between steps."""
-        return sum(p.nbytes for p in self.parameters()), sum(bucket.buffer.nbytes for bucket in self.buckets)
+        return sum(p.nbytes for p in self.parameters()), sum(buffer.nbytes for buffer in self.gradient_buffers())
 
-    def awaited(self) -> set[Tensor]:
-        """Return the parameters whose gradients the next step takes: those that were not frozen in the step before."""
-        return {parameter for bucket in self.buckets for parameter in bucket.pending_parameters}
+    def gradient_buffers(self) -> list[Tensor]:
+        """Return the tensors in which gradients accumulate."""
+        return [bucket.buffer for bucket in self.buckets]
 
     def start_grad_sync(self, stage: int) -> None:
         """Start to average the complete gradients of a stage. Pipeline schedules, whose backwards do not reduce, call
@@ -183,11 +199,25 @@ class DataParallel(nn.Module):
         """
         while self.pending_buckets:
             self._reduce(self.pending_buckets.pop(0))
+        self._end_reductions()
+        self.trained = {parameter for parameter in self.trained if parameter.requires_grad}
+        sum_partial_gradients(self.module)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients to zero, wherever they are: also those of a step that was given up, whose reductions may
+        have begun. `AdamW.zero_grad` calls this.
+        """
+        super().zero_grad()
+        self._end_reductions()
+        for buffer in self.gradient_buffers():
+            buffer.zero_()
+
+    def _end_reductions(self) -> None:
+        """Wait for the reductions that have begun, and prepare for those of the next step."""
         for bucket in self.buckets:
             bucket.wait()
             bucket.reset()
         self.pending_buckets = list(self.buckets)
-        sum_partial_gradients(self.module)
 
     def _reduce(self, bucket: Bucket) -> None:
         raise NotImplementedError

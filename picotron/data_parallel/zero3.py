@@ -51,7 +51,7 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, own_slice, start_gather_of_slices, start_reduce_to_slices
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.data_parallel.owned_slices import divide
-from picotron.model.weights import sum_partial_gradients, tied_parameters
+from picotron.model.weights import tied_parameters
 
 LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
@@ -192,7 +192,6 @@ class DataParallelZero3(DataParallel):
             advance, and the next two are not freed.
         position: number of `expected` uses that have been there.
         owners: units by the `storage_key` of their weights.
-        trained: parameters that were not frozen in the last step or, before the first one, in the wrapped module.
     """
 
     def __init__(
@@ -227,7 +226,6 @@ class DataParallelZero3(DataParallel):
                 for each in group:
                     each.register_forward_pre_hook(lambda *_, units=used[-1]: self._before_forward(units))
                     each.register_forward_hook(self._after_forward, always_call=True)
-        self.trained = {parameter for parameter in self.unit_of if parameter.requires_grad}
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(hook)
         for each in module.modules():
@@ -353,10 +351,12 @@ class DataParallelZero3(DataParallel):
             unit.free()
 
     def bytes_held(self) -> tuple[int, int]:
-        return sum(unit.shard.nbytes for unit in self.units), sum(unit.gradient_shard.nbytes for unit in self.units)
+        return sum(unit.shard.nbytes for unit in self.units), super().bytes_held()[1]
 
-    def awaited(self) -> set[Tensor]:
-        return self.trained
+    def gradient_buffers(self) -> list[Tensor]:
+        self._finish_reduction()
+        local = [gradient for unit in self.units for gradient in unit.gradients.values()]
+        return [*local, *(unit.gradient_shard for unit in self.units)]
 
     def start_grad_sync(self, stage: int) -> None:
         """Do nothing: the gradients of each micro-batch are reduced when they are complete."""
@@ -365,8 +365,13 @@ class DataParallelZero3(DataParallel):
         """Wait until this rank's slice of every gradient is the average, and free all full weights."""
         self._finish_backward()
         self._finish_reduction()
-        self.trained = {parameter for parameter in self.trained if parameter.requires_grad}
-        sum_partial_gradients(self.module)
+        super().finish_grad_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for unit in self.units:
+            unit.gradients.clear()
+        self._finish_backward()
+        super().zero_grad()
 
 
 def members_of_lists(module: nn.Module) -> list[list[nn.Module]]:

@@ -71,18 +71,17 @@ def generate(
             from i N to i N + N - 1. The draws of a completion depend on its number and on the seed, and neither on the
             other prompts nor on the layout.
         on_token: function of the position of a completion in the returned list and its newest token, called when this
-            rank reads the token to compute the next one: for each token except an end token and the last of
-            `max_new_tokens`.
+            rank reads the token to compute the next one: for each token except the last of a completion.
 
     Returns:
         The completions of each prompt, one prompt after the other, on every rank.
 
     Raises:
-        UserError: a prompt is empty, has a token that is not in the vocabulary, or can become longer than the model's
-            sliding window; weights are not in memory (zero3); the stages are placed in a V with an odd number of
-            chunks; logits are NaN or infinite; or no token is left to draw, see `mask_logits`.
+        UserError: a prompt is empty or too long, or has a token that is not in the vocabulary, see `check_prompt`;
+            weights are not in memory (zero3); the stages are placed in a V with an odd number of chunks; logits are NaN
+            or infinite; or no token is left to draw, see `mask_logits`.
     """
-    _check(model, prompts, sampling.max_new_tokens)
+    _check(model, prompts, sampling)
     prompts = [prompt for prompt in prompts for _ in range(sampling.num_return_sequences)]
     first *= sampling.num_return_sequences
     grid, plan = pgm.process_group_manager, model.plan.schedule
@@ -189,7 +188,9 @@ class Group:
         if grid.tp_world_size > 1:  # cumulative sums may round differently on each GPU
             dist.broadcast(tokens, grid.tp_group_ids[0], grid.tp_group)
         self.drawn.append((self.numbers, tokens, log_probs.gather(1, tokens[:, None])[:, 0]))
-        return tokens.masked_fill(torch.isin(tokens, self.ends), ENDED)
+        full = [len(sequence) + 1 == self.sampling.max_length for sequence in self.sequences]
+        ended = torch.isin(tokens, self.ends) | torch.tensor(full, device=self.device)
+        return tokens.masked_fill(ended, ENDED)
 
     def rows(self) -> Iterator[tuple[int, int, float]]:
         """Yield (number of the sequence, token, log-probability) of all tokens drawn, in order."""
@@ -314,9 +315,9 @@ def generating(model: PipelineParallel) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def check_prompt(name: str, prompt: Sequence[int], config: PreTrainedConfig, max_new_tokens: int) -> None:
-    """Raise a UserError unless a prompt has tokens, all of them are in the vocabulary, and the text stays within the
-    model's sliding window.
+def check_prompt(name: str, prompt: Sequence[int], config: PreTrainedConfig, sampling: Sampling) -> None:
+    """Raise a UserError unless a prompt has tokens, all of them are in the vocabulary, `max_length` leaves room for new
+    ones, and the text stays within the model's sliding window.
     """
     if not len(prompt):
         raise UserError(f"{name} has no tokens; give it at least one, such as that of a new document")
@@ -325,13 +326,17 @@ def check_prompt(name: str, prompt: Sequence[int], config: PreTrainedConfig, max
             f"{name} has a token that is not in the vocabulary of {config.vocab_size:,} tokens; use the model's own "
             f"tokenizer"
         )
-    read = len(prompt) + max(0, max_new_tokens - 1)  # the model does not read the last token
-    check_window(config, read, f"{name} of {len(prompt)} tokens, with max_new_tokens={max_new_tokens},")
+    if sampling.max_length is not None and len(prompt) >= sampling.max_length:
+        raise UserError(
+            f"{name} has {len(prompt):,} tokens, but texts end at {sampling.max_length:,} tokens; use a shorter one"
+        )
+    read = max(len(prompt), sampling.length(len(prompt)) - 1)  # the model does not read the last token
+    check_window(config, read, f"{name} of {len(prompt)} tokens, with max_new_tokens={sampling.max_new_tokens},")
 
 
-def _check(model: PipelineParallel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def _check(model: PipelineParallel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
     for number, prompt in enumerate(prompts):
-        check_prompt(f"prompts[{number}]", prompt, model.module.config, max_new_tokens)
+        check_prompt(f"prompts[{number}]", prompt, model.module.config, sampling)
     if any(parameter.untyped_storage().nbytes() < parameter.nbytes for parameter in model.parameters()):
         raise UserError(
             "the weights of this rank are not in memory, because dp_engine='zero3' divides them; use another dp_engine "

@@ -22,12 +22,13 @@ class Sampling:
         top_p: draw from the smallest set of likeliest tokens whose probabilities sum to at least this number (nucleus
             sampling, Holtzman et al. 2019, arXiv:1904.09751), after `top_k`; 1 draws from all.
         seed: seed of the random draws.
-        ends: tokens that end a sequence; without any, each has max_new_tokens.
+        ends: tokens that end a sequence; without any, each is as long as the two limits allow.
         min_new_tokens: number of new tokens before which no end token can be drawn.
         num_return_sequences: number of completions of each prompt, with separate streams of random numbers.
         allowed_tokens: function of the tokens of a sequence so far, with the prompt, that returns the tokens that can
             be drawn next, a list or a tensor of integers; None allows all. The ranks with the last stage call it before
             each draw.
+        max_length: maximum number of tokens of a prompt and its completion together; None: no limit.
 
     Raises:
         UserError: a number is out of range, or useless at temperature 0.
@@ -42,6 +43,7 @@ class Sampling:
     min_new_tokens: int = 0
     num_return_sequences: int = 1
     allowed_tokens: Callable[[list[int]], Sequence[int] | Tensor] | None = None
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         most = self.max_new_tokens
@@ -65,6 +67,11 @@ class Sampling:
             ]
             if problems:
                 raise UserError(*problems)
+
+    def length(self, prompt: int) -> int:
+        """Return the maximum number of tokens of a prompt of `prompt` tokens and its completion."""
+        length = prompt + self.max_new_tokens
+        return length if self.max_length is None else min(length, self.max_length)
 
 
 def mask_logits(logits: Tensor, sampling: Sampling, sequences: Sequence[list[int]], new: int) -> Tensor:

@@ -1,6 +1,8 @@
 """Families of models: what each of them computes differently from Llama, in one table. No torch here."""
 
 import dataclasses
+import math
+import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +17,7 @@ class Differences:
     Attributes:
         qkv_bias: whether q_proj, k_proj and v_proj have a bias; o_bias and mlp_bias: the same of the other matrices.
         qk_norm: an RMSNorm of the queries and keys before they are rotated: of each head, or of all heads together.
+        norm_offset: number that is added to the weights of norms, which are relative to it.
         norm_after: whether the outputs of attention and MLP are normalised, instead of their inputs.
         unrotated: layers without rotary positions (NoPE).
         window: number of positions, up to its own one, to which a token attends; None for all. Only sequences that are
@@ -28,6 +31,7 @@ class Differences:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["head", "all heads"] | None = None
+    norm_offset: float = 0.0
     norm_after: bool = False
     unrotated: tuple[int, ...] = ()
     window: int | None = None
@@ -74,6 +78,12 @@ def _granite(config: Any) -> Differences:
     return dataclasses.replace(_llama(config), **{name: getattr(config, name) for name in names})
 
 
+def _gemma(config: Any) -> Differences:
+    """Gemma (arXiv:2403.08295)."""
+    (scale,) = struct.unpack("f", struct.pack("f", math.sqrt(config.hidden_size)))  # float32, as in transformers
+    return Differences(config.attention_bias, config.attention_bias, norm_offset=1.0, embedding_multiplier=scale)
+
+
 FAMILIES: dict[str, Callable[[Any], Differences]] = {  # by the `model_type` of a config.json
     "llama": _llama,
     "mistral": _mistral,
@@ -82,6 +92,7 @@ FAMILIES: dict[str, Callable[[Any], Differences]] = {  # by the `model_type` of 
     "smollm3": _smollm3,
     "olmo2": _olmo2,
     "granite": _granite,
+    "gemma": _gemma,
 }
 
 
@@ -107,7 +118,7 @@ def architecture(config: "PreTrainedConfig") -> dict[str, Any]:
         "num_attention_heads",
         "num_key_value_heads",
     )
-    others = ("tie_word_embeddings", "rms_norm_eps", "rope_parameters")
+    others = ("tie_word_embeddings", "rms_norm_eps", "rope_parameters", "hidden_act")
     values = {key: getattr(config, key) for key in (*keys, *others)}
     own = dataclasses.asdict(differences(config))
     return values | {"head_dim": head_size(config)} | own | {"unrotated": list(own["unrotated"])}

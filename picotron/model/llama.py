@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from picotron.collectives import accumulation_dtype
 from picotron.model.attention import PackedDocuments, attend_per_document, packed_attention
 from picotron.model.families import differences, head_size
-from picotron.model.recompute import recompute_result
+from picotron.model.recompute import CheapResults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -100,14 +100,17 @@ def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    """x / rms(x) * (offset + weight) over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+        self.weight, self.eps, self.offset = nn.Parameter(torch.empty(size)), eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if self.offset == 0:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        dtype = accumulation_dtype(x)  # in bfloat16, 1 + weight would lose most digits of a small weight
+        return F.rms_norm(x.to(dtype), self.weight.shape, self.offset + self.weight.to(dtype), self.eps).to(x.dtype)
 
 
 class HeadNorm(RMSNorm):
@@ -167,12 +170,20 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by the `hidden_act` of a config.json
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+
+
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+    """A gated linear unit (Shazeer 2020, arXiv:2002.05202): SwiGLU with `silu`, GEGLU with `gelu`."""
 
     def __init__(self, config: "PreTrainedConfig") -> None:
         super().__init__()
-        self.project_fn, self.activation_fn, bias = project, swiglu, differences(config).mlp_bias
+        self.project_fn, bias = project, differences(config).mlp_bias
+        self.activation_fn = functools.partial(gated, ACTIVATIONS[config.hidden_act])
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias)
@@ -182,17 +193,18 @@ class MLP(nn.Module):
         return self.down_proj(self.activation_fn(gate, up))
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute silu(gate) * up, each of any shape."""
-    return F.silu(gate) * up
+def gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    """Compute activation(gate) * up, each of any shape."""
+    return activation(gate) * up
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: "PreTrainedConfig", attention_fn: AttentionFn, layer: int = 0) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        offset = differences(config).norm_offset
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset)
         self.self_attn = Attention(config, attention_fn, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset)
         self.mlp = MLP(config)
         self.residual_multiplier = differences(config).residual_multiplier
 
@@ -202,11 +214,10 @@ class DecoderLayer(nn.Module):
         y = self.mlp(self.post_attention_layernorm(x))
         return torch.add(x, y, alpha=self.residual_multiplier)
 
-    def recompute_cheap_results(self) -> None:
-        """Keep neither the norms' results nor that of the activation for backward."""
-        recompute_result(self.input_layernorm, "forward", self.self_attn)
-        recompute_result(self.post_attention_layernorm, "forward", self.mlp)
-        recompute_result(self.mlp, "activation_fn", self.mlp.down_proj)
+    def cheap_results(self) -> CheapResults:
+        """Return what `recompute_cheap_results` does not keep: the results of the norms and of the activation."""
+        norms = (self.input_layernorm, "forward", self.self_attn), (self.post_attention_layernorm, "forward", self.mlp)
+        return [*norms, (self.mlp, "activation_fn", self.mlp.down_proj)]
 
 
 class PostNormLayer(nn.Module):
@@ -223,9 +234,9 @@ class PostNormLayer(nn.Module):
         x = x + self.post_attention_layernorm(self.self_attn(x, cos, sin, documents))
         return x + self.post_feedforward_layernorm(self.mlp(x))
 
-    def recompute_cheap_results(self) -> None:
-        """Do not keep the result of the activation for backward. Nothing keeps those of the norms, which are added."""
-        recompute_result(self.mlp, "activation_fn", self.mlp.down_proj)
+    def cheap_results(self) -> CheapResults:
+        """Return the result of the activation. Nothing keeps those of the norms, which are added."""
+        return [(self.mlp, "activation_fn", self.mlp.down_proj)]
 
 
 class Head(nn.Linear):
@@ -258,7 +269,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         # A dict by layer number, so that a layer keeps its name on a rank that removes other layers.
         self.layers = nn.ModuleDict({str(i): layer(config, attention_fn, i) for i in range(config.num_hidden_layers)})
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, differences(config).norm_offset)
 
 
 class Llama(nn.Module):
@@ -320,7 +331,8 @@ class Llama(nn.Module):
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embed input_ids: (B, T) -> (B, T, D)."""
         x = self.model.embed_tokens(input_ids)
-        return x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
+        # A tensor, because transformers rounds Gemma's factor to the dtype of x. (Granite's are exact in bfloat16.)
+        return x if self.embedding_multiplier == 1 else x * torch.tensor(self.embedding_multiplier, dtype=x.dtype)
 
     def run_layers(
         self, x: Tensor, position_ids: Tensor, layers: Iterable[int], cu_seqlens: Tensor | None, keep: bool = False

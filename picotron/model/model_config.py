@@ -15,6 +15,7 @@ from picotron.console import UserError, first_line, invalid_value
 from picotron.files import read_object
 from picotron.model.families import FAMILIES, differences, head_size
 from picotron.model.hub import connect
+from picotron.model.llama import ACTIVATIONS
 
 Size = Annotated[int, Field(ge=1, le=2**24)]
 Multiplier = Annotated[float, Field(gt=0)]
@@ -146,7 +147,8 @@ def check_supported(config: PreTrainedConfig) -> None:
             f"the num_hidden_layers; add the others, or remove the key"
         )
     features = {
-        "hidden_act": (config.hidden_act, ("silu",)),
+        "hidden_act": (config.hidden_act, tuple(ACTIVATIONS)),
+        "use_bidirectional_attention": (getattr(config, "use_bidirectional_attention", None), (None, False)),
         "attention_dropout": (config.attention_dropout, (0, None)),
         "rope_type": (parameters.get("rope_type"), ("default", "linear", "llama3")),
         "partial_rotary_factor": (parameters.get("partial_rotary_factor"), (1, None)),

@@ -9,33 +9,44 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+CheapResults = list[tuple[nn.Module, str, nn.Module]]  # module, name of its method, and the module that uses the result
 
-def recompute_cheap_results(model: nn.Module) -> None:
+
+def recompute_cheap_results(model: nn.Module, splits_mlp: bool = False) -> None:
     """Keep neither the results of norms nor those of activations in the layers of a Llama.
 
     Call it after tensor and context parallelism, which replace modules, because it registers hooks on them.
+
+    Args:
+        splits_mlp: whether torch.compile cannot compile the MLP as a whole. (It may be unable to compile attention as a
+            whole: not across ranks, and not with packed documents.)
     """
     for layer in model.modules():
-        leave_out: Callable[[], None] | None = getattr(layer, "recompute_cheap_results", None)
-        if leave_out is not None:
-            leave_out()
+        cheap_results: Callable[[], CheapResults] | None = getattr(layer, "cheap_results", None)
+        for owner, name, user in cheap_results() if cheap_results else ():
+            recompute_result(owner, name, user, splits_mlp or hasattr(user, "attention_fn"))
 
 
-def recompute_result(owner: nn.Module, name: str, user: nn.Module) -> None:
+def recompute_result(owner: nn.Module, name: str, user: nn.Module, splits: bool) -> None:
     """Let the result of a method or function, `owner.name`, be computed again in backward. Only its inputs are kept.
 
     The result's memory is empty from the end of the forward of `user`, a module whose first argument it is, until the
-    gradient of this module's output arrives. torch.compile decides by itself what to compute again, so compiled code
-    is left alone.
+    gradient of this module's output arrives. Where torch.compile compiles all of this together, it does the same.
+
+    Args:
+        splits: whether parts of `user` are not compiled. These would keep the result, if compiled code returned it, so
+            neither the function nor what empties its result is compiled.
     """
     fn: Callable[..., Tensor] = getattr(owner, name)
     latest: list[Any] = [None, ()]  # the last result, until `user` gets it, and its inputs
 
     def compute(*inputs: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return fn(*inputs)
-        latest[:] = checkpoint(fn, *inputs, use_reentrant=False, preserve_rng_state=False), inputs
-        return latest[0]
+        result: Tensor = checkpoint(fn, *inputs, use_reentrant=False, preserve_rng_state=False)
+        if not torch.compiler.is_compiling():
+            latest[:] = result, inputs
+        return result
 
     def empty(_: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
         if torch.compiler.is_compiling() or latest[0] is not arguments[0]:
@@ -56,5 +67,6 @@ def recompute_result(owner: nn.Module, name: str, user: nn.Module) -> None:
         memory.resize_(0)
         output.register_hook(fill)
 
-    setattr(owner, name, compute)
-    user.register_forward_hook(empty)
+    decorate = torch.compiler.disable if splits else lambda function: function
+    setattr(owner, name, decorate(compute))
+    user.register_forward_hook(decorate(empty))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from picotron.collectives import all_reduce
+from picotron.model.families import differences
 from picotron.model.llama import Llama
 
 TILE = 256  # rows and columns of a matrix that are drawn at a time
@@ -146,7 +147,7 @@ def materialise(model: Llama, device: torch.device, read: ReadTensor | None) -> 
 
 def initial_weights(config: PreTrainedConfig, seed: int) -> ReadTensor:
     """Return a reader of initial weights with transformers' distribution: normal with standard deviation
-    `initializer_range`; biases are 0 and norms 1.
+    `initializer_range`; biases are 0, and norms multiply by 1.
 
     A matrix consists of tiles of TILE rows and columns. Each tile has its own CPU generator, seeded by (seed, name,
     number of the tile), and a rank draws only the tiles that its shard overlaps. So the numbers do not depend on the
@@ -156,7 +157,7 @@ def initial_weights(config: PreTrainedConfig, seed: int) -> ReadTensor:
 
     def draw(name: str, shape: torch.Size, index: Index) -> Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(shape)[index]
+            return torch.full(shape, 1.0 - differences(config).norm_offset)[index]
         if name.endswith(".bias"):
             return torch.zeros(shape)[index]
         (first_row, last_row, _), (first_column, last_column, _) = (

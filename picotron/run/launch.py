@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import hashlib
 import json
 import logging
 import os
@@ -12,16 +13,23 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Distributed
-from picotron.console import LinePrinter, UserError
+from picotron.console import LinePrinter, UserError, first_line, print_line
 from picotron.files import write_atomically
+from picotron.model.families import architecture
 from picotron.run.run_folder import parse_load_path
+from picotron.schedules.schedule_csv import as_csv
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from picotron.pipeline_parallel.plan import PipelinePlan
 
 logger = logging.getLogger("picotron")
 
@@ -32,6 +40,8 @@ OF_MACHINES = """
     model.name model.tokenizer dataset.name dataset.mixture dataset.num_workers dataset.num_proc
     distributed.pp_costs checkpoint.save_dir logging.run_name logging.project_name
 """
+# Keys of the model's config.json that change a run, besides those of its architecture.
+OF_MODEL = ("num_hidden_layers", "initializer_range", "pad_token_id", "eos_token_id")
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # settings of users; torch reads both
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man mallopt
 
@@ -97,8 +107,16 @@ def keep_freed_memory() -> None:
         mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the largest value that glibc accepts
 
 
-def init_process_group(config: Config, device: torch.device) -> None:
+def init_process_group(
+    config: Config,
+    device: torch.device,
+    model_config: "PreTrainedConfig | None" = None,
+    plan: "PipelinePlan | None" = None,
+) -> None:
     """Connect to the other processes that torchrun started; without torchrun, form a group of one.
+
+    Args:
+        model_config, plan: see `check_same_config`.
 
     Raises:
         UserError: see `check_same_config`.
@@ -116,26 +134,41 @@ def init_process_group(config: Config, device: torch.device) -> None:
         dist.init_process_group(backend, device_id=device_id)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
-    check_same_config(config)
+    check_same_config(config, model_config, plan)
 
 
-def check_same_config(config: Config) -> None:
-    """Raise a UserError on every rank if the ranks have different configs, apart from names of files and runs."""
+def check_same_config(
+    config: Config, model_config: "PreTrainedConfig | None" = None, plan: "PipelinePlan | None" = None
+) -> None:
+    """Raise a UserError on every rank if the ranks have different configs, apart from names of files and runs, or have
+    read different models or schedules from the files of these names.
+
+    Args:
+        model_config, plan: config of the model and plan of its pipeline; None: the program has a model of its own.
+    """
     sections = config.model_dump(mode="json", exclude={"environment"})
     own = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     latest, start = parse_load_path(config.checkpoint.load_path)
     own["checkpoint.load_path"] = " or ".join(["latest"] * latest + ["a folder"] * bool(start))
     own["distributed.pp_engine"] = config.distributed.pp_engine.partition(":")[0]  # csv, without its file
+    files: dict[str, Any] = {}
+    if model_config is not None:
+        files = architecture(model_config) | {key: getattr(model_config, key) for key in OF_MODEL}
+        files = {f"the model's {key}": value for key, value in files.items()}
+    if plan is not None:
+        files["the schedule's SHA-256"] = hashlib.sha256(as_csv(plan.schedule.programs).encode()).hexdigest()[:24]
     first, *others = run_on_all_ranks(
-        lambda: {key: value for key, value in own.items() if key not in OF_MACHINES.split()}
+        lambda: {key: value for key, value in own.items() if key not in OF_MACHINES.split()} | files
     )
     for rank, other in enumerate(others, 1):
         for key in first:
             if other[key] != first[key]:
-                raise UserError(
-                    f"rank {rank} has {key}={other[key]!r}, but rank 0 has {first[key]!r}; start all processes with the "
-                    f"same config"
+                remedy = (
+                    "copy the same files to all machines"
+                    if key in files
+                    else "start all processes with the same config"
                 )
+                raise UserError(f"rank {rank} has {key}={other[key]!r}, but rank 0 has {first[key]!r}; {remedy}")
 
 
 def ignore_stop_signals(_: int) -> None:
@@ -202,6 +235,20 @@ def missing_ranks(error: Exception) -> str | None:
     return f"another rank has ended: read its error first; this rank was in {place}"
 
 
+def sentence_of(error: Exception) -> str | None:
+    """Return the sentence that tells a user what to do: that of a UserError, or one about a killed process. Return None
+    for any other error, whose traceback is needed.
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        return (
+            f"a process that reads data has ended ({first_line(error)}), as it does if memory runs out; use fewer "
+            f"dataset.num_workers or dataset.num_proc"
+        )
+    return None
+
+
 def tell_torchrun(message: str) -> None:
     """Write a message to the file from which torchrun reads the error of this process. Its report, the last lines that
     a user sees, then contains the message. (ErrorHandler of torch.distributed.elastic would write a traceback.)
@@ -230,18 +277,18 @@ def exit_after_signal(number: int) -> NoReturn:
 def exit_on_error(main: Callable[[], None]) -> None:
     """Call `main`. If it raises, print the error and exit immediately, so that torchrun stops the other ranks.
 
-    A `UserError` is printed as its message, any other exception as a traceback. torchrun's report, which follows,
-    repeats it at its end. A rank that waited for others in vain prints the line at which it waited.
+    An error is printed as a sentence, if it has one (see `sentence_of`), else as a traceback. torchrun's report, which
+    follows, repeats it at its end. A rank that waited for others in vain prints the line at which it waited.
     """
     rank = int(os.environ.get("RANK", 0))
     try:
         main()
     except KeyboardInterrupt:  # before the first step
-        sys.stdout.flush()
+        print_line("", end="")  # flushes what the program has printed
         print(f"\n[rank {rank}] interrupted", file=sys.stderr, flush=True)
         os._exit(128 + signal.SIGINT)
     except Exception as error:
-        sys.stdout.flush()
+        print_line("", end="")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step left to finish
         if rank > 0 and StopSignals.received:
             # Usually torchrun sent the signal because another rank failed and printed why; this error is a consequence.
@@ -256,7 +303,8 @@ def exit_on_error(main: Callable[[], None]) -> None:
             # Most user errors are found by all ranks at the same time, and torchrun stops all of them when the first
             # one exits. Rank 0 gets time to print the error once; the others print theirs only if rank 0 had none.
             time.sleep(3)
-        message = f" error: {error}\n" if isinstance(error, UserError) else f"\n{traceback.format_exc()}"
+        sentence = sentence_of(error)
+        message = f"\n{traceback.format_exc()}" if sentence is None else f" error: {sentence}\n"
         print(f"\n[rank {rank}]{message}", file=sys.stderr, flush=True)
         try:
             tell_torchrun(message.strip())

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import re
 import resource
 import signal
@@ -73,10 +74,34 @@ def evaluation_record(loss: Tensor, targets: int, text_bytes: int) -> dict[str, 
     return {"eval_loss": mean, "bits_per_byte": mean * targets / (text_bytes * math.log(2)) if text_bytes else None}
 
 
+def check_wandb(config: Config) -> None:
+    """Raise a UserError if a config asks for wandb, and rank 0 cannot import it."""
+    if config.logging.use_wandb and int(os.environ.get("RANK", 0)) == 0:
+        try:
+            import wandb  # noqa: F401 -- imported only on request
+        except ImportError as error:
+            raise UserError(
+                f"logging.use_wandb=true, but wandb cannot be imported ({first_line(error)}); install it, or set the key to "
+                f"false"
+            ) from None
+
+
 def _start_wandb(config: Config, run_id: str | None) -> Any:
-    """Start a wandb run, or resume the one with the id `run_id`. It is offline without a login or network."""
+    """Start a wandb run, or resume the one with the id `run_id`. It is offline without a login or network, and whatever
+    wandb's own variable WANDB_MODE says.
+
+    Raises:
+        UserError: wandb has no such mode.
+    """
     import wandb
 
+    try:
+        mode = wandb.setup().settings.mode
+    except ValueError as error:
+        raise UserError(
+            f"wandb rejects its settings ({' '.join(str(error).split())}); correct WANDB_MODE, or set logging.use_wandb to "
+            f"false"
+        ) from None
     arguments: dict[str, Any] = {
         "project": config.logging.project_name,
         "name": config.logging.run_name,
@@ -86,6 +111,9 @@ def _start_wandb(config: Config, run_id: str | None) -> Any:
     }
     if run_id is not None:
         arguments |= {"id": run_id, "resume": "allow"}
+    if mode in ("offline", "dryrun", "disabled"):
+        logger.info("wandb is %s: WANDB_MODE says so", mode)
+        return wandb.init(**arguments, config=config.model_dump())
     try:
         if wandb.login(prompt=False, verify=False):
             logger.info("connecting to Weights & Biases")

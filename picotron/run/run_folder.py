@@ -36,7 +36,8 @@ UNFINISHED = ".unfinished"  # suffix of a checkpoint folder that is being writte
 
 
 def claim_save_dir(config: Config) -> None:
-    """Create the folder for the outputs, and claim it for this run until its first process ends, however it ends.
+    """Create the folder for the outputs, and claim it for this run until its first process ends, however it ends, or
+    calls `release_save_dir`.
 
     Raises:
         UserError: the folder cannot be written, holds a model, is claimed by another run, or has a checkpoint that the
@@ -60,6 +61,12 @@ def claim_save_dir(config: Config) -> None:
         ) from None
 
 
+def release_save_dir() -> None:
+    """Let other runs write to the folder that this process has claimed."""
+    while CLAIMS:
+        CLAIMS.pop().close()
+
+
 def _check_kept(config: Config) -> None:
     """Raise a UserError if a run reads its model or tokenizer from a checkpoint that it archives, see `begin_run`."""
     save_dir, (latest, start) = config.checkpoint.save_dir, parse_load_path(config.checkpoint.load_path)
@@ -77,13 +84,12 @@ def _check_kept(config: Config) -> None:
 
 
 def _claim(path: Path) -> None:
-    """Lock a file that names the process, host and start time of its owner. The lock ends with the process, because the
-    file is never closed.
+    """Lock a file that names the process, host and start time of its owner. The lock ends when the file is closed.
 
     Raises:
         UserError: another process holds the lock.
     """
-    lock = open(path, "a+", errors="replace")  # noqa: SIM115 -- never closed
+    lock = open(path, "a+", errors="replace")  # noqa: SIM115 -- closed at the end of the run
     CLAIMS.append(lock)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

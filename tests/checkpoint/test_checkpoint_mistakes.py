@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from conformance.oracle import tiny_llama
 from conformance.worker_pool import WorkerPool
-from picotron.checkpoint.checkpoint import Checkpoint
+from picotron.checkpoint.checkpoint import Checkpoint, read_state
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.run.run_folder import checkpoint_folders
@@ -179,9 +179,20 @@ def test_folder_without_a_checkpoint_is_rejected(pool: WorkerPool, tokenizer: Pa
         assert message in pool.run(mistake, 1, config, model_of(True), tokenizer)[0]
 
 
+def test_a_folder_that_may_not_be_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pathlib raises an error then. (Root, who may run this test, may read everything.)"""
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(UserError, match=f"{tmp_path} cannot be read: Permission denied; use another checkpoint"):
+        read_state(tmp_path)
+
+
 def checkpoint_of_this_machine(*folders: Path) -> str:
     with pytest.raises(UserError) as error:
-        Checkpoint(folders[dist.get_rank()])
+        Checkpoint(folders[dist.get_rank()]).weights()
     return str(error.value)
 
 
@@ -195,6 +206,10 @@ def test_machines_with_other_checkpoints_of_a_name_are_rejected(
         folders += checkpoint_folders(tmp_path / str(seed)).values()
     sentences = pool.run(checkpoint_of_this_machine, 2, *folders)
     assert all("is another checkpoint for rank 1 than for rank 0" in sentence for sentence in sentences)
+    for path in (path for folder in folders for path in folder.glob("*") if path.name[:3] in ("tra", "exp")):
+        path.unlink()
+    sentences = pool.run(checkpoint_of_this_machine, 2, *folders)
+    assert all("has other weights for rank 1 than for rank 0; copy the same" in sentence for sentence in sentences)
 
 
 def latest_of_two_machines(first: Config, second: Config, model_config: LlamaConfig, tokenizer: Path) -> str:

@@ -80,6 +80,21 @@ def test_damaged_folder_is_rejected(tmp_path: Path, how: str, message: str) -> N
         load(tmp_path)
 
 
+@pytest.mark.parametrize("shard_size", ["1GB", "10KB"])
+def test_a_file_that_may_not_be_read_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_size: str
+) -> None:
+    """As the safetensors library calls it. (Root, who may run this test, may read everything.)"""
+
+    def refuse(path: Path, framework: str) -> None:
+        raise FileNotFoundError(f"No such file or directory: {path}")
+
+    LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path, max_shard_size=shard_size)
+    monkeypatch.setattr("picotron.checkpoint.safetensors_folder.safe_open", refuse)
+    with pytest.raises(UserError, match=r"model.*safetensors cannot be read: Permission denied; check its permissions"):
+        load(tmp_path)
+
+
 def test_folder_that_does_not_fit_the_model_is_rejected(tmp_path: Path) -> None:
     LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path)
     with pytest.raises(

@@ -39,13 +39,14 @@ OWN = {
 
 def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: Any) -> Case:
     """Return a case on one process, with changed keys of the config, such as dp=2 or seq_length=7."""
-    case: Case = {"resume": None, "frozen": [], "freezes_early": False, "between": False}
+    case: Case = {"resume": None, "frozen": [], "freezes_early": False, "between": False, "given_up": None}
     case |= {key: changes.pop(key) for key in list(changes) if key in case}
     config = {"training.seq_length": 8, "training.gradient_accumulation_steps": 2, "training.micro_batch_size": 2}
     config |= {f"distributed.{axis}_size": changes.pop(axis, 1) for axis in ("dp", "pp", "cp", "tp")}
     config |= {"training.adam_eps": 1e-4}
     for key, value in changes.items():
         section = "distributed" if key.startswith(("dp_", "pp_", "cp_", "sequence")) else "training"
+        section = "checkpoint" if key == "async_save" else section
         config[f"{section}.{key}"] = value
     return case | {"model": MODEL | {"tie_word_embeddings": tied}, "config": config, "data": OWN | (data or {})}
 
@@ -62,8 +63,12 @@ CORNERS: dict[str, Case] = {
     ),
     "tied, zero3, V": case_of(tied=True, dp=2, pp=2, dp_engine="zero3", pp_engine="zbv", gradient_accumulation_steps=4)
     | {"model": MODEL | {"num_hidden_layers": 4, "tie_word_embeddings": True}},
+    "dropped before its reduction, zero1": case_of(dp=2, dp_engine="zero1", given_up="unreduced"),
+    "last backward fails, bucket": case_of(dp=2, given_up="backward"),
+    "last backward fails, zero3": case_of(dp_engine="zero3", given_up="backward"),
     "ignored targets": case_of(data={"ignored": 0.9}, dp=2, cp=2),
     "ignored targets with weights": case_of(data={"ignored": 0.5, "weights": True}, dp=2, tp=2),
+    "own loss, some targets have no weight": case_of(data={"loss": "focal", "weights": True}, dp=2, cp=2),
     "loss of whole sequences": case_of(data={"loss": "preference"}, cp=2),
     "loss of whole sequences, tp": case_of(data={"loss": "preference", "ignored": 0.3}, cp=2, tp=2),
     "space in front of a text": case_of(data={"kind": "samples", "tokenizer": "prepend"}, dp=2, seq_length=37),
@@ -91,6 +96,12 @@ CORNERS: dict[str, Case] = {
             "frozen": [2],
         }
     },
+    "saved before the first step": case_of(
+        dp=2, dp_engine="zero1", resume={"after": 0, "config": {"distributed.dp_engine": "zero3"}}
+    ),
+    "saved in the background, before the first step, later, and twice": case_of(
+        resume={"after": 1, "config": {}}, async_save=True
+    ),
     "frozen and resumed": case_of(
         frozen=["embed_tokens", "mlp"],
         dp=2,

@@ -155,6 +155,11 @@ def test_a_changed_file_has_another_key(tmp_path: Path) -> None:
         ("a.jsonl", b"\n" * 70_000 + b"{", r"line 70,001: the record .* at column 2"),
         ("a.jsonl", b'{"text": "a", "text": "b"}\n', r"line 1: .*the key 'text' occurs twice"),
         ("a.json", b'[{"text": "a"}, {"n": 1}]', r"a\.json, record 2: dataset\.text_column='text' has no text there"),
+        (
+            "a.json",
+            b'\n{\n "data": []\n}',
+            r"a\.json, its first line, is not valid JSON: Expecting .*; a \.json file should hold an array of records, or",
+        ),
         ("a.json", b"[1", r"a\.json is not valid JSON: Expecting ',' delimiter"),
         ("a.csv", b'n,text\n1,"a\nb"\n2\n', r"a\.csv, line 4: the row should have 2 values; correct it"),
         ("a.csv", b"n,text\n1,a,b\n", r"a\.csv, line 2: the row should have 2 values"),

@@ -1,8 +1,11 @@
 """Tokenising data sets: documents and tokenizers, streams of tokens, and rejected data sets."""
 
 import json
+import resource
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +131,10 @@ def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
         ({"dataset__split": "test"}, "split='test', but python-stdlib has only the split 'train'"),
         ({"dataset__name": "FOLDER", "dataset__split": "validation"}, "has only the split 'train'"),
         (
+            {"dataset__name": "FOLDER/numbers.jsonl", "model__tokenizer": "TOKENIZER"},
+            r"numbers\.jsonl, line 1: dataset\.text_column='text' has no text there; no other column has text, either",
+        ),
+        (
             {"model__tokenizer": "FOLDER"},
             'cannot load a tokenizer from .*; set model.tokenizer to a hub id, a folder, or "bpe"',
         ),
@@ -143,11 +150,33 @@ def test_tokenising_rejects_bad_data_sets_and_tokenizers(
     (folder / "a.jsonl").rename(folder / "good.jsonl")
     (folder / "a.csvx").write_text("a,b")
     (folder / "broken.jsonl").write_text('{"text": "a"\n{"te')
+    (folder / "numbers.jsonl").write_text('{"text": 1}\n')
     changes = {k: v.replace("FOLDER", str(folder)).replace("TOKENIZER", tokenizer) for k, v in changes.items()}
-    config = make_config(**{"training__num_samples": 2} | changes)  # type: ignore[arg-type]
+    config = make_config(**{"training__num_samples": 1} | changes)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=message) as error:
         load_tokens(config, tiny_llama(vocab_size=61 if "61" in message else 300))
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["TOKENIZER", "bpe"])
+@pytest.mark.parametrize(
+    ("good", "bad", "message"),
+    [
+        (3_000, 1, r"^\S+, line 3,001: [^\n]*$"),
+        (3_000, 3, r"^3 of 3,003 records that were read cannot be used; the first:(\n  - \S+, line 3,00[123]: .*){3}$"),
+        (1_500, 500, r"^500 of 2,000 records that were read .*; the first:(\n  - \S+, line 1,5.*){10}$"),
+        (0, 5_000, r"^(10|1,024) of (10|1,024) records that were read .*(\n.*){10}$"),
+    ],
+)
+def test_the_first_broken_records_are_reported_with_their_number(
+    tmp_path: Path, tokenizer: str, kind: str, good: int, bad: int, message: str
+) -> None:
+    """All records are read, unless none of them can be used."""
+    name = tmp_path / "a.jsonl"
+    name.write_text('{"text": "def f(x)"}\n' * good + '{"body": "x"}\n' * bad)
+    config = make_config(dataset__name=str(name), model__tokenizer=kind.replace("TOKENIZER", tokenizer))
+    with pytest.raises(UserError, match=message):
+        load_tokens(config, tiny_llama(vocab_size=300))
 
 
 MEMORY = """
@@ -222,3 +251,40 @@ def test_the_tokenizer_of_a_run_does_not_depend_on_the_process_that_reads_it(tmp
     found = read_tokenizer(config, tiny_llama(vocab_size=300))
     assert found.backend_tokenizer.truncation is None
     assert "local_files_only" not in found.init_kwargs
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("bpe", "model.tokenizer='bpe' is for programs that"), ("no", "cannot load")]
+)
+def test_programs_that_train_no_tokenizer_do_not_suggest_it(name: str, start: str) -> None:
+    with pytest.raises(UserError, match=f"^{start} .*; set (it|model.tokenizer) to a hub id or a folder$"):
+        read_tokenizer(make_config(model__tokenizer=name), tiny_llama(vocab_size=300))
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """A limit on the size of files, at which writing fails as on a full disk, but by another errno."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_tokenizer_that_cannot_be_written_is_reported(tokenizer: str, full_disk: None) -> None:
+    with pytest.raises(UserError, match=r"the cache .*/picotron cannot be written: File too large; free some space"):
+        tokenizer_folder(PreTrainedTokenizerFast.from_pretrained(tokenizer))
+    config = make_config(model__tokenizer=tokenizer)
+    with pytest.raises(
+        UserError, match=rf"files, {tempfile.gettempdir()}, cannot be written: File too large; .* TMPDIR"
+    ):
+        read_tokenizer(config, tiny_llama(vocab_size=300))
+
+
+def test_a_folder_for_temporary_files_that_does_not_exist_is_reported(
+    tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    with pytest.raises(
+        UserError, match=r"temporary files, /nowhere, cannot be written: No such file or directory; free"
+    ):
+        read_tokenizer(make_config(model__tokenizer=tokenizer), tiny_llama(vocab_size=300))

@@ -1,5 +1,6 @@
 """Data parallelism: ten optimizer steps equal those of a plain training loop with transformers on one process."""
 
+import contextlib
 import gc
 import weakref
 from typing import Any
@@ -17,15 +18,16 @@ from conformance.oracle import (
     random_tokens,
     tiny_llama,
 )
-from conformance.training import full_tensor, train_steps
+from conformance.training import Fails, Failure, full_tensor, train_steps
 from conformance.worker_pool import WorkerError, WorkerPool
-from picotron.config import Config
+from picotron.config import Config, Training
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.data_parallel.zero3 import DataParallelZero3
 from picotron.explain.fake_group import fake_rank
 from picotron.model.llama import Llama
 from picotron.model.weights import main_grad
+from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.process_group_manager import setup_process_group_manager
 
 WRAPPERS = {
@@ -87,8 +89,7 @@ def branch_gradients(wrapper: str) -> list[torch.Tensor]:
     rank = setup_process_group_manager(1, 1, 1, 2).dp_rank
     model = WRAPPERS[wrapper](Branches())
     for _ in range(2):  # the second step must not depend on the first
-        for p in model.parameters():
-            main_grad(p).zero_()
+        model.zero_grad()
         for i in (0, 1, 2):
             model.require_backward_grad_sync = i == 2
             model(inputs(rank, i), ROUTES[rank][i]).backward()
@@ -107,6 +108,55 @@ def test_parameters_without_gradient_on_some_ranks_are_averaged(pool: WorkerPool
     for gradients in pool.run(branch_gradients, 2, wrapper):
         for gradient, right in zip(gradients, expected, strict=True):
             assert_close(gradient, right)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(5, 5, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(Fails.apply(x) if fails and i == 2 else x).tanh()
+        return x.square().mean()
+
+
+def norms(wrapper: str, how: str) -> list[float]:
+    """Return the gradient norms of two steps, between which a step is given up."""
+    rank = setup_process_group_manager(1, 1, 1, 2).dp_rank
+    model = {**WRAPPERS, "zero3": DataParallelZero3}[wrapper](Chain())
+    optimizer, found = AdamW(model.parameters(), Training(), fused=False), []
+    for step in ("first", *(["given up"] if how else []), "second"):
+        for i in range(2):
+            model.require_backward_grad_sync = i == 1
+            loss = model(
+                inputs(rank, i + len(step)), fails=step == "given up" and how == "last backward fails" and i == 1
+            )
+            if i == 0 and how == "zeroed after the first forward":
+                optimizer.zero_grad()
+            with contextlib.suppress(Failure):
+                loss.backward()
+            if step == "given up" and how == "dropped after a backward":
+                break
+        if step == "given up":
+            (model if how == "dropped before the reduction" else optimizer).zero_grad()
+        else:
+            model.finish_grad_sync()
+            found.append(clip_grad_norm(model, None).item())
+            optimizer.step()
+            if how != "zeroed after the first forward":
+                optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "zero3"])
+def test_zero_grad_forgets_a_step_that_was_given_up(pool: WorkerPool, wrapper: str) -> None:
+    expected = pool.run(norms, 2, wrapper, "")
+    for how in (
+        "dropped after a backward", "dropped before the reduction", "last backward fails", "zeroed after the first forward"
+    ):  # fmt: skip
+        assert pool.run(norms, 2, wrapper, how) == expected, how
 
 
 def bfloat16_gradients(wrapper: str) -> tuple[torch.dtype, torch.Tensor]:
@@ -175,7 +225,9 @@ def two_reductions() -> None:
 
 
 def test_second_backward_without_finish_grad_sync_raises(pool: WorkerPool) -> None:
-    with pytest.raises(WorkerError, match="before finish_grad_sync"):
+    with pytest.raises(
+        WorkerError, match=r"UserError: a parameter \[2\] has two gradients in a step that averages one"
+    ):
         pool.run(two_reductions, 1)
 
 

@@ -76,7 +76,8 @@ def loss_in_bfloat16() -> None:
         (8 * torch.randn(2, LENGTH, 300, generator=generator)).bfloat16().requires_grad_() for _ in range(2)
     )
     head = SimpleNamespace(local_logits=lambda x: student)
-    loss, count, _ = divergence(head, torch.empty(0), {"teacher": teacher.detach()}, 2.0)
+    batch = {"teacher": teacher.detach(), "target_ids": torch.zeros(2, LENGTH, dtype=torch.int64)}
+    loss, count, _ = divergence(head, torch.empty(0), batch, 2.0)
     log_p, log_q = (torch.log_softmax(each.double() / 2, -1) for each in (teacher, student))
     assert_close(loss.item(), 4 * F.kl_div(log_q, log_p, reduction="sum", log_target=True).item(), 1e-5)
     assert (loss.dtype, int(count)) == (torch.float32, 2 * LENGTH)

@@ -1,24 +1,29 @@
 """examples/grpo.py: the ratio of the first update is 1, two layouts learn the same, and the evaluation rises."""
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from conformance.fuzz.chat_templates import CHATML
+from conformance.fuzz.chat_templates import CHATML, TOOLS
 from conformance.oracle import assert_close, our_model
 from conformance.training import layout_name
 from conformance.worker_pool import WorkerPool
 from examples.brackets.rewards import correct
 from examples.grpo import Prompt, Task, clipped_ratio, data_of, learn, read_config, read_task, rows_of
 from picotron.console import UserError
+from picotron.generation.prompts import Encoder
 from picotron.generation.rotation import Completion
 from picotron.model.model_config import load_model_config
 from tests.support.examples import make_trainer, results, save_model
@@ -83,6 +88,18 @@ def test_a_resumed_run_continues_with_the_same_samples(pool: WorkerPool, tmp_pat
     assert pool.run(run, 1, words_of(tmp_path / "half", 8, **one, checkpoint__load_path="latest"))[0] == whole
 
 
+def test_a_long_prompt_does_not_shorten_the_answers_to_others(pool: WorkerPool, tmp_path: Path) -> None:
+    records = []
+    for last in ("(", "(([<([<"):
+        path = write_jsonl(tmp_path / f"{len(last)}.jsonl", [{"prompt": text} for text in ("(", "[<", "<", "[", last)])
+        keys = {"distributed__dp_size": 1, "distributed__pp_size": 1, "training__micro_batch_size": 3}
+        words = words_of(tmp_path / "run", 2, **keys, training__eval_frequency=2, dataset__name=path)
+        records += pool.run(run, 1, [*words, "--samples", "6"])[0]  # the last two prompts are held out
+    for record in records:
+        del record["evaluation"]
+    assert records[0] == records[1]
+
+
 def test_a_resume_with_other_samples_or_updates_begins_with_the_first_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The position in the data counts rows, so it is another one in prompts."""
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -122,7 +139,7 @@ def test_loss_is_that_of_each_sample_alone() -> None:
     old = [torch.randn(len(each), generator=generator).sub(1.9).tolist() for each in tokens]
     advantages = torch.tensor([1.5, -0.5], dtype=torch.float64)
     completions = [Completion(*pair) for pair in zip(tokens, old, strict=True)]
-    batch = rows_of([Prompt({}, prompt) for prompt in prompts], completions, advantages, LENGTH)
+    batch = rows_of([Prompt("", {}, prompt) for prompt in prompts], completions, advantages, LENGTH)
     embedded, positions = model.embed(batch["input_ids"]), torch.arange(LENGTH)[None]
     x = model.model.norm(model.run_layers(embedded, positions, range(2), None))
     loss, count, statistics = clipped_ratio(model.lm_head, x, batch)
@@ -140,18 +157,17 @@ def test_loss_is_that_of_each_sample_alone() -> None:
 
 
 def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_path: Path) -> None:
-    tokenizer = with_template(save_model(tmp_path / "model"), CHATML)
+    tokenizer = with_template(save_model(tmp_path / "model"), TOOLS + CHATML)
     (tmp_path / "rewards.py").write_text(
-        "def score(prompt, completion, answer): return 10 * (completion == answer) + len(prompt)"
+        "def score(prompt, completion, answer, tools=()): return 10 * (completion == answer) + len(prompt)"
     )
-    prompt = messages([("user", "What is 2 + 2?")])
-    path = write_jsonl(
-        tmp_path / "p.jsonl", [{"prompt": prompt, "answer": "It is 4."}, {"prompt": "f(x)", "answer": " x"}]
-    )
+    prompt, tools = messages([("user", "What is 2 + 2?")]), [{"type": "function", "function": {"name": "add"}}]
+    lines = [{"prompt": prompt, "answer": "It is 4."}, {"prompt": "f(x)", "answer": " x"}]
+    path = write_jsonl(tmp_path / "p.jsonl", [*lines, lines[0] | {"tools": tools}])
     keys = {
         "dataset__name": path,
         "model__name": tmp_path / "model",
-        "training__seq_length": 80,
+        "training__seq_length": 90,
         "training__eval_frequency": 0,
     }
     keys |= {"distributed__dp_size": 1, "distributed__pp_size": 1, "training__gradient_accumulation_steps": 8}
@@ -160,14 +176,18 @@ def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_
     assert tokenizer == str(tmp_path / "model")
     text = task.encoder.decode(task.prompts[0].tokens)
     assert text == "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert task.prompts[2].tokens == Encoder.read(tmp_path / "model").encode_messages(prompt, tools)
+    assert len(task.prompts[2].tokens) > len(task.prompts[0].tokens)
     answers = [Completion(task.encoder.encode_text(each) + task.encoder.ends, []) for each in ("It is 4.", " y")]
-    assert task.compute_rewards(task.prompts, answers) == [11, 4]
+    assert task.compute_rewards(task.prompts[:2], answers) == [11, 4]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--training.num_samples 1", "training.num_samples=1 has no effect in this program; remove it"),
+        ("--training.num_samples 1", "has 1 prompts, but evaluations hold out 16"),
+        ("--dataset.split other", "has only the split 'train'"),
+        ("--dataset.num_workers 1", "dataset.num_workers=1 has no effect in this program; remove it"),
         ("--dataset.text_column other", "dataset.text_column='other' has no effect"),
         ("--logging.use_wandb true", "logging.use_wandb=True has no effect"),
         ("--explain", "--explain describes a run of train.py; remove it"),
@@ -183,7 +203,12 @@ def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_
         ("--samples 1", "argument --samples: '1' should be an integer of at least 2"),
         ("--training.seq_length 2", "tokens, but training.seq_length=2"),
         ("--training.eval_steps 8", "has 120 prompts, but evaluations hold out 128"),
-        ("--reward nothing.py:f", "--reward nothing.py:f: there is no file 'nothing.py'"),
+        ("--reward nothing.py:f", "--reward nothing.py:f: there is no Python file 'nothing.py'"),
+        ("--reward {path}:f", "prompts.jsonl'; use FILE.py:FUNCTION"),
+        (
+            "--reward {rewards}:f",
+            "prompts.jsonl, line 1: f(completion) should take prompt, completion (got an unexpected",
+        ),
         ("--reward examples/brackets/rewards.py:f", "rewards.py has no function 'f'"),
         ("--dataset.name {path}", 'line 1: there should be a "prompt", a text or a list of messages'),
         ("--dataset.name {surrogate}", "line 1: the text has an unpaired surrogate"),
@@ -197,9 +222,10 @@ def test_mistakes_end_in_a_sentence(words: str, message: str, tmp_path: Path, mo
     monkeypatch.setenv("WORLD_SIZE", "4")
     path = write_jsonl(tmp_path / "prompts.jsonl", [{"text": "([<"}])
     pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "([<", "completion": ">])"}])
+    (rewards := tmp_path / "rewards.py").write_text("def f(completion): return 1.0")
     (surrogate := tmp_path / "surrogate.jsonl").write_text('{"prompt": "\\ud800"}\n')
     with pytest.raises(UserError, match=re.escape(message)):
-        read_task(*read_config(words.format(path=path, pairs=pairs, surrogate=surrogate).split()))
+        read_task(*read_config(words.format(path=path, pairs=pairs, rewards=rewards, surrogate=surrogate).split()))
 
 
 @pytest.mark.slow
@@ -221,11 +247,29 @@ def test_program_writes_each_record_and_rejects_a_folder_that_cannot_be_written_
     assert "step 2" not in result.stdout
 
 
+def task_with(reward: Callable[..., Any]) -> Task:
+    return Task([], [], SimpleNamespace(completion=lambda prompt, tokens: "a"), reward, 1, 1)
+
+
+PROMPT = Prompt("p.jsonl, line 7", {"prompt": "b"}, [1])
+
+
+@pytest.mark.parametrize("reward", [True, 2, np.float32(2), np.True_, torch.tensor(2.0), Fraction(1, 2)], ids=repr)
+def test_rewards_are_numbers_of_any_type(reward: Any) -> None:
+    assert task_with(lambda **_: reward).compute_rewards([PROMPT], [Completion([2], [0.0])]) == [float(reward)]
+
+
+@pytest.mark.parametrize(
+    "reward", [None, "0.5", [1.0], torch.ones(2), math.nan, math.inf, -math.inf, 1e300, -(10**400)]
+)
+def test_rewards_without_finite_squares_are_named_with_their_lines(reward: Any) -> None:
+    with pytest.raises(UserError, match=re.escape(f"p.jsonl, line 7: the reward is {reward!r:.120}; return a number")):
+        task_with(lambda **_: reward).compute_rewards([PROMPT], [Completion([2], [0.0])])
+
+
 def rewards_of_a_judge() -> list[float]:
     """Return the rewards of a judge that gives another one in every process."""
-    task = Task([], [], SimpleNamespace(completion=lambda prompt, tokens: "a"), lambda **_: float(os.getpid()), 1, 1)
-    prompts = [Prompt({"prompt": "b"}, [1])] * 2
-    return task.rewards(prompts, [Completion([2], [0.0])] * 2).tolist()
+    return task_with(lambda **_: float(os.getpid())).rewards([PROMPT] * 2, [Completion([2], [0.0])] * 2).tolist()
 
 
 def test_all_ranks_have_the_rewards_of_rank_0(pool: WorkerPool) -> None:

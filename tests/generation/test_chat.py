@@ -194,12 +194,6 @@ def test_draws_depend_on_the_seed_and_on_the_turn(
     ("keys", "lines", "message"),
     [
         ({"chat_template": None}, "", r"the tokenizer of .*model has no chat template, which renders messages; use a"),
-        ({"chat_template": STRICT}, "hello\n", r"the chat template fails for these messages: roles must alternate"),
-        (
-            {},
-            "hello\n" + "a b " * 300 + "\n",
-            r"the conversation has [\d,]+ tokens, and the model's maximum sequence length is 400; begin a new conversation",
-        ),
         ({}, "a\udcff\n", "the line is not valid UTF-8; check the encoding of the terminal"),
     ],
 )
@@ -211,15 +205,45 @@ def test_mistakes_are_one_sentence(
         chat(monkeypatch, folder, lines)
 
 
+@pytest.mark.parametrize(
+    ("message", "template", "problem"),
+    [
+        (
+            "a b " * 300,
+            CHATML,
+            "the conversation with it has [0-9]+ tokens, but texts end at 400 tokens; use a shorter one",
+        ),
+        (
+            "fail",
+            "{{ raise_exception('no') if messages[-1].content == 'fail' }}" + CHATML,
+            "the chat template fails .*: no",
+        ),
+    ],
+    ids=["too long", "not rendered"],
+)
+def test_a_message_that_cannot_be_sent_is_dropped_and_the_conversation_goes_on(
+    folder: Path,
+    message: str,
+    template: str,
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change(folder, chat_template=template)
+    chat(monkeypatch, folder, f"hello\n{message}\ndef f(x)\n", stdin=Terminal)
+    first, second = map(re.escape, answers_of_transformers(folder, "hello", "def f(x)"))
+    pattern = rf"> {first}\n> \(The message is dropped: {problem}\.\)\n> {second}\n> \n"
+    assert re.fullmatch(pattern, capsys.readouterr().out)
+
+
 def test_answer_is_no_longer_than_the_model_allows(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     question = "a b " * 90
     ids = Encoder.read(folder).encode_messages(conversation(question.strip()))
-    with pytest.raises(UserError, match="the conversation has"):
-        chat(monkeypatch, folder, f"{question}\nhello\n", "--max_new_tokens", 1000, "--min_new_tokens", 1000)
+    chat(monkeypatch, folder, f"{question}\n", "--max_new_tokens", 1000, "--min_new_tokens", 1000)
     (answer,) = answers_of_transformers(folder, question.strip(), tokens=400 - len(ids))
-    assert capsys.readouterr().out == f"> {question.strip()}\n{answer}\n> hello\n"
+    assert capsys.readouterr().out == f"> {question.strip()}\n{answer}\n> \n"
 
 
 # ------------------------------------------------------------------------------------------------------------ --prompts

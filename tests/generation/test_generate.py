@@ -97,12 +97,16 @@ def test_run_folder_selects_its_newest_checkpoint(
     assert run(monkeypatch, capsys, "--checkpoint", tmp_path).startswith(f"{tmp_path}/step_00000010:\n")
 
 
-def test_program_warns_of_more_tokens_than_the_model_supports(
+def test_program_ends_texts_at_the_maximum_length_of_the_model_and_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        run(monkeypatch, capsys, "--checkpoint", folder, "--prompt", "d", "--max_new_tokens", 64)
-    assert caplog.messages == ["the text may exceed 64 tokens, the maximum sequence length of the model"]
+        texts = [
+            run(monkeypatch, capsys, "--checkpoint", folder, "--prompt", "d", "--max_new_tokens", new)
+            for new in (63, 64)
+        ]
+    assert texts[0] == texts[1]
+    assert caplog.messages == ["texts end at 64 tokens, the model's maximum sequence length"]
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def test_a_byte_order_mark_is_not_a_part_of_the_first_prompt(tmp_path: Path) -> 
     assert prompts == {f"{tmp_path}/p.txt, line {row},": {"prompt": text} for row, text in ((1, "a"), (2, "b"))}
 
 
-def test_a_token_that_the_model_does_not_have_is_named_before_anything_is_generated(
+def test_a_prompt_that_the_model_cannot_read_is_named_before_anything_is_generated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = train_bpe(iter(["def f(x): return x + 1", "class A: pass"]), 300)
@@ -263,5 +263,8 @@ def test_a_token_that_the_model_does_not_have_is_named_before_anything_is_genera
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "p.txt").write_text("a\nb\nc <new>\n")
     with pytest.raises(UserError, match=r"p\.txt, line 3, has a token that is not in the vocabulary of \d+ tokens"):
+        complete(monkeypatch, tmp_path, tmp_path / "p.txt", "--batch_size", 1)
+    (tmp_path / "p.txt").write_text("a\n\n" + "word " * 10_000 + "\n")
+    with pytest.raises(UserError, match=r"p\.txt, line 3, has [\d,]+ tokens, but texts end at 64 tokens"):
         complete(monkeypatch, tmp_path, tmp_path / "p.txt", "--batch_size", 1)
     assert not (tmp_path / "one.jsonl").exists()

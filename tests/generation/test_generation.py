@@ -71,10 +71,18 @@ def expected(prompt: tuple[int, ...], new: int) -> Completion:
     return continued(prompt, new) if new else Completion([], [])
 
 
-def greedy(ends: tuple[int, ...], new: int) -> list[Completion]:
-    """Return the completions of PROMPTS, up to the first end token."""
+def greedy(sampling: Sampling) -> list[Completion]:
+    """Return the completions of PROMPTS, up to the first end token or the maximum length."""
     completions = [expected(tuple(prompt), 70) for prompt in PROMPTS]
-    lengths = [min([new, *(tokens.index(end) + 1 for end in ends if end in tokens)]) for tokens, _ in completions]
+    lengths = [
+        min(
+            [
+                sampling.length(len(prompt)) - len(prompt),
+                *(tokens.index(end) + 1 for end in sampling.ends if end in tokens),
+            ]
+        )
+        for prompt, (tokens, _) in zip(PROMPTS, completions, strict=True)
+    ]
     return [Completion(each.tokens[:n], each.log_probs[:n]) for each, n in zip(completions, lengths, strict=True)]
 
 
@@ -107,20 +115,20 @@ CORE = (4, 12)
     ids=layout_name,
 )
 def test_tokens_equal_transformers_and_draws_those_of_one_process(pool: WorkerPool, layout: dict[str, Any]) -> None:
-    plain = greedy((), 70)
-    ends = [
-        (),
-        (plain[1].tokens[3],),
-        (plain[3].tokens[0], plain[1].tokens[3]),
-    ]  # one ends a sequence with its first token
-    samplings = [Sampling(15, ends=end) if end else Sampling(70) for end in ends]
+    plain = greedy(Sampling(70))
+    end, first = plain[1].tokens[3], plain[3].tokens[0]  # the second one ends a sequence with its first token
+    samplings = [Sampling(70), Sampling(15, ends=(end,)), Sampling(15, ends=(first, end))]
+    samplings += [
+        Sampling(70, max_length=13),
+        Sampling(15, ends=(end,), max_length=17),
+    ]  # 13: room for one token or more
     samplings += [Sampling(15, 0.9, top_k=20, top_p=0.8, seed=3, ends=(5,)), Sampling(100, 2.0, seed=1, ends=(5, 7))]
     cases = [(PROMPTS, sampling) for sampling in samplings]
     found = results(pool, layout, cases)
-    for ours, sampling in zip(found[:3], samplings, strict=False):
-        assert_same(ours, greedy(sampling.ends, sampling.max_new_tokens))
-    (alone,) = pool.run(run, 1, {}, cases[3:])
-    for ours, theirs in zip(found[3:], alone, strict=True):
+    for ours, sampling in zip(found[:5], samplings, strict=False):
+        assert_same(ours, greedy(sampling))
+    (alone,) = pool.run(run, 1, {}, cases[5:])
+    for ours, theirs in zip(found[5:], alone, strict=True):
         assert_same(ours, theirs)
     assert len({len(each.tokens) for each in found[-1]}) > 4  # sequences end at different times
 
@@ -136,12 +144,12 @@ EDGES: list[tuple[Prompts, int]] = [
 
 @pytest.mark.parametrize("layout", [{}, {"pp_size": 3}, {"pp_size": 2, "dp_size": 2}], ids=layout_name)
 def test_few_and_short_prompts(pool: WorkerPool, layout: dict[str, Any]) -> None:
-    end = greedy((), 70)[1].tokens[3]
+    end = greedy(Sampling(70))[1].tokens[3]
     together = ([PROMPTS[1]] * 5, Sampling(70, ends=(end,)))  # all sequences end in the same round
     *found, ended = results(pool, layout, [*((prompts, Sampling(new)) for prompts, new in EDGES), together])
     for (prompts, new), ours in zip(EDGES, found, strict=True):
         assert_same(ours, [expected(tuple(prompt), new) for prompt in prompts])
-    assert_same(ended, [greedy((end,), 70)[1]] * 5)
+    assert_same(ended, [greedy(Sampling(70, ends=(end,)))[1]] * 5)
 
 
 def test_draws_depend_on_the_number_of_the_prompt(pool: WorkerPool) -> None:
@@ -183,7 +191,7 @@ def tensor_after(tokens: list[int]) -> Tensor:
 def test_first_tokens_do_not_end_and_only_allowed_ones_are_drawn_as_in_transformers(
     pool: WorkerPool, layout: dict[str, Any]
 ) -> None:
-    plain = greedy((), 70)
+    plain = greedy(Sampling(70))
     ends = (plain[3].tokens[0], plain[1].tokens[3], 61)  # some tokenizers have an end token that the model lacks
     constraints: list[dict[str, Any]] = [
         *({"min_new_tokens": least} for least in (1, 6, 15)),

@@ -103,7 +103,7 @@ def test_initial_weights_have_the_distribution_of_transformers() -> None:
     [
         ("num_key_value_heads", 3, r"num_key_value_heads=3 .* use one of \[1, 2, 4\]"),
         ("head_dim", 7, "head_dim=7"),
-        ("hidden_act", "gelu", "hidden_act='gelu'"),
+        ("hidden_act", "relu", "hidden_act='relu'"),
         ("attention_dropout", 0.1, "attention_dropout=0.1"),
         ("quantization_config", {"quant_method": "awq"}, "quantization_config="),
         ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "rope_type='dynamic'"),

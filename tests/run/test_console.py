@@ -49,6 +49,16 @@ def test_log_continues_without_a_reader(closed_pipe: int) -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
+def test_programs_run_without_a_standard_output() -> None:
+    """Closed, as by some daemons: the log is dropped, and errors are still printed."""
+    program = "from picotron.run.launch import exit_on_error, logger, set_up_logging; set_up_logging()"
+    program += "; logger.info('one'); exit_on_error(lambda: int('two'))"
+    words = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", program]
+    result = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
+    assert result.returncode == 1
+    assert result.stderr.endswith("ValueError: invalid literal for int() with base 10: 'two'\n\n")
+
+
 @pytest.mark.slow
 def test_jobs_run_after_the_reader_has_gone(make_job: Callable[..., Job], tmp_path: Path, closed_pipe: int) -> None:
     jobs = [make_job(name, dataset__name=str(tmp_path / "no.txt")) for name in ("1", "2")]  # they fail soon

@@ -3,7 +3,9 @@ memory is kept.
 """
 
 import datetime
+import os
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +15,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
-from conformance.oracle import make_config
+from conformance.oracle import make_config, tiny_llama
 from conformance.worker_pool import WorkerPool
 from docs.programs.broken_run import MISTAKES
 from docs.programs.mistake import replaced
+from picotron.config import Config
 from picotron.console import UserError
+from picotron.parallelize import check_model
 from picotron.run import launch
-from picotron.run.launch import check_same_config, init_process_group, missing_ranks, set_up_device
+from picotron.run.launch import check_same_config, init_process_group, missing_ranks, sentence_of, set_up_device
 from tests.support.program import TORCHRUN
 
 COUNT_FAULTS = """
@@ -56,6 +61,37 @@ def test_ranks_with_different_configs_are_an_error(pool: WorkerPool) -> None:
         "rank 1 has checkpoint.load_path='latest or a folder', but"
         in pool.run(with_config_of_its_own, 2, {}, starts[1])[0]
     )
+
+
+def with_files_of_its_own(*configs: Config) -> str:
+    config = configs[dist.get_rank()]
+    try:
+        check_same_config(config, *check_model(config))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_files_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
+    """Files of one name, on machines of their own: another model or another schedule would train without an error."""
+    models = [{}, {"rms_norm_eps": 0.1}, {"initializer_range": 0.5}]
+    for i, changes in enumerate(models):
+        tiny_llama(**changes).save_pretrained(tmp_path / f"model {i}")
+    for i, order in enumerate(("1F0,1F1", "1F1,1F0")):
+        (tmp_path / f"{i}.csv").write_text(f"0F0,0F1,0B0,0B1\n{order},1B0,1B1\n")
+    keys = {"distributed__pp_size": 2, "training__gradient_accumulation_steps": 2}
+    names = ["model 0 0.csv", "model 1 0.csv", "model 2 0.csv", "model 0 1.csv"]
+    configs = [
+        make_config(model__name=f"{tmp_path}/{name[:7]}", distributed__pp_engine=f"csv:{tmp_path}/{name[8:]}", **keys)
+        for name in names
+    ]
+    found = [pool.run(with_files_of_its_own, 2, configs[0], config) for config in configs]
+    assert found[0] == ["", ""]
+    starts = ("the model's rms_norm_eps=0.1, but", "the model's initializer_range=0.5, but", "the schedule's SHA-256='")
+    for texts, start in zip(found[1:], starts, strict=True):
+        assert texts == [texts[0]] * 2
+        assert texts[0].startswith(f"rank 1 has {start}")
+        assert texts[0].endswith("; copy the same files to all machines")
 
 
 def call_alone(group: dist.ProcessGroup) -> None:
@@ -108,6 +144,25 @@ def test_a_rank_that_lost_its_peer_names_itself_as_the_consequence(text: str) ->
     sentence = missing_ranks(caught.value)
     assert sentence is not None
     assert sentence.startswith("another rank has ended: read its error first; this rank was in test_a_rank")
+
+
+class Killed(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.processes
+def test_a_killed_data_worker_is_one_sentence() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        next(iter(DataLoader(Killed(), num_workers=1, multiprocessing_context="fork")))
+    sentence = sentence_of(caught.value)
+    assert sentence is not None
+    assert sentence.startswith("a process that reads data has ended (DataLoader worker (pid")
+    assert "use fewer dataset.num_workers" in sentence
 
 
 def torchrun(*words: str) -> tuple[str, list[str]]:

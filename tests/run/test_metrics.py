@@ -18,6 +18,7 @@ from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.console import UserError
 from picotron.model.flops import model_cost
 from picotron.model.llama import Llama
+from picotron.parallelize import check_run
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.metrics import Metrics, peak_flops
 from picotron.run.progress import Progress
@@ -260,6 +261,7 @@ def log_with_wandb(folder: str, login: str, checkpoint: Any = None) -> dict[str,
 
     fake.errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
     fake.login, fake.init = lambda prompt, verify: login != "none", init
+    fake.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode="online"))
     sys.modules["wandb"] = fake
     try:
         log_steps(folder, [1.0, 2.0], wandb=True, checkpoint=checkpoint)
@@ -289,17 +291,34 @@ def test_resumed_run_continues_its_wandb_run(pool: WorkerPool, tmp_path: Path) -
     assert "id" not in calls
 
 
-def log_without_login(folder: str) -> None:
+def log_without_login(folder: str, mode: str | None) -> str:
     os.environ |= {"HOME": folder, "NETRC": f"{folder}/netrc"}  # the user's own login must not be used
     os.environ.pop("WANDB_API_KEY", None)
-    log_steps(folder, [1.0, 2.0], wandb=True)
+    if mode:
+        os.environ["WANDB_MODE"] = mode
+    try:
+        log_steps(folder, [1.0, 2.0], wandb=True)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.processes
-def test_real_wandb_records_offline(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [None, "disabled", "nonsense"])
+def test_real_wandb_records_offline_unless_its_mode_is_another(tmp_path: Path, mode: str | None) -> None:
     pool = WorkerPool()  # a separate pool, because the worker's environment is changed
     try:
-        pool.run(log_without_login, 1, str(tmp_path))
+        (error,) = pool.run(log_without_login, 1, str(tmp_path), mode)
     finally:
         pool.close()
-    assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 1
+    assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == (mode is None)
+    assert ("wandb rejects its settings (1 validation error for Settings mode" in error) == (mode == "nonsense")
+
+
+def test_a_missing_wandb_is_an_error_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    check_run(make_config())
+    with pytest.raises(
+        UserError, match=r"logging\.use_wandb=true, but wandb cannot be imported \(.*\); install it, or"
+    ):
+        check_run(make_config(logging__use_wandb=True))

@@ -21,7 +21,6 @@ from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.llama import Llama, rope
-from picotron.model.recompute import recompute_cheap_results
 from picotron.model.weights import materialise
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
@@ -93,24 +92,19 @@ def test_loss_logits_and_gradients_equal_transformers(
             assert_close(result["gradients"][key], parameter.grad, what=key)
 
 
-def graph_breaks(sequence_parallel: bool, selective: bool) -> list[str]:
+def graph_breaks(sequence_parallel: bool) -> list[str]:
     setup_process_group_manager(2, 1, 1, 1)
     model = parallel_model(model_of("gqa, padded vocabulary"), sequence_parallel)
-    if selective:
-        recompute_cheap_results(model)
     x = torch.zeros(2, 16 // (1 + sequence_parallel), model.config.hidden_size, dtype=torch.float64)
     tables = rope(model.config, torch.arange(16)[None])
     explanation = torch._dynamo.explain(model.model.layers["0"])(x, *(table.double() for table in tables))
     return [str(reason.reason) for reason in explanation.break_reasons]
 
 
-@pytest.mark.parametrize("selective", [False, True], ids=["", "selective recomputation"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
-def test_compiled_layers_break_only_at_their_four_communications(
-    pool: WorkerPool, sequence_parallel: bool, selective: bool
-) -> None:
+def test_compiled_layers_break_only_at_their_four_communications(pool: WorkerPool, sequence_parallel: bool) -> None:
     """Those in attention and MLP also break the layer, from which both are called."""
-    reasons = pool.run(graph_breaks, 2, sequence_parallel, selective)[0]
+    reasons = pool.run(graph_breaks, 2, sequence_parallel)[0]
     assert len(reasons) == 6
     assert all("torch.compiler.disable" in reason for reason in reasons), reasons
 
