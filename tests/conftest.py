@@ -19,6 +19,7 @@ from tests.support import checkpoints
 from tests.support.samples import write_tokenizer
 
 STARTS_PROCESSES = {"pool", "home", "checkpoint_at_step_5", "slurm"}  # fixtures
+SPREAD = ("test_all_commands_print", "test_random_cases_equal_transformers")  # a worker gets one of them at a time
 may_start_processes = True
 
 
@@ -31,12 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Return a scheduler that gives each file to one worker, but each page with slow commands to any worker."""
+    """Return a scheduler that gives each file to one worker, but pages with slow commands and groups of random cases
+    to any worker.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if "::test_all_commands_print" in nodeid else super()._split_scope(nodeid)
+            is_spread = any(f"::{name}[" in nodeid for name in SPREAD)
+            return nodeid if is_spread else super()._split_scope(nodeid)
 
     return ByFile(config, log)
 

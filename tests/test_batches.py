@@ -19,7 +19,6 @@ from picotron.console import UserError
 from picotron.model.weights import main_grad
 from picotron.optimizer import AdamW, update_weights
 from picotron.pipeline_parallel.plan import plan_pipeline
-from picotron.schedules.schedules import SCHEDULES
 from picotron.sequences import pack_sequences
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
 from picotron.train_step import make_evaluation
@@ -77,12 +76,10 @@ def run_batch(config: Any) -> dict[str, Any]:
     }
 
 
-LAYOUTS: list[dict[str, Any]] = [
+LAYOUTS: list[dict[str, Any]] = [  # the last stage is on the last rank, on the first one, and on several
     {},
-    {"dp_size": 2},
-    {"tp_size": 2},
-    *({"pp_size": 2, "pp_engine": engine} for engine in SCHEDULES),
-    {"pp_size": 3, "dp_size": 2, "pp_engine": "1f1b"},
+    {"pp_size": 2, "dp_size": 2, "pp_engine": "1f1b"},
+    {"pp_size": 2, "pp_engine": "interleaved_1f1b"},
     {"pp_size": 2, "tp_size": 2, "sequence_parallel": True, "pp_engine": "zbv"},
 ]
 
@@ -113,44 +110,9 @@ def test_losses_outputs_and_gradients_equal_transformers(pool: WorkerPool, layou
     assert holders == layout.get("tp_size", 1) * size
 
 
-def weighted_loss(layout: dict[str, Any], micro_batches: int, scope: str) -> float:
-    """Return the loss of a step on rows with different weights."""
-    config = config_of(layout, training__gradient_accumulation_steps=micro_batches)
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.rand(8, 16, generator=generator) * torch.arange(8)[:, None]
-    batches = split_batch(global_batch() | {"target_weights": weights}, micro_batches)
-    return train_batch(step_of(config, MODEL), wrapped(config, MODEL), batches, scope=scope).loss
-
-
 def in_groups(layout: dict[str, Any]) -> None:
     config = config_of(layout)
     wrapped(config, MODEL)
-
-
-@pytest.mark.parametrize(
-    ("layout", "micro_batches"), [({}, 1), ({}, 8), ({"dp_size": 2}, 2), ({"dp_size": 4}, 1), ({"cp_size": 2}, 4)]
-)
-def test_scopes_of_the_weighted_mean(pool: WorkerPool, layout: dict[str, Any], micro_batches: int) -> None:
-    """The mean over the global batch depends on nothing; that of dp ranks is the mean of each rank's mean."""
-    batch, size = global_batch(), layout.get("dp_size", 1)
-    weights = torch.rand(8, 16, generator=torch.Generator().manual_seed(0)).double() * torch.arange(8)[:, None]
-    model = oracle_model(MODEL, our_model(MODEL, seed=42).state_dict())
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits.detach()
-    losses = F.cross_entropy(logits.flatten(0, 1), batch["target_ids"].flatten(), reduction="none").view(8, 16)
-    by_rank = [torch.arange(8).view(micro_batches, size, -1)[:, rank].flatten() for rank in range(size)]
-    means = [(losses[rows] * weights[rows]).sum() / weights[rows].sum() for rows in by_rank]
-    ranks = size * layout.get("cp_size", 1)
-    for scope, expected in (
-        ("global", (losses * weights).sum() / weights.sum()),
-        ("dp_rank", torch.stack(means).mean()),
-    ):
-        for loss in pool.run(weighted_scope, ranks, layout, micro_batches, scope):
-            assert_close(loss, expected.item(), what=scope)
-
-
-def weighted_scope(layout: dict[str, Any], micro_batches: int, scope: str) -> float:
-    in_groups(layout)
-    return weighted_loss(layout, micro_batches, scope)
 
 
 def message(action: Any) -> str:
@@ -362,30 +324,6 @@ def test_a_length_that_sequence_parallelism_cannot_divide_is_an_error(pool: Work
         )
 
 
-def split_for(layout: dict[str, Any]) -> tuple[tuple[int, int], list[dict[str, Any]]]:
-    in_groups(layout)
-    grid = pgm.process_group_manager
-    boundaries = torch.tensor([0, 5, *range(16, 129, 16)], dtype=torch.int32)
-    return (grid.dp_rank, grid.cp_rank), split_batch(global_batch() | {"cu_seqlens": boundaries}, 2)
-
-
-def test_split_batch_gives_each_token_to_one_rank(pool: WorkerPool) -> None:
-    seen = torch.zeros(8, 16)
-    batch = global_batch()
-    for (dp_rank, cp_rank), parts in pool.run(split_for, 4, {"dp_size": 2, "cp_size": 2}):
-        for i, part in enumerate(parts):
-            first = (2 * i + dp_rank) * 2
-            assert part["number"].tolist() == [first, first + 1]
-            assert part["factor"] == 0.5
-            positions = part["position_ids"][0]
-            assert positions.tolist() == ([0, 1, 2, 3, 12, 13, 14, 15] if cp_rank == 0 else list(range(4, 12)))
-            for row in (0, 1):
-                assert part["input_ids"][row].equal(batch["input_ids"][first + row, positions])
-                seen[first + row, positions] += 1
-            assert part["cu_seqlens"].tolist() == ([0, 5, 16, 32] if first == 0 else [0, 16, 32])
-    assert seen.eq(1).all()
-
-
 def zero_rank() -> str:
     """Return the error if one dp rank's targets have no weight."""
     in_groups({"dp_size": 2})
@@ -399,24 +337,6 @@ def zero_rank() -> str:
 def test_a_dp_rank_without_weights_is_an_error_on_all_ranks(pool: WorkerPool) -> None:
     for sentence in pool.run(zero_rank, 2):
         assert "the target_weights of a data-parallel rank sum to 0" in sentence
-
-
-def statistics_of_names() -> tuple[float, dict[str, float]]:
-    config = config_of({})
-    model, batches = wrapped(config, MODEL), split_batch(global_batch(), 4)
-
-    def loss_fn(head: Any, x: Tensor, batch: dict[str, Any]) -> Any:
-        return cross_entropy(head, x, batch), 1.0, {"weight": torch.tensor(3.0), "loss": 7.0}
-
-    result = train_batch(step_of(config, MODEL), model, batches, loss_fn)
-    plain = train_batch(step_of(config, MODEL), wrapped(config, MODEL), batches)
-    assert_close(result.loss, plain.loss)
-    return result.loss, result.statistics
-
-
-def test_a_statistic_may_have_any_name(pool: WorkerPool) -> None:
-    ((_, statistics),) = pool.run(statistics_of_names, 1)
-    assert statistics == {"weight": 3.0, "loss": 7.0}
 
 
 def names_by_rank() -> str:

@@ -2,8 +2,6 @@
 schedule WSD that of transformers.
 """
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -11,11 +9,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 from transformers import get_wsd_schedule
 
 from conformance.oracle import assert_close, make_config
-from conformance.worker_pool import WorkerPool
 from picotron.config import Training
 from picotron.model.weights import main_grad, set_main_grad
-from picotron.optimizer import AdamW, clip_grad_norm, learning_rate_factor, make_scheduler
-from picotron.process_group_manager import setup_process_group_manager
+from picotron.optimizer import AdamW, learning_rate_factor, make_scheduler
 
 
 def training(**changes: object) -> Training:
@@ -42,8 +38,7 @@ def torch_schedule(config: Training) -> list[float]:
     return rates
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 7])
-@pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize(("ratio", "warmup"), [(0.0, 0), (0.1, 7)])
 @pytest.mark.parametrize("shape", ["cosine", "linear", "constant"])
 def test_learning_rates_equal_torch_schedulers(shape: str, ratio: float, warmup: int) -> None:
     config = training(lr_scheduler=shape, min_lr_ratio=ratio, warmup_steps=warmup, total_train_steps=30)
@@ -60,9 +55,8 @@ def test_learning_rates_equal_torch_schedulers(shape: str, ratio: float, warmup:
     assert_close(rates, torch_schedule(config), 1e-12)
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 7])
-@pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("decay", [None, 1, 8, 23])
+@pytest.mark.parametrize(("ratio", "warmup"), [(0.0, 0), (0.1, 7)])
+@pytest.mark.parametrize("decay", [None, 1, 23])
 def test_wsd_equals_that_of_transformers(decay: int | None, ratio: float, warmup: int) -> None:
     """Transformers' warm-up starts at `min_lr_ratio`, and has one more step, the first one, with the rate 0."""
     config = training(
@@ -74,17 +68,6 @@ def test_wsd_equals_that_of_transformers(decay: int | None, ratio: float, warmup
         factor = learning_rate_factor(config.model_copy(update={"min_lr_ratio": low}))
         (theirs,) = get_wsd_schedule(optimizer, **steps, decay_type="linear", min_lr_ratio=low).lr_lambdas
         assert_close([factor(i) for i in range(first, 32)], [theirs(i + 1) for i in range(first, 32)], 1e-12)
-
-
-def test_weight_decay_applies_to_matrices_only() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = AdamW(model.parameters(), training(weight_decay=0.5, learning_rate=0.1), fused=False)
-    for p in model.parameters():
-        set_main_grad(p, torch.zeros_like(p))
-    optimizer.step()
-    for p, old in zip(model.parameters(), before, strict=True):
-        assert_close(p, old * (0.95 if p.ndim == 2 else 1.0), 1e-7)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -115,20 +98,3 @@ def test_parameters_of_two_dtypes_are_updated() -> None:
     AdamW(model.parameters(), training(), fused=False).step()
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert (parameter < old).all()
-
-
-@pytest.mark.parametrize("limit", [0.5, 1e6, None])
-def test_clip_grad_norm_equals_torch(pool: WorkerPool, limit: float | None) -> None:
-    pool.run(clip_like_torch, 1, limit)
-
-
-def clip_like_torch(limit: float | None) -> None:
-    setup_process_group_manager(1, 1, 1, 1)
-    ours, theirs = nn.Linear(5, 4, dtype=torch.float64), nn.Linear(5, 4, dtype=torch.float64)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        b.grad = torch.randn_like(b)
-        set_main_grad(a, b.grad.clone())
-    norm = clip_grad_norm(ours, limit)
-    assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), math.inf if limit is None else limit), 1e-12)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert_close(main_grad(a), b.grad, 1e-12)

@@ -22,7 +22,6 @@ from picotron.batches import forward_batch, split_batch, train_batch
 from picotron.console import UserError
 from picotron.pipeline_parallel.plan import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.schedules.schedules import SCHEDULES
 from picotron.sequences import pack_sequences
 from picotron.train_step import make_evaluation
 
@@ -77,26 +76,16 @@ def run_packed(layout: dict[str, Any], options: dict[str, Any], lengths: Sequenc
     }
 
 
-PACKED = [{"pp_size": 2, "pp_engine": engine} for engine in SCHEDULES]
-OTHERS: list[dict[str, Any]] = [
-    {},
+LAYOUTS: list[dict[str, Any]] = [
     {"dp_size": 3},
-    {"cp_size": 2},
     {"cp_size": 2, "cp_sharding": "contiguous", "cp_engine": "all_gather"},
-    {"tp_size": 2, "sequence_parallel": True},
-    {"dp_size": 2, "dp_engine": "zero3"},
-    {"dp_size": 2, "pp_size": 2, "pp_engine": "zbv", "dp_engine": "zero1"},
-    {"cp_size": 2, "pp_size": 2, "tp_size": 2, "sequence_parallel": True},
+    {"pp_size": 2, "pp_engine": "1f1b"},
+    {"pp_size": 2, "pp_engine": "zbv", "tp_size": 2, "sequence_parallel": True},
 ]
-LONG = [*PACKED[:-3], *OTHERS[-2:]]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(each, marks=pytest.mark.slow if each in LONG else []) for each in PACKED + OTHERS],
-    ids=layout_name,
-)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_packed_sequences_equal_transformers(pool: WorkerPool, layout: dict[str, Any]) -> None:
     loss, gradients, log_probs = expected()
     config = config_of(layout, 4)
@@ -153,49 +142,6 @@ def kinds_of_values() -> list[Any]:
 def test_all_micro_batches_have_the_same_kinds_of_values(pool: WorkerPool) -> None:
     """A number of a sequence is not one of its token, even if the sequence has a single token."""
     assert pool.run(kinds_of_values, 1) == [[list, list]]
-
-
-def run_unequal(engine: str) -> dict[str, Any]:
-    """Run a step on micro-batches of different numbers of rows and of tokens."""
-    config = config_of({"pp_size": 2, "pp_engine": engine}, 6)
-    model, batches = wrapped(config, MODEL), unequal_batches()
-    outputs: list[Any] = []
-    loss = train_batch(step_of(config, MODEL), model, batches, outputs=outputs, post_hook=log_probs_of).loss
-    return {"loss": loss, "outputs": outputs, "gradients": all_stages(model.module.module, "main_grad")}
-
-
-def unequal_batches() -> list[dict[str, Any]]:
-    draw, parts = torch.Generator().manual_seed(2), []
-    for B, T in ((1, 5), (3, 2), (2, 7), (1, 1), (4, 3), (2, 9)):
-        ids = torch.randint(61, (B, T + 1), generator=draw)
-        positions = torch.arange(T).expand(B, T)
-        parts.append({"input_ids": ids[:, :-1], "target_ids": ids[:, 1:], "position_ids": positions})
-    return parts
-
-
-FAST = ("afab", "1f1b", "zbv")
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "engine", [pytest.param(each, marks=[] if each in FAST else pytest.mark.slow) for each in SCHEDULES]
-)
-def test_unequal_micro_batches_equal_transformers(pool: WorkerPool, engine: str) -> None:
-    model, log_probs = oracle_model(MODEL, our_model(MODEL, seed=42).state_dict()), []
-    for batch in unequal_batches():
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        losses = F.cross_entropy(logits.flatten(0, 1), batch["target_ids"].flatten(), reduction="none")
-        log_probs.append(-losses.view_as(batch["target_ids"]))
-    loss = -torch.cat([each.flatten() for each in log_probs]).mean()
-    loss.backward()
-    first, last = pool.run(run_unequal, 2, engine)
-    for found in (first, last):
-        assert_close(found["loss"], loss.item(), what="loss")
-        for name, parameter in model.named_parameters():
-            assert_close(found["gradients"][name], parameter.grad, what=name)
-    holder = first if SCHEDULES[engine].placement == "V" else last
-    for ours, theirs in zip(holder["outputs"], log_probs, strict=True):
-        assert_close(ours, theirs.detach(), what="log-probabilities")
 
 
 def mistakes() -> dict[str, str]:

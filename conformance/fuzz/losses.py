@@ -18,10 +18,14 @@ Batch = dict[str, Any]
 
 
 def focal(head: Any, x: Tensor, batch: Batch) -> Any:
-    """The focal loss: a sum over tokens, and their number."""
+    """The focal loss: a sum over tokens, their number, and a statistic."""
     log_probs, counted = head.log_probs(x, batch["target_ids"]), batch["target_ids"] != IGNORE_INDEX
     losses = -((1 - log_probs.exp()) ** 2) * log_probs
-    return losses.sum(), counted.sum(), {}
+    return losses.sum(), counted.sum(), {"log_prob": log_probs.sum()}
+
+
+def mean_log_prob(logits: Tensor, batch: Batch) -> Tensor:
+    return log_probs_of(logits, batch["target_ids"]).sum() / (batch["target_ids"] != IGNORE_INDEX).sum()
 
 
 def focal_of_logits(logits: Tensor, batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from conformance.fuzz.cases import STEPS, Case
 from conformance.fuzz.files import config_of, model_config, own_batch
-from conformance.fuzz.losses import LOSSES, weighted_mean, weights_of
+from conformance.fuzz.losses import LOSSES, mean_log_prob, weighted_mean, weights_of
 from conformance.fuzz.sequences import Document, rows_of_case
 from conformance.oracle import oracle_model, our_model
 from picotron.config import Config, Training
@@ -38,11 +38,12 @@ def train_reference(case: Case, folder: Path) -> list[dict[str, Any]]:
     ends = [case["resume"]["after"], STEPS] if case["resume"] else [STEPS]
     results, step, samples = [], 0, 0
     for part, end in enumerate(ends):
-        run, found = config_of(case, folder, part), {"losses": [], "norms": [], "evaluations": []}
+        run, found = config_of(case, folder, part), {"losses": [], "norms": [], "evaluations": [], "statistics": []}
         G = run.global_batch_size
         while step < end:
             if rows is None:
-                loss = own_loss(model, case, run, own_batch(case, G, step))
+                loss, statistics = own_loss(model, case, run, own_batch(case, G, step))
+                found["statistics"] += statistics
             else:
                 training = rows.training
                 order = samples + np.arange(G)
@@ -122,8 +123,8 @@ def mean_loss(model: LlamaForCausalLM, rows: list[list[Document]]) -> Tensor:
     return (losses * weights).sum() / weights.sum()
 
 
-def own_loss(model: LlamaForCausalLM, case: Case, config: Config, batch: Batch) -> Tensor:
-    """Compute the loss of a global batch."""
+def own_loss(model: LlamaForCausalLM, case: Case, config: Config, batch: Batch) -> tuple[Tensor, list[float]]:
+    """Compute the loss of a global batch, and its statistics."""
     ids = batch["input_ids"]
     G, T = ids.shape
     boundaries = batch.get("cu_seqlens", torch.arange(0, G * T + 1, T)).tolist()
@@ -136,6 +137,8 @@ def own_loss(model: LlamaForCausalLM, case: Case, config: Config, batch: Batch) 
         ranks = (
             [numbers[:, rank].flatten() for rank in range(dp)] if data["scope"] == "dp_rank" else [numbers.flatten()]
         )
-        return weighted_mean(logits, batch, ranks)
+        return weighted_mean(logits, batch, ranks), []
     of_logits: Callable[[Tensor, Batch], Tensor] = LOSSES[data["loss"]][1]
-    return of_logits(logits, batch | {"target_ids": batch["target_ids"].where(weights_of(batch) > 0, IGNORE_INDEX)})
+    batch = batch | {"target_ids": batch["target_ids"].where(weights_of(batch) > 0, IGNORE_INDEX)}
+    statistics = [mean_log_prob(logits, batch).item()] if data["loss"] == "focal" else []
+    return of_logits(logits, batch), statistics

@@ -153,16 +153,6 @@ def tied_places(kind: str, stages: int) -> list[list[tuple[int, str]]]:
     return [] if kind == "layers" else [[(stages // 2, "embedding.weight"), (stages - 1, "head.weight")]]
 
 
-def expected_gradients(kind: str, stages: int, batches: Sequence[dict[str, Any]]) -> tuple[Tensor, list[Any]]:
-    """Return the loss of a step, and the gradients of each stage by the names of its parameters."""
-    modules = modules_of(kind, stages)
-    for (first, one), (second, other) in tied_places(kind, stages):
-        modules[second].get_submodule(other.rpartition(".")[0]).weight = modules[first].get_parameter(one)
-    loss = torch.stack([run_modules(modules, batch) for batch in batches]).mean()
-    loss.backward()
-    return loss.detach(), [{name: p.grad for name, p in module.named_parameters()} for module in modules]
-
-
 def pipeline_of(kind: str, schedule: Schedule, frozen: tuple[int, ...] = ()) -> Pipeline:
     stages = schedule.num_stages
     receives = received_by_layer if kind == "layers" else received_by_half(stages)

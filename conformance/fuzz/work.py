@@ -1,6 +1,7 @@
 """A rank's side of a case: the training of train.py, or `train_batch` on own batches, in a process of the pool."""
 
 import contextlib
+import functools
 import logging
 import os
 from pathlib import Path
@@ -16,6 +17,7 @@ from conformance.fuzz.losses import LOSSES, failing
 from conformance.fuzz.modules import train_stages
 from conformance.oracle import drawn_weights
 from conformance.training import Failure, all_stages
+from picotron import parallelize
 from picotron.batches import MODEL_INPUTS, cross_entropy, forward_batch, split_batch, train_batch
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
@@ -23,9 +25,11 @@ from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
 from picotron.data.tokens import load_data
+from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.model.model_config import load_model_config
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
-from picotron.parallelize import build_model, check_layout, unwrap
+from picotron.parallelize import check_layout, unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import check_world_size
 from picotron.run.metrics import global_mean
@@ -74,7 +78,12 @@ def train(case: Case, config: Config) -> dict[str, Any]:
         return any(part in name for part in case["frozen"])
 
     early = (frozen,) if case["freezes_early"] else ()
-    model = build_model(config, model_config, plan, CPU, torch.float64, weights, *early)
+    wrappers = {
+        wrapper.__name__: functools.partial(wrapper, bucket_mb=case.get("bucket_mb"))
+        for wrapper in (DataParallelBucket, DataParallelZero1)
+    }
+    with mock.patch.multiple(parallelize, **wrappers):
+        model = parallelize.build_model(config, model_config, plan, CPU, torch.float64, weights, *early)
     llama = unwrap(model)
     for name, parameter in llama.named_parameters():
         parameter.requires_grad_(not frozen(name))
@@ -108,10 +117,11 @@ def train(case: Case, config: Config) -> dict[str, Any]:
         loss_fn = cross_entropy if case["data"]["loss"] == "cross_entropy" else LOSSES[case["data"]["loss"]][0]
         if number == 1 and case["given_up"]:
             give_up(case["given_up"], batches, loss_fn)
-        found = train_batch(step, model, batches, loss_fn, scope=case["data"]["scope"]).loss
+        found = train_batch(step, model, batches, loss_fn, scope=case["data"]["scope"])
+        result["statistics"].extend(found.statistics.values())
         if case["between"]:
             forward_batch(evaluate, model, batches, merge=list)
-        return found
+        return found.loss
 
     def loaded_step(_: int) -> float:
         found = global_mean(step(model, loader)).item()
@@ -120,7 +130,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
         return found
 
     take_step = own_step if is_own else loaded_step
-    result: dict[str, Any] = {"losses": [], "norms": [], "evaluations": []}
+    result: dict[str, Any] = {"losses": [], "norms": [], "evaluations": [], "statistics": []}
     with writer:
         if case["resume"]:
             writer.save(progress)
@@ -139,4 +149,5 @@ def train(case: Case, config: Config) -> dict[str, Any]:
             if writer.is_due(progress):
                 writer.save(progress)
     result["weights"] = all_stages(llama, "data")
-    return result if grid.global_rank == 0 else {key: result[key] for key in ("losses", "norms", "evaluations")}
+    full = ("gradients", "weights")
+    return result if grid.global_rank == 0 else {key: result[key] for key in result if key not in full}

@@ -10,8 +10,8 @@ from docs.programs.mistake import Mistake
 from picotron.config import Training
 from picotron.data.loader import micro_batch_samples
 from picotron.optimizer import AdamW, learning_rate_factor
+from tests.context_parallel import test_context_parallel
 from tests.data_parallel import test_data_parallel
-from tests.tensor_parallel import test_tensor_parallel
 
 
 def undivided_train_step(model: Any, data_loader: Any, device: torch.device) -> Tensor:
@@ -58,8 +58,8 @@ MISTAKES = {
         "training_step",
         "Each rank clips by the norm of its own gradients.",
         {"picotron.optimizer.all_reduce": do_not_sum},
-        test_tensor_parallel.test_ten_steps_equal_one_process,
-        (next(iter(test_tensor_parallel.MODELS)), 2, 1, False),
+        test_context_parallel.test_ten_steps_equal_one_process,
+        ({"tp_size": 2},),
     ),
     "decay_of_norms": Mistake(
         "training_step",

@@ -14,11 +14,10 @@ from conformance.oracle import (
     assert_equals_training,
     make_config,
     oracle_training,
-    random_rows,
     random_tokens,
     tiny_llama,
 )
-from conformance.training import CPU, all_stages, layout_name, stage_of, train
+from conformance.training import layout_name, train
 from conformance.worker_pool import WorkerPool
 from picotron.config import Distributed
 from picotron.console import UserError
@@ -26,8 +25,6 @@ from picotron.context_parallel import block_attention, context_parallel
 from picotron.context_parallel.context_parallel import attend_across_ranks, check_context_parallel
 from picotron.context_parallel.cp_communications import ring, start_ring_step
 from picotron.context_parallel.positions import local_positions
-from picotron.data.loader import MicroBatchDataLoader
-from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.llama import fused_attention
 from picotron.process_group_manager import setup_process_group_manager
 
@@ -75,10 +72,9 @@ def joined(results: list[tuple[Tensor, ...]]) -> list[Tensor]:
     return [torch.cat(part, 2)[:, :, order] for part in parts]
 
 
-@pytest.mark.parametrize("cp", [2, 3, 4])
 @pytest.mark.parametrize(("engine", "sharding"), ENGINES)
-def test_attention_and_its_gradients_equal_one_process(pool: WorkerPool, engine: str, sharding: str, cp: int) -> None:
-    results = joined(pool.run(attention_of_a_rank, cp, engine, sharding, torch.float64))
+def test_attention_and_its_gradients_equal_one_process(pool: WorkerPool, engine: str, sharding: str) -> None:
+    results = joined(pool.run(attention_of_a_rank, 3, engine, sharding, torch.float64))
     for result, expected, name in zip(results, whole_attention(), ("y", "dq", "dk", "dv"), strict=True):
         assert_close(result, expected, 1e-10, name)
 
@@ -152,8 +148,7 @@ def pairs_computed(engine: str, sharding: str) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-@pytest.mark.parametrize("engine", ["ring", "all_gather"])
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize(("engine", "cp"), [("ring", 4), ("all_gather", 2)])
 def test_zigzag_is_balanced_and_skips_masked_blocks(pool: WorkerPool, engine: str, cp: int) -> None:
     everything = 24 * 25 // 2
     zigzag = pool.run(pairs_computed, cp, engine, "zigzag")
@@ -208,65 +203,26 @@ def test_sent_tensors_are_freed(pool: WorkerPool) -> None:
 # ----------------------------------------------------------------------------------------------------------- full model
 
 
-TEN_STEPS: list[dict[str, Any]] = [
-    {"cp_size": 2},
-    {"cp_size": 2, "cp_sharding": "contiguous"},
-    {"cp_size": 4},
-    {"cp_size": 2, "cp_engine": "ulysses"},
-    {"cp_size": 2, "tp_size": 2, "sequence_parallel": True},
-]
-MORE = [
-    pytest.param({"cp_size": 2, **layout}, marks=pytest.mark.slow)
-    for layout in ({"dp_size": 2}, {"tp_size": 2, "cp_engine": "ulysses"}, {"pp_size": 2})
-]
-
-
-@pytest.mark.parametrize("layout", [*TEN_STEPS, *MORE], ids=layout_name)
+@pytest.mark.parametrize("layout", [{"cp_size": 2}], ids=layout_name)
 def test_ten_steps_equal_one_process(pool: WorkerPool, layout: dict[str, Any]) -> None:
     config = make_config(
         **{f"distributed__{key}": value for key, value in layout.items()},
         training__gradient_accumulation_steps=2,
-        training__activation_checkpointing="full" if {"pp_engine", "cp_engine"} & layout.keys() else "none",
         training__warmup_steps=3,
         training__max_grad_norm=0.5,
         dataset__shuffle=False,
     )
-    model_config = tiny_llama(
-        num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings="sequence_parallel" in layout
-    )
+    model_config = tiny_llama(num_attention_heads=8, num_key_value_heads=4)
     expected = oracle_training(config, model_config, random_tokens())
     for result in pool.run(train, config.distributed.world_size, config, model_config):
         assert_equals_training(result, expected)
-
-
-def compiled_gradients(engine: str, cp: int) -> dict[str, Tensor]:
-    config = make_config(
-        distributed__cp_size=cp, distributed__cp_engine=engine, training__activation_checkpointing="full"
-    )
-    stage = stage_of(config, tiny_llama())
-    for layer in stage.module.model.layers.values():
-        layer.compile(backend="aot_eager")
-    model = DataParallelBucket(stage)
-    loader = MicroBatchDataLoader(random_rows(config), config, CPU)
-    model(**next(loader)).backward()
-    model.finish_grad_sync()
-    return all_stages(stage.module, "main_grad")
-
-
-@pytest.mark.slow
-def test_compiled_layers_have_the_same_gradients(pool: WorkerPool) -> None:
-    (expected,) = pool.run(compiled_gradients, 1, "ring", 1)
-    for name, gradient in pool.run(compiled_gradients, 2, "ring", 2)[0].items():
-        assert_close(gradient, expected[name], what=name)
 
 
 def test_ring_rejects_head_dims_without_a_gpu_kernel() -> None:
     small = tiny_llama(head_dim=20)
     check_context_parallel(small, Distributed(cp_size=2, use_cpu=True))
     check_context_parallel(small, Distributed(cp_size=2, cp_engine="ulysses"))
-    with pytest.raises(
-        UserError, match="'ring' on GPUs needs a head_dim that is a multiple of 8 and at most 256, not 20"
-    ):
+    with pytest.raises(UserError, match=r"'ring' .* head_dim .* not 20"):
         check_context_parallel(small, Distributed(cp_size=2))
 
 
@@ -274,7 +230,5 @@ def test_ulysses_rejects_indivisible_heads() -> None:
     config = tiny_llama(num_attention_heads=8, num_key_value_heads=4)
     check_context_parallel(config, Distributed(cp_size=2, tp_size=2, cp_engine="ulysses"))
     check_context_parallel(config, Distributed(cp_size=8, cp_engine="ring", use_cpu=True))
-    with pytest.raises(
-        UserError, match="the key/value heads of a tp rank, 2, over cp_size=4 ranks; use a cp_size that"
-    ):
+    with pytest.raises(UserError, match="key/value heads of a tp rank, 2, over cp_size=4"):
         check_context_parallel(config, Distributed(cp_size=4, tp_size=2, cp_engine="ulysses"))

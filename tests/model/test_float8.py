@@ -15,7 +15,7 @@ from picotron.model.llama import rope
 from picotron.parallelize import check_layout
 
 MODEL = tiny_llama(intermediate_size=64)
-BITS = {E4M3: (448.0, 2**-4, 2**-10), E5M2: (57344.0, 2**-3, 2**-17)}  # largest number; errors: relative, absolute
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -26,26 +26,16 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the numbers in float64 that x becomes in float8."""
-    scale = x.abs().max() / BITS[dtype][0]
+    scale = x.abs().max() / LARGEST[dtype]
     return (x / scale).to(dtype).double() * scale.double()
-
-
-def largest_error(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bound of each element's rounding error: half of the distance between neighbouring float8 numbers."""
-    top, relative, absolute = BITS[dtype]
-    return torch.maximum(relative * x.abs(), absolute * x.abs().max() / top).double()
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize(("m", "n", "k"), [(32, 48, 64), (1, 16, 32), (5, 32, 37)])
 def test_products_are_those_of_the_rounded_operands(dtype: torch.dtype, m: int, n: int, k: int) -> None:
     a, b = random(m, k), random(n, k, seed=1)
-    ours, exact = float8_product(a, b, dtype).double(), a.double() @ b.double().t()
+    ours = float8_product(a, b, dtype).double()
     assert_close(ours, rounded(a, dtype) @ rounded(b, E4M3).t(), 1e-5)  # sums are in float32
-    da, db = largest_error(a, dtype), largest_error(b, E4M3)
-    bound = da @ b.double().abs().t() + a.double().abs() @ db.t() + da @ db.t()
-    assert ((ours - exact).abs() <= bound * (1 + 1e-5)).all()
-    assert (ours - exact).abs().max() > 1e-3 * bound.max()  # the product is not exact
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -92,25 +82,13 @@ def test_layers_compile_to_one_graph_with_the_same_numbers() -> None:
         assert_close(ours.double(), theirs.double(), 1e-12)
 
 
-def losses(float8: bool, layout: dict[str, Any]) -> list[float]:
-    precision = {"model__float8": float8, "model__dtype": "bfloat16"}
-    return train(pipeline_config("1f1b", **{"pp": 1, "micro_batches": 2} | layout | precision), MODEL)["losses"]
+def losses(float8: bool) -> list[float]:
+    keys = {"model__float8": float8, "model__dtype": "bfloat16", "training__activation_checkpointing": "full"}
+    return train(pipeline_config("1f1b", 1, 2, tp_size=2, sequence_parallel=True, **keys), MODEL)["losses"]
 
 
-FULL = {"training__activation_checkpointing": "full"}
-LAYOUTS: list[Any] = [
-    (1, {}),
-    (2, {"tp_size": 2, "sequence_parallel": True, **FULL}),
-    pytest.param((2, {"tp_size": 2}), marks=pytest.mark.slow),
-    pytest.param((4, {"pp": 2, "cp_size": 2}), marks=pytest.mark.slow),
-    pytest.param((2, {"dp_size": 2, "dp_engine": "zero3", **FULL}), marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_losses_decrease_as_in_bfloat16(pool: WorkerPool, layout: tuple[int, dict[str, Any]]) -> None:
-    ranks, keys = layout
-    ours, theirs = (torch.tensor(pool.run(losses, ranks, each, keys)[0]) for each in (True, False))
+def test_losses_decrease_as_in_bfloat16(pool: WorkerPool) -> None:
+    ours, theirs = (torch.tensor(pool.run(losses, 2, each)[0]) for each in (True, False))
     assert ours[0] - ours[-1] > 0.15  # tokens are random: there is little to learn
     assert_close(ours, theirs, 0.03)
     assert (ours - theirs).abs().max() > 1e-4  # float8 is on
@@ -119,9 +97,9 @@ def test_losses_decrease_as_in_bfloat16(pool: WorkerPool, layout: tuple[int, dic
 @pytest.mark.parametrize(
     ("sizes", "layout", "message"),
     [
-        ({"intermediate_size": 52}, {}, r"multiples of 16, not intermediate_size / tp_size=52; use other sizes"),
-        ({}, {"tp_size": 4}, r"not num_attention_heads \* head_dim / tp_size=8;"),
-        ({"num_hidden_layers": 4}, {"pp_engine": "zb_h1", "pp_size": 2}, r"cannot split a backward, as .*'zb_h1'"),
+        ({"intermediate_size": 52}, {}, "intermediate_size / tp_size=52"),
+        ({}, {"tp_size": 4}, r"num_attention_heads \* head_dim / tp_size=8"),
+        ({"num_hidden_layers": 4}, {"pp_engine": "zb_h1", "pp_size": 2}, "pp_engine='zb_h1'"),
     ],
 )
 def test_layouts_that_float8_does_not_support_are_refused(

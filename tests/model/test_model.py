@@ -3,13 +3,12 @@
 import itertools
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from conformance.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama, with_exact_norms
@@ -18,9 +17,8 @@ from picotron.console import UserError
 from picotron.model import weights
 from picotron.model.families import FAMILIES, differences
 from picotron.model.flops import model_cost
-from picotron.model.llama import Llama, math_attention, rope, rope_frequencies
+from picotron.model.llama import rope
 from picotron.model.model_config import check_supported, load_model_config
-from picotron.model.recompute import recompute_cheap_results
 from picotron.model.weights import ALL, initial_weights
 from picotron.parallelize import check_layout
 
@@ -32,90 +30,28 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-VARIANTS: dict[str, dict[str, Any]] = {
-    "multi-head": {"num_key_value_heads": 4},
-    "gqa": {"num_key_value_heads": 2},
-    "multi-query": {"num_key_value_heads": 1},
-    "tied": {"tie_word_embeddings": True},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "explicit head_dim": {"head_dim": 14},
-    "odd sizes": {"hidden_size": 33, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6},
-    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
-    "llama3 rope": {"rope_parameters": LLAMA3},
-    "old rope_scaling": {"rope_theta": 100.0, "rope_scaling": LLAMA3},
-    "padding token": {"pad_token_id": 3, "tie_word_embeddings": True},
-    "one layer, large eps": {"num_hidden_layers": 1, "rms_norm_eps": 0.1},
-    **{family: {"family": family} for family in FAMILIES if family != "llama"},
-    "qwen3 with biases, tied": {"family": "qwen3", "attention_bias": True, "tie_word_embeddings": True},
-}
 
 
-def batch(positions: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ids = torch.randint(61, (3, 24), generator=torch.Generator().manual_seed(1))
-    start = {"from 0": 0, "from 7": 7}[positions]
-    return ids[:, :-1], ids[:, 1:], torch.arange(start, start + 23).expand(3, -1)
+    return ids[:, :-1], ids[:, 1:], torch.arange(7, 30).expand(3, -1)
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpointed", "recomputed in part", "math attention"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_gradients_equal_transformers(variant: str, how: str) -> None:
-    config = tiny_llama(**VARIANTS[variant])
-    arguments: dict[str, Any] = {
-        "checkpointed": {"checkpoint_activations": True},
-        "math attention": {"attention_fn": math_attention},
-    }.get(how, {})
-    ours = our_model(config, **arguments)
-    if how == "recomputed in part":
-        recompute_cheap_results(ours)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_equal_transformers(family: str) -> None:
+    config = tiny_llama(family)
+    ours = our_model(config)
     theirs = oracle_model(config, ours.state_dict())
-    for positions in ("from 0", "from 7"):
-        ours.zero_grad()
-        theirs.zero_grad()
-        ids, targets, position_ids = batch(positions)
-        logits = ours(ids, None if positions == "from 0" else position_ids)
-        expected = theirs(input_ids=ids, position_ids=position_ids, use_cache=False).logits
-        assert_close(logits, expected, what="logits")
-        for each in (logits, expected):
-            F.cross_entropy(each.flatten(0, 1), targets.flatten()).backward()
-        their_gradients = {name: p.grad for name, p in theirs.named_parameters()}
-        assert their_gradients.keys() == {name for name, _ in ours.named_parameters()}
-        for name, parameter in ours.named_parameters():
-            assert_close(parameter.grad, their_gradients[name], what=name)
-
-
-def test_hidden_states_replace_the_embedding() -> None:
-    model = our_model(tiny_llama())
-    ids, _, position_ids = batch("from 7")
-    assert torch.equal(model(ids, position_ids), model(ids, position_ids, model.model.embed_tokens(ids)))
-
-
-def test_compiled_layers_give_the_same_loss() -> None:
-    ids, targets, _ = batch("from 0")
-    losses = []
-    for compiled in (False, True):
-        model = our_model(tiny_llama())
-        if compiled:
-            for layer in model.model.layers.values():
-                layer.compile(backend="aot_eager")
-        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
-        loss.backward()
-        losses.append(torch.stack([loss, model.model.norm.weight.grad.sum()]))
-    assert_close(losses[1], losses[0], 1e-12)
-
-
-def test_bfloat16_logits_are_close_to_float64() -> None:
-    config = tiny_llama(initializer_range=0.05)
-    ids, _, _ = batch("from 0")
-    exact = our_model(config)(ids)
-    assert_close(our_model(config, torch.bfloat16)(ids), exact, 0.05)
-    assert_close(our_model(config, torch.float32)(ids), exact, 1e-5)
-
-
-def test_meta_model_allocates_nothing_and_tied_weights_stay_tied() -> None:
-    with torch.device("meta"):
-        assert all(p.is_meta for p in Llama(tiny_llama()).parameters())
-    model = our_model(tiny_llama(tie_word_embeddings=True))
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    ids, targets, position_ids = batch()
+    logits = ours(ids, position_ids)
+    expected = theirs(input_ids=ids, position_ids=position_ids, use_cache=False).logits
+    assert_close(logits, expected, what="logits")
+    for each in (logits, expected):
+        F.cross_entropy(each.flatten(0, 1), targets.flatten()).backward()
+    their_gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    assert their_gradients.keys() == {name for name, _ in ours.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        assert_close(parameter.grad, their_gradients[name], what=name)
 
 
 def test_initial_weights_depend_on_seed_and_name_only() -> None:
@@ -163,33 +99,20 @@ def test_initial_weights_have_the_distribution_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("key", "value", "message"),
     [
-        (
-            {"num_key_value_heads": 3},
-            r"num_key_value_heads=3 does not divide num_attention_heads=4; use one of \[1, 2, 4\]",
-        ),
-        ({"head_dim": 7}, "head_dim=7 is odd"),
-        ({"hidden_act": "relu"}, "hidden_act='relu' .* not supported; picotron supports 'silu'"),
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1 .* not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config=.* not supported"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type='dynamic' .* supports 'default' or 'linear' or 'llama3'",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor=0.5",
-        ),
+        ("num_key_value_heads", 3, r"num_key_value_heads=3 .* use one of \[1, 2, 4\]"),
+        ("head_dim", 7, "head_dim=7"),
+        ("hidden_act", "relu", "hidden_act='relu'"),
+        ("attention_dropout", 0.1, "attention_dropout=0.1"),
+        ("quantization_config", {"quant_method": "awq"}, "quantization_config="),
+        ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "rope_type='dynamic'"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "factor=0.5"),
     ],
 )
-def test_check_supported_rejects_unsupported_settings(changes: dict[str, Any], message: str) -> None:
+def test_check_supported_rejects_unsupported_settings(key: str, value: Any, message: str) -> None:
     config = tiny_llama()
-    for (
-        key,
-        value,
-    ) in changes.items():  # set afterwards, because the constructor of LlamaConfig rejects some of these values
-        setattr(config, key, value)
+    setattr(config, key, value)  # afterwards, because the constructor of LlamaConfig rejects some of these values
     with pytest.raises(UserError, match=message):
         check_supported(config)
 
@@ -210,20 +133,11 @@ def test_load_model_config_reads_a_folder_and_applies_overrides(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            None,
-            r"has no readable config.json \(.*No such file or directory.*\); use the folder of a model, a checkpoint or a run",
-        ),
+        (None, "No such file or directory"),
         ("not json", "has no readable config.json"),
-        ('{"model_type": "gpt2"}', "model_type='gpt2' .* picotron trains llama, mistral, qwen2, .* models"),
-        (
-            '{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}',
-            "not a valid LlamaConfig: .*30.*not a multiple",
-        ),
-        (
-            '{"model_type": "llama", "hidden_size": "wide"}',
-            'the config.json of .*: hidden_size="wide": it should be a valid integer',
-        ),
+        ('{"model_type": "gpt2"}', "model_type='gpt2'"),
+        ('{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}', "30.*not a multiple"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', 'hidden_size="wide"'),
     ],
 )
 def test_load_model_config_rejects_unusable_folders(tmp_path: Path, content: str | None, message: str) -> None:
@@ -272,41 +186,20 @@ def test_rope_of_a_config_file_equals_transformers(spelling: str, tmp_path: Path
     assert_close(ours(ids), theirs(input_ids=ids, use_cache=False).logits, what="logits")
 
 
-@pytest.mark.parametrize("variant", ["default", "linear rope", "llama3 rope"])
-def test_rotary_angles_of_distant_positions_equal_transformers(variant: str) -> None:
-    config = tiny_llama(**VARIANTS.get(variant, {}))
+@pytest.mark.parametrize("changes", [{}, {"rope_parameters": LLAMA3}], ids=["default", "llama3"])
+def test_rotary_angles_of_distant_positions_equal_transformers(changes: dict[str, Any]) -> None:
+    config = tiny_llama(**changes)
     position_ids = torch.arange(2**17)[None]
     expected = LlamaRotaryEmbedding(config)(torch.zeros(1), position_ids)
     for ours, theirs in zip(rope(config, position_ids), expected, strict=True):
         assert torch.equal(ours[:, :, 0], theirs[..., : config.head_dim // 2])
 
 
-def test_rotary_frequencies_are_computed_on_the_cpu() -> None:
-    class Elsewhere(TorchDispatchMode):
-        names: ClassVar[list[str]] = []
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = function(*args, **(kwargs or {}))
-            if result.device.type != "cpu":
-                self.names.append(str(function))
-            return result
-
-    with Elsewhere() as elsewhere:
-        rope_frequencies.__wrapped__(16, tuple(LLAMA3.items()), torch.device("meta"))
-    assert elsewhere.names == ["aten._to_copy.default"]  # they are computed first, then copied
-
-
-def test_template_is_a_small_llama() -> None:
-    config = load_model_config(Model(name="template/tiny-llama"))
-    assert isinstance(config, LlamaConfig)
-    assert 5e5 < sum(p.numel() for p in our_model(config).parameters()) < 2e6
-
-
 def test_window_is_accepted_where_it_cannot_act(tmp_path: Path) -> None:
     """transformers' logits are those without a window up to its length, and differ beyond it."""
     config = tiny_llama("mistral", sliding_window=12)
     model = our_model(config)
-    ids = batch("from 0")[0]
+    ids = batch()[0]
     for length, same in ((12, True), (13, False)):
         expected = oracle_model(config, model.state_dict())(input_ids=ids[:, :length], use_cache=False).logits
         assert torch.allclose(model(ids[:, :length]), expected, rtol=1e-9) == same

@@ -1,119 +1,40 @@
-"""Pipelines of modules that are not Llamas equal one process, in every schedule, and torch's own pipelines."""
+"""Pipelines of modules that are not Llamas: messages of several tensors, mistakes, and split linear layers."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from conformance.fuzz.toy_pipelines import (
     ENGINES,
     D,
-    Layer,
     data_of,
-    expected_gradients,
     like,
     modules_of,
     pipeline_of,
     received_by_half,
     schedule_of,
-    train_modules,
-    train_pipeline,
 )
 from conformance.oracle import assert_close, make_config
 from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
-from picotron.collectives import all_reduce
 from picotron.console import UserError
 from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.split_backward import defer_weight_grads, run_deferred, split_backward
 from picotron.model.weights import main_grad
-from picotron.pipeline_parallel import recorder
 from picotron.pipeline_parallel.executor import Executor, StepState
 from picotron.pipeline_parallel.modules import Message, Pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.schedules.actions import Action, Schedule, parse_action
-from picotron.schedules.schedules import build, forward_only
-from picotron.schedules.search import fastest_schedule
-from picotron.schedules.simulate import Timeline
-from picotron.schedules.trace import timeline_costs
+from picotron.schedules.schedules import build
 from tests.support.nccl_calls import operations
 from tests.support.nccl_order import Play
 from tests.support.nccl_programs import recorded_rank
 
 
-def step(
-    kind: str, engine: str, m: int, is_unequal: bool, pp: int = 2
-) -> tuple[Tensor, Tensor, dict[tuple[int, str], Any]]:
-    """Return the losses of a training step and of an evaluation, and the gradients of this rank's stages."""
-    grid = setup_process_group_manager(1, 1, pp, dist.get_world_size() // pp)
-    schedule = schedule_of(engine, pp, m) if engine != "recorded" else recorded_schedule(kind, m)
-    pipeline = pipeline_of(kind, schedule)
-    model: Any = DataParallelBucket(pipeline)
-    batches = data_of(kind, m * grid.dp_world_size, is_unequal)[grid.dp_rank :: grid.dp_world_size]
-    loss = Executor(schedule)(model, BatchList(batches), CPU).double()
-    evaluation = forward_only(schedule.pp, m, schedule.chunks, schedule.placement)
-    evaluated = Executor(evaluation)(model, BatchList(batches), CPU).double()
-    for each in (loss, evaluated):
-        all_reduce(each, grid.pp_group)
-        all_reduce(each, grid.dp_group, dist.ReduceOp.AVG)
-    gradients = {
-        (int(number), name): main_grad(parameter)
-        for number, stage in pipeline.stages.items()
-        for name, parameter in stage.named_parameters()
-    }
-    return loss, evaluated, gradients
-
-
-def recorded_schedule(kind: str, m: int) -> Schedule:
-    """Record the times of a step, and search the fastest schedule for them."""
-    pipeline = pipeline_of(kind, build("zbv", 2, m))
-    model: Any = DataParallelBucket(pipeline)
-    recorder.recorder = recorder.Recorder(CPU)
-    Executor(pipeline.schedule)(model, BatchList(data_of(kind, m, True)), CPU)
-    spans: list[Any] = [None, None]
-    dist.all_gather_object(spans, recorder.recorder.spans)
-    recorder.recorder = None
-    _, costs = timeline_costs(Timeline(spans), "of this test")
-    return fastest_schedule(2, m, 1.5, {(2, "V"): costs}).schedule
-
-
-def check(results: Sequence[Any], kind: str, stages: int, batches: Sequence[dict[str, Any]]) -> None:
-    loss, gradients = expected_gradients(kind, stages, batches)
-    seen = set()
-    for ours, evaluated, found in results:
-        assert_close(ours, loss, what="loss")
-        assert_close(evaluated, loss, what="evaluation")
-        for (number, name), gradient in found.items():
-            expected = gradients[number][name]
-            assert_close(gradient, gradient * 0 if expected is None else expected, what=f"{number} {name}")
-            seen.add(number)
-    assert seen == set(range(stages))
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("is_unequal", [pytest.param(False, marks=pytest.mark.slow), True], ids=["equal", "unequal"])
-@pytest.mark.parametrize("kind", [pytest.param("layers", marks=pytest.mark.slow), "encoder-decoder"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_gradients_equal_one_process(pool: WorkerPool, engine: str, kind: str, is_unequal: bool) -> None:
-    m = 5 if engine == "searched" else 6
-    stages = schedule_of(engine, 2, m).num_stages
-    check(pool.run(step, 2, kind, engine, m, is_unequal), kind, stages, data_of(kind, m, is_unequal))
-
-
-@pytest.mark.processes
-def test_schedules_for_recorded_times_equal_one_process(pool: WorkerPool) -> None:
-    m, kind = 5, "encoder-decoder"
-    check(pool.run(step, 2, kind, "recorded", m, True), kind, 4, data_of(kind, m, True))
-
-
-@pytest.mark.processes
 class Square(nn.Module):
     def __init__(self, is_last: bool) -> None:
         super().__init__()
@@ -147,68 +68,6 @@ def test_a_matrix_of_two_stages_is_reduced_after_the_last_of_their_backwards(poo
     torch.stack(losses).mean().backward()
     for gradient in pool.run(tied_linear, 2, order):
         assert_close(gradient, matrix.grad)
-
-
-@pytest.mark.parametrize(
-    ("kind", "engine", "dp_engine", "ranks", "frozen"),
-    [
-        ("layers", "1f1b", "bucket", 2, (0,)),
-        ("encoder-decoder", "zbv", "bucket", 2, ()),
-        ("encoder-decoder", "1f1b", "zero1", 4, ()),
-        ("encoder-decoder", "zbv", "zero3", 4, ()),
-        pytest.param("encoder-decoder", "interleaved_1f1b", "zero3", 4, (1,), marks=pytest.mark.slow),
-        pytest.param("encoder-decoder", "interleaved_1f1b", "zero1", 4, (0, 1), marks=pytest.mark.slow),
-        pytest.param("layers", "zb_h1", "bucket", 4, (1,), marks=pytest.mark.slow),
-    ],
-)
-def test_trained_weights_equal_one_process(
-    pool: WorkerPool, kind: str, engine: str, dp_engine: str, ranks: int, frozen: tuple[int, ...]
-) -> None:
-    m = 4
-    expected = train_modules(kind, schedule_of(engine, 2, m).num_stages, m * ranks // 2, frozen)
-    for found in pool.run(train_pipeline, ranks, kind, engine, 2, m, dp_engine, frozen):
-        for key, weight in found["weights"].items():
-            assert_close(weight, expected["weights"][key], what=str(key))
-        for key in ("losses", "norms"):
-            assert_close(found[key], expected[key], what=key)
-
-
-class ForTorch(nn.Module):
-    """A layer with the interface of torch's pipelines: one tensor in, one tensor out, and the loss elsewhere."""
-
-    def __init__(self, layer: Layer) -> None:
-        super().__init__()
-        self.layer, layer.is_last = layer, False
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.layer(h, torch.tensor(0.5), x=h, target=h)
-
-
-def torch_gradients(engine: str, m: int) -> dict[str, Any]:
-    grid = setup_process_group_manager(1, 1, 2, 1)
-    batches = data_of("layers", m, False)
-    layer: Any = modules_of("layers", 2)[grid.pp_rank]
-    stage = PipelineStage(ForTorch(layer), grid.pp_rank, 2, CPU, group=grid.pp_group)
-    schedule = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B}[engine](stage, m, loss_fn=F.mse_loss)
-    x, target = (torch.cat([batch[name] for batch in batches]) for name in ("x", "target"))
-    if grid.pp_rank == 0:
-        schedule.step(x)
-    else:
-        schedule.step(target=target)
-    ours = pipeline_of("layers", build(engine, 2, m))
-    model: Any = DataParallelBucket(ours)
-    Executor(ours.schedule)(model, BatchList([batch | {"args": (0.5,)} for batch in batches]), CPU)
-    pairs = zip(layer.named_parameters(), ours.stages[str(grid.pp_rank)].parameters(), strict=True)
-    return {name: (main_grad(own), theirs.grad) for (name, theirs), own in pairs if theirs.grad is not None}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("engine", ["afab", "1f1b"])
-def test_gradients_equal_those_of_torch(pool: WorkerPool, engine: str) -> None:
-    for found in pool.run(torch_gradients, 2, engine, 4):
-        assert len(found) == 3
-        for name, (ours, theirs) in found.items():
-            assert_close(ours, theirs, what=name)
 
 
 def mistake(kind: str) -> str:

@@ -14,15 +14,11 @@ from conformance.oracle import tiny_llama
 from conformance.training import layout_name, pipeline_config
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.pipeline_parallel import executor, pipeline_parallel
 from picotron.pipeline_parallel.plan import training_schedule
-from picotron.pipeline_parallel.pp_communications import pipeline_communicate
-from picotron.schedules.actions import AnyAction, Schedule
-from picotron.schedules.checker import add_communication
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import LOOPS, SCHEDULES, build
 from picotron.schedules.simulate import simulate
-from tests.support.nccl_calls import Event, Mismatch, Operation, Program, most_in_flight, operations
+from tests.support.nccl_calls import Event, Operation, Program, most_in_flight
 from tests.support.nccl_order import Deadlock, Play
 from tests.support.nccl_programs import record, record_rank
 
@@ -125,26 +121,6 @@ def test_steps_take_as_long_as_simulated(tmp_path: Path, engine: str) -> None:
             assert Play(programs, forwards, one_at_a_time=one_at_a_time).run() == simulate(schedule).step_time
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_group_for_each_direction_shortens_the_steps_of_the_executor(tmp_path: Path, engine: str) -> None:
-    """Each message takes a tenth of a forward.
-
-    The loops use one group. In AFAB and looped BFS, hardly any messages in opposite directions are in flight together.
-    """
-    programs = [until_evaluation(program) for program in pipeline(tmp_path, engine, 4, 8)]
-    in_one_group = [[first_group(event, program) for event in program] for program in programs]
-    separate, together = (Play(each, forwards, lambda: 0.1).run() for each in (programs, in_one_group))
-    if engine in LOOPS or "afab" in engine or engine == "looped_bfs":
-        assert separate == pytest.approx(together)
-    else:
-        assert separate < (0.95 if engine == "interleaved_1f1b" else 0.995) * together
-
-
-def first_group(event: Event, program: Program) -> Event:
-    """Move an operation to the first group that the program uses, which is the pp group."""
-    return event._replace(group=next(operations(program)).group) if isinstance(event, Operation) else event
-
-
 def forwards(event: Event) -> float:
     """Return the time of an event, in forwards of one micro-batch in one stage."""
     return sum(2 if kind == "B" else 1 for kind in re.findall("[A-Z]", getattr(event, "action", "")))
@@ -198,102 +174,3 @@ def swap_messages(programs: list[Program]) -> Counter[type[Deadlock] | None]:
                 except Deadlock:
                     outcomes[Deadlock] += 1
     return outcomes
-
-
-def test_1f1b_that_sends_before_it_receives_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_after_the_other(operation: str, tensor: Any, shapes: Any, device: Any, dtype: Any, _: Any) -> Any:
-        directions = ("forward", "backward") if operation == "send_fwd_recv_bwd" else ("backward", "forward")
-        pipeline_communicate(f"send_{directions[0]}", device, dtype, tensor)
-        return pipeline_communicate(f"recv_{directions[1]}", device, dtype, shapes=shapes)
-
-    monkeypatch.setattr(pipeline_parallel, "bidirectional_pipeline_communicate", one_after_the_other)
-    programs = pipeline(tmp_path, "1f1b", 2, 2)
-    with pytest.raises(Deadlock) as deadlock:
-        Play(programs).run()
-    waits = re.findall(r"rank \d waits in send of \S+ \[2, 16, 32\] to rank \d", str(deadlock.value))
-    assert [re.findall(r"rank (\d)", wait) for wait in waits] == [["0", "1"], ["1", "0"], ["0", "1"]]
-
-
-@pytest.mark.parametrize("engine", [each for each in ENGINES if "afab" not in each and each != "1f1b"])
-def test_an_executor_that_receives_only_when_it_must_hangs(
-    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each receive moves to the action that needs it. Then two ranks send to each other before they receive. This hangs
-    if a GPU runs one operation at a time, else it does not, because the messages are in two groups.
-    """
-
-    def receive_late(schedule: Schedule) -> list[list[AnyAction]]:
-        programs = []
-        for program in add_communication(schedule):
-            receives = {each._replace(kind=each.kind[-1]): each for each in program if each.parts[0].kind[:4] == "RECV"}
-            others = (action for action in program if action not in receives.values())
-            late = [[*(receives[p.result] for p in a.parts if p.result in receives), a] for a in others]
-            programs.append(list(itertools.chain(*late)))
-        return programs
-
-    monkeypatch.setattr(executor, "add_communication", receive_late)
-    with pytest.raises(Deadlock, match="rank 0 waits in send"):
-        Play(pipeline(tmp_path, engine, 2, 4), one_at_a_time=True).run()
-
-
-def test_a_norm_that_is_summed_over_pp_before_tp_on_some_ranks_hangs() -> None:
-    """No group sees a wrong order, but ranks 0 -> 2 -> 3 -> 1 -> 0 wait for each other."""
-    programs = several_groups({"pp_size": 2, "tp_size": 2})
-    for rank in (0, 3):
-        programs[rank] = swapped(programs[rank], *calls(programs[rank], "clip_grad_norm"))
-    with pytest.raises(Deadlock) as deadlock:
-        Play(programs).run()
-    assert re.findall(r"rank (\d) waits in all-reduce", str(deadlock.value)) == ["0", "2", "3", "1", "0"]
-
-
-def test_a_rank_that_reduces_buckets_in_another_order_is_found() -> None:
-    programs = several_groups({"pp_size": 2, "dp_size": 2})
-    buckets = calls(programs[2], "Bucket.launch")
-    assert programs[2][buckets[0]].parts != programs[2][buckets[-1]].parts
-    programs[2] = swapped(programs[2], buckets[0], buckets[-1])
-    with pytest.raises(Mismatch, match=r"rank 0 calls all-reduce \(AVG\) .*, but rank 2 calls all-reduce \(AVG\)"):
-        Play(programs)
-
-
-def test_messages_before_the_grid_has_communicated_are_found(tmp_path: Path) -> None:
-    program, other = pipeline(tmp_path, "1f1b", 2, 2)
-    first, last = calls(program, "ProcessGroupManager")
-    without = [each[:first] + each[last + 2 :] for each in (program, other)]
-    with pytest.raises(Mismatch, match="rank 0 uses a group first for a batch"):
-        Play(without)
-
-
-# ------------------------------------------------------------------------------------------------------------- the grid
-
-
-@pytest.mark.slow
-def test_many_swapped_messages_hang_on_four_ranks(tmp_path: Path) -> None:
-    """Other swaps exchange messages of different neighbours, and only delay them."""
-    outcomes = sum((swap_messages(pipeline(tmp_path, engine, 4, 8)) for engine in SCHEDULES), Counter())
-    assert outcomes[Deadlock] > outcomes.total() / 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("engine", "chunks"), CHUNKS)
-def test_longer_pipelines_finish(tmp_path: Path, engine: str, chunks: int | None) -> None:
-    for pp in (5, 8):
-        for micro_batches in (1, pp - 1, pp, 2 * pp + 1):
-            assert_finishes(pipeline(tmp_path, engine, pp, micro_batches, chunks))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", SCHEDULES)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"pp_size": 2, "tp_size": 2, "cp_size": 2, "dp_size": 2, "sequence_parallel": True},
-        {"pp_size": 4, "tp_size": 2, "dp_size": 2},
-        {"pp_size": 4, "cp_size": 2, "cp_engine": "all_gather", "dp_size": 2},
-        {"pp_size": 2, "cp_size": 2, "cp_engine": "ulysses", "training__activation_checkpointing": "full"},
-        {"pp_size": 3, "cp_size": 4, "training__activation_checkpointing": "full"},
-    ],
-    ids=layout_name,
-)
-def test_all_schedules_finish_with_several_groups(layout: dict[str, Any], engine: str) -> None:
-    for micro_batches in (1, 5):
-        assert_finishes(several_groups(layout | {"pp_engine": engine}, micro_batches), seeds=2)

@@ -1,9 +1,7 @@
 """Order of the actions in the pipeline loops, which run with recorders in place of their primitives."""
 
 import contextlib
-import logging
 import weakref
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -101,55 +99,6 @@ def test_loops_run_in_the_expected_order(
     assert [" ".join(trace(engine, rank, stages, micro_batches, monkeypatch)) for rank in range(stages)] == expected
 
 
-@pytest.mark.parametrize("engine", STEPS)
-def test_loops_never_deadlock_and_reduce_once(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every trace finishes even if each message blocks both its sender and its receiver."""
-    for stages, micro_batches in GRID:
-        traces = [trace(engine, rank, stages, micro_batches, monkeypatch) for rank in range(stages)]
-        for rank, events in enumerate(traces):
-            numbers = [[e[1:] for e in events if e[0] == kind] for kind in "FB"]
-            assert numbers[0] == [str(i) for i in range(micro_batches)]
-            assert numbers[1] == [*numbers[0][:-1], f"{micro_batches - 1}*"]  # only the last backward reduces gradients
-            waiting = [
-                sum(e[0] == "F" for e in events[:k]) - sum(e[0] == "B" for e in events[:k]) for k in range(len(events))
-            ]
-            assert max(waiting) == (micro_batches if engine == "afab" else min(stages - rank, micro_batches))
-        assert walk(traces) == [[]] * stages, f"{engine}, {stages} stages, {micro_batches} micro-batches: deadlock"
-
-
-def walk(traces: list[list[str]]) -> list[list[str]]:
-    """Run all traces with blocking messages. Returns the remaining events of each trace, none without a deadlock.
-
-    A batch of two messages finishes when both have met their partners.
-    """
-    todo = [deque(tuple(event.split("|")) for event in events) for events in traces]
-    partner = {"sF": ("rF", 1), "rB": ("sB", 1), "sB": ("rB", -1), "rF": ("sF", -1)}
-    moved = True
-    while moved:
-        moved = False
-        for rank, queue in enumerate(todo):
-            while queue and queue[0][0][0] in "FB":
-                queue.popleft()
-                moved = True
-            for message in queue[0] if queue else ():
-                other, side = partner[message]
-                neighbour = todo[rank + side]
-                if neighbour and other in neighbour[0]:
-                    for q, done in ((queue, message), (neighbour, other)):
-                        q[0] = tuple(m for m in q[0] if m != done)
-                        if not q[0]:
-                            q.popleft()
-                    moved = True
-                    break
-    return [[" ".join(event) for event in queue] for queue in todo]
-
-
-def test_walk_finds_a_deadlock() -> None:
-    """Two neighbours that both send before they receive wait for each other forever."""
-    assert walk([["F0", "sF", "rB"], ["sB", "rF"]]) == [["sF", "rB"], ["sB", "rF"]]
-    assert walk([["F0", "sF|rB", "B0"], ["sB|rF", "F0"]]) == [[], []]
-
-
 @pytest.mark.parametrize(("engine", "theirs"), [("afab", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
 def test_forwards_and_backwards_alternate_as_in_torch(
     engine: str, theirs: str, monkeypatch: pytest.MonkeyPatch
@@ -244,25 +193,3 @@ def test_live_activations_match_the_schedule(pool: WorkerPool, engine: str) -> N
             assert left == 0
             if rank < 3:
                 assert sent == ([0] * 6 if free_outputs else [min(i, limit - 1) for i in range(6)])
-
-
-def profiled_names() -> tuple[list[str], list[str]]:
-    model = DataParallelBucket(stage_of(make_config(distributed__pp_size=2), tiny_llama()))
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("picotron").addHandler(handler)
-    logging.getLogger("picotron").setLevel(logging.DEBUG)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        STEPS["1f1b"](model, Loader(batches(2)), (2, 16, 32), CPU, torch.float64)
-    logging.getLogger("picotron").removeHandler(handler)
-    logging.getLogger("picotron").setLevel(logging.INFO)
-    events = sorted(profile.events(), key=lambda event: event.time_range.start)
-    return [e.name for e in events if len(e.name) == 2 and e.name[0] in "FB"], lines
-
-
-def test_profile_shows_the_actions_of_the_schedule(pool: WorkerPool) -> None:
-    first, last = pool.run(profiled_names, 2)
-    assert first[0] == ["F0", "F1", "B0", "B1"]
-    assert last[0] == ["F0", "B0", "F1", "B1"]
-    assert first[1] == [f"[rank 0, stage 0] {name}" for name in ("F0", "F1", "B0", "B1")]

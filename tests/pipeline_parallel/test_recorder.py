@@ -37,9 +37,7 @@ def recorded(config: Config, model_config: LlamaConfig) -> list[str]:
     return [name for _, name in names if re.fullmatch(r"\(?[0-9]*[FBIW][0-9].*", name)]
 
 
-@pytest.mark.parametrize(
-    ("engine", "more"), [("1f1b", {}), ("zbv", {"dp_size": 2}), ("dualpipev", {}), ("interleaved_1f1b", {"tp_size": 2})]
-)
+@pytest.mark.parametrize(("engine", "more"), [("1f1b", {}), ("zbv", {"tp_size": 2})])
 def test_trace_of_a_step_equals_its_schedule_and_profile(
     pool: WorkerPool, engine: str, more: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

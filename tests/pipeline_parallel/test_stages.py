@@ -1,6 +1,5 @@
 """Pipeline stages: parsed from text, balanced by cost, and their weights."""
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,10 +10,7 @@ from conformance.oracle import tiny_llama
 from picotron.console import UserError
 from picotron.model.flops import Cost, part_costs
 from picotron.pipeline_parallel.stages import (
-    Stage,
     _assign_layers,
-    balanced_layers,
-    balanced_stages,
     format_stages,
     parse_stages,
     stage_weights,
@@ -54,43 +50,26 @@ def test_empty_first_and_last_stages_get_the_embedding_and_the_head() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Ett|tmL", r"has m \(multi-token prediction\), which these models do not support; remove it"),
-        ("Ett|t|L", r"has 3 stages, but the schedule has 2 \(pp ranks times chunks\)"),
-        ("", "has 1 stages, but the schedule has 2"),
+        ("Ett|tmL", "has m"),
+        ("Ett|t|L", "has 3 stages, but the schedule has 2"),
         ("Ett|ttL", r"has 4 layers \(t\), but the model has 3"),
-        ("tt|tL", "has 0 E; it must begin with its only E, because the first stage reads the tokens"),
-        ("tE|ttL", "has 1 E; it must begin with its only E"),
-        ("EEt|ttL", "has 2 E; it must begin with its only E"),
-        ("Ett|t", "has 0 L; it must end with its only L, because the last stage computes the loss"),
-        ("Ett|Lt", "has 1 L; it must end with its only L"),
-        ("EtL|ttL", "has 2 L; it must end with its only L"),
-        (
-            "Etx|ttL",
-            r"cannot parse pp_layout='Etx\|ttL' at character 3, 'x'; expected E, t, L, \|, \( or \), or \*n after",
-        ),
-        ("Et*|ttL", r"at character 3, '\*'"),
+        ("tt|tL", "has 0 E"),
+        ("tE|ttL", "has 1 E"),
+        ("EEt|ttL", "has 2 E"),
+        ("Ett|t", "has 0 L"),
+        ("Ett|Lt", "has 1 L"),
+        ("EtL|ttL", "has 2 L"),
+        ("Etx|ttL", r"pp_layout='Etx\|ttL' at character 3, 'x'"),
         ("Et*0|ttL", r"at character 3, '\*0'"),
-        ("*3", r"at character 1, '\*3'"),
         ("Et(*2t)|tL", r"at character 4, '\*2'"),
         ("Et*2*2", r"at character 5, '\*2'"),
-        ("Et*100000000|L", "a repetition has up to 10000 symbols"),
         ("E((t*1000)*1000)*1000|L", "a repetition has up to 10000 symbols"),
-        ("Et*99999999999999999999999|L", "at character 3"),
-        ("Et)|ttL", r"at character 3, '\)'"),
         ("E((t|ttL", "lacks 2 closing parentheses at its end"),
-        ("Et\n|ttL", "at character 3"),
     ],
 )
 def test_parse_stages_rejects_bad_text(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_stages(text, num_layers=3, num_stages=2)
-
-
-def test_a_layout_of_megatron_lm_works_without_its_prediction_layer() -> None:
-    """The example of its documentation, for DeepSeek-V3. (Its other letters are E, t and L.)"""
-    with pytest.raises(UserError, match=r"has m \(multi-token prediction\), .*; remove it"):
-        parse_stages("Et*3|(tt|)*29,m|L", 61, 32)
-    assert list(map(str, parse_stages("Et*3|(tt|)*29,|L", 61, 32))) == ["Ettt", *["tt"] * 29, "", "L"]
 
 
 @given(st.text(alphabet="EtLm|()*,0123 ", max_size=12))
@@ -141,17 +120,6 @@ def test_balanced_layers_minimise_the_heaviest_stage(head: float) -> None:
             assert heaviest([len(r) for r in ranges]) == min(map(heaviest, all_splits(layers, stages)))
 
 
-def test_stage_with_a_large_head_gets_fewer_layers() -> None:
-    """The shape of Llama 3.1 8B: its head takes as long as two layers."""
-    config = tiny_llama(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8,
-    )  # fmt: skip
-    assert [len(r) for r in balanced_layers(config, 4, 8192)] == [8, 8, 9, 7]
-    tiny = tiny_llama(num_hidden_layers=8)
-    assert [len(r) for r in balanced_layers(tiny, 4, 16)] == [2, 2, 2, 2]
-
-
 @pytest.mark.parametrize("placement", ["loop", "V"])
 @pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (4, 1), (2, 2), (4, 2), (3, 3), (1, 4)])
 def test_balanced_layers_balance_ranks_with_several_chunks(pp: int, chunks: int, placement: str) -> None:
@@ -173,36 +141,6 @@ def test_balanced_layers_balance_ranks_with_several_chunks(pp: int, chunks: int,
                     assert costs[stage] <= min(costs_of_rank) + layer.flops + 1e-9
 
 
-def test_balanced_stages_with_one_chunk_have_the_balanced_layers() -> None:
-    config = tiny_llama(num_hidden_layers=9)
-    stages = balanced_stages(config, seq_length=16, pp=4)
-    assert [stage.layers for stage in stages] == balanced_layers(config, 4, 16)
-    assert [(stage.has_embedding, stage.has_head) for stage in stages] == [
-        (True, False),
-        (False, False),
-        (False, False),
-        (False, True),
-    ]
-    assert balanced_stages(tiny_llama(), 16, 1) == [Stage(range(3), True, True)]
-
-
-def test_balanced_stages_spread_the_cost_of_a_large_head_over_the_ranks() -> None:
-    """The shape of Llama 3.1 8B, whose head takes as long as two layers, on 4 ranks with two chunks."""
-    config = tiny_llama(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8,
-    )  # fmt: skip
-    for placement in ("loop", "V"):
-        stages = balanced_stages(config, 8192, 4, 2, placement)  # type: ignore[arg-type]
-        weights = stage_weights(config, stages, 8192, pp=4)
-        ranks = [sum(w for s, w in enumerate(weights) if rank_of(s, 4, placement) == rank) for rank in range(4)]  # type: ignore[arg-type]
-        assert sum(ranks) == pytest.approx(4)
-        assert max(ranks) < 1.08
-        assert all(
-            len(before.layers) > 0 and before.layers.stop == after.layers.start for before, after in pairwise(stages)
-        )
-
-
 def test_stage_weights_are_relative_flops() -> None:
     config = tiny_llama(num_hidden_layers=4)
     layer, embedding, head = part_costs(config, 16)
@@ -210,12 +148,3 @@ def test_stage_weights_are_relative_flops() -> None:
     total = 4 * layer.flops + head.flops
     assert embedding.flops == 0
     assert weights == pytest.approx([0, 9 * layer.flops / total, 3 * (layer.flops + head.flops) / total])
-
-
-def test_balanced_stages_need_a_layer_for_each_stage() -> None:
-    message = (
-        r"pp_size=2 with 2 chunk\(s\) per pp rank needs at least 4 layers, one per stage, "
-        r"but num_hidden_layers=3; use fewer stages, or a pp_layout with empty ones"
-    )
-    with pytest.raises(UserError, match=message):
-        balanced_stages(tiny_llama(), 16, 2, 2)

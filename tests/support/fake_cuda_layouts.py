@@ -60,88 +60,50 @@ def ranks_of(layout: Distributed) -> list[int]:
 
 
 def _layouts() -> dict[str, Layout]:
+    zbv = {"pp_size": 2, "pp_engine": "zbv"}
     layouts = {
         "single": Layout({}, core=True),
-        "single tied": Layout({}, TIED),
-        "single bias": Layout({}, BIAS),
-        "single head size 80": Layout({}, {"head_dim": 80}),
+        "single bias": Layout({}, TIED | BIAS),
         "single float32": Layout({"model__dtype": "float32"}),
         "single math attention": Layout({"model__use_flash_attention": False}),
         "single unfused": Layout({"model__use_fused_adam": False}),
-        "single checkpointing": Layout(FULL),
-        "dp2": Layout({"dp_size": 2}),
-        "dp2 tied": Layout({"dp_size": 2}, TIED),
-        "dp2 zero1": Layout({"dp_size": 2, "dp_engine": "zero1"}),
-        "dp2 zero3": Layout({"dp_size": 2, "dp_engine": "zero3"}, core=True),
-        "dp2 tp2 zero3 checkpointing": Layout({"dp_size": 2, "tp_size": 2, "dp_engine": "zero3", **FULL}, TIED),
-        "dp2 pp2 zbv zero3": Layout({"dp_size": 2, "pp_size": 2, "pp_engine": "zbv", "dp_engine": "zero3"}, TIED),
-        "tp2": Layout({"tp_size": 2}),
-        "tp2 tied bias": Layout({"tp_size": 2}, TIED | BIAS),
-        "tp2 sequence parallel": Layout({"tp_size": 2, **SEQUENCE_PARALLEL}),
-        "tp2 sequence parallel bias": Layout({"tp_size": 2, **SEQUENCE_PARALLEL}, BIAS),
-        "tp8 sequence parallel": Layout({"tp_size": 8, **SEQUENCE_PARALLEL}),  # two ranks share a k/v head
-        "tp2 checkpointing": Layout({"tp_size": 2, **FULL}),
-        "tp2 sequence parallel checkpointing": Layout({"tp_size": 2, **SEQUENCE_PARALLEL, **FULL}),
-        "cp4 tp2 sequence parallel": Layout({"cp_size": 4, "tp_size": 2, **SEQUENCE_PARALLEL}),
-        "cp2 checkpointing": Layout({"cp_size": 2, **FULL}),
-        "cp2 float32": Layout({"cp_size": 2, "model__dtype": "float32"}),
-        "cp2 ulysses float32": Layout({"cp_size": 2, "cp_engine": "ulysses", "model__dtype": "float32"}),
-        "pp2 cp2": Layout({"pp_size": 2, "cp_size": 2}),
-        "single packed": Layout({}, packed=True),
-        "single float32 packed": Layout({"model__dtype": "float32"}, packed=True),
         "single checkpointing packed": Layout(FULL, packed=True),
-        "pp2 tp2 zbv packed": Layout(
-            {"pp_size": 2, "pp_engine": "zbv", "tp_size": 2, **SEQUENCE_PARALLEL}, packed=True
-        ),
-        "pp2 zbv checkpointing": Layout({"pp_size": 2, "pp_engine": "zbv", **FULL}),
+        "dp2 zero1": Layout({"dp_size": 2, "dp_engine": "zero1"}, TIED),
+        "dp2 zero3": Layout({"dp_size": 2, "dp_engine": "zero3"}, core=True),
+        "dp2 pp2 zbv zero3": Layout({"dp_size": 2, "dp_engine": "zero3"} | zbv, TIED),
+        "tp2 tied bias": Layout({"tp_size": 2}, TIED | BIAS),
+        "tp8 sequence parallel": Layout({"tp_size": 8, **SEQUENCE_PARALLEL}),  # two ranks share a k/v head
+        "tp2 sequence parallel checkpointing": Layout({"tp_size": 2, **SEQUENCE_PARALLEL, **FULL}, BIAS),
+        "cp4 tp2 sequence parallel": Layout({"cp_size": 4, "tp_size": 2, **SEQUENCE_PARALLEL}),
+        "cp2 float32": Layout({"cp_size": 2, "model__dtype": "float32"}),
+        "pp2 tp2 zbv packed": Layout({"tp_size": 2, **SEQUENCE_PARALLEL} | zbv, packed=True),
         "pp4 checkpointing, 2 kept": Layout({"pp_size": 4, "pp_keep_activations": 2, **FULL}),
-        "pp2 interleaved checkpointing, 3 kept": Layout(
-            {"pp_size": 2, "pp_engine": "interleaved_1f1b", "pp_keep_activations": 3, **FULL}
-        ),
-        "pp2 zbv checkpointing, 1 kept": Layout({"pp_size": 2, "pp_engine": "zbv", "pp_keep_activations": 1, **FULL}),
     }
-    for engine in ("ring", "all_gather", "ulysses"):
-        for sharding in ("zigzag", "contiguous"):
-            config = {"cp_size": 2, "cp_engine": engine, "cp_sharding": sharding}
-            layouts[f"cp2 {engine} {sharding}"] = Layout(config, core=(engine, sharding) == ("ring", "zigzag"))
-        config = {"cp_size": 2, "cp_engine": engine}
+    for engine, sharding in (("ring", "zigzag"), ("all_gather", "contiguous"), ("ulysses", "zigzag")):
+        config = {"cp_size": 2, "cp_engine": engine, "cp_sharding": sharding}
+        layouts[f"cp2 {engine} {sharding}"] = Layout(config, core=engine == "ring")
         layouts[f"cp2 {engine} packed"] = Layout(config, core=engine == "ring", packed=True)
     for engine in SCHEDULES:
-        config = {"pp_size": 2, "pp_engine": engine}
-        layouts[f"pp2 {engine}"] = Layout(config)
-        config |= {"dp_size": 2, "tp_size": 2, **SEQUENCE_PARALLEL}
+        config = {"dp_size": 2, "pp_size": 2, "tp_size": 2, **SEQUENCE_PARALLEL, "pp_engine": engine}
         layouts[f"dp2 pp2 tp2 {engine} tied"] = Layout(config, TIED, core=engine == "zbv")
     return layouts
 
 
 def _memory_layouts() -> dict[str, Layout]:
     smollm, shape = {"training__micro_batch_size": 4, "training__seq_length": 2048}, SHAPES["smollm-1.7b"]
-    layouts = {
-        "SmolLM-1.7B": Layout(smollm, shape),
-        "SmolLM-1.7B checkpointing": Layout(smollm | FULL, shape),
-    }
-    llama = {"training__micro_batch_size": 2, "training__seq_length": 4096}
-    layouts |= {
-        "Llama-3.2-1B": Layout(llama, SHAPES["llama-3.2-1b"]),
-        "Llama-3.2-1B checkpointing": Layout(llama | FULL, SHAPES["llama-3.2-1b"], core=True),
-    }
+    llama = {"training__micro_batch_size": 2, "training__seq_length": 4096, **FULL}
+    layouts = {"Llama-3.2-1B checkpointing": Layout(llama, SHAPES["llama-3.2-1b"], core=True)}
     for name, config in (
         ("float32", {"model__dtype": "float32"}),
-        *((f"dp8 {name}", {"dp_size": 8, "dp_engine": name}) for name in ("zero1", "zero3")),
+        ("dp8 zero1", {"dp_size": 8, "dp_engine": "zero1"}),
         ("dp8 zero3 checkpointing", {"dp_size": 8, "dp_engine": "zero3", **FULL}),
         ("dp8 cp2 pp2 zero3", {"dp_size": 8, "cp_size": 2, "pp_size": 2, "dp_engine": "zero3"}),
-        ("dp8 pp2 zbv zero3", {"dp_size": 8, "pp_size": 2, "pp_engine": "zbv", "dp_engine": "zero3"}),
         ("tp2", {"tp_size": 2}),
-        ("tp2 sequence parallel", {"tp_size": 2, **SEQUENCE_PARALLEL}),
         ("tp2 sequence parallel checkpointing", {"tp_size": 2, **SEQUENCE_PARALLEL, **FULL}),
         ("pp2 tp2 zb_h1", {"pp_size": 2, "tp_size": 2, **SEQUENCE_PARALLEL, "pp_engine": "zb_h1"}),
-        *((f"cp2 {engine}", {"cp_size": 2, "cp_engine": engine}) for engine in ("ring", "all_gather", "ulysses")),
-        *((f"pp2 {engine}", {"pp_size": 2, "pp_engine": engine}) for engine in SCHEDULES),
-        *((f"pp2 {engine} checkpointing", {"pp_size": 2, "pp_engine": engine, **FULL}) for engine in ("1f1b", "zbv")),
-        *(
-            (f"pp2 {engine} checkpointing, kept", {"pp_size": 2, "pp_engine": engine, "pp_keep_activations": 1, **FULL})
-            for engine in ("1f1b", "afab", "interleaved_1f1b", "zbv")
-        ),
+        ("cp2 all_gather", {"cp_size": 2, "cp_engine": "all_gather"}),
+        ("pp2 zbv checkpointing", {"pp_size": 2, "pp_engine": "zbv", **FULL}),
+        ("pp2 zbv checkpointing, kept", {"pp_size": 2, "pp_engine": "zbv", "pp_keep_activations": 1, **FULL}),
     ):
         layouts[f"SmolLM-1.7B {name}"] = Layout(smollm | config, shape)
     small = {  # most of the memory is activations
@@ -151,23 +113,10 @@ def _memory_layouts() -> dict[str, Layout]:
     batch = {"training__micro_batch_size": 8, "training__seq_length": 1024}
     for name, config in (
         ("bfloat16", {}),
-        ("float32", {"model__dtype": "float32"}),
-        ("checkpointing", FULL),
-        ("dp4 zero1", {"dp_size": 4, "dp_engine": "zero1"}),
         ("dp4 zero3", {"dp_size": 4, "dp_engine": "zero3"}),
-        ("tp4", {"tp_size": 4}),
         ("tp4 sequence parallel", {"tp_size": 4, **SEQUENCE_PARALLEL}),
-        (
-            "tp4 sequence parallel checkpointing float32",
-            {"tp_size": 4, **SEQUENCE_PARALLEL, **FULL, "model__dtype": "float32"},
-        ),
         *((f"cp2 {engine}", {"cp_size": 2, "cp_engine": engine}) for engine in ("ring", "ulysses")),
         *((f"pp4 {engine}", {"pp_size": 4, "pp_engine": engine}) for engine in SCHEDULES),
-        ("pp2 1f1b checkpointing", {"pp_size": 2, **FULL}),
-        (
-            "pp2 tp2 interleaved_1f1b",
-            {"pp_size": 2, "tp_size": 2, **SEQUENCE_PARALLEL, "pp_engine": "interleaved_1f1b"},
-        ),
     ):
         layouts[f"32k {name}"] = Layout(batch | config, small)
     untied = {"dp_size": 8, "tp_size": 2, "dp_engine": "zero3"}

@@ -36,15 +36,8 @@ COPIES = {"aten._to_copy.default", "aten.copy_.default"}
 # Mistakes that tests expect to find, as changes of each micro-batch.
 MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "item": lambda batch: batch["input_ids"].max().item(),
-    "comparison in Python": lambda batch: bool(batch["input_ids"].max() > 0),
     "boolean index": lambda batch: batch["input_ids"][batch["input_ids"] > 0],
-    "assignment to a boolean index": lambda batch: batch["input_ids"].index_put_(
-        (batch["input_ids"] > 0,), batch["input_ids"][0]
-    ),
-    "number copied to the GPU": lambda batch: torch.tensor(1.0, device=batch["input_ids"].device),
-    "tensor copied to the CPU": lambda batch: batch["input_ids"].cpu(),
     "index on the CPU": lambda batch: batch["input_ids"][:, torch.arange(4)],
-    "scalar on the CPU": lambda batch: batch["input_ids"] + torch.zeros((), dtype=torch.int64),
     "tensor on the CPU": lambda batch: batch.update(position_ids=torch.zeros_like(batch["input_ids"], device="cpu")),
 }
 
