@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from picotron import process_group_manager as pgm
 from picotron.check_batches import Batch, LossParts, check_batches, check_loss, check_split
@@ -195,7 +196,7 @@ def train_batch(
             if outputs is not None:
                 with torch.no_grad():
                     hooked[i] = post_hook(head, x, batch)
-            return value
+            return _with_all_gradients(value, [x, *head.parameters()])
 
         return _model_inputs(batch, loss)
 
@@ -224,6 +225,21 @@ def _without_uncounted_targets(batch: Batch) -> Batch:
     if not {"target_ids", "target_weights"} <= batch.keys():
         return batch
     return batch | {"target_ids": batch["target_ids"].where(batch["target_weights"] != 0, IGNORE_INDEX)}
+
+
+def _with_all_gradients(loss: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """Let backward compute a gradient of each input of a loss, 0 if the loss does not depend on it. With ZeRO-3,
+    gathers and reductions follow the gradients, so all ranks need the same ones.
+    """
+    wanted = {get_gradient_edge(each).node: each for each in inputs if each.requires_grad}
+    found, nodes = set[Any](), [loss.grad_fn]
+    while nodes:
+        if (node := nodes.pop()) is not None and node not in found:
+            found.add(node)
+            nodes += [] if node in wanted else [before for before, _ in node.next_functions]
+    for each in (each for node, each in wanted.items() if node not in found):
+        loss = loss + each[:0].sum()  # 0, also if the values are NaN
+    return loss
 
 
 def _with_weights(batch: Batch) -> Batch:

@@ -18,8 +18,11 @@ Batch = dict[str, Any]
 
 
 def focal(head: Any, x: Tensor, batch: Batch) -> Any:
-    """The focal loss: a sum over tokens, their number, and a statistic."""
-    log_probs, counted = head.log_probs(x, batch["target_ids"]), batch["target_ids"] != IGNORE_INDEX
+    """The focal loss: a sum over tokens, their number, and a statistic. It does not use the head where no token counts."""
+    counted = batch["target_ids"] != IGNORE_INDEX
+    if not counted.any():
+        return x.sum() * 0, 0.0, {"log_prob": x.new_zeros(())}
+    log_probs = head.log_probs(x, batch["target_ids"])
     losses = -((1 - log_probs.exp()) ** 2) * log_probs
     return losses.sum(), counted.sum(), {"log_prob": log_probs.sum()}
 

@@ -171,7 +171,8 @@ class DataParallelZero3(DataParallel):
     elsewhere, in forward or in a part of it that activation checkpointing computes again, are gathered when read.
 
     Gathers and reductions are collectives, so all ranks of a `cp_dp` group must run the same modules in the same order,
-    and use the same parameters. (With `torch.func`, autograd has no such hooks.)
+    and use the same parameters; `train_batch` allows losses that use the head on some ranks only. (With `torch.func`,
+    autograd has no such hooks.)
 
     Args:
         module: any module. Its buffers stay as they are.

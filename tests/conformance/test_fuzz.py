@@ -58,6 +58,12 @@ CORNERS: dict[str, Case] = {
     "forward before the update, zero3 in a pipeline": case_of(dp=2, pp=2, dp_engine="zero3", between=True),
     "forward before the update, zero3": case_of(dp=2, dp_engine="zero3", between=True),
     "own loss, tied, zero3": case_of(tied=True, data={"loss": "focal"}, dp=2, dp_engine="zero3"),
+    "head on some ranks only, zero3": case_of(
+        data={"loss": "focal", "ignored": 0.9}, dp=2, dp_engine="zero3", micro_batch_size=1, seq_length=9
+    ),
+    "head on some ranks only, zero3, split backward": case_of(
+        data={"loss": "focal", "ignored": 0.9}, dp=2, pp=2, dp_engine="zero3", pp_engine="zb_h1", micro_batch_size=1
+    ),
     "logits, tied, zero3, recomputation": case_of(
         tied=True, data={"loss": "logits"}, dp=2, dp_engine="zero3", activation_checkpointing="full"
     ),
