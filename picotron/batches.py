@@ -173,14 +173,15 @@ def train_batch(
         losses: list that gets the results of `loss_fn` without their gradients, in the order of `batches`, on ranks
             with the last stage; on the others it is emptied.
         scope: see `normalise_weights`.
-        outputs: list that gets the results of `post_hook`, by default the logits, as `losses` gets the losses.
+        outputs: list that gets the results of `post_hook`, by default the logits, as `losses` gets the losses. Pass one
+            on all ranks or on none.
         post_hook: see `forward_batch`. It is only called if there is a list.
 
     Raises:
         UserError: the batches do not fit the step or each other, a loss is not a scalar, all weights are 0, or
             gradients of an earlier step are there.
     """
-    needs_weights = check_batches(step, model, batches, is_training=True)
+    needs_weights = check_batches(step, model, batches, is_training=True, has_outputs=outputs is not None)
     batches = [_without_uncounted_targets(batch) for batch in batches]
     if needs_weights:
         batches = [_with_weights(batch) for batch in batches]

@@ -32,13 +32,17 @@ class RankBatches(NamedTuple):
     ignores: bool  # whether a target is IGNORE_INDEX
     sizes: set[int]  # numbers of tokens of its micro-batches
     digests: list[dict[str, str]]  # of the shared tensors of each micro-batch, by name
+    has_outputs: bool  # whether the step collects outputs, for which ranks may communicate
 
 
-def check_batches(step: Step, model: DataParallel, batches: Sequence[Batch], is_training: bool = False) -> bool:
+def check_batches(
+    step: Step, model: DataParallel, batches: Sequence[Batch], is_training: bool = False, has_outputs: bool = False
+) -> bool:
     """Check micro-batches before a step, see `make_train_step` and `make_evaluation`.
 
     Args:
         is_training: whether the step runs backward, so that there must be no gradients yet.
+        has_outputs: whether `train_batch` got a list for outputs.
 
     Returns:
         Whether a mean over all targets needs weights: a target of any rank is IGNORE_INDEX, or micro-batches differ in
@@ -52,17 +56,21 @@ def check_batches(step: Step, model: DataParallel, batches: Sequence[Batch], is_
     def check() -> RankBatches:
         if is_training:
             _check_parameters(model)
-        return _check_rank(step, unwrap(model), batches)
+        return _check_rank(step, unwrap(model), batches, has_outputs)
 
     everyone = run_on_all_ranks(check)
     first_at: dict[tuple[int, int], tuple[int, list[dict[str, str]]]] = {}
-    for rank, (place, _, _, digests) in enumerate(everyone):
+    for rank, (place, _, _, digests, outputs) in enumerate(everyone):
         if len(digests) != (count := len(everyone[0].digests)):
             raise UserError(
                 f"rank 0 has {count} micro-batches, but rank {rank} has {len(digests)}; pass the same number on all ranks"
             )
         if ("target_weights" in digests[0]) != ("target_weights" in everyone[0].digests[0]):
             raise UserError(f"only one of the ranks 0 and {rank} has target_weights; add them on all ranks or on none")
+        if outputs != everyone[0].has_outputs:
+            raise UserError(
+                f"only one of the ranks 0 and {rank} has a list of outputs; pass one on all ranks or on none"
+            )
         first, expected = first_at.setdefault(place, (rank, digests))
         for i, (mine, theirs) in enumerate(zip(digests, expected, strict=True)):
             if different := [name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]]:
@@ -91,12 +99,16 @@ def _check_parameters(model: DataParallel) -> None:
         )
 
 
-def _check_rank(step: Step, llama: Llama, batches: Sequence[Batch]) -> RankBatches:
+def _check_rank(step: Step, llama: Llama, batches: Sequence[Batch], has_outputs: bool) -> RankBatches:
     """Check this rank's micro-batches."""
+    if not isinstance(batches, Sequence):
+        raise UserError(f"the micro-batches are a {type(batches).__name__}; pass a list of dicts, see split_batch")
     if not batches:
         raise UserError("there are no micro-batches; pass at least one")
     ignores = False
     for i, batch in enumerate(batches):
+        if not isinstance(batch, dict):
+            raise UserError(f"micro-batch {i} is a {type(batch).__name__}; pass a dict of tensors, see split_batch")
         if missing := [name for name in ("input_ids", "position_ids") if not isinstance(batch.get(name), Tensor)]:
             raise UserError(f"micro-batch {i} has no tensor {missing[0]!r}; add one, or use split_batch")
         shape = list(batch["input_ids"].shape)
@@ -130,7 +142,7 @@ def _check_rank(step: Step, llama: Llama, batches: Sequence[Batch]) -> RankBatch
         {name: _digest(batch[name]) for name in SHARED if isinstance(batch.get(name), Tensor)} for batch in batches
     ]
     sizes = {batch["input_ids"].numel() for batch in batches}
-    return RankBatches((grid.dp_rank, grid.cp_rank), ignores, sizes, digests)
+    return RankBatches((grid.dp_rank, grid.cp_rank), ignores, sizes, digests, has_outputs)
 
 
 def _check_tensor(batch: Batch, name: str, where: str) -> None:
@@ -223,6 +235,8 @@ def _check_boundaries(cu_seqlens: Tensor, sequences: int, tokens: int, where: st
     length = tokens * pgm.process_group_manager.cp_world_size
     _check_tensor({"cu_seqlens": cu_seqlens}, "cu_seqlens", where)
     boundaries = cu_seqlens.tolist()
+    if cu_seqlens.ndim != 1:
+        raise UserError(f"{where}cu_seqlens have shape {list(cu_seqlens.shape)}; give them one dimension")
     if cu_seqlens.is_floating_point():
         raise UserError(
             f"{where}cu_seqlens have dtype {cu_seqlens.dtype}, but they are integers; convert them to torch.int32"
@@ -290,6 +304,8 @@ def check_loss(returned: Any) -> LossParts:
         raise UserError(
             "loss_fn returned a loss without a gradient; unfreeze a parameter, or compute the loss from x without detach"
         )
+    if names := [name for name in statistics if not isinstance(name, str)]:
+        raise UserError(f"loss_fn returned a statistic whose name is {names[0]!r}; use a string")
     named = {"a weight": weight} | {f"the statistic {name!r}": each for name, each in statistics.items()}
     for name, value in named.items():
         if not isinstance(value, numbers.Real) and not (isinstance(value, Tensor) and value.ndim == 0):

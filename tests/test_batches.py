@@ -147,6 +147,10 @@ def mistakes(layout: dict[str, Any]) -> dict[str, str]:
 
     found = {
         "no batches": train([]),
+        "dict": train(parts[0]),
+        "generator": train(iter(parts)),
+        "list of lists": train([[1, 2]]),
+        "boundary without dimensions": train(changed(cu_seqlens=torch.tensor(32))),
         "no positions": train([{"input_ids": parts[0]["input_ids"]}]),
         "one dimension": train(changed(input_ids=torch.arange(16))),
         "target shape": train(changed(target_ids=torch.zeros(2, 15, dtype=torch.int64))),
@@ -187,6 +191,7 @@ def mistakes(layout: dict[str, Any]) -> dict[str, str]:
             "detached": returns(lambda loss: loss.detach()),
             "vector": returns(lambda loss: (loss, 1.0, {"rows": loss.expand(2)})),
             "text": returns(lambda loss: (loss, "1", {})),
+            "number as a name": returns(lambda loss: (loss, 1, {1: loss, "a": loss})),
             "numbers": returns(lambda loss: (loss, 1, {"loss": 3.0, "weight": 5, "step": loss})),
             "labels": train(
                 [{("labels" if key == "target_ids" else key): part[key] for key in part} for part in parts]
@@ -205,6 +210,11 @@ def mistakes(layout: dict[str, Any]) -> dict[str, str]:
 
 SENTENCES = {
     "no batches": r"there are no micro-batches; pass at least one",
+    "dict": r"the micro-batches are a dict; pass a list of dicts, see split_batch",
+    "generator": r"the micro-batches are a list_iterator; pass a list of dicts, see split_batch",
+    "list of lists": r"micro-batch 0 is a list; pass a dict of tensors, see split_batch",
+    "boundary without dimensions": r"micro-batch 0: cu_seqlens have shape \[\]; give them one dimension",
+    "number as a name": r"loss_fn returned a statistic whose name is 1; use a string",
     "no positions": r"micro-batch 0 has no tensor 'position_ids'; add one, or use split_batch",
     "one dimension": r"micro-batch 0: input_ids have shape \[16\], but they must be \(B, T\); give them two .*",
     "target shape": r"micro-batch 0: target_ids have shape \[2, 15\], but input_ids \[2, 16\]; make them equal",
@@ -284,10 +294,11 @@ def different_batches(layout: dict[str, Any], what: str) -> str:
     parts = split_batch(global_batch(), config.training.gradient_accumulation_steps)
     if rank == 1 and what == "count":
         parts = parts[1:]
-    elif rank == 1:
+    elif rank == 1 and what != "outputs":
         changes = {"target_weights": torch.ones(2, 16)} if what == "weights" else {what: parts[0][what].flip(0)}
         parts = [part | changes for part in parts]
-    return message(lambda: train_batch(step, model, parts))
+    outputs: list[Any] | None = [] if rank == 1 and what == "outputs" else None
+    return message(lambda: train_batch(step, model, parts, outputs=outputs))
 
 
 @pytest.mark.parametrize(
@@ -297,6 +308,7 @@ def different_batches(layout: dict[str, Any], what: str) -> str:
         ({"tp_size": 2}, "target_ids", "target_ids of micro-batch 0 differ between ranks 0 and 1, .*"),
         ({"dp_size": 2}, "input_ids", "no error"),
         ({"dp_size": 2}, "count", "rank 0 has 2 micro-batches, but rank 1 has 1; pass the same number on all ranks"),
+        ({"tp_size": 2}, "outputs", "only one of the ranks 0 and 1 has a list of outputs; pass one on all ranks or .*"),
         ({"dp_size": 2}, "weights", "only one of the ranks 0 and 1 has target_weights; add them on all ranks or on none"),
     ],
 )  # fmt: skip

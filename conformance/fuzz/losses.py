@@ -18,7 +18,7 @@ Batch = dict[str, Any]
 
 
 def focal(head: Any, x: Tensor, batch: Batch) -> Any:
-    """The focal loss: a sum over tokens, their number, and a statistic. It does not use the head where no token counts."""
+    """The focal loss: a sum over tokens, their number, a statistic. It does not use the head where no token counts."""
     counted = batch["target_ids"] != IGNORE_INDEX
     if not counted.any():
         return x.sum() * 0, 0.0, {"log_prob": x.new_zeros(())}

@@ -142,8 +142,8 @@ def test_random_cases_equal_transformers(pool: WorkerPool, first: int) -> None:
 # -------------------------------------------------------------------------------------------------- faults put back
 
 
-def accept_ignored_targets(*arguments: Any) -> bool:
-    check_batches(*arguments)
+def accept_ignored_targets(*arguments: Any, **options: Any) -> bool:
+    check_batches(*arguments, **options)
     return False
 
 
