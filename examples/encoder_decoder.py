@@ -204,7 +204,7 @@ def build_model(
 
     def receives(stage: int, batch: dict[str, Any]) -> Message:
         shapes = [(*batch[name].shape, config.d_model) for name in ("source", "target")]
-        memory, x = (like.new_empty(shape, device="meta", requires_grad=True) for shape in shapes)
+        memory, x = (like.new_empty(shape, device="meta") for shape in shapes)
         _, decoder = layers[stage]
         return (memory, x) if decoder.start else memory
 

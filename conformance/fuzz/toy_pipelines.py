@@ -36,8 +36,8 @@ WRAPPERS: dict[str, Any] = {
 ENGINES = [*SCHEDULES, "searched"]
 
 
-def like(*shape: int, dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+def like(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class Layer(nn.Module):
@@ -109,7 +109,7 @@ def encoder_decoder(stages: int) -> list[nn.Module]:
 def received_by_half(stages: int) -> Callable[[int, dict[str, Any]], Message]:
     def receives(stage: int, batch: dict[str, Any]) -> Message:
         (B, S), (_, T) = batch["source"].shape, batch["target"].shape
-        memory = like(B, S, D), like(B, S, dtype=torch.bool, requires_grad=False)
+        memory = like(B, S, D), like(B, S, dtype=torch.bool)
         return memory if stage <= stages // 2 else (*memory, like(B, T, D))
 
     return receives

@@ -18,7 +18,7 @@ from torch import Tensor
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.model.split_backward import DeferredGrads, defer_weight_grads, run_deferred
-from picotron.pipeline_parallel.modules import Graph, Message, PipelineStages, graph_of, tensors
+from picotron.pipeline_parallel.modules import Graph, Message, PipelineStages, graph_of, tensors, with_gradients
 from picotron.pipeline_parallel.pipeline_parallel import finish_step, sum_losses
 from picotron.pipeline_parallel.pp_communications import check_message, start_message
 from picotron.pipeline_parallel.recorder import record_action
@@ -139,19 +139,18 @@ class StepState:
 
     def forward(self, action: Action) -> None:
         _, stage, i = action
-        inputs, received = self.take_input(action), self.received(stage, i)
-        for x, like in zip(inputs, tensors(received), strict=True):
-            x.requires_grad_(like.requires_grad and torch.is_grad_enabled())
-        message = inputs[0] if isinstance(received, Tensor) else inputs or None
+        inputs = self.take_input(action)
+        for x in with_gradients(inputs):
+            x.requires_grad_(torch.is_grad_enabled())
+        message = inputs[0] if isinstance(self.received(stage, i), Tensor) else inputs or None
         y: Any = self.model(**self.batches[i] | {"hidden_states": message}, stage=stage, micro_batch=i)
         if stage == self.schedule.num_stages - 1:
             y = y / self.schedule.microbatches  # so that gradients sum up to those of the mean
             self.losses.append(y.detach())
         else:
-            outputs, likes = tensors(y), tensors(self.received(stage + 1, i))
-            check_outputs(stage, outputs, likes, self.device)
-            self.results[action] = tuple(each.detach() for each in outputs)
-            y = tuple(each for each, like in zip(outputs, likes, strict=True) if like.requires_grad)
+            check_outputs(stage, tensors(y), tensors(self.received(stage + 1, i)), self.device)
+            self.results[action] = tuple(each.detach() for each in tensors(y))
+            y = with_gradients(y)
         if not self.schedule.forward_only:
             self.activations[stage, i] = inputs, graph_of(y)
 
@@ -204,7 +203,7 @@ class StepState:
         assert source is not None
         likes = tensors(self.received(max(action.stage, source.stage), action.microbatch))
         if source.kind != "F":  # the gradients of what this stage has sent
-            likes = tuple(like for like in likes if like.requires_grad)
+            likes = with_gradients(likes)
         self.results[source] = tuple(torch.empty(like.shape, dtype=like.dtype, device=self.device) for like in likes)
         self.pending_recvs[source] = start_message("recv", self.results[source], self.schedule.rank_of(source.stage))
 

@@ -36,8 +36,7 @@ Message = Tensor | tuple[Tensor, ...]
 Graph = list[GradientEdge | None]
 """the outputs of a stage, for backward, see `graph_of`"""
 Receives = Callable[[int, dict[str, Any]], Message]
-"""`receives(stage, batch)` returns the message that a stage receives for a micro-batch, as tensors on the meta device:
-their shapes, their dtypes, and whether they require a gradient, which the stage then sends back"""
+"""`receives(stage, batch)` returns tensors on the meta device like those that a stage receives for a micro-batch"""
 
 
 def tensors(message: Message | None) -> tuple[Tensor, ...]:
@@ -45,6 +44,11 @@ def tensors(message: Message | None) -> tuple[Tensor, ...]:
     if message is None:
         return ()
     return (message,) if isinstance(message, Tensor) else tuple(message)
+
+
+def with_gradients(message: Message | None) -> tuple[Tensor, ...]:
+    """Return the tensors of a message whose gradients the stage that receives it sends back: all that can have one."""
+    return tuple(x for x in tensors(message) if x.is_floating_point() or x.is_complex())
 
 
 def graph_of(outputs: Message) -> Graph:

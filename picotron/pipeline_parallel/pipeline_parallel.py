@@ -114,7 +114,7 @@ class PipelineParallel(PipelineStages):
         """
         B, T = batch["position_ids"].shape
         shape = B, T // self.shards, self.module.config.hidden_size
-        return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+        return torch.empty(shape, dtype=self.dtype, device="meta")
 
     def parameters_of(self, number: int) -> list[nn.Parameter]:
         stage, decoder = self.stages[number], self.module.model
