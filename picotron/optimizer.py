@@ -165,15 +165,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
         norms = torch._foreach_norm(gradients)
         # In the sum over tp ranks, the square of a replicated gradient appears once per replica.
         torch._foreach_div_(norms, [math.sqrt(count) for count in replicas])  # Python numbers: no wait for the GPU
-        square = torch.stack(norms).square().sum()
+        square = torch.stack(norms).double().square().sum()  # float64, because stages can have different dtypes
     else:  # all weights of this rank are frozen
-        first = next(model.parameters())
-        square = torch.zeros((), dtype=accumulation_dtype(first), device=first.device)
+        square = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     all_reduce(square, grid.tp_group)
     if any(owned_slice(parameter) for parameter in model.parameters()):
         all_reduce(square, grid.cp_dp_group)
     all_reduce(square, grid.pp_group)  # last, because a stage whose weights are all frozen owns no slices
-    norm = square.sqrt()
+    norm = square.sqrt().to(accumulation_dtype(next(model.parameters())))
     if max_norm is not None:
         scale_gradients(model, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -9,9 +9,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 from transformers import get_wsd_schedule
 
 from conformance.oracle import assert_close, make_config
+from conformance.worker_pool import WorkerPool
 from picotron.config import Training
 from picotron.model.weights import main_grad, set_main_grad
-from picotron.optimizer import AdamW, learning_rate_factor, make_scheduler
+from picotron.optimizer import AdamW, clip_grad_norm, learning_rate_factor, make_scheduler
+from picotron.process_group_manager import setup_process_group_manager
 
 
 def training(**changes: object) -> Training:
@@ -98,3 +100,33 @@ def test_parameters_of_two_dtypes_are_updated() -> None:
     AdamW(model.parameters(), training(), fused=False).step()
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert (parameter < old).all()
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6, None])
+def test_clip_grad_norm_equals_torch(pool: WorkerPool, limit: float | None) -> None:
+    pool.run(clip_like_torch, 1, limit)
+
+
+def clip_like_torch(limit: float | None) -> None:
+    setup_process_group_manager(1, 1, 1, 1)
+    ours, theirs = nn.Linear(5, 4, dtype=torch.float64), nn.Linear(5, 4, dtype=torch.float64)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        b.grad = torch.randn_like(b)
+        set_main_grad(a, b.grad.clone())
+    norm = clip_grad_norm(ours, limit)
+    assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), math.inf if limit is None else limit), 1e-12)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert_close(main_grad(a), b.grad, 1e-12)
+
+
+def clip_two_dtypes() -> None:
+    rank = setup_process_group_manager(1, 1, 2, 1).pp_rank
+    stage = nn.Linear(5, 4, dtype=(torch.float32, torch.float64)[rank])
+    for parameter in stage.parameters():
+        set_main_grad(parameter, torch.ones_like(parameter))
+    assert_close(clip_grad_norm(stage, 1.0), math.sqrt(2 * 24), 1e-7)
+    assert_close(main_grad(stage.weight), torch.full_like(stage.weight, 48**-0.5), 1e-6)
+
+
+def test_stages_of_two_dtypes_have_one_norm(pool: WorkerPool) -> None:
+    pool.run(clip_two_dtypes, 2)
