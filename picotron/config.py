@@ -26,7 +26,7 @@ from picotron.schedules.schedules import SCHEDULES, check_name
 Positive = Annotated[int, Field(gt=0, le=2**40)]
 NonNegative = Annotated[int, Field(ge=0, le=2**40)]
 Processes = Annotated[int, Field(gt=0, le=4096)]
-Weight = Annotated[float, Field(gt=0, le=1e300)]  # so that a sum of weights is finite
+Weight = Annotated[float, Field(gt=0, le=1e18)]  # so that a sum of weights is finite
 ScheduleName = Annotated[
     str,
     AfterValidator(check_name),

@@ -250,7 +250,7 @@ def _read_json(path: Path, columns: Columns) -> Iterator[list[Record]]:
 
 def _check_first_line(path: Path, file: BinaryIO) -> None:
     try:
-        parse_json(next(filter(bytes.strip, file), b"{}"), f"{path}, its first line,")
+        parse_json(next(filter(None, map(bytes.rstrip, file)), b"{}"), f"{path}, its first line,")
     except UserError as error:
         raise UserError(f"{error}; a .json file should hold an array of records, or a record in each line") from None
 

@@ -268,10 +268,12 @@ class BrokenRecords:
         """Raise a UserError if there are any; before the end of the data only if all records so far are broken, as they
         are if a column has another name.
         """
-        if not (self.count if at_end else self.count == self.total >= SHOWN):
+        if not self.count or not (at_end or self.count == self.total >= SHOWN):
             return
         if self.count == 1:
             raise UserError(*self.first)
+        if self.count == self.total:
+            raise UserError(f"{self.first[0]} (none of the {self.total:,} records that were read can be used)")
         lines = "".join(f"\n  - {problem}" for problem in self.first)
         raise UserError(f"{self.count:,} of {self.total:,} records that were read cannot be used; the first:{lines}")
 

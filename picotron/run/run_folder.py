@@ -213,7 +213,8 @@ def begin_run(config: Config, resumed_step: int | None, schedule: Schedule | Non
         if old or problem or len(records) < len(all_records):
             archive = new_archive_folder(save_dir)
             for path in old:
-                path.rename(archive / path.name)
+                with user_error_on_failure(path):
+                    path.rename(archive / path.name)
             if resumed_step is not None and metrics.exists():
                 shutil.copy(metrics, archive)
             names = sorted(path.name for path in archive.iterdir())
