@@ -2,6 +2,8 @@
 schedule WSD that of transformers.
 """
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -100,23 +102,6 @@ def test_parameters_of_two_dtypes_are_updated() -> None:
     AdamW(model.parameters(), training(), fused=False).step()
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert (parameter < old).all()
-
-
-@pytest.mark.parametrize("limit", [0.5, 1e6, None])
-def test_clip_grad_norm_equals_torch(pool: WorkerPool, limit: float | None) -> None:
-    pool.run(clip_like_torch, 1, limit)
-
-
-def clip_like_torch(limit: float | None) -> None:
-    setup_process_group_manager(1, 1, 1, 1)
-    ours, theirs = nn.Linear(5, 4, dtype=torch.float64), nn.Linear(5, 4, dtype=torch.float64)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        b.grad = torch.randn_like(b)
-        set_main_grad(a, b.grad.clone())
-    norm = clip_grad_norm(ours, limit)
-    assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), math.inf if limit is None else limit), 1e-12)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert_close(main_grad(a), b.grad, 1e-12)
 
 
 def clip_two_dtypes() -> None:
