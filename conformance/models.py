@@ -39,6 +39,8 @@ def small_config(family: str = "llama", **changes: Any) -> PreTrainedConfig:
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
         "initializer_range": 0.2,  # large, so that any mistake changes the loss
+        "rms_norm_eps": 1e-3,  # neither this nor theta is a default value, which a trainer could have assumed
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         "tie_word_embeddings": False,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }

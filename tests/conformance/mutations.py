@@ -174,6 +174,10 @@ MUTATIONS = {
     "norm of own slices": picotron(
         "optimizer:clip_grad_norm", "all_reduce(square, grid.cp_dp_group)", "pass", "step", "dp2 zero1", "gradient norm"
     ),
+    "eps of norms assumed": picotron("model.llama:RMSNorm.forward", "self.weight, self.eps)", "self.weight, 1e-6)", "step", "dp2", "step 1: loss"),
+    "theta of rotations assumed": picotron(
+        "model.llama:rope_frequencies", 'parameters["rope_theta"]', "1e4", "step", "dp2", "step 1: loss"
+    ),
     "tied gradients not summed": picotron(
         "pipeline_parallel.pipeline_parallel:PipelineParallel.sum_tied_gradients",
         "all_reduce(main_grad(weight), self.embedding_group)",
