@@ -2,8 +2,9 @@
 
     python extract_metrics.py --inp_dir sweeps/sizes
 
-writes metrics.csv, with a row for each run, and the plots loss.png, throughput.png and memory.png to that folder. Runs
-may be in progress, failed or not started; the columns without a value are then empty.
+writes metrics.csv, with a row for each run and a column for each key of the config in which the runs differ, and the
+plots loss.png, throughput.png and memory.png to that folder. Runs may be in progress, failed or not started; columns
+without a value are then empty.
 
 Throughput and MFU exclude the first steps of a run (--warmup), which also allocate memory, fill caches and compile.
 """
@@ -13,6 +14,7 @@ import csv
 import io
 import logging
 import math
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -37,6 +39,13 @@ COLUMNS = (
     "global_batch_size", "seq_length", "step", "total_train_steps", "final_loss", "eval_loss", "bits_per_byte",
     f"mean_{RATE}", f"median_{RATE}", f"forecast_{RATE}", "mfu", "forecast_mfu", "memory_gb", "forecast_memory_gb", "problem",
 )  # fmt: skip
+FAILED = ("fail", "oom")
+# Keys that differ without a choice of the sweep, or have a column of another name.
+OWN_KEYS = """
+    checkpoint.save_dir checkpoint.load_path logging.run_name distributed.dp_size distributed.pp_size
+    distributed.cp_size distributed.tp_size distributed.pp_engine training.micro_batch_size
+    training.gradient_accumulation_steps training.seq_length training.total_train_steps
+"""
 
 STYLES = ("-", "--", "-.", ":")
 DIRECT = 8  # the most curves that are labelled at their ends; with more, there is a legend
@@ -51,7 +60,7 @@ class Run:
         status: the status of its job, or "" if the run was started by hand.
         config: the config, or None if it is invalid.
         records: the records of metrics.jsonl.
-        problem: the first problem of the run's files, or "".
+        problem: the first problem of the run's files, or the error in the log of a failed run, or "".
         forecast: what `create_config.py --hardware` expected, or {}.
     """
 
@@ -61,6 +70,10 @@ class Run:
     records: list[dict[str, Any]]
     problem: str
     forecast: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        return self.name + f" ({self.status})" * (self.status in FAILED)
 
     @property
     def layout(self) -> str:
@@ -106,7 +119,26 @@ def read_run(job: Job) -> Run:
         forecast, problem = {}, problem or str(error)
     if problem or damage:
         logger.warning("%s: %s", job.folder, problem or damage)
-    return Run(name, status, config, records, problem or damage, forecast)
+    return Run(name, status, config, records, problem or damage or error_in_log(job, status), forecast)
+
+
+def error_in_log(job: Job, status: str) -> str:
+    """Return the last error in the newest log of a failed job, without the rank that printed it, or ""."""
+    logs = sorted(job.folder.glob("log_*"), key=lambda log: log.stat().st_mtime) if status in FAILED else []
+    text = logs[-1].read_text(errors="replace") if logs else ""
+    errors = re.findall(r"^(?:\[rank \d+\] error: |(?=\w*(?:Error|Exception): ))(.+)", text, re.MULTILINE)
+    return str(errors[-1]) if errors else ""
+
+
+def varied_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Return the keys of the config in which runs differ, with their value in each run; None without a valid config."""
+    dumps = [run.config.model_dump(exclude={"environment"}) if run.config else {} for run in runs]
+    flat = [
+        {f"{section}.{key}": value for section, keys in each.items() for key, value in keys.items()} for each in dumps
+    ]
+    known = dict.fromkeys(key for each in flat for key in each if key not in OWN_KEYS.split())
+    values = {key: [each.get(key) for each in flat] for key in known}
+    return {key: each for key, each in values.items() if len({str(each[i]) for i, run in enumerate(flat) if run}) > 1}
 
 
 def field_values(records: Sequence[dict[str, Any]], field: str) -> list[float]:
@@ -163,10 +195,10 @@ def last(values: Sequence[float]) -> float:
     return values[-1]
 
 
-def write_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write metrics.csv."""
+def write_table(rows: Sequence[dict[str, Any]], varied: Sequence[str], path: Path) -> None:
+    """Write metrics.csv, with columns of further keys in front of the last one."""
     table = io.StringIO()
-    writer = csv.DictWriter(table, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(table, (*COLUMNS[:-1], *varied, COLUMNS[-1]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     write_atomically(path, table.getvalue().encode(errors="surrogateescape"))
@@ -204,13 +236,16 @@ def draw_losses(runs: Sequence[Run], axes: Any) -> None:
             steps, losses = field_values(run.records, "step"), field_values(run.records, "loss")
             axes.plot(
                 steps, losses, STYLES[i % len(STYLES)], color=tint, linewidth=1.2 + min(2.5, 5 / len(group)) * above,
-                label=escape_dollars(run.name),
+                label=escape_dollars(run.label),
             )  # fmt: skip
+            if run.status in FAILED:  # a run of one step has no line
+                axes.plot(steps[-1:], losses[-1:], "x", color=colour, markersize=8, markeredgewidth=2)
             evaluated = [record for record in run.records if record.get("eval_loss") is not None]
             steps, losses = field_values(evaluated, "step"), field_values(evaluated, "eval_loss")
             axes.plot(steps, losses, "o", color=colour, markersize=5, markeredgecolor="black")
-    evaluations = any("eval_loss" in record for run in runs for record in run.records)
-    axes.set(xlabel="step\nline: training; dot: evaluation" if evaluations else "step", ylabel="loss")
+    marks = ["dot: evaluation"] * any("eval_loss" in record for run in runs for record in run.records)
+    marks += ["cross: the run failed"] * any(run.records and run.status in FAILED for run in runs)
+    axes.set(xlabel="\n".join(["step", *["; ".join(["line: training", *marks])] * bool(marks)]), ylabel="loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
     if 1 < len(groups) <= DIRECT and len(runs) <= 3 * DIRECT:
         label_curves(groups, palette, axes)
@@ -223,7 +258,7 @@ def label_curves(groups: Sequence[Sequence[Run]], palette: Sequence[Any], axes: 
     for group, colour in zip(groups, palette, strict=True):
         if losses := [loss for loss in field_values(group[0].records, "loss") if math.isfinite(loss)]:
             styles = [f"{STYLES[i % len(STYLES)]} " if len(group) > 1 else "" for i in range(len(group))]
-            names = "\n".join(style + escape_dollars(run.name) for style, run in zip(styles, group, strict=True))
+            names = "\n".join(style + escape_dollars(run.label) for style, run in zip(styles, group, strict=True))
             ends.append(((losses[-1] - low) / (high - low), names, colour, len(group)))
     free = 0.0  # as a fraction of the height
     for place, names, colour, lines in sorted(ends, key=lambda end: end[0]):
@@ -255,7 +290,8 @@ def draw_memory(runs: Sequence[Run], rows: Sequence[dict[str, Any]], axes: Any) 
     axes.set(xlabel="peak memory per device in GB, on the rank that needs most", ylabel="tokens/s per device")
     for (layout, points), colour in zip(sorted(points_of_layout.items()), colours(len(points_of_layout)), strict=True):
         axes.plot(*zip(*points, strict=True), "o", label=layout, color=colour)
-    axes.set_xlim(left=0)
+    if points_of_layout:
+        axes.set_xlim(0, 1.05 * max(memory for points in points_of_layout.values() for memory, _ in points))
 
 
 def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], folder: Path) -> None:
@@ -293,7 +329,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         runs = [read_run(job) for job in find_jobs(options.inp_dir)]
         rows = [table_row(run, options.warmup) for run in runs]
-        write_table(rows, options.inp_dir / "metrics.csv")
+        varied = varied_keys(runs)
+        for i, row in enumerate(rows):
+            row |= {key: values[i] for key, values in varied.items() if values[i] is not None}
+        write_table(rows, list(varied), options.inp_dir / "metrics.csv")
         draw(runs, rows, options.inp_dir)
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -121,6 +121,25 @@ def test_runs_in_every_state_have_rows(tmp_path: Path) -> None:
     assert rows["no_config"]["dp"] == ""
 
 
+def test_keys_that_the_sweep_varies_and_the_reason_of_a_failure_are_columns(tmp_path: Path) -> None:
+    for rate, status in ((0.1, "fail"), (0.01, "completed"), (0.001, "completed")):
+        steps = range(1, 2 if status == "fail" else 6)
+        new_job = job(tmp_path / f"lr{rate}", [record(i, 100.0, 7 - i * 20 * rate**0.5 / 5) for i in steps], status)
+        data = json.loads(new_job.config_file.read_text())
+        data["training"]["learning_rate"] = rate
+        new_job.config_file.write_text(json.dumps(data))
+    (tmp_path / "lr0.1" / "log_local.out").write_text("[rank 0] error: step 2: loss is nan; try a lower one\n\nDone.\n")
+    rows = extract(tmp_path)
+    assert [rows[f"lr{rate}"]["training.learning_rate"] for rate in (0.1, 0.01, 0.001)] == ["0.1", "0.01", "0.001"]
+    assert {key for row in rows.values() for key in row} == {*extract_metrics.COLUMNS, "training.learning_rate"}
+    assert rows["lr0.1"]["problem"] == "step 2: loss is nan; try a lower one"
+    figure = Figure()
+    runs = [extract_metrics.read_run(each) for each in extract_metrics.find_jobs(tmp_path)]
+    extract_metrics.draw_losses(runs, figure.add_subplot())
+    assert [line.get_marker() for line in figure.axes[0].get_lines()].count("x") == 1
+    assert "lr0.1 (fail)" in {text.get_text() for text in figure.axes[0].texts}
+
+
 def test_archived_runs_of_a_job_are_ignored(tmp_path: Path) -> None:
     new_job = job(tmp_path / "again", [record(i, 10.0, 1.0) for i in range(1, 9)], "running")
     for number in (1, 2):
