@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from picotron.command_line import drop_ignored_keys, leaf_keys, read_value, type_of, unknown_key
+from picotron.command_line import leaf_keys, read_config, read_value, type_of, unknown_key
 from picotron.console import UserError, number, print_line
 from picotron.explain.hardware import Hardware, usable
 from picotron.explain.measure import find_hardware
@@ -257,7 +257,7 @@ def runs_here(planned: Sequence[PlannedJob]) -> bool:
 def create(options: argparse.Namespace, choices: Choices) -> None:
     """Plan all combinations, or the best ones, write their configs, and print the table."""
     check_exp_name(options.exp_name)
-    base = drop_ignored_keys(read_object(Path(options.config or TEMPLATE)))
+    base = read_config(Path(options.config or TEMPLATE))
     folder = Path(options.out_dir, options.exp_name)
     hardware = None
     if options.hardware is not None:

@@ -31,6 +31,11 @@ IGNORED = {
     "environment.TOKENIZERS_PARALLELISM": "tokenisation uses dataset.num_proc processes",
     "environment.HF_TOKEN": "secrets do not belong in configs: log in with `hf auth login`, or set HF_TOKEN in the shell",
 }
+# Earlier names of keys. Files, finished runs and command lines may have them.
+RENAMED = {
+    "distributed.pp_memory": "distributed.pp_max_activations",
+    "distributed.pp_costs": "distributed.pp_recording",
+}
 
 
 def sections() -> Iterator[tuple[str, type[Section]]]:
@@ -58,8 +63,13 @@ def _items(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{section}.{key}", value) for key, value in body.items())
 
 
-def drop_ignored_keys(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of `data` without the ignored keys, and log a warning for each of them."""
+def current_keys(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the JSON of a config in which keys have their current names, without the ignored ones. Logs a
+    warning for each ignored key.
+
+    Raises:
+        UserError: a key is there with both its names.
+    """
     kept = {
         section: dict(body) if isinstance(body, dict) else body
         for section, body in data.items()
@@ -70,7 +80,17 @@ def drop_ignored_keys(data: dict[str, Any]) -> dict[str, Any]:
         if key in IGNORED:
             logger.warning("%s is ignored: %s", key, IGNORED[key])
             del kept[section][name]
+        elif key in RENAMED:
+            current = RENAMED[key].partition(".")[2]
+            if current in kept[section]:
+                raise UserError(f"{key} is the earlier name of {RENAMED[key]}; remove one of them")
+            kept[section][current] = kept[section].pop(name)
     return kept
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the JSON of a config, see `current_keys`. Raises a UserError as `read_object` and `current_keys`."""
+    return current_keys(read_object(path))
 
 
 def unknown_key(key: str) -> str:
@@ -106,7 +126,7 @@ def parse_config(data: dict[str, Any], *later_checks: Callable[[Config], object]
     Raises:
         UserError: one problem per mistake, with the key, the value and the remedy.
     """
-    data, problems = drop_ignored_keys(data), Problems()
+    data, problems = current_keys(data), Problems()
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
@@ -187,6 +207,7 @@ def apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
         name = key.removeprefix("--")
         if name in IGNORED:
             raise UserError(f"{key} is not accepted on the command line, which other programs record; {IGNORED[name]}")
+        name = RENAMED.get(name, name)
         override(data, name, read_value(name, words.pop(0)))
 
 
@@ -253,6 +274,6 @@ def parse_command_line(arguments: list[str]) -> Options:
         raise SystemExit(0)
     if known.config is None:
         raise UserError("no config given; use --config FILE, for example --config template/base_config.json")
-    data = read_object(Path(known.config))
+    data = read_config(Path(known.config))
     apply_overrides(data, overrides)
     return Options(data, known.explain, known.hardware, known.gib, known.json)

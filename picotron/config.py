@@ -87,9 +87,9 @@ class Distributed(Section):
     """stages per pipeline rank, for interleaved_1f1b, looped_bfs and zb_h1; null: the default of the schedule"""
     pp_group_size: Positive | None = None
     """micro-batches that take turns on the chunks of interleaved_1f1b and zb_h1; null: the smallest fastest group"""
-    pp_memory: Annotated[float, Field(ge=1)] | None = None
+    pp_max_activations: Annotated[float, Field(ge=1)] | None = None
     """for auto: the most micro-batches whose activations a pipeline rank may hold; null: pp_size, as in 1f1b"""
-    pp_costs: str | None = None
+    pp_recording: str | None = None
     """for auto: folder of a run with traces (logging.trace_steps) of the same layout; null: times estimated by FLOPs"""
     pp_layout: str | None = None
     """contents of the stages, such as Et*2|tt|tL (E embedding, t layer, L head, | next stage); null: balanced costs"""

@@ -167,9 +167,9 @@ CHECKS: list[Callable[[Config], None]] = [
     check_backend_on_gpus,
     *(
         functools.partial(check_pipeline_key, key)
-        for key in ("pp_chunks", "pp_group_size", "pp_memory", "pp_costs", "pp_keep_activations")
+        for key in ("pp_chunks", "pp_group_size", "pp_max_activations", "pp_recording", "pp_keep_activations")
     ),
-    *(functools.partial(check_search_key, key) for key in ("pp_memory", "pp_costs")),
+    *(functools.partial(check_search_key, key) for key in ("pp_max_activations", "pp_recording")),
     check_group_size,
     check_kept_activations,
     check_warmup,

@@ -185,11 +185,11 @@ BAD = [
     ),
     (
         changed(distributed__pp_memory=2, distributed__pp_engine="auto"),
-        r"distributed\.pp_memory=2\.0 needs a pipeline, but pp_size=1; remove it$",
+        r"distributed\.pp_max_activations=2\.0 needs a pipeline, but pp_size=1; remove it$",
     ),
     (
         changed(distributed__pp_costs="run", distributed__pp_engine="auto"),
-        r"distributed\.pp_costs='run' needs a pipeline, but pp_size=1; remove it$",
+        r"distributed\.pp_recording='run' needs a pipeline, but pp_size=1; remove it$",
     ),
     (
         changed(distributed__pp_keep_activations=2, training__activation_checkpointing="full"),
@@ -201,11 +201,11 @@ BAD = [
     ),
     (
         changed(distributed__pp_size=2, distributed__pp_memory=2),
-        r"distributed\.pp_memory=2\.0 is for pp_engine='auto', not '1f1b'; remove it$",
+        r"distributed\.pp_max_activations=2\.0 is for pp_engine='auto', not '1f1b'; remove it$",
     ),
     (
         changed(distributed__pp_size=2, distributed__pp_costs="run"),
-        r"distributed\.pp_costs='run' is for pp_engine='auto', not '1f1b'; remove it$",
+        r"distributed\.pp_recording='run' is for pp_engine='auto', not '1f1b'; remove it$",
     ),
     (
         changed(distributed__pp_size=2, distributed__pp_group_size=2, distributed__pp_engine="auto"),
@@ -230,7 +230,7 @@ def test_all_mistakes_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WORLD_SIZE", "5")
     data = changed(
         training={"warmup_steps": 9, "total_train_steps": 9, "eval_frequency": 10, "seq_length": 127, "seed": "x"},
-        distributed={"cp_size": 2, "tp_size": 3, "pp_engine": "1f1b", "pp_memory": 2, "use_cpu": True},
+        distributed={"cp_size": 2, "tp_size": 3, "pp_engine": "1f1b", "pp_max_activations": 2, "use_cpu": True},
         dataset__nmae="x",
         logging__trace_steps=[1],
     )
@@ -242,8 +242,8 @@ def test_all_mistakes_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> N
         "unknown key dataset.nmae; did you mean dataset.name?",
         "training.warmup_steps=9 must be less than total_train_steps=9",
         "training.eval_frequency=10 exceeds total_train_steps=9",
-        "distributed.pp_memory=2 needs a pipeline, but pp_size=1",
-        "distributed.pp_memory=2 is for pp_engine='auto', not '1f1b'",
+        "distributed.pp_max_activations=2 needs a pipeline, but pp_size=1",
+        "distributed.pp_max_activations=2 is for pp_engine='auto', not '1f1b'",
         "training.seq_length=127 is not divisible by 4, as cp_size=2",
         "logging.trace_steps=[1] needs a pipeline, but pp_size=1",
         "needs 6 processes, but 5 started",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from picotron.command_line import json_schema, leaf_keys, load_config, parse_config
+from picotron.command_line import RENAMED, json_schema, leaf_keys, load_config, parse_command_line, parse_config
 from picotron.console import UserError
 from tests.test_config import MINIMAL, changed
 
@@ -72,6 +72,21 @@ def test_template_has_only_keys_of_the_schema() -> None:
         if isinstance(body, dict):
             definition = schema["$defs"][schema["properties"][section]["$ref"].split("/")[-1]]
             assert body.keys() <= definition["properties"].keys()
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_earlier_names_of_keys_are_read(tmp_path: Path, old: str) -> None:
+    section, _, name = old.partition(".")
+    path, current = write(tmp_path, changed(**{f"{section}__{name}": None})), RENAMED[old]
+    assert current in leaf_keys()
+    assert old not in leaf_keys()
+    assert load_config(["--config", path]) == load_config(["--config", write(tmp_path, MINIMAL)])
+    path = write(tmp_path, changed(**{f"{section}__{name}": "from the file"}))
+    data = parse_command_line(["--config", path, f"--{old}", "7"]).data
+    assert data[section][current.partition(".")[2]] in (7, "7")
+    assert name not in data[section]
+    with pytest.raises(UserError, match=f"{old} is the earlier name of {current}"):
+        parse_config(changed(**{f"{section}__{name}": None, current.replace(".", "__"): None}))
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,13 @@ def search_schedule(config: "Config", model_config: "PreTrainedConfig") -> Pipel
         UserError: the recorded run does not match the config, or the stages do not fit the model.
     """
     layout = config.distributed
-    memory = layout.pp_size if layout.pp_memory is None else layout.pp_memory
-    if layout.pp_costs is None:
+    memory = layout.pp_size if layout.pp_max_activations is None else layout.pp_max_activations
+    if layout.pp_recording is None:
         found, source, unit = _search_with_estimates(config, model_config, memory), "estimated by FLOPs", "forwards"
     else:
         found, source, unit = (
             _search_with_recording(config, model_config, memory),
-            f"measured in {layout.pp_costs!r}",
+            f"measured in {layout.pp_recording!r}",
             "s",
         )
     schedule = found.schedule
@@ -70,16 +70,16 @@ def _search_with_estimates(config: "Config", model_config: "PreTrainedConfig", m
 
 def _search_with_recording(config: "Config", model_config: "PreTrainedConfig", memory: float) -> Found:
     layout = config.distributed
-    assert layout.pp_costs is not None
-    recorded, costs = recorded_costs(layout.pp_costs)
+    assert layout.pp_recording is not None
+    recorded, costs = recorded_costs(layout.pp_recording)
     for key, theirs in (("pp_size", recorded.pp), ("pp_chunks", recorded.chunks)):
         ours = getattr(layout, key)
         if ours not in (theirs, None):
             raise UserError(
-                f"the run in pp_costs={layout.pp_costs!r} has {key}={theirs}, but the config has {ours}; make them equal"
+                f"the run in pp_recording={layout.pp_recording!r} has {key}={theirs}, but the config has {ours}; make them equal"
             )
     shape = recorded.chunks, recorded.placement
-    check_recording(layout.pp_costs, settings_of(config, model_config, stages_for(config, model_config, shape)))
+    check_recording(layout.pp_recording, settings_of(config, model_config, stages_for(config, model_config, shape)))
     microbatches, deferred = config.training.gradient_accumulation_steps, deferred_fraction(config, model_config)
     return fastest_schedule(layout.pp_size, microbatches, memory, {shape: costs}, deferred)
 

@@ -38,7 +38,7 @@ PARENT = os.getppid()
 # Keys that may differ between machines: names of files and runs, and numbers of processes that read data.
 OF_MACHINES = """
     model.name model.tokenizer dataset.name dataset.mixture dataset.num_workers dataset.num_proc
-    distributed.pp_costs checkpoint.save_dir logging.run_name logging.project_name
+    distributed.pp_recording checkpoint.save_dir logging.run_name logging.project_name
 """
 # Keys of the model's config.json that change a run, besides those of its architecture.
 OF_MODEL = ("num_hidden_layers", "initializer_range", "pad_token_id", "eos_token_id")

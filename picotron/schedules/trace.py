@@ -116,8 +116,8 @@ def check_recording(run_dir: str, settings: dict[str, Any]) -> None:
     ]
     if different:
         raise UserError(
-            f"the run in pp_costs={run_dir!r} was recorded with {'; '.join(different)}; record a run with the settings of "
-            f"this config, or remove pp_costs"
+            f"the run in pp_recording={run_dir!r} was recorded with {'; '.join(different)}; record a run with the settings of "
+            f"this config, or remove pp_recording"
         )
 
 

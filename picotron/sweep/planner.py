@@ -68,7 +68,7 @@ class Planner:
         key = *pipeline, training.gradient_accumulation_steps, training.activation_checkpointing, training.seq_length
         if layout.pp_engine == "auto":
             key = *key, layout.tp_size, layout.sequence_parallel  # see `auto.deferred_fraction`
-        if layout.pp_costs is not None:
+        if layout.pp_recording is not None:
             key = *key, config.model_dump_json()  # it must be that of the recording, see `settings_of`
         if key not in self.plans:
             try:

@@ -209,8 +209,8 @@ def test_all_processes_find_the_same_schedule() -> None:
 
 def auto_config(tmp_path: Path, **changes: Any) -> Any:
     keys: dict[str, Any] = {"pp_engine": "auto", "pp_size": 2, "training__gradient_accumulation_steps": 6, **changes}
-    if "pp_costs" in keys:
-        keys["pp_costs"] = str(tmp_path)
+    if "pp_recording" in keys:
+        keys["pp_recording"] = str(tmp_path)
         record(tmp_path)
     return make_config(**{key if "__" in key else f"distributed__{key}": value for key, value in keys.items()})
 
@@ -232,7 +232,7 @@ def test_plan_of_a_config_is_searched(tmp_path: Path) -> None:
     assert "expected, with times estimated by FLOPs: step time 1" in str(plan)
     assert "(limit 2)" in str(plan)
     assert max(map(peak_activations, plan.schedule.programs)) <= 4
-    one = plan_pipeline(auto_config(tmp_path, pp_memory=1.5), tiny_llama(num_hidden_layers=6))
+    one = plan_pipeline(auto_config(tmp_path, pp_max_activations=1.5), tiny_llama(num_hidden_layers=6))
     assert max(map(peak_activations, one.schedule.programs)) <= 3
     assert plan_pipeline(auto_config(tmp_path), tiny_llama(num_hidden_layers=3)).schedule.chunks == 1
     assert plan_pipeline(auto_config(tmp_path, pp_layout="Ett|tL"), tiny_llama()).schedule.chunks == 1
@@ -241,7 +241,7 @@ def test_plan_of_a_config_is_searched(tmp_path: Path) -> None:
 
 
 def test_plan_uses_the_times_of_a_recorded_run(tmp_path: Path) -> None:
-    plan = plan_pipeline(auto_config(tmp_path, pp_costs=True), tiny_llama(num_hidden_layers=6))
+    plan = plan_pipeline(auto_config(tmp_path, pp_recording=True), tiny_llama(num_hidden_layers=6))
     assert (plan.schedule.chunks, plan.schedule.microbatches) == (1, 6)
     assert f"measured in '{tmp_path}': step time" in str(plan)
     assert " s (the best possible), bubble" in str(plan)
@@ -268,28 +268,33 @@ def test_plan_uses_the_times_of_a_recorded_run(tmp_path: Path) -> None:
 def test_a_recording_of_other_settings_is_rejected(
     changes: dict[str, Any], sizes: dict[str, Any], difference: str, tmp_path: Path
 ) -> None:
-    config = auto_config(tmp_path, pp_costs=True, **changes)
+    config = auto_config(tmp_path, pp_recording=True, **changes)
     with pytest.raises(UserError) as error:
         plan_pipeline(config, tiny_llama(**{"num_hidden_layers": 6} | sizes))
-    assert f"the run in pp_costs='{tmp_path}' was recorded with " in str(error.value)
+    assert f"the run in pp_recording='{tmp_path}' was recorded with " in str(error.value)
     assert difference in str(error.value)
-    assert str(error.value).endswith("; record a run with the settings of this config, or remove pp_costs")
+    assert str(error.value).endswith("; record a run with the settings of this config, or remove pp_recording")
 
 
 def test_a_recording_serves_other_schedules_and_batches(tmp_path: Path) -> None:
-    others = {"pp_memory": 3, "dp_size": 4, "training__gradient_accumulation_steps": 9, "training__learning_rate": 1e-4}
-    config = auto_config(tmp_path, pp_costs=True, **others)
+    others = {
+        "pp_max_activations": 3,
+        "dp_size": 4,
+        "training__gradient_accumulation_steps": 9,
+        "training__learning_rate": 1e-4,
+    }
+    config = auto_config(tmp_path, pp_recording=True, **others)
     assert plan_pipeline(config, tiny_llama(num_hidden_layers=6)).schedule.microbatches == 9
 
 
 def test_a_sweep_leaves_out_only_the_configs_that_a_recording_does_not_fit(tmp_path: Path) -> None:
     planner = Planner(tiny_llama(num_hidden_layers=6), HARDWARE["H100"])
-    configs = [auto_config(tmp_path, pp_costs=True, training__micro_batch_size=size) for size in (1, 2)]
+    configs = [auto_config(tmp_path, pp_recording=True, training__micro_batch_size=size) for size in (1, 2)]
     assert [planner.plan(config) is None for config in configs] == [True, False]
 
 
 def test_a_recording_without_settings_is_rejected(tmp_path: Path) -> None:
-    config = auto_config(tmp_path, pp_costs=True)
+    config = auto_config(tmp_path, pp_recording=True)
     write_trace(tmp_path, 4, simulate(build("1f1b", 2, 4)))
     with pytest.raises(UserError, match=r"trace_step_00000004.jsonl does not say with which settings"):
         plan_pipeline(config, tiny_llama(num_hidden_layers=6))
@@ -298,8 +303,8 @@ def test_a_recording_without_settings_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pp_costs": True, "pp_size": 3}, "has pp_size=2, but the config has 3"),
-        ({"pp_costs": True, "pp_chunks": 2}, "has pp_chunks=1, but the config has 2"),
+        ({"pp_recording": True, "pp_size": 3}, "has pp_size=2, but the config has 3"),
+        ({"pp_recording": True, "pp_chunks": 2}, "has pp_chunks=1, but the config has 2"),
         ({"pp_layout": "Ett|t|tttL"}, "has 3 stages, but the schedule has 2 (pp ranks times chunks)"),
         ({"pp_size": 7}, "needs at least 7 layers, one per stage, but num_hidden_layers=6"),
     ],
