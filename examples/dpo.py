@@ -67,10 +67,8 @@ def read_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[tuple
     pairs = [(chosen, rejected) for chosen, rejected in short if chosen != rejected]
     left_out = f"{len(found) - len(short)} are too long, and {len(short) - len(pairs)} have equal answers"
     if not pairs:
-        raise UserError(
-            f"of {len(found)} pairs in {documents.name}, {left_out}, so none is left to train on; use other data, or a "
-            f"longer training.seq_length"
-        )
+        remedy = "a longer training.seq_length" if len(short) < len(found) else "other data"
+        raise UserError(f"of {len(found)} pairs in {documents.name}, {left_out}, so none is left; use {remedy}")
     logger.info("%d pairs in %s, of which %s", len(found), documents.name, left_out)
     return pairs
 

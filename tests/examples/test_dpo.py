@@ -226,6 +226,9 @@ def test_pairs_with_equal_answers_are_left_out_and_counted(
     likely = write_jsonl(tmp_path / "likely.jsonl", PAIRS[:1])
     config = config_of(folder, tmp_path, {}, dataset__name=path, dataset__mixture=json.dumps({likely: 1e9}))
     assert len(read_pairs(config, AutoTokenizer.from_pretrained(folder / "model"))) == 1
+    write_jsonl(tmp_path / "pairs.jsonl", [])
+    with pytest.raises(UserError, match=r"of 0 pairs in .*; use other data$"):
+        read_pairs(config_of(folder, tmp_path, {}, dataset__name=path), AutoTokenizer.from_pretrained(folder / "model"))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +253,7 @@ def test_mistakes_in_the_config(keys: dict[str, Any], message: str) -> None:
         ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "three texts, or three lists of messages"),
         (
             {"prompt": "a" * 999, "chosen": "b", "rejected": "c"},
-            "of 1 pairs in .*, 1 are too long, and 0 have equal answers, so none is left",
+            "of 1 pairs in .*, 1 are too long, and 0 have equal answers, so none is left; use a longer training.seq_length",
         ),
         ([1], "there should be a prompt"),
         ({"prompt": [U("a")], "chosen": "b", "rejected": "c"}, "there should be a prompt"),
