@@ -29,6 +29,9 @@ class AdamW(torch.optim.AdamW):
     float32 copy instead, the master weight, and rounds it to the weight (Micikevicius et al. 2017, arXiv:1710.03740).
     Weights in float32 or wider are their own master weights. Weight decay applies to matrices only.
 
+    A weight that something else has changed, such as `load_state_dict` or `torch.nn.init`, is taken into the master
+    weight at the next step. Changes of `weight.data`, which torch does not count, are lost in bfloat16.
+
     If the data-parallel ranks divide the optimizer (see `owned_slices`), master weights and moments are flat slices. A
     rank updates the slices of one buffer after the other, so that with ZeRO-1, the updated weights of a buffer are on
     their way to the other ranks while those of the next one are computed.
@@ -41,6 +44,7 @@ class AdamW(torch.optim.AdamW):
             weight, dtype, owned = owned_weight(p), accumulation_dtype(p), owned_slice(p)
             self.masters[p] = weight if weight.dtype == dtype else weight.detach().to(dtype).requires_grad_()
             self.updated_together.setdefault(owned.after_update if owned else None, []).append(p)
+        self.versions = {p: p._version for p in self.masters}  # torch's count of changes in place
         matrices = [master for p, master in self.masters.items() if p.ndim >= 2]
         vectors = [master for p, master in self.masters.items() if p.ndim < 2]
         super().__init__(
@@ -57,13 +61,18 @@ class AdamW(torch.optim.AdamW):
         work: dist.Work | None = None
         for after_update, parameters in self.updated_together.items():
             masters = [self.masters[parameter] for parameter in parameters]
+            rounded = [p for p in parameters if p.requires_grad and p.dtype != self.masters[p].dtype]
+            for changed in (p for p in rounded if p._version != self.versions[p]):
+                weight, master = owned_weight(changed), self.masters[changed]
+                master.copy_(torch.where(weight == master.to(weight.dtype), master, weight))
             for parameter, master in zip(parameters, masters, strict=True):
                 master.grad = main_grad(parameter) if parameter.requires_grad else None
             super().step()  # skips all other masters, which have no gradient
             for master in masters:
                 master.grad = None  # the gradients stay in main_grad
-            if rounded := [parameter for parameter in parameters if parameter.dtype != self.masters[parameter].dtype]:
+            if rounded:
                 torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])
+            self.versions |= {p: p._version for p in rounded}
             previous, work = work, after_update() if after_update else None
             if previous is not None:  # gloo copies what it sends, so only one buffer is on its way
                 previous.wait()

@@ -205,6 +205,32 @@ def test_bfloat16_gradients_accumulate_in_float32(pool: WorkerPool, wrapper: str
         assert gradient.item() == 300
 
 
+def changed_after_the_optimizer_was_made(wrapper: str) -> None:
+    setup_process_group_manager(1, 1, 1, 2)
+    module = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    model = WRAPPERS[wrapper](module)
+    optimizer = AdamW(model.parameters(), Training(learning_rate=1e-3, warmup_steps=0, weight_decay=0.0), fused=False)
+
+    def train(steps: int) -> list[float]:
+        for _ in range(steps):
+            model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+            model.finish_grad_sync()
+            optimizer.step()
+            optimizer.zero_grad()
+        return sorted({weight.item() for weight in module.weight.flatten()})
+
+    module.load_state_dict({"weight": torch.full((4, 4), 3.0)})
+    assert train(1) == [3.0]  # an update of 0.001 is less than half of the distance to the next number, 0.0156
+    with torch.no_grad():
+        module.weight[1] = 2.0
+    assert train(8) == [1.9921875, 2.984375]  # 9 updates of the other rows
+
+
+@pytest.mark.parametrize("wrapper", ["bucket", "zero1"])
+def test_weights_that_are_changed_after_the_optimizer_was_made_are_kept(pool: WorkerPool, wrapper: str) -> None:
+    pool.run(changed_after_the_optimizer_was_made, 2, wrapper)
+
+
 def launches() -> list[str]:
     """Return the events of one step in order: each layer's backward, each bucket's launch and each wait."""
     setup_process_group_manager(1, 1, 1, 2)
