@@ -10,7 +10,6 @@ A program with a loss or with batches of its own (see `batches`) needs no more, 
 import contextlib
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +38,7 @@ from picotron.optimizer import AdamW, make_scheduler, update_weights
 from picotron.parallelize import build_model, build_stage, check_model, check_run, unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import StopSignals, check_same_config, exit_after_signal, init_process_group, set_up_device
-from picotron.run.metrics import max_over_ranks
+from picotron.run.metrics import check_finite, max_over_ranks
 from picotron.run.progress import Progress
 from picotron.run.run_folder import begin_run, claim_save_dir, release_save_dir, user_error_on_failure
 from picotron.train_step import make_evaluation, make_train_step
@@ -285,21 +284,17 @@ class Trainer:
             UserError: on every rank, if the loss or the gradient norm is NaN or infinite, or if a statistic has the
                 name of another number of the record.
         """
-        result = train_batch(self.step, self.model, batches, loss_fn)
+        losses: list[Tensor] = []
+        result = train_batch(self.step, self.model, batches, loss_fn, losses)
         if taken := {"step", "loss", "grad_norm", "learning_rate"} & result.statistics.keys():
             raise UserError(f"loss_fn returned a statistic {min(taken)!r}, which every record has already; rename it")
-        learning_rate = float(self.scheduler.get_last_lr()[0])
+        rate = float(self.scheduler.get_last_lr()[0])
         grad_norm = update_weights(self.model, self.optimizer, self.config.training.max_grad_norm).item()
         self.scheduler.step()
         self.progress = self.progress.after_step(self.config)
-        record = {"step": self.progress.step, "loss": result.loss, "grad_norm": grad_norm}
-        for name, value in record.items():
-            if not math.isfinite(value):
-                raise UserError(
-                    f"step {self.progress.step}: {name} is {value}; try a lower learning_rate than {learning_rate:g} or "
-                    f"more warmup_steps"
-                )
-        return record | {"learning_rate": learning_rate, **result.statistics}
+        record = {"step": self.progress.step, "loss": result.loss, "grad_norm": grad_norm, "learning_rate": rate}
+        check_finite(record, lambda: float(sum(losses)))
+        return record | result.statistics
 
     def log(self, record: dict[str, float]) -> None:
         """Append a record to metrics.jsonl, and print it if it is due."""

@@ -155,6 +155,21 @@ def test_frozen_parameters_stay_and_a_signal_ends_the_loop_with_a_checkpoint(poo
     assert not (tmp_path / "run" / "step_00000002" / "tokenizer.json").exists()
 
 
+def nan_on_rank_1(config: Config) -> None:
+    trainer = make_trainer(config, Data())
+    ids = torch.arange(64).view(4, 16) % 61
+
+    def loss(head: Any, x: Tensor, batch: Any) -> Tensor:
+        return cross_entropy(head, x, batch) * (math.nan if dist.get_rank() == 1 else 1)
+
+    with pytest.raises(UserError, match="step 1: loss is nan; only rank 1 computed such a loss"):
+        trainer.train(trainer.split({"input_ids": ids, "target_ids": ids}), loss)
+
+
+def test_a_rank_that_alone_has_a_nan_is_named(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(nan_on_rank_1, 2, config_of(tmp_path, distributed__dp_size=2))
+
+
 def unfrozen_before_the_first_step(config: Config) -> None:
     trainer = make_trainer(config, Data(), lambda name: "norm" in name)
     batch = {"input_ids": torch.arange(32).view(2, 16), "target_ids": torch.arange(1, 33).view(2, 16)}

@@ -9,7 +9,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,25 @@ def check_wandb(config: Config) -> None:
                 f"logging.use_wandb=true, but wandb cannot be imported ({first_line(error)}); install it, or set the key to "
                 f"false"
             ) from None
+
+
+def check_finite(record: Mapping[str, Any], own_loss: Callable[[], float]) -> None:
+    """Check that the loss and the gradient norm of a step's record, which are those of all ranks, are finite.
+
+    Args:
+        own_loss: function that returns this rank's loss, 0 without the last stage.
+
+    Raises:
+        UserError: on every rank, if the loss or the gradient norm is NaN or infinite.
+    """
+    for name in ("loss", "grad_norm"):
+        if not math.isfinite(record[name]):
+            losses = {rank: own for rank, own in enumerate(run_on_all_ranks(own_loss)) if own != 0}
+            bad = [str(rank) for rank, own in losses.items() if not math.isfinite(own)]
+            advice = f"try a lower learning_rate than {record['learning_rate']:g} or more warmup_steps"
+            if 0 < len(bad) < len(losses):
+                advice = f"only rank {', '.join(bad)} computed such a loss; look at the data and the device there"
+            raise UserError(f"step {record['step']}: {name} is {record[name]}; {advice}")
 
 
 def _start_wandb(config: Config, run_id: str | None) -> Any:
@@ -200,15 +219,7 @@ class Metrics:
             "grad_norm": norm,
             "learning_rate": learning_rate,
         }
-        for name in ("loss", "grad_norm"):
-            if not math.isfinite(record[name]):
-                # All ranks are here, because the numbers are global. A rank without the last stage has the loss 0.
-                losses = {rank: own for rank, own in enumerate(run_on_all_ranks(loss.item)) if own != 0}
-                bad = [rank for rank, own in losses.items() if not math.isfinite(own)]
-                advice = f"try a lower learning_rate than {learning_rate:g} or more warmup_steps"
-                if 0 < len(bad) < len(losses):
-                    advice = f"only rank {', '.join(map(str, bad))} computed such a loss; look at the data and the device there"
-                raise UserError(f"step {progress.step}: {name} is {record[name]}; {advice}")
+        check_finite(record, loss.item)
 
         step_time = time.perf_counter() - self.start
         rate = self.tokens_per_step / step_time
