@@ -1,22 +1,16 @@
 """Bits per byte: the loss of held-out data in a unit that does not depend on the tokenizer."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
-import torch
-import torch.nn.functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from conformance.fuzz.tokenizer_kinds import CORPUS, make_tokenizer
-from conformance.oracle import assert_close, tiny_llama
-from conformance.worker_pool import WorkerPool
+from conformance.oracle import tiny_llama
 from picotron.data.loader import split_train_eval
 from picotron.data.rows import TextRows
 from picotron.data.tokens import read_arrays, targets_and_bytes, write_tokens
-from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.metrics import evaluation_record
 from tests.support.samples import config_of, encode, write_jsonl
 
 KINDS = ("prepend", "metaspace first", "byte-level", "byte-level trimmed", "ByT5")  # those that can restore any text
@@ -69,17 +63,3 @@ def test_bytes_of_text_are_those_between_the_first_and_the_last_target(
     last = min(len(rows) * seq_length, len(spans) - 1)  # the end-of-sequence token after it has no text
     expected = text[spans[1][0] : spans[last][1]].encode()
     assert targets_and_bytes(rows, Path(folder)) == (len(rows) * seq_length, len(expected))
-
-
-def test_bits_per_byte_are_the_bits_of_all_targets_by_the_bytes_of_their_text(pool: WorkerPool) -> None:
-    pool.run(compare_with_sum, 1)
-
-
-def compare_with_sum() -> None:
-    setup_process_group_manager(1, 1, 1, 1)
-    logits, targets = torch.randn(50, 480, dtype=torch.float64), torch.randint(480, (50,))
-    bits = -F.softmax(logits, dim=-1)[range(50), targets].log2().sum()
-    record = evaluation_record(F.cross_entropy(logits, targets), 50, 123)
-    assert_close(record["bits_per_byte"], bits / 123, 1e-12)
-    assert_close(record["eval_loss"], bits * math.log(2) / 50, 1e-12)
-    assert evaluation_record(torch.ones(()), 50, 0)["bits_per_byte"] is None

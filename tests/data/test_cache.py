@@ -1,6 +1,5 @@
 """The cache: complete and intact entries, one writer at a time, and nothing left of writers that were killed."""
 
-import errno
 import logging
 import os
 import subprocess
@@ -12,8 +11,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from picotron.console import UserError
-from picotron.data.cache import CHECKSUMS, cache_folder, cached, main
+from picotron.data.cache import CHECKSUMS, cached, main
 
 
 @pytest.fixture(autouse=True)
@@ -31,17 +29,6 @@ class Writer:
     def __call__(self, new: Path) -> None:
         self.calls += 1
         (new / "data").write_bytes(b"12345678" * 1_000)
-
-
-def test_an_entry_is_written_once(folder: Path) -> None:
-    write = Writer()
-    entries = {cached("kind", "key", write) for _ in range(3)}
-    assert write.calls == 1
-    assert cached("kind", "another key", write) not in entries
-    assert write.calls == 2
-    assert {path.name for path in folder.iterdir() if path.is_dir()} == {
-        entry.name for entry in [*entries, cached("kind", "another key", write)]
-    }
 
 
 def zeroed(file: Path) -> None:
@@ -102,17 +89,6 @@ def test_a_failed_writer_leaves_nothing(folder: Path) -> None:
     assert [path for path in folder.iterdir() if path.suffix != ".lock"] == []
 
 
-def test_a_full_disk_is_reported(folder: Path) -> None:
-    def write(new: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(
-        UserError, match="cannot be written: No space left on device; free some space, or set XDG_CACHE"
-    ):
-        cached("kind", "key", write)
-    assert [path for path in folder.iterdir() if path.suffix != ".lock"] == []
-
-
 @pytest.mark.processes
 def test_what_killed_writers_left_is_deleted(folder: Path) -> None:
     program = (
@@ -150,18 +126,3 @@ def test_a_lock_does_not_stop_those_who_only_read() -> None:
     entry = cached("kind", "key", Writer())
     with FileLock(f"{entry}.lock"):
         assert cached("kind", "key", Writer()) == entry
-
-
-def test_the_cache_needs_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="cannot be written: Not a directory; free some space, or set XDG_CACHE_HOME"):
-        cached("kind", "key", Writer())
-    monkeypatch.delenv("XDG_CACHE_HOME")
-
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(UserError, match="there is no home folder for the cache; set XDG_CACHE_HOME"):
-        cache_folder()

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from conformance.oracle import make_config, random_rows, random_tokens
+from conformance.oracle import make_config
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
@@ -211,27 +209,3 @@ def test_local_positions_are_sharded_zigzag_or_contiguously() -> None:
     ]
     for sharding in ("zigzag", "contiguous"):
         assert local_positions(8, 1, 0, sharding).tolist() == list(range(8))
-
-
-def batches_of_a_rank(sharding: str) -> list[Tensor]:
-    cp = dist.get_world_size()
-    setup_process_group_manager(1, cp, 1, 1)
-    config = make_config(
-        distributed__cp_size=cp, distributed__cp_sharding=sharding, training__seq_length=12, dataset__shuffle=False
-    )
-    loader = MicroBatchDataLoader(random_rows(config), config, CPU)
-    batch = next(loader)
-    assert all(batch[name].shape == (2, 12 // cp) for name in ("input_ids", "target_ids", "position_ids"))
-    return [batch[name] for name in ("input_ids", "target_ids", "position_ids")]
-
-
-@pytest.mark.parametrize("sharding", ["zigzag", "contiguous"])
-def test_every_rank_gets_its_tokens_with_their_targets(pool: WorkerPool, sharding: str) -> None:
-    stream = torch.from_numpy(random_tokens()[:25].astype("int64"))
-    seen = torch.zeros(2, 12)
-    for ids, targets, positions in pool.run(batches_of_a_rank, 3, sharding):
-        for row in (0, 1):
-            assert torch.equal(ids[row], stream[12 * row + positions[row]])
-            assert torch.equal(targets[row], stream[12 * row + positions[row] + 1])
-            seen[row, positions[row]] += 1
-    assert (seen == 1).all()

@@ -5,16 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.packing import picotron_tokens
-from benchmarks.workload import run_config
-from conformance.worker_pool import WorkerPool
-from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import Packed, SampleRows, Samples, best_fit, pack, pack_samples
-from picotron.process_group_manager import setup_process_group_manager
 
 SIZES = st.lists(st.integers(1, 12), max_size=60)
 
@@ -83,12 +77,6 @@ def test_rows_are_those_of_best_fit_decreasing(sizes: list[int], capacity: int) 
     assert sorted(loads) == sorted(naive_loads(sizes, capacity))
 
 
-@given(sizes=SIZES)
-def test_rows_are_numbered_by_their_first_items(sizes: list[int]) -> None:
-    rows = pack(np.array(sizes, np.int64), 12).tolist()
-    assert list(dict.fromkeys(rows)) == list(range(len(set(rows))))
-
-
 def test_packing_ends_when_the_rows_are_full() -> None:
     assert best_fit([5, 6, 4, 3, 1], 10, limit=2) == [0, 1, 1, 0, 0]
     assert best_fit([5, 6, 5, 5, 1], 10, limit=2) == [0, 1, 0]
@@ -153,26 +141,3 @@ def test_samples_keep_their_order_within_a_row_and_the_rows_the_order_of_the_dat
     row_starts = [row.input_ids[0] for row in map(packed.training.__getitem__, range(len(packed.training)))]
     assert row_starts == sorted(row_starts)
     assert sum(a > b for a, b in itertools.pairwise(first)) < len(packed.training)
-
-
-# ---------------------------------------------------------------------------------------------------------- benchmark
-
-
-def tokens_of_steps(steps: int) -> tuple[list[int], list[int]]:
-    """Return the number of targets in each micro-batch of packed samples, all counted: as the benchmark of packing
-    computes them, and in the loader's batches.
-    """
-    setup_process_group_manager(1, 1, 1, 1)
-    lengths = np.random.default_rng(0).integers(2, 300, size=30)
-    samples = Samples(np.zeros(lengths.sum(), np.uint16), np.ones(lengths.sum(), np.uint8), lengths)
-    rows = pack_samples(samples, 512).training
-    loader = MicroBatchDataLoader(rows, run_config({}), torch.device("cpu"))
-    count = steps * loader.grad_acc_steps
-    in_batches = [int((next(loader)["target_weights"] > 0).sum()) for _ in range(count)]
-    return list(map(int, itertools.islice(picotron_tokens(rows), count))), in_batches
-
-
-def test_the_benchmark_counts_the_tokens_of_each_step(pool: WorkerPool) -> None:
-    ((computed, in_batches),) = pool.run(tokens_of_steps, 1, 3)
-    assert computed == in_batches
-    assert len(set(computed)) > 1

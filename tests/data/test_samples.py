@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
-from tokenizers import processors
 from transformers import AutoTokenizer
 
 from conformance.fuzz.chat_templates import CHATML, LLAMA3, MARKED, QUESTIONS_MARKED, TOOLS
@@ -32,33 +31,6 @@ PAIRS = [("What is 2 + 2?", " It is 4."), ("", "def f(x):"), ("x", ""), ("wide �
 
 def write_pairs(folder: Path) -> str:
     return write_jsonl(folder / "pairs.jsonl", [{"n": i, "q": q, "a": a} for i, (q, a) in enumerate(PAIRS)])
-
-
-def test_the_loss_counts_completions_and_the_end_of_sequence_token(tmp_path: Path, folder: str) -> None:
-    plain = AutoTokenizer.from_pretrained(folder)
-    end = plain.eos_token_id
-    expected = []
-    for prompt, completion in PAIRS:
-        q, a = plain(prompt)["input_ids"] or [end], plain(completion)["input_ids"]
-        expected.append(([*q, *a, end], [0] * len(q) + [1] * (len(a) + 1)))
-    assert split(encode(config_of(write_pairs(tmp_path), folder))) == expected
-
-
-def test_a_prompt_begins_as_generation_encodes_it(tmp_path: Path, folder: str) -> None:
-    """The tokenizer adds a beginning-of-sequence token, as Llama's do."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.bos_token = "!"
-    begin = ("!", tokenizer.bos_token_id)
-    processor = processors.TemplateProcessing(single="! $A", special_tokens=[begin])
-    tokenizer.backend_tokenizer.post_processor = processors.Sequence([processor])
-    tokenizer.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    samples = split(encode(config_of(write_pairs(tmp_path), folder)))
-    for (prompt, completion), (tokens, mask) in zip(PAIRS, samples, strict=True):
-        q, a = tokenizer(prompt)["input_ids"], tokenizer(completion, add_special_tokens=False)["input_ids"]
-        assert q[0] == tokenizer.bos_token_id
-        assert tokens == [*q, *a, tokenizer.eos_token_id]
-        assert mask == [0] * len(q) + [1] * (len(a) + 1)
 
 
 @pytest.mark.processes
@@ -119,56 +91,6 @@ CHATS = [
     [("user", "What is 2 + 2?"), ("assistant", "It is 4.")],
     [("system", "Be brief."), ("user", "x"), ("assistant", "1"), ("user", "y"), ("assistant", "2 🙂"), ("user", "bye")],
 ]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (
-            CHATML,
-            [
-                ["<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n", "It is 4.<|im_end|>\n"],
-                [
-                    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n",
-                    "1<|im_end|>\n",
-                    "<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n",
-                    "2 🙂<|im_end|>\n",
-                ],
-            ],
-        ),
-        (
-            LLAMA3,
-            [
-                ["<begin><header>user</header>\n\nWhat is 2 + 2?<eot><header>assistant</header>\n\n", "It is 4.<eot>"],
-                [
-                    "<begin><header>system</header>\n\nBe brief.<eot><header>user</header>\n\nx<eot>"
-                    "<header>assistant</header>\n\n",
-                    "1<eot>",
-                    "<header>user</header>\n\ny<eot><header>assistant</header>\n\n",
-                    "2 🙂<eot>",
-                ],
-            ],
-        ),
-    ],
-    ids=["ChatML", "Llama 3"],
-)
-def test_the_loss_counts_the_turns_of_the_assistant(
-    tmp_path: Path, folder: str, template: str, expected: list[list[str]], kind: str
-) -> None:
-    """Texts alternate: one that is not counted, one that is."""
-    name = str(tmp_path / f"a.{kind}")
-    records = [{"chat": messages(chat)} for chat in CHATS]
-    if kind == "parquet":
-        pandas.DataFrame(records).to_parquet(name)
-    else:
-        write_jsonl(Path(name), records)
-    data = split(encode(config_of(name, with_template(folder, template), **CHAT)))
-    plain = AutoTokenizer.from_pretrained(folder)
-    for (tokens, mask), texts in zip(data, expected, strict=True):
-        ids = [plain(text)["input_ids"] for text in texts]
-        assert tokens == [token for each in ids for token in each]
-        assert mask == [i % 2 for i, each in enumerate(ids) for _ in each]
 
 
 def test_a_template_may_mark_what_the_loss_counts(tmp_path: Path, folder: str) -> None:
