@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +14,9 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 import generate as program
-from conformance.fuzz.chat_templates import CHATML, STRICT, TEMPLATES, TOOLS
+from conformance.fuzz.chat_templates import CHATML, TEMPLATES, TOOLS
 from conformance.fuzz.tokenizer_kinds import KINDS, make_tokenizer
 from conformance.oracle import tiny_llama
-from picotron.console import UserError
 from picotron.data.samples import SampleEncoder
 from picotron.generation.prompts import CompletionPrinter, Encoder
 from tests.support.program import TORCHRUN
@@ -152,14 +150,6 @@ def test_answers_are_those_of_transformers_to_the_whole_conversation(
     assert answers_of_transformers(folder, questions[1]) != [second]
 
 
-def test_terminal_shows_the_lines_itself(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chat(monkeypatch, folder, "hello\n", stdin=Terminal)
-    (answer,) = answers_of_transformers(folder, "hello")
-    assert capsys.readouterr().out == f"> {answer}\n> \n"
-
-
 def test_answer_ends_at_the_tokenizers_end_token_although_the_model_has_another(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,21 +178,6 @@ def test_draws_depend_on_the_seed_and_on_the_turn(
     assert printed[0] == printed[1] != printed[2]
     first, second = re.findall("> a\n(.+?)\n(?=> )", printed[0], re.DOTALL)
     assert first != second  # of the same prompt
-
-
-@pytest.mark.parametrize(
-    ("keys", "lines", "message"),
-    [
-        ({"chat_template": None}, "", r"the tokenizer of .*model has no chat template, which renders messages; use a"),
-        ({}, "a\udcff\n", "the line is not valid UTF-8; check the encoding of the terminal"),
-    ],
-)
-def test_mistakes_are_one_sentence(
-    folder: Path, keys: dict[str, Any], lines: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    change(folder, **keys)
-    with pytest.raises(UserError, match=f"^{message}"):
-        chat(monkeypatch, folder, lines)
 
 
 @pytest.mark.parametrize(
@@ -236,16 +211,6 @@ def test_a_message_that_cannot_be_sent_is_dropped_and_the_conversation_goes_on(
     assert re.fullmatch(pattern, capsys.readouterr().out)
 
 
-def test_answer_is_no_longer_than_the_model_allows(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    question = "a b " * 90
-    ids = Encoder.read(folder).encode_messages(conversation(question.strip()))
-    chat(monkeypatch, folder, f"{question}\n", "--max_new_tokens", 1000, "--min_new_tokens", 1000)
-    (answer,) = answers_of_transformers(folder, question.strip(), tokens=400 - len(ids))
-    assert capsys.readouterr().out == f"> {question.strip()}\n{answer}\n> \n"
-
-
 # ------------------------------------------------------------------------------------------------------------ --prompts
 
 
@@ -277,41 +242,12 @@ def test_messages_of_a_file_are_answered_and_stay_in_the_output(folder: Path, mo
     assert len({line["text"] for line in lines}) == 3
 
 
-@pytest.mark.parametrize(
-    ("template", "message"), [(None, "the tokenizer of .* has no chat template"), (STRICT, "the chat template fails")]
-)
-def test_line_whose_messages_cannot_be_rendered_is_named(
-    folder: Path, template: str | None, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    change(folder, chat_template=template)
-    with pytest.raises(UserError, match=rf"^{folder}/p\.jsonl, line 2, {message}"):
-        complete(monkeypatch, folder, [{"prompt": "a"}, {"messages": conversation("hello")}])
-
-
 # -------------------------------------------------------------------------------------------------------- as a program
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_ctrl_c_ends_a_conversation_without_a_traceback(folder: Path) -> None:
-    words = [sys.executable, "generate.py", "--checkpoint", str(folder), "--chat"]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-
-    def listen() -> None:  # a background job of a shell ignores SIGINT, and its children inherit that
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    with subprocess.Popen(words, preexec_fn=listen, **pipes) as process:
-        assert process.stdout
-        assert process.stdout.read(2) == b"> "
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert errors.decode().strip() == "[rank 0] interrupted"
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["--distributed.pp_size", "3"], ["--distributed.tp_size", "2"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["--distributed.tp_size", "2"]], ids=" ".join)
 def test_several_processes_hold_the_conversation_of_one(folder: Path, words: list[str]) -> None:
     command = [*TORCHRUN, words[1], "generate.py", "--checkpoint", str(folder), "--chat", "--max_new_tokens", "20"]
     done = subprocess.run(

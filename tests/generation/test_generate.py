@@ -20,7 +20,6 @@ from picotron.data.tokens import train_bpe
 from picotron.generation.prompts import Encoder
 from picotron.generation.rotation import generate
 from picotron.generation.sampling import Sampling
-from tests.checkpoint.test_safetensors_folder import break_folder
 
 pytestmark = pytest.mark.usefixtures("_end_process_group")
 
@@ -78,16 +77,6 @@ def test_program_prints_the_text_of_transformers_and_obeys_the_seed(
     assert sampled[0] == sampled[1] != sampled[2]
 
 
-def test_program_prints_every_sample_of_a_prompt(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--checkpoint", folder, "--temperature", 1, "--max_new_tokens", 20)
-    first = run(monkeypatch, capsys, *words)
-    text = run(monkeypatch, capsys, *words, "--num_return_sequences", 3)
-    assert text.startswith(first)
-    assert len(set(text.split(f"{folder}:\n"))) == 4  # nothing before the first, and three texts
-
-
 def test_run_folder_selects_its_newest_checkpoint(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,29 +96,6 @@ def test_program_ends_texts_at_the_maximum_length_of_the_model_and_says_so(
         ]
     assert texts[0] == texts[1]
     assert caplog.messages == ["texts end at 64 tokens, the model's maximum sequence length"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--temperature", "-1"], "argument --temperature: '-1' should be a number of at least 0"),
-        (["--temperature", "nan"], "'nan' should be a number of at least 0"),
-        (["--max_new_tokens", "-1"], "'-1' should be an integer from 0 to 16777216"),
-        (["--max_new_tokens", "1e3"], "'1e3' should be an integer from 0"),
-        (["--top_k", "-1"], "'-1' should be an integer of at least 0"),
-        (["--min_new_tokens", "-1"], "argument --min_new_tokens: '-1' should be an integer of at least 0"),
-        (["--num_return_sequences", "0"], "argument --num_return_sequences: '0' should be an integer from 1 to 65536"),
-        (["--num_return_sequences", "9" * 12], "'999999999999' should be an integer from 1 to 65536"),
-        (["--seed", str(2**64)], "should be an integer from 0 to 9223372036854775807"),
-        (["--prompt", "a\udcff"], "argument --prompt: the text is not valid UTF-8"),
-    ],
-)
-def test_program_rejects_numbers_out_of_range(
-    folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(folder), *words])
-    with pytest.raises(UserError, match=message):
-        program.main()
 
 
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
@@ -179,28 +145,6 @@ def test_damaged_weights_are_one_sentence_and_the_old_output_stays(
     assert (tmp_path / "o.jsonl").read_text() == "results of yesterday\n"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "message"),
-    [
-        (
-            "int8",
-            "dtype='int8' in the config.json of .* is not supported; use one of float16, bfloat16, float32, float64",
-        ),
-        ("float8", "the config.json of .* is not a valid LlamaConfig: .*float8"),
-        (5, "dtype='5' in the config.json of .* is not supported"),
-    ],
-)
-def test_dtypes_of_weights_that_cannot_be_computed_with_are_rejected(
-    folder: Path, tmp_path: Path, dtype: object, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    data = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(data | {"dtype": dtype}))
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path)])
-    with pytest.raises(UserError, match=message):
-        program.main()
-
-
 def test_prompt_has_the_start_token_and_no_end_token(tmp_path: Path) -> None:
     make_tokenizer("metaspace first").save_pretrained(tmp_path / "start")
     make_tokenizer("ByT5").save_pretrained(tmp_path / "end")
@@ -209,28 +153,6 @@ def test_prompt_has_the_start_token_and_no_end_token(tmp_path: Path) -> None:
     assert end.encode_text("ab") == end.tokenizer("ab", add_special_tokens=False)["input_ids"]
     assert end.encode_text("") == [end.tokenizer.eos_token_id]
     assert end.encode_text("ab</s>")[-1] == end.tokenizer.eos_token_id  # asked for
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"), [("no/such", ""), ("/no/such", "there is no such folder"), ("./x", "there is no")]
-)
-def test_program_rejects_unknown_models(monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", name])
-    with pytest.raises(UserError, match=rf"'{name}' is not a local folder and cannot be downloaded \({reason}"):
-        program.main()
-
-
-def test_program_rejects_folders_without_tokenizer_or_with_damaged_weights(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path)])
-    with pytest.raises(UserError, match=f"no tokenizer in {tmp_path} "):
-        program.main()
-    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
-    break_folder(tmp_path, "truncated")
-    with pytest.raises(UserError, match="are damaged"):
-        program.main()
 
 
 def test_text_stays_within_the_sliding_window(tmp_path: Path) -> None:

@@ -1,11 +1,8 @@
 """generate.py with files of prompts, in one process and in several, which must give the same completions."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +111,7 @@ def run(folder: Path, prompts: Path, processes: int, *words: object) -> subproce
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "pp", "tp"), [(2, 2, 1), (4, 2, 2), (4, 1, 2), (6, 3, 1)])
+@pytest.mark.parametrize(("processes", "pp", "tp"), [(4, 2, 2)])
 def test_several_processes_write_the_same_file(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, pp: int, tp: int
 ) -> None:
@@ -127,43 +124,18 @@ def test_several_processes_write_the_same_file(
     assert_same(lines_of(tmp_path / "several.jsonl"), expected)
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_run(folder: Path, tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "prompts.txt")
-    process = run(folder, prompts, 2, "--pp_size", 2, "--max_new_tokens", 4000, "--batch_size", 1)
-    while not (tmp_path / "several.jsonl").exists() or not lines_of(tmp_path / "several.jsonl"):
-        assert process.poll() is None
-        time.sleep(0.2)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-    os.kill(int(children.stdout.split()[0]), signal.SIGKILL)
-    start = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - start < 30
-    assert process.returncode != 0, output
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": \n', r"p.jsonl, line 2, is not valid JSON: .* column 12"),
         ("p.jsonl", b'{"prompt": "a"}\n\n{"text": "a"}\n', r'line 3, should be an object with a text "prompt"'),
         ("p.jsonl", b'{"prompt": "\xff"}\n', r"line 1, is not valid UTF-8; save the file as UTF-8"),
-        ("p.jsonl", b'["prompt"]\n', r'line 1, should be an object with a text "prompt"'),
-        ("p.jsonl", b'{"prompt": 5}\n', r'line 1, should be an object with a text "prompt"'),
         ("p.jsonl", b'{"prompt": "\\ud800"}\n', r"line 1, the text has an unpaired surrogate"),
-        (
-            "p.jsonl",
-            b'{"prompt": "a", "messages": []}\n',
-            r'line 1, should be an object with a text "prompt", or with a list',
-        ),
         (
             "p.jsonl",
             b'{"messages": []}\n',
             r'line 1, should have a list of "messages", each with two texts: {"messages": ',
         ),
-        ("p.jsonl", b'{"messages": [{"role": "user", "content": 5}]}\n', r'line 1, should have a list of "messages"'),
-        ("p.jsonl", b'{"messages": [{"role": "user", "content": "\\ud800"}]}\n', r"line 1, the text has an unpaired"),
         (
             "p.jsonl",
             b'{"messages": [{"role": "user", "content": "a"}], "tools": 5}\n',
@@ -171,8 +143,6 @@ def test_a_killed_rank_ends_the_run(folder: Path, tmp_path: Path) -> None:
         ),
         ("p.txt", b"a\nb\xff\n", r"p.txt, line 2, is not valid UTF-8; save the file as UTF-8"),
         ("p.txt", b"", r"p.txt has no prompts; write one on each line"),
-        ("p.csv", b"a\n", r"p.csv should be a .txt file or a .jsonl file"),
-        ("no.txt", None, r"cannot read --prompts .*no.txt: No such file or directory; check the path"),
     ],
 )
 def test_broken_lines_are_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
@@ -186,8 +156,6 @@ def test_broken_lines_are_named(tmp_path: Path, name: str, content: bytes | None
     ("words", "message"),
     [
         (["--prompts", "{}"], "--prompts and --output need each other"),
-        (["--output", "o.jsonl"], "--prompts and --output need each other"),
-        (["--prompt", "a", "--prompts", "{}", "--output", "o"], "not allowed with argument --prompt"),
         (["--prompts", "{}", "--output", "{}"], "--output would overwrite --prompts"),
         (["--chat", "--num_return_sequences", "2"], "--chat gives one answer to each message; remove --num_return_seq"),
     ],
@@ -210,18 +178,8 @@ def test_options_that_do_not_fit_together(
             ["--pp_size", "2"],
             "pp_size=2 x tp_size=1 needs a multiple of 2 processes, but 1 started; use torchrun .* 2",
         ),
-        (6, ["--pp_size", "2", "--tp_size", "2"], "needs a multiple of 4 processes, but 6 started"),
         (4, ["--distributed.pp_size", "4"], "needs at least 4 layers, one per stage, but num_hidden_layers=3"),
-        (
-            3,
-            ["--distributed.tp_size", "3"],
-            r"tp_size=3 does not split num_attention_heads=4, .*; use one of \[1, 2, 4\]",
-        ),
         (1, ["--top_p", "0"], "top_p=0.0 should be above 0 and at most 1"),
-        (1, ["--top_p", "0.5"], "top_p=0.5 needs a temperature above 0"),
-        (1, ["--num_return_sequences", "2"], "num_return_sequences=2 needs a temperature above 0"),
-        (1, ["--min_new_tokens", "101"], "min_new_tokens=101 should be from 0 to max_new_tokens=100"),
-        (1, ["--output", "no/such/folder"], "cannot write --output no/such/folder: No such file or directory"),
         (1, ["--output", "LOOP"], "cannot write --output .*: Too many levels of symbolic links; choose another file"),
         (1, ["--output", "/dev/full"], "cannot write --output /dev/full: No space left on device; choose another file"),
     ],

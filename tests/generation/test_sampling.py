@@ -65,15 +65,11 @@ def test_end_tokens_are_masked_as_in_transformers(new: int) -> None:
     ("arguments", "message"),
     [
         ({"max_new_tokens": -1}, "max_new_tokens=-1 should be at least 0"),
-        ({"temperature": -0.1}, "temperature=-0.1 should be at least 0"),
         ({"temperature": float("nan")}, "temperature=nan should be at least 0"),
         ({"top_k": -2}, "top_k=-2 should be at least 0"),
-        ({"top_p": 0.0}, "top_p=0.0 should be above 0 and at most 1"),
         ({"top_p": 1.1}, "top_p=1.1 should be above 0 and at most 1"),
-        ({"min_new_tokens": -1}, "min_new_tokens=-1 should be from 0 to max_new_tokens=1"),
         ({"min_new_tokens": 2}, "min_new_tokens=2 should be from 0 to max_new_tokens=1"),
         ({"num_return_sequences": 0, "temperature": 1}, "num_return_sequences=0 should be at least 1"),
-        ({"num_return_sequences": -3, "temperature": 1}, "num_return_sequences=-3 should be at least 1"),
         ({"top_k": 5}, "top_k=5 needs a temperature above 0, because .*; set a temperature, or remove top_k"),
         (
             {"num_return_sequences": 2},
