@@ -43,7 +43,7 @@ def config_of(folder: Path, layout: dict[str, int]) -> Config:
     return config
 
 
-@pytest.mark.parametrize("layout", [{"pp_size": 2}, {"tp_size": 2, "cp_size": 2}], ids=layout_name)
+@pytest.mark.parametrize("layout", [{"tp_size": 2, "cp_size": 2}], ids=layout_name)
 def test_losses_and_weights_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, layout: dict[str, int]) -> None:
     save_model(tmp_path / "teacher", seed=1, num_hidden_layers=4, hidden_size=48)
     save_model(tmp_path / "student")
