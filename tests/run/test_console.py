@@ -69,7 +69,7 @@ def test_jobs_run_after_the_reader_has_gone(make_job: Callable[..., Job], tmp_pa
 
 @pytest.mark.parametrize(
     "words",
-    [["-m", "picotron.drawing", "schedule", "1f1b"], ["train.py", "--config", "docs/small.json", "--explain"]],
+    [["train.py", "--config", "docs/small.json", "--explain"]],
 )
 def test_output_that_cannot_be_written_is_reported(words: list[object]) -> None:
     with open("/dev/full", "w") as full:
@@ -78,11 +78,3 @@ def test_output_that_cannot_be_written_is_reported(words: list[object]) -> None:
         0,
         "the standard output cannot be written: No space left on device; the rest of it is dropped\n",
     )
-
-
-def test_a_terminal_without_the_characters_of_a_drawing_gets_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
-    command = [sys.executable, "-m", "picotron.drawing", "schedule", "1f1b"]
-    output = subprocess.run(command, capture_output=True, timeout=240, check=True).stdout.decode("latin-1")
-    assert "???" in output
-    assert "bubble" in output

@@ -19,8 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from conformance.oracle import make_config, tiny_llama
 from conformance.worker_pool import WorkerPool
-from docs.programs.broken_run import MISTAKES
-from docs.programs.mistake import replaced
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.parallelize import check_model
@@ -134,7 +132,6 @@ def test_own_errors_are_not_taken_for_those_of_others() -> None:
     "text",
     [
         "Connection closed by peer [127.0.0.1]:1",
-        "Read error [::1]:2: Connection reset by peer",
         "writev [::1]:2: Broken pipe",
     ],
 )
@@ -179,16 +176,6 @@ def torchrun(*words: str) -> tuple[str, list[str]]:
     ("words", "message"),
     [
         (["train.py", "--config", "template/base_config.json"], "needs 8 processes, but 2 started; use torchrun"),
-        pytest.param(
-            ["train.py", "--config"],
-            "argument --config: expected one argument; train.py --help lists all arguments",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["generate.py", "--checkpoint", "x", "--size", "2"],
-            "unrecognized arguments: --size 2; generate.py --help",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_torchrun_ends_with_the_error_of_the_user(words: list[str], message: str) -> None:
@@ -197,17 +184,6 @@ def test_torchrun_ends_with_the_error_of_the_user(words: list[str], message: str
     assert output.count(message) == 2
     assert message in report[-2]
     assert "usage:" not in output
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_torchrun_reports_a_stopped_run_as_one_without_an_error(tmp_path: Path) -> None:
-    """A signal that torchrun itself has not received."""
-    program = tmp_path / "stopped.py"
-    program.write_text("from picotron.run.launch import exit_after_signal\nexit_after_signal(15)")
-    _, report = torchrun("--no-python", "env", f"PYTHONPATH={Path().resolve()}", sys.executable, str(program))
-    assert "exitcode  : 143" in "\n".join(report)
-    assert report[-2] == "  traceback : stopped by SIGTERM, without an error"
 
 
 @pytest.mark.processes
@@ -220,13 +196,6 @@ def test_sigusr2_prints_the_stack_and_the_process_continues() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "continues\n"
     assert 'File "<string>", line 2 in here' in done.stderr
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_replace_functions_that_exist(name: str) -> None:
-    """docs/debugging.md shows what they lead to."""
-    with replaced(MISTAKES[name].replacements):
-        assert MISTAKES[name].replacements
 
 
 @pytest.mark.parametrize(
@@ -259,7 +228,6 @@ def test_gpu_memory_grows_in_place_unless_the_user_has_settings(
     ("backend", "device", "expected"),
     [
         (None, torch.device("cuda", 0), torch.device("cuda", 0)),
-        ("nccl", torch.device("cuda", 0), torch.device("cuda", 0)),
         ("gloo", torch.device("cuda", 0), None),
         (None, torch.device("cpu"), None),
     ],

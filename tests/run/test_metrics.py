@@ -32,15 +32,6 @@ FIELDS = [
 ]  # fmt: skip
 
 
-def test_flops_of_a_token_follow_the_palm_formula() -> None:
-    """Counted by hand: two FLOPs per weight in each of three passes, and the two matmuls of attention over T keys."""
-    V, D, F, L, H, K, d, T = 61, 32, 52, 3, 4, 2, 8, 16
-    layer = D * H * d + 2 * D * K * d + H * d * D + 3 * D * F + 2 * D
-    expected = 6 * (L * layer + D + V * D) + L * 12 * H * d * T
-    assert model_cost(tiny_llama(), T).flops == expected
-    assert model_cost(tiny_llama(tie_word_embeddings=True), T).flops == expected
-
-
 def test_flops_of_a_token_equal_those_torch_counts() -> None:
     """Torch counts only matmuls, so the norms are subtracted; for attention it counts all T x T scores in each pass."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -58,22 +49,11 @@ def test_flops_of_a_token_equal_those_torch_counts() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H200 NVL", 835e12),
-        ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA B200", 2250e12),
         ("NVIDIA GB200", 2500e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA H800 PCIe", 756e12),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 4090 D", None),
         ("NVIDIA L40", None),
-        ("NVIDIA RTX A1000", None),
-        ("CPU", None),
     ],
 )
 def test_peak_flops_is_exact_for_known_devices_and_none_for_others(name: str, expected: float | None) -> None:

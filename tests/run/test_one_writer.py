@@ -89,16 +89,6 @@ def test_processes_end_with_a_checkpoint_when_torchrun_is_killed(
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_ends_a_run_with_a_checkpoint(
-    tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
-) -> None:
-    process = start(sys.executable)
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=60) == 128 + signal.SIGHUP
-    assert list(checkpoint_folders(tmp_path / "run")) == [metrics(tmp_path / "run")[-1]["step"]]
-
-
-@pytest.mark.slow
 def test_a_terminal_that_is_gone_does_not_end_a_run_without_a_checkpoint(home: Path, tmp_path: Path) -> None:
     """Writing to a terminal that was closed fails, before the signal that tells of it is looked at."""
     ours, theirs = os.openpty()
