@@ -34,50 +34,19 @@ BAD = [
     ),
     (changed(trainning={}), r"unknown key trainning; did you mean training\?"),
     (changed(model__seed=1), r"unknown key model\.seed; did you mean training\.seed\?"),
-    (changed(training__xyzzy=1), r"unknown key training\.xyzzy; train\.py --help lists the keys"),
     ({"model": {"name": "x"}}, r"dataset is missing; set it in the file"),
     ({"model": {}, "dataset": {"name": "x"}}, r"model\.name is missing; set it in the file or with --model\.name"),
     # wrong types
     (changed(distributed__dp_size="2"), r'distributed\.dp_size="2": it should be a valid integer'),
-    (changed(distributed__dp_size=2.5), r"distributed\.dp_size=2\.5: it should be a valid integer"),
-    (changed(distributed__use_cpu="yes"), r'distributed\.use_cpu="yes": it should be a valid boolean'),
-    (changed(distributed__use_cpu=1), r"distributed\.use_cpu=1: it should be a valid boolean"),
-    (changed(training__learning_rate="fast"), r'training\.learning_rate="fast": it should be a valid number'),
-    (changed(training__learning_rate=None), r"training\.learning_rate=null: it should be a valid number"),
-    (changed(model__name=7), r"model\.name=7: it should be a valid string"),
-    (changed(training=[1, 2]), r"training: it should be a valid dictionary"),
     # impossible values
-    (changed(distributed__dp_size=0), r"distributed\.dp_size=0: it should be greater than 0"),
-    (
-        changed(dataset__mixture={"a": 1e308}),
-        r"dataset\.mixture\.a=1e\+308: it should be less than or equal to 10{18}$",
-    ),
-    (changed(distributed__backend="mpi"), r"distributed\.backend=\"mpi\": it should be 'nccl' or 'gloo'"),
     (
         changed(distributed__backend="nccl", distributed__use_cpu=True),
         r"distributed\.backend='nccl' needs GPUs, but use_cpu=true; set",
-    ),
-    (changed(model__dtype="float16"), r"model\.dtype=\"float16\": it should be 'bfloat16', 'float32' or 'float64'"),
-    (changed(model__num_hidden_layers=0), r"model\.num_hidden_layers=0: it should be greater than 0"),
-    (changed(training__learning_rate=0), r"training\.learning_rate=0: it should be greater than 0"),
-    (changed(training__learning_rate=float("nan")), r"training\.learning_rate=NaN: it should be a finite number"),
-    (changed(training__seq_length=-5), r"training\.seq_length=-5: it should be greater than 0"),
-    (changed(training__adam_beta2=1.0), r"training\.adam_beta2=1\.0: it should be less than 1"),
-    (changed(training__min_lr_ratio=1.5), r"training\.min_lr_ratio=1\.5: it should be less than or equal to 1"),
-    (changed(training__max_grad_norm=0), r"training\.max_grad_norm=0: it should be greater than 0"),
-    (
-        changed(training__lr_scheduler="step"),
-        r"training\.lr_scheduler=\"step\": it should be 'cosine', 'linear', 'constant' or 'wsd'",
-    ),
-    (
-        changed(training__activation_checkpointing="some"),
-        r"activation_checkpointing=\"some\": it should be 'none', 'selective' or 'full'",
     ),
     (
         changed(training__warmup_steps=200),
         r"training\.warmup_steps=200 must be less than total_train_steps=200; use at most 199$",
     ),
-    (changed(training__decay_steps=0), r"training\.decay_steps=0: it should be greater than 0"),
     (
         changed(training__decay_steps=9),
         r"training\.decay_steps=9 is for lr_scheduler='wsd', not 'cosine'; remove it$",
@@ -86,7 +55,6 @@ BAD = [
         changed(training__lr_scheduler="wsd", training__warmup_steps=185),
         r"training\.warmup_steps=185 and the 20 decay_steps exceed total_train_steps=200; set decay_steps to at most 15$",
     ),
-    (changed(logging__log_frequency=0), r"logging\.log_frequency=0: it should be greater than 0"),
     (
         changed(environment__OMP_NUM_THREADS="many"),
         r"environment\.OMP_NUM_THREADS: it should be a valid integer",
@@ -104,16 +72,8 @@ BAD = [
         r"eval_frequency=500 exceeds total_train_steps=200, so no evaluation would run; use at most 200, or 0",
     ),
     (
-        changed(training__eval_frequency=5, training__eval_steps=0),
-        r"training\.eval_steps=0: it should be greater than 0",
-    ),
-    (
         changed(distributed__cp_size=4, training__seq_length=1028),
         r"training\.seq_length=1028 is not divisible by 8, as cp_size=4 with cp_sharding='zigzag' requires; use 1024 or 1032",
-    ),
-    (
-        changed(distributed__cp_size=4, distributed__cp_sharding="contiguous", training__seq_length=3),
-        r"is not divisible by 4, as cp_size=4 with cp_sharding='contiguous' requires; use 4$",
     ),
     (
         changed(
@@ -143,10 +103,6 @@ BAD = [
         r"dataset: prompt_column and completion_column are both 'q'; choose two columns$",
     ),
     (
-        changed(dataset__prompt_column="q", dataset__completion_column="a", dataset__messages_column="chat"),
-        r"not prompt_column='q' and completion_column='a' and messages_column='chat'$",
-    ),
-    (
         changed(dataset__prompt_column="q", dataset__completion_column="a", dataset__text_column="text"),
         r"not text_column='text' and prompt_column='q' and completion_column='a'$",
     ),
@@ -154,24 +110,11 @@ BAD = [
         changed(dataset__messages_column="chat", dataset__text_column="text"),
         r"not text_column='text' and messages_column='chat'$",
     ),
-    (
-        changed(dataset__messages_column=""),
-        r"dataset\.messages_column: '' should be UTF-8 text with at least one character",
-    ),
     (changed(dataset__long_samples="cut"), r"long_samples='cut' is for samples, but the data set is text; remove it"),
-    (
-        changed(dataset__long_samples="split", dataset__messages_column="m"),
-        r"long_samples=\"split\": it should be 'cut' or",
-    ),
-    (changed(dataset__mask_documents="yes"), r'dataset\.mask_documents="yes": it should be a valid boolean'),
     (
         changed(distributed__pp_engine="gpipe"),
         r"distributed\.pp_engine: there is no schedule 'gpipe'; choose one of afab, 1f1b, looped_bfs, .*, or csv:FILE",
     ),
-    (changed(distributed__dp_engine="zero2"), r'distributed\.dp_engine="zero2": it should be '),
-    (changed(distributed__pp_engine="csv:"), r"there is no schedule 'csv:'"),
-    (changed(distributed__pp_chunks=0), r"distributed\.pp_chunks=0: it should be greater than 0"),
-    (changed(logging__trace_steps=[1, "2"]), r'logging\.trace_steps\.1="2": it should be a valid integer'),
     (changed(logging__trace_steps=[3]), r"logging\.trace_steps=\[3\] needs a pipeline, but pp_size=1; remove it"),
     (
         changed(distributed__pp_size=2, logging__trace_steps=[3, 300]),
@@ -188,10 +131,6 @@ BAD = [
         r"distributed\.pp_max_activations=2\.0 needs a pipeline, but pp_size=1; remove it$",
     ),
     (
-        changed(distributed__pp_costs="run", distributed__pp_engine="auto"),
-        r"distributed\.pp_recording='run' needs a pipeline, but pp_size=1; remove it$",
-    ),
-    (
         changed(distributed__pp_keep_activations=2, training__activation_checkpointing="full"),
         r"distributed\.pp_keep_activations=2 needs a pipeline, but pp_size=1; remove it$",
     ),
@@ -204,16 +143,8 @@ BAD = [
         r"distributed\.pp_max_activations=2\.0 is for pp_engine='auto', not '1f1b'; remove it$",
     ),
     (
-        changed(distributed__pp_size=2, distributed__pp_costs="run"),
-        r"distributed\.pp_recording='run' is for pp_engine='auto', not '1f1b'; remove it$",
-    ),
-    (
         changed(distributed__pp_size=2, distributed__pp_group_size=2, distributed__pp_engine="auto"),
         r"distributed\.pp_group_size=2 cannot be used with pp_engine='auto'; remove it$",
-    ),
-    (
-        changed(distributed__pp_size=2, distributed__pp_group_size=2, distributed__pp_engine="csv:x"),
-        r"distributed\.pp_group_size=2 cannot be used with pp_engine='csv:x'; remove it$",
     ),
 ]
 
@@ -292,18 +223,6 @@ def test_config_error_hides_the_contents_of_a_malformed_section() -> None:
         parse_config(changed(environment=[{"HF_TOKEN": "hf_secret"}]))
     assert "environment: it should be a valid dictionary" in str(error.value)
     assert "hf_secret" not in str(error.value)
-
-
-def test_config_error_lists_all_problems() -> None:
-    with pytest.raises(UserError) as error:
-        parse_config(changed(distributed__pp_chunks=0, training__seed=-1, training__seq_length=0, dataset__nmae="x"))
-    assert [line.split("=")[0].split(";")[0] for line in str(error.value).splitlines()] == [
-        "4 problems:",
-        "  - distributed.pp_chunks",
-        "  - training.seed",
-        "  - training.seq_length",
-        "  - unknown key dataset.nmae",
-    ]
 
 
 def test_config_is_frozen_and_survives_a_round_trip_through_json() -> None:

@@ -14,12 +14,10 @@ from conformance.oracle import assert_close, make_config, oracle_training, rando
 from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from picotron.batches import cross_entropy
-from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.command_line import config_parser, leaf_keys
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import epoch_order
-from picotron.model.model_config import load_model_config
 from picotron.model.weights import parameters_and_shards
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
@@ -30,7 +28,6 @@ from picotron.trainer import (
     RECORD_KEYS,
     Data,
     FrozenModel,
-    check_used,
     fingerprint,
     set_up,
     used_keys,
@@ -155,33 +152,6 @@ def test_frozen_parameters_stay_and_a_signal_ends_the_loop_with_a_checkpoint(poo
     assert not (tmp_path / "run" / "step_00000002" / "tokenizer.json").exists()
 
 
-def nan_on_rank_1(config: Config) -> None:
-    trainer = make_trainer(config, Data())
-    ids = torch.arange(64).view(4, 16) % 61
-
-    def loss(head: Any, x: Tensor, batch: Any) -> Tensor:
-        return cross_entropy(head, x, batch) * (math.nan if dist.get_rank() == 1 else 1)
-
-    with pytest.raises(UserError, match="step 1: loss is nan; only rank 1 computed such a loss"):
-        trainer.train(trainer.split({"input_ids": ids, "target_ids": ids}), loss)
-
-
-def test_a_rank_that_alone_has_a_nan_is_named(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(nan_on_rank_1, 2, config_of(tmp_path, distributed__dp_size=2))
-
-
-def unfrozen_before_the_first_step(config: Config) -> None:
-    trainer = make_trainer(config, Data(), lambda name: "norm" in name)
-    batch = {"input_ids": torch.arange(32).view(2, 16), "target_ids": torch.arange(1, 33).view(2, 16)}
-    trainer.stage.module.model.norm.weight.requires_grad_(True)
-    with pytest.raises(UserError, match=r"norm.weight requires a gradient, but was frozen before; unfreeze it before"):
-        trainer.train(trainer.split(batch))
-
-
-def test_a_parameter_without_an_optimizer_state_is_not_unfrozen(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(unfrozen_before_the_first_step, 1, config_of(tmp_path, distributed__dp_engine="zero1"))
-
-
 def several_steps_per_pass(config: Config) -> list[str]:
     trainer = make_trainer(config, Data())
     batch = {"input_ids": torch.arange(32).view(2, 16), "target_ids": torch.arange(1, 33).view(2, 16)}
@@ -214,17 +184,6 @@ def stopped_at_once(config: Config) -> list[Path]:
 
 def test_a_run_that_is_stopped_before_its_first_step_writes_no_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(stopped_at_once, 1, config_of(tmp_path)) == [[]]
-
-
-def other_architecture(config: Config) -> None:
-    with pytest.raises(
-        UserError, match=r"num_hidden_layers=\d, but this run's model has num_hidden_layers=1; remove that key"
-    ):
-        find_checkpoint(config, load_model_config(config.model))
-
-
-def test_pretrained_weights_of_another_architecture_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(other_architecture, 1, config_of(tmp_path, model__num_hidden_layers=1))
 
 
 def numbers_of_samples(config: Config) -> list[list[int]]:
@@ -299,16 +258,3 @@ def test_help_lists_the_keys_that_have_an_effect() -> None:
     assert [key for key in leaf_keys() if f"--{key} " in text] == keys
     named = {*KEYS_WITH_EFFECT.split(), *DATA_SET_KEYS.split(), *RECORD_KEYS.split()}
     assert named <= {*leaf_keys(), *Config.model_fields}
-
-
-def test_keys_without_an_effect_are_reported_together() -> None:
-    with pytest.raises(UserError) as error:
-        check_used(
-            make_config(training__eval_frequency=5, training__eval_steps=2, logging__use_wandb=True),
-            "training.eval_steps",
-        )
-    assert str(error.value).splitlines() == [
-        "2 problems:",
-        "  - training.eval_frequency=5 has no effect in this program; remove it",
-        "  - logging.use_wandb=True has no effect in this program; remove it",
-    ]
