@@ -9,7 +9,7 @@ CHROMIUM ?= chromium
 export CHROMIUM
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train check test slow parity pages oldest fuzz lint schema docs bench gpu clean playground playground-test playground-pictures
+.PHONY: help setup train check test slow parity pages oldest fuzz mutants lint schema docs bench gpu clean playground playground-test playground-pictures
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -56,6 +56,9 @@ oldest: $(OLDEST)/.installed ## run make gpu on the CPU and the tests of make ch
 
 fuzz: $(STAMP) ## look for a case that differs from transformers, for 10 minutes (ARGS="--minutes 60 --seed 1")
 	$(BIN)/python -m conformance.fuzz --minutes 10 $(ARGS)
+
+mutants: $(STAMP) ## plant mistakes, and list which check finds each (ARGS="--only NAME", --room ROOM, --out FILE.json)
+	$(BIN)/python -m conformance.mutants $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the cases [0]")
     parser.add_argument("--first", type=int, default=0, help="number of the first case [0]")
     parser.add_argument("--case", help="run only this case, in JSON")
+    parser.add_argument("--stop", action="store_true", help="end at a case that differs, without simplifying it")
     options = parser.parse_args()
     torch.set_num_threads(1)
     pool = WorkerPool()
@@ -59,6 +60,8 @@ def run_cases(pool: WorkerPool, options: argparse.Namespace) -> int:
             refusals[kind_of(result.text)] += 1
         if result.outcome == "different":
             print(f"case {number} of seed {options.seed} differs: {result.text}", flush=True)
+            if options.stop:
+                return 1
             case = shrink(pool, case)
             print(
                 f"  simplified: {check(pool, case).text}\n  python -m conformance.fuzz --case '{json.dumps(case)}'",

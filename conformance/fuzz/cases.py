@@ -17,6 +17,7 @@ DATA = ("own", "own", "text", "samples", "conversations")
 LOSSES = ("cross_entropy", "cross_entropy", "focal", "preference", "logits", "local_logits")
 FROZEN = ("embed_tokens", "lm_head", "model.norm", "layers.0.", "layers.1.", "q_proj", "mlp", "layernorm")
 STEPS = 3
+SEED, CASES = 30, 150  # of the random cases in `make test`
 
 
 def draw_case(seed: int, number: int) -> Case:

@@ -1,0 +1,452 @@
+"""Mistakes to plant: in picotron, and in the examples of trainers that `conformance` checks. `mutants` plants them.
+
+A mistake is worth an entry if it ends no run with an error, and somebody has made it, or could. Add one for a new kind
+of code. Pages show those that have a `page`.
+"""
+
+from typing import NamedTuple
+
+
+class Mistake(NamedTuple):
+    """A mistake.
+
+    Args:
+        file: the file in which it is made.
+        old, new: a text that occurs once in the file, and its replacement.
+        found_by: the checks that find it, the first of which `make test` has, if any: `fuzz` for the random cases of
+            fixed seeds, a file of tests, or a chapter and a layout of `conformance`, in front of them perhaps an
+            adapter (by default picotron's, or `file` if that is an adapter).
+        page, text: a page of docs/ that shows it, and the mistake in one sentence.
+    """
+
+    file: str
+    old: str
+    new: str
+    found_by: tuple[str, ...]
+    page: str = ""
+    text: str = ""
+
+
+FUZZ = ("fuzz",)
+DATA_PARALLEL = "picotron/data_parallel/data_parallel.py"
+ZERO1, ZERO3 = "picotron/data_parallel/zero1.py", "picotron/data_parallel/zero3.py"
+OPTIMIZER, STEP, WEIGHTS = "picotron/optimizer.py", "picotron/train_step.py", "picotron/model/weights.py"
+TENSOR_PARALLEL = "picotron/tensor_parallel/tensor_parallel.py"
+TP_COMMUNICATIONS = "picotron/tensor_parallel/tp_communications.py"
+CROSS_ENTROPY = "picotron/tensor_parallel/cross_entropy.py"
+PIPELINE = "picotron/pipeline_parallel/pipeline_parallel.py"
+EXECUTOR = "picotron/pipeline_parallel/executor.py"
+POSITIONS = "picotron/context_parallel/positions.py"
+CONTEXT_PARALLEL = "picotron/context_parallel/context_parallel.py"
+RING = "picotron/context_parallel/cp_communications.py"
+LLAMA, BATCHES, LOADER = "picotron/model/llama.py", "picotron/batches.py", "picotron/data/loader.py"
+CHECKPOINT, WRITER = "picotron/checkpoint/checkpoint.py", "picotron/checkpoint/writer.py"
+SAFETENSORS = "picotron/checkpoint/safetensors_folder.py"
+CACHE, SAMPLING = "picotron/generation/kv_cache.py", "picotron/generation/sampling.py"
+ROTATION, SCHEDULES = "picotron/generation/rotation.py", "picotron/schedules/schedules.py"
+CONFIG_CHECKS, RUN_FOLDER = "picotron/config_checks.py", "picotron/run/run_folder.py"
+LOCAL_JOBS, JOBS = "picotron/sweep/local_jobs.py", "picotron/sweep/jobs.py"
+ADAPTER = "conformance/adapters/picotron.py"
+DDP, OWN_ZERO1, OWN_PIPELINE, OWN_RING = (
+    f"conformance/examples/{name}.py" for name in ("ddp", "zero1", "pipeline", "ring")
+)
+ADAMW = "optimizer = adamw(model.parameters(), case)"
+
+MISTAKES: dict[str, Mistake] = {
+    # ------------------------------------------------------------------------------------------------ training step
+    "loss_not_divided": Mistake(
+        STEP,
+        "loss = model(**next(data_loader)) / data_loader.grad_acc_steps\n        loss.backward()\n",
+        "loss = model(**next(data_loader))\n        loss.backward()\n        loss = loss / data_loader.grad_acc_steps\n",
+        ("fuzz", "accumulation dp2"), "training_step",
+        "train_step divides the logged loss by the number of micro-batches, but not the loss that backward starts at.",
+    ),
+    "clipped_by_own_norm": Mistake(
+        OPTIMIZER, "    all_reduce(square, grid.tp_group)\n", "", ("fuzz", "step tp2"), "training_step",
+        "Each tp rank clips by the norm of its own gradients.",
+    ),
+    "decay_of_norms": Mistake(
+        OPTIMIZER, '"weight_decay": 0.0}', '"weight_decay": training.weight_decay}', ("fuzz", "steps dp2"), "training_step",
+        "Weight decay applies to norms and biases as well as to matrices.",
+    ),
+    "schedule_one_step_late": Mistake(
+        OPTIMIZER, "    def factor(step: int) -> float:\n", "    def factor(step: int) -> float:\n        step -= 1\n",
+        ("fuzz", "tests/test_optimizer.py"), "training_step",
+        "The learning-rate schedule is one step late, so the first step has a learning rate of 0.",
+    ),
+    "same_sequences": Mistake(
+        LOADER, "for micro_batch in numbers[:, dp_rank])", "for micro_batch in numbers[:, 0])",
+        ("fuzz", "tests/data/test_loader.py"), "training_step", "All data-parallel ranks read the sequences of dp rank 0.",
+    ),
+    "warmup_too_fast": Mistake(OPTIMIZER, "(step + 1) / (warmup + 1)", "(step + 1) / warmup", FUZZ),
+    "decay_begins_after_warmup": Mistake(
+        OPTIMIZER, 'total - training.decay if training.lr_scheduler == "wsd" else warmup', "warmup", FUZZ
+    ),
+    "cosine_decays_to_zero": Mistake(
+        OPTIMIZER, "low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))", "0.5 * (1 + math.cos(math.pi * progress))", FUZZ
+    ),
+    "norm_of_one_stage": Mistake(OPTIMIZER, "all_reduce(square, grid.pp_group)", "pass", ("fuzz", "step pp2")),
+    "norm_counts_replicas": Mistake(
+        OPTIMIZER, "replicas.append(grid.tp_world_size if shard is None else shard.replicas)", "replicas.append(1)",
+        ("fuzz", "step tp2"),
+    ),
+    "norm_counts_tied_embedding_twice": Mistake(
+        OPTIMIZER, " and not is_tied_replica(model, name)", "", ("fuzz", "tied pp2")
+    ),
+    "no_master_weights": Mistake(
+        OPTIMIZER,
+        "torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])",
+        "torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])\n"
+        "                torch._foreach_copy_([self.masters[p] for p in rounded], [owned_weight(p) for p in rounded])",
+        ("tests/test_optimizer.py", "mixed dp2"),
+    ),
+    "moments_in_bfloat16": Mistake(
+        OPTIMIZER,
+        "            super().step()  # skips",
+        "            for each in self.state.values() if masters[0].dtype == torch.float32 else ():\n"
+        '                _ = [each[n].copy_(each[n].bfloat16()) for n in ("exp_avg", "exp_avg_sq") if n in each]\n'
+        "            super().step()  # skips",
+        ("tests/test_optimizer.py",),
+    ),
+    # ---------------------------------------------------------------------------------------------- data parallelism
+    "gradients_not_divided": Mistake(
+        DATA_PARALLEL, "dist.ReduceOp.AVG, async_op=True)", "dist.ReduceOp.SUM, async_op=True)", ("fuzz", "step dp2"), "data_parallel",
+        "Bucket.launch sums the gradients over the ranks, but does not divide by the number of ranks.",
+    ),
+    "loss_averaged_twice": Mistake(
+        STEP, "loss = model(**next(data_loader)) / data_loader.grad_acc_steps",
+        "loss = model(**next(data_loader)) / data_loader.grad_acc_steps / torch.distributed.get_world_size()",
+        ("fuzz", "step dp2"), "data_parallel",
+        "The loss is divided by the number of ranks, although the gradients are averaged over the ranks as well.",
+    ),
+    "reduced_every_time": Mistake(
+        STEP, "model.require_backward_grad_sync = i == data_loader.grad_acc_steps - 1", "pass",
+        ("fuzz", "accumulation dp2"), "data_parallel",
+        "train_step never sets require_backward_grad_sync, so the backward of every micro-batch averages the gradients.",
+    ),
+    "only_last_micro_batch": Mistake(
+        DATA_PARALLEL, ".gradients[parameter].add_(parameter.grad)", ".gradients[parameter].copy_(parameter.grad)", FUZZ
+    ),
+    # ------------------------------------------------------------------------------------------------------------ ZeRO
+    "norm_of_own_slices": Mistake(
+        OPTIMIZER, "        all_reduce(square, grid.cp_dp_group)\n", "        pass\n", ("fuzz", "steps dp2 zero1"), "zero",
+        "Each rank clips by the norm of its own slices of the gradients.",
+    ),
+    "decay_by_shape_of_slice": Mistake(
+        OPTIMIZER,
+        "self.masters.items() if p.ndim >= 2]\n        vectors = [master for p, master in self.masters.items() if p.ndim < 2]",
+        "self.masters.items() if master.ndim >= 2]\n        vectors = [m for m in self.masters.values() if m.ndim < 2]",
+        ("fuzz", "steps dp2 zero1"), "zero", "Weight decay applies to what has two dimensions, but slices are flat.",
+    ),
+    "weights_not_gathered": Mistake(
+        ZERO1, "return start_gather_of_slices(self.weights, self.group)", "return None", ("fuzz", "steps dp2 zero1"), "zero",
+        "After the optimizer's step, the ranks do not gather the updated weights.",
+    ),
+    "gradients_overwritten": Mistake(
+        ZERO3, "self.gradient_shard.add_(buffer[self.own])", "self.gradient_shard.copy_(buffer[self.own])",
+        ("fuzz", "accumulation dp2 zero3"), "zero",
+        "The reduction of each micro-batch replaces the slice of the gradients, instead of adding to it.",
+    ),
+    "local_sums_stay_in_other_slices": Mistake(
+        ZERO1, "            self.buffer[: self.own.start].zero_()\n            self.buffer[self.own.stop :].zero_()\n", "", FUZZ
+    ),
+    "weights_outlive_update": Mistake(ZERO3, "after_update=self.free)", "after_update=lambda: None)", FUZZ),
+    # -------------------------------------------------------------------------------------------- tensor parallelism
+    "partial_sums": Mistake(
+        TP_COMMUNICATIONS,
+        "        return start_all_reduce(partial, group)()\n", "        return partial.clone()\n", ("fuzz", "step tp2"), "tensor_parallel",
+        "ReduceFromRanks.forward returns the rank's own term instead of the sum over the ranks.",
+    ),
+    "partial_gradients": Mistake(
+        TENSOR_PARALLEL, "finish_dx = start_all_reduce(dx, ctx.group)", "finish_dx = dx.clone", ("fuzz", "step tp2"), "tensor_parallel",
+        "ColumnParallel.backward does not sum the gradient of x over the ranks.",
+    ),
+    "copy_not_summed": Mistake(
+        TP_COMMUNICATIONS,
+        "return start_all_reduce(gradient, ctx.group)(), None", "return gradient, None", ("fuzz", "step tp2"), "tensor_parallel",
+        "CopyToRanks.backward does not sum: each rank continues with the contribution of its own shard of the head.",
+    ),
+    "norms_not_summed": Mistake(
+        WEIGHTS, "        all_reduce(total, group)\n", "", ("fuzz", "step tp2 sp"), "tensor_parallel",
+        "With sequence parallelism, the gradients of the norms' weights are not summed over the ranks.",
+    ),
+    "largest_logit_of_own_shard": Mistake(
+        CROSS_ENTROPY, "        all_reduce(top, shard.group, dist.ReduceOp.MAX)\n", "", FUZZ
+    ),
+    "log_softmax_in_bfloat16": Mistake(
+        CROSS_ENTROPY, "        wide = accumulation_dtype(logits)\n        if shard", "        wide = logits.dtype\n        if shard",
+        ("tests/tensor_parallel/test_cross_entropy.py",),
+    ),
+    # ------------------------------------------------------------------------------------------------------- families
+    "head_norms_not_summed": Mistake(
+        TENSOR_PARALLEL, "if sequence_parallel or isinstance(each, HeadNorm):", "if sequence_parallel:",
+        ("fuzz", "step tp2 qwen3"), "families", "Qwen3: the gradients of the norms inside heads are not summed over the ranks.",
+    ),
+    "norm_of_own_heads": Mistake(
+        TENSOR_PARALLEL, "mean_over_ranks(wide.square().mean(-1, keepdim=True), self.group)", "wide.square().mean(-1, keepdim=True)",
+        ("fuzz", "step tp2 olmo2"), "families", "OLMo 2: each rank normalises its own heads, instead of all heads together.",
+    ),
+    "logits_multiplied": Mistake(
+        LLAMA, "x = x / self.logits_scaling", "x = x * self.logits_scaling", ("fuzz", "step dp2 granite")
+    ),
+    "stale_frequencies": Mistake(
+        LLAMA, "    frequencies = rope_frequencies(head_size(config), numbers, position_ids.device)\n",
+        "    frequencies = rope_frequencies(head_size(config), numbers, position_ids.device)\n"
+        "    frequencies = rope.__dict__.setdefault((head_size(config), position_ids.device), frequencies)\n", FUZZ,
+    ),
+    "eps_of_norms_assumed": Mistake(LLAMA, "self.weight, self.eps)\n", "self.weight, 1e-6)\n", ("fuzz", "step dp2")),
+    "theta_assumed": Mistake(LLAMA, '1.0 / parameters["rope_theta"]', "1.0 / 1e4", ("fuzz", "step dp2")),
+    # ------------------------------------------------------------------------------------------ pipeline parallelism
+    "micro_batches_not_divided": Mistake(
+        PIPELINE,
+        "            output_tensor = output_tensor / data_loader.grad_acc_steps\n            losses.append(output_tensor.detach())\n",
+        "            losses.append(output_tensor.detach() / data_loader.grad_acc_steps)\n",
+        ("fuzz", "step pp2"), "pipeline_parallel",
+        "forward_step divides the logged loss by the number of micro-batches, but not the loss that backward starts at.",
+    ),
+    "wrong_backward_first": Mistake(
+        PIPELINE, "\n\nclass PipelineParallel(", "\n\nclass deque(deque):\n    popleft = deque.pop\n\n\nclass PipelineParallel(",
+        ("fuzz", "step pp2"), "pipeline_parallel", "Each stage runs backward for its newest forward instead of its oldest.",
+    ),
+    "tied_embedding_forgotten": Mistake(
+        PIPELINE, "all_reduce(main_grad(weight), self.embedding_group)", "pass", ("fuzz", "tied pp2"), "pipeline_parallel",
+        "The first and the last stage do not sum the gradients of the tied embedding, of which both hold a replica.",
+    ),
+    "executor_does_not_divide": Mistake(EXECUTOR, "y = y / self.schedule.microbatches", "y = y / 1", FUZZ),
+    "groups_by_operation": Mistake(
+        "picotron/pipeline_parallel/pp_communications.py",
+        "grid.pp_group if sender < receiver else", 'grid.pp_group if operation == "send" else',
+        ("tests/pipeline_parallel/test_nccl_order.py",),
+    ),
+    "reduced_at_the_end": Mistake(
+        EXECUTOR, "        self.model.start_grad_sync(action.stage)\n", "        pass\n", ("tests/pipeline_parallel/test_executor_order.py",)
+    ),
+    "uneven_stages": Mistake(
+        "picotron/pipeline_parallel/stages.py", "    costs[-1] += head\n", "", ("tests/pipeline_parallel/test_stages.py",)
+    ),
+    # ------------------------------------------------------------------------------------------- context parallelism
+    "cp_not_averaged": Mistake(
+        DATA_PARALLEL, "pgm.process_group_manager.cp_dp_group, self.bucket_mb", "pgm.process_group_manager.dp_group, self.bucket_mb",
+        ("fuzz", "step cp2"), "context_parallel",
+        "The gradients are averaged over dp_group instead of cp_dp_group, so not over the cp ranks.",
+    ),
+    "wrong_tokens": Mistake(
+        LOADER, "grid.cp_rank, layout.cp_sharding)", 'grid.cp_rank, "contiguous")',
+        ("fuzz",), "context_parallel",
+        "The data loader returns contiguous shards of the sequences, but attention assumes zigzag shards.",
+    ),
+    "positions_from_zero": Mistake(
+        LOADER, "self.position_ids = positions.to(device).expand", "self.position_ids = torch.arange(len(positions), device=device).expand",
+        ("fuzz",), "context_parallel", "Every rank numbers the positions of its tokens from 0.",
+    ),
+    "future_seen": Mistake(
+        POSITIONS, "else [(slice(half, tokens), full, False)]", "else [(full, full, False)]", ("fuzz", "step cp2"), "context_parallel",
+        "visible_blocks lets all queries attend to the keys of later ranks, not only the queries of the second chunk.",
+    ),
+    "contiguous_shards": Mistake(
+        "picotron/config.py", 'cp_sharding: Literal["zigzag", "contiguous"] = "zigzag"', 'cp_sharding: Literal["zigzag", "contiguous"] = "contiguous"',
+        ("tests/context_parallel/test_context_parallel.py",), "context_parallel",
+        "Data loader and attention use contiguous shards: the results are correct, but the last rank has the most work.",
+    ),
+    "shifted_mask": Mistake(
+        POSITIONS, "(slice(half, tokens), full, False)", "(slice(half - 1, tokens), full, False)", ("fuzz", "step cp2")
+    ),
+    "documents_see_each_other": Mistake(POSITIONS, "    if documents is None:\n", "    if True:\n", ("fuzz", "packed cp2")),
+    "ring_turns_the_other_way": Mistake(
+        RING,
+        "tensor.contiguous(), grid.cp_send_rank, grid.cp_group),\n        dist.P2POp(dist.irecv, received, grid.cp_recv_rank",
+        "tensor.contiguous(), grid.cp_recv_rank, grid.cp_group),\n        dist.P2POp(dist.irecv, received, grid.cp_send_rank",
+        ("fuzz", "step cp4"),
+    ),
+    "blocks_merged_by_the_larger": Mistake(
+        CONTEXT_PARALLEL, "torch.logaddexp(old_lse, block_lse)", "torch.maximum(old_lse, block_lse)", FUZZ
+    ),
+    "odd_length_loses_a_token": Mistake(
+        POSITIONS, 'if sharding == "zigzag" and cp_size > 1 else', 'if sharding == "zigzag" else', FUZZ
+    ),
+    "sum_over_own_tokens": Mistake(BATCHES, "return SumOverRanks.apply(x.sum(-1))", "return x.sum(-1)", FUZZ),
+    # ----------------------------------------------------------------------------------------- batches, data, samples
+    "mean_of_means": Mistake(
+        BATCHES, 'all_reduce(mean, grid.cp_dp_group if scope == "global" else grid.cp_group,', "all_reduce(mean, grid.cp_group,",
+        ("fuzz", "masks dp2"),
+    ),
+    "mean_of_each_micro_batch": Mistake(
+        BATCHES, "needs_weights = check_batches(step, model, batches, is_training=True)",
+        "needs_weights = check_batches(step, model, batches, is_training=True) and False", FUZZ,
+    ),
+    "rows_skip_a_token": Mistake(
+        "picotron/data/rows.py", "start = i * self.seq_length\n",
+        "start = min(i * (self.seq_length + 1), len(self.tokens) - 1 - self.seq_length)\n", FUZZ,
+    ),
+    "parts_tokenised_separately": Mistake(
+        "picotron/data/spans.py", "        if not self.is_fast:\n            return [",
+        "        if any(places):\n"
+        "            cut = [[text[a:b] for a, b in zip([0, *p], [*p, None])] for text, p in zip(texts, places)]\n"
+        "            ids = [self._encode(parts)['input_ids'] for parts in cut]\n"
+        "            spans = [[(a, b or len(t)) for a, b, i in zip([0, *p], [*p, None], each) for _ in i] for t, p, each in zip(texts, places, ids)]\n"
+        "            return [Spans(sum(each, []), span.__getitem__) for each, span in zip(ids, spans)]\n"
+        "        if not self.is_fast:\n            return [",
+        FUZZ,
+    ),
+    # ------------------------------------------------------------------------------------------ checkpoints and files
+    "bias_correction_one_late": Mistake(OPTIMIZER, "torch.tensor(updates[parameter],", "torch.tensor(updates[parameter] + 1,", FUZZ),
+    "optimizer_begins_again": Mistake(
+        OPTIMIZER, "torch.tensor(updates[parameter],", "torch.tensor(0,", ("fuzz", "resume dp2")
+    ),
+    "moments_mixed_up": Mistake(
+        OPTIMIZER, "                read(parameter, name, tensor)", '                read(parameter, "exp_avg", tensor)',
+        ("fuzz", "elsewhere dp2"),
+    ),
+    "resumed_one_sample_late": Mistake(CHECKPOINT, "samples = self.state.samples if", "samples = self.state.samples + 1 if", FUZZ),
+    "tensors_not_flushed": Mistake(
+        SAFETENSORS, "            os.fsync(self.file.fileno())\n", "            pass\n", ("tests/checkpoint/test_safetensors_folder.py",)
+    ),
+    "files_not_flushed": Mistake("picotron/files.py", "            os.fsync(file.fileno())\n", "", ("tests/test_files.py",)),
+    "keeps_one_fewer": Mistake(
+        WRITER, "[:-keep] if keep else []", "[: 1 - keep or None] if keep else []", ("tests/checkpoint/test_checkpoint_writer.py",)
+    ),
+    "final_name_too_early": Mistake(
+        WRITER, "folder = final.with_name(final.name + UNFINISHED)", "folder = final", ("tests/checkpoint/test_checkpoint_writer.py",)
+    ),
+    "checksums_not_compared": Mistake(
+        SAFETENSORS, "if checksum.hexdigest() != expected.xxh3:", "if False:", ("tests/checkpoint/test_checkpoint_mistakes.py",)
+    ),
+    "ranges_checked_by_nobody": Mistake(
+        CHECKPOINT, "all_ranges[share::shares]", "all_ranges[share : share + 1]", ("tests/checkpoint/test_checkpoint_mistakes.py",)
+    ),
+    "records_after_the_checkpoint_stay": Mistake(
+        RUN_FOLDER, 'if record["step"] <= (resumed_step or 0)]', "]", ("tests/run/test_metrics.py",)
+    ),
+    "earlier_checkpoints_stay": Mistake(
+        RUN_FOLDER, "if resumed_step is None or step > resumed_step]", "if step == resumed_step]", ("tests/checkpoint/test_resume.py",)
+    ),
+    "stop_signal_of_own_rank": Mistake(
+        "picotron/run/metrics.py", "return record, int(any_stop)", "return record, int(stop)", ("tests/checkpoint/test_resume.py",)
+    ),
+    # ----------------------------------------------------------------------------------------------------- generation
+    "every_token_is_the_first": Mistake(
+        ROTATION, "[len(sequence) - 1 for sequence in self.sequences]", "[0 for _ in self.sequences]",
+        ("tests/generation/test_generation.py", "generation pp2"), "generation",
+        "Every new token has the position 0, because it is the only token of its row.",
+    ),
+    "empty_columns_seen": Mistake(
+        CACHE, "        if any(self.starts):", "        if False:", ("tests/generation/test_generation.py",), "generation",
+        "New tokens of short prompts attend to the empty columns of the cache, too, because there is no mask.",
+    ),
+    "one_stream_of_draws": Mistake(
+        ROTATION, '{number: random.Random(f"{sampling.seed} {first + number}") for number in prompts}',
+        'dict.fromkeys(prompts, random.Random(f"{sampling.seed} {first}"))', ("tests/generation/test_generation.py",), "generation",
+        "All prompts of a group draw from one stream of random numbers.",
+    ),
+    "mask_hides_one_more": Mistake(
+        CACHE, "torch.arange(self.length) < torch.tensor", "torch.arange(self.length) <= torch.tensor", ("tests/generation/test_generation.py",)
+    ),
+    "unused_columns_kept": Mistake(CACHE, "unused = min(self.starts, default=0)", "unused = 0", ("tests/generation/test_kv_cache.py",)),
+    "top_p_cuts_the_last": Mistake(SAMPLING, "ranked[before >= ", "ranked[before + ranked >= ", ("tests/generation/test_sampling.py",)),
+    "top_k_keeps_one_more": Mistake(SAMPLING, "ranked[:, top_k:] = 0", "ranked[:, top_k + 1 :] = 0", ("tests/generation/test_sampling.py",)),
+    "ends_before_min_new_tokens": Mistake(
+        SAMPLING, "    if new < sampling.min_new_tokens:\n", "    if False:\n", ("tests/generation/test_generation.py",)
+    ),
+    "prompts_without_last_token": Mistake(
+        ADAPTER, "case.prompts(), Sampling", "[each[:-1] for each in case.prompts()], Sampling", ("generation pp2",)
+    ),
+    # ------------------------------------------------------------------------------------------------------ schedules
+    "one_warm_up_too_many": Mistake(
+        SCHEDULES, "    for _ in range(pp - rank - 1): program.forward(rank)\n", "    for _ in range(pp - rank): program.forward(rank)\n",
+        ("tests/schedules/test_simulate.py",),
+    ),
+    "weight_gradients_not_delayed": Mistake(
+        SCHEDULES, "program.backward_weight(keep=rank)", "program.backward_weight()", ("tests/schedules/test_simulate.py",)
+    ),
+    "interleaved_warms_up_longer": Mistake(
+        SCHEDULES, "group_size, warmup_per_rank=2)", "group_size, warmup_per_rank=3)", ("tests/schedules/test_simulate.py",)
+    ),
+    # ----------------------------------------------------------------------------- config, sweeps, plans and forecasts
+    "check_of_decay_forgotten": Mistake(CONFIG_CHECKS, "    check_decay,\n", "", ("tests/test_config.py",)),
+    "unknown_keys_accepted": Mistake("picotron/config.py", 'extra="forbid"', 'extra="ignore"', ("tests/test_config.py",)),
+    "duplicate_keys_accepted": Mistake("picotron/files.py", "    if len(data) < len(pairs):", "    if False:", ("tests/test_config_reader.py",)),
+    "layouts_with_fewer_processes": Mistake(
+        "picotron/sweep/combinations.py", "if math.prod(layout.values()) in world_sizes]", "if math.prod(layout.values()) <= max(world_sizes)]",
+        ("tests/sweep/test_create_config.py",),
+    ),
+    "timeouts_called_cancelled": Mistake(
+        LOCAL_JOBS, 'stopped = "cancelled" if interrupt.received else "timeout"', 'stopped = "cancelled"', ("tests/sweep/test_local_jobs.py",)
+    ),
+    "start_of_job_ignored": Mistake(
+        JOBS, 'f"latest or {start}" if start else "latest"', '"latest"', ("tests/sweep/test_local_jobs.py",)
+    ),
+    "bound_above_the_value": Mistake(
+        "picotron/sweep/planner.py", "len(saved[0]) * min(m, layout.pp_size) * min(saved[0])", "len(saved[0]) * m * min(saved[0])",
+        ("tests/sweep/test_planner.py",),
+    ),
+    "estimate_forgets_an_input": Mistake(
+        "picotron/explain/estimate.py", "norms + 2 * s.F * s.number)", "norms + s.F * s.number)", ("tests/explain/test_estimate.py",)
+    ),
+    "half_an_all_reduce": Mistake(
+        "picotron/explain/forecast.py", "self.collective(\"dp\", 2 * s.wide * once", "self.collective(\"dp\", s.wide * once",
+        ("tests/explain/test_forecast.py",),
+    ),
+    # --------------------------------------------------------------------------- evaluation, in picotron's adapter
+    "evaluation_of_one_rank": Mistake(ADAPTER, "    all_reduce(total, pgm.process_group_manager.cp_dp_group)\n", "", ("evaluation dp2",)),
+    "evaluation_without_weights": Mistake(
+        ADAPTER, "weights = weights_of(batch)\n", "weights = torch.ones_like(batch['target_ids']).double()\n", ("evaluation dp2",)
+    ),
+    "evaluations_summed": Mistake(
+        "picotron/run/metrics.py", "    all_reduce(mean, grid.cp_dp_group, dist.ReduceOp.AVG)\n", "    all_reduce(mean, grid.cp_dp_group)\n", FUZZ
+    ),
+    # ------------------------------------------------------------ trainers in plain torch, the examples of conformance
+    "ddp: forgotten_all_reduce": Mistake(DDP, "dist.all_reduce(parameter.grad)", "pass", ("step dp2",)),
+    "ddp: sum_instead_of_mean": Mistake(DDP, "dist.all_reduce(total)", "pass", ("step dp2",)),
+    "ddp: mean_of_ranks_means": Mistake(DDP, "dist.all_reduce(total)", "total *= ranks", ("masks dp2",)),
+    "ddp: mean_of_micro_batches_means": Mistake(
+        DDP, "losses.sum() / total", "losses.sum() / weights_of(piece).sum() / case.micro_batches / ranks", ("masks dp2",)
+    ),
+    "ddp: divided_by_micro_batches_twice": Mistake(
+        DDP, "losses.sum() / total", "losses.sum() / total / case.micro_batches", ("accumulation dp2",)
+    ),
+    "ddp: loss_of_one_rank": Mistake(DDP, "dist.all_reduce(loss)", "pass", ("step dp2",)),
+    "ddp: same_rows_on_every_rank": Mistake(DDP, "chunk(ranks)[rank]", "chunk(ranks)[0]", ("step dp2",)),
+    "ddp: weights_of_targets_ignored": Mistake(
+        DDP, 'piece["target_ids"]) * weights_of(piece)', 'piece["target_ids"])', ("weights dp2",)
+    ),
+    "ddp: stale_replica": Mistake(DDP, "        optimizer.step()", "        rank or optimizer.step()", ("step dp2",)),
+    "ddp: gradients_not_set_to_zero": Mistake(DDP, "        optimizer.zero_grad()\n", "", ("steps dp2",)),
+    "ddp: no_clipping": Mistake(DDP, "case.max_grad_norm or ", "", ("steps dp2",)),
+    "ddp: rate_of_the_step_before": Mistake(
+        DDP, "case.learning_rates[step]", "case.learning_rates[max(0, step - 1)]", ("steps dp2",)
+    ),
+    "ddp: decay_of_norms": Mistake(DDP, ADAMW, f"{ADAMW}\n    optimizer.param_groups[1]['weight_decay'] = 0.1", ("steps dp2",)),
+    "ddp: documents_see_each_other": Mistake(
+        DDP, "logits_of(model, piece)", "model(input_ids=piece['input_ids']).logits", ("packed dp2",)
+    ),
+    "ddp: untied": Mistake(
+        DDP, f"    {ADAMW}", f"    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())\n    {ADAMW}", ("tied dp2",)
+    ),
+    "ddp: own_loss_ignored": Mistake(
+        DDP, "case.token_losses(", "__import__('conformance.case').case.cross_entropy(", ("loss dp2",)
+    ),
+    "ddp: logits_in_bfloat16": Mistake(DDP, "logits_of(model, piece)", "logits_of(model, piece).bfloat16()", ("float32 dp2",)),
+    "ddp: exported_in_bfloat16": Mistake(
+        DDP, "model.save_pretrained", "__import__('copy').deepcopy(model).bfloat16().save_pretrained", ("export dp2",)
+    ),
+    "ddp: exported_without_a_multiplier": Mistake(
+        DDP, "        model.save_pretrained", "        model.config.residual_multiplier = 1.0\n        model.save_pretrained", ("export dp2 granite",)
+    ),
+    "ddp: exported_without_weights": Mistake(DDP, "model.save_pretrained", "model.config.save_pretrained", ("export dp2",)),
+    "zero1: slices_not_gathered": Mistake(OWN_ZERO1, "matrices.gather()", "pass", ("step dp2",)),
+    "zero1: moments_of_the_next_slice": Mistake(
+        OWN_ZERO1, "nn.Parameter(self.whole.chunk(ranks)[self.rank])", "nn.Parameter(self.whole.chunk(ranks)[self.rank - 1])", ("step dp2",)
+    ),
+    "zero1: norm_of_own_parts": Mistake(
+        "conformance/adapters/loop.py", "    dist.all_reduce(square)\n", "", (f"{OWN_ZERO1} step dp2",)
+    ),
+    "pipeline: tied_gradients_of_one_end": Mistake(OWN_PIPELINE, "dist.all_reduce(shared.grad, group=ends)", "pass", ("tied pp2",)),
+    "pipeline: tied_gradients_counted_twice": Mistake(
+        OWN_PIPELINE, ", uncounted=shared if rank == last > 0 else None", "", ("tied pp2",)
+    ),
+    "pipeline: newest_micro_batch_first": Mistake(OWN_PIPELINE, "waiting.pop(0)", "waiting.pop()", ("step pp2",)),
+    "ring: shift_without_backward": Mistake(OWN_RING, "return shift(gradients[0], -1)", "return gradients[0]", ("step cp2",)),
+    "ring: keys_of_the_next_rank": Mistake(OWN_RING, "(rank - i) % ranks  #", "(rank + i) % ranks  #", ("step cp4",)),
+    "ring: position_0_on_every_rank": Mistake(OWN_RING, 'position_ids=piece["position_ids"], ', "", ("step cp2",)),
+    "ring: output_of_one_block": Mistake(OWN_RING, "out * (lse - new).exp() + ", "out + ", ("step cp2",)),
+}  # fmt: skip
