@@ -104,7 +104,7 @@ class ProcessGroupManager:
         return f"dp {dp} x pp {pp} x cp {cp} x tp {tp}"
 
 
-process_group_manager: ProcessGroupManager = None  # type: ignore[assignment]  # set once, by the next function
+process_group_manager: ProcessGroupManager = None  # type: ignore[assignment]  # set by the next function
 
 
 def setup_process_group_manager(tp_size: int, cp_size: int, pp_size: int, dp_size: int) -> ProcessGroupManager:

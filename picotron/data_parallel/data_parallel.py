@@ -115,7 +115,7 @@ class DataParallel(nn.Module):
         weights, grid = list(parameters_and_shards(module)), pgm.process_group_manager
         check_equal({name: parameter for name, parameter, _ in weights}, grid.cp_dp_group)
         check_equal({name: parameter for name, parameter, shard in weights if shard is None}, grid.tp_group)
-        self.module, self.bucket_mb = module, bucket_mb
+        self.module, self.bucket_mb, self.layout = module, bucket_mb, str(grid)
         self.require_backward_grad_sync = True
         self.trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
         self.existing.add(self)
@@ -133,6 +133,10 @@ class DataParallel(nn.Module):
             parameter.register_post_accumulate_grad_hook(hook)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.layout != str(grid := pgm.process_group_manager):
+            raise UserError(
+                f"a model in the layout {self.layout} cannot run in {grid}; use one layout in a process at a time"
+            )
         return self.module(*args, **kwargs)
 
     def _parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:

@@ -49,6 +49,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, own_slice, start_gather_of_slices, start_reduce_to_slices
+from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.data_parallel.owned_slices import divide
 from picotron.model.weights import tied_parameters
@@ -231,6 +232,8 @@ class DataParallelZero3(DataParallel):
             parameter.register_post_accumulate_grad_hook(hook)
         for each in module.modules():
             each._parameters = ReadParameters(each._parameters, self._access)
+            each.register_state_dict_pre_hook(self._before_state_dict)
+            each.register_load_state_dict_pre_hook(self._before_load_state_dict)
         uses = Counter(unit for units in used for unit in units)
         self.shared = tuple(unit for unit, count in uses.items() if count > 1)
         self.running: list[tuple[Unit, ...]] = []
@@ -243,6 +246,18 @@ class DataParallelZero3(DataParallel):
     def _parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
         return {}  # units take the place of buckets
 
+    def _before_state_dict(self, *_: Any) -> None:
+        if not all(unit.is_full for unit in self.units):
+            raise UserError(
+                "with ZeRO-3, ranks hold slices of the weights; before state_dict, call gather() of each of the wrapper's "
+                "`units` on all ranks"
+            )
+
+    def _before_load_state_dict(self, *_: Any) -> None:
+        raise UserError(
+            "with ZeRO-3, ranks hold slices of the weights; call load_state_dict before the module is wrapped"
+        )
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.stays_full:
             self._finish_backward()
@@ -251,7 +266,7 @@ class DataParallelZero3(DataParallel):
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         hooks = saved_tensors_hooks(functools.partial(self._pack, outer), lambda saved: saved())
         with contextlib.nullcontext() if self.stays_full else hooks:
-            output = self.module(*args, **kwargs)
+            output = super().forward(*args, **kwargs)
         self.running = []
         if not torch.is_grad_enabled():
             self.uses, self.position = [], len(self.expected)

@@ -91,6 +91,23 @@ def test_ranks_that_start_with_different_weights_are_an_error(
     pool.run(different_weights, 2, wrapper, tp, dtype)
 
 
+def run_in_another_layout() -> None:
+    for wrapper in (DataParallelBucket, DataParallelZero3):
+        setup_process_group_manager(1, 1, 1, 2)
+        model = wrapper(nn.Linear(2, 2))
+        setup_process_group_manager(2, 1, 1, 1)
+        with pytest.raises(
+            UserError, match="in the layout dp 2 x pp 1 x cp 1 x tp 1 cannot run in dp 1 x pp 1 x cp 1 x tp 2;"
+        ):
+            model(torch.ones(1, 2))
+        setup_process_group_manager(1, 1, 1, 2)  # a second grid of the same layout is as good as the first
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_model_of_another_layout_is_an_error(pool: WorkerPool) -> None:
+    pool.run(run_in_another_layout, 2)
+
+
 class Branches(nn.Module):
     """A model that uses `common` and one branch per micro-batch; `never` gets no gradient."""
 

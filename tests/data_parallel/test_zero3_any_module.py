@@ -16,6 +16,7 @@ from conformance.training import full_tensor
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Training
+from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.data_parallel.zero3 import DataParallelZero3, Unit
@@ -308,6 +309,28 @@ def gradients_of_two_dtypes() -> None:
 
 def test_parameters_of_two_dtypes_form_two_units(pool: WorkerPool) -> None:
     pool.run(gradients_of_two_dtypes, RANKS)
+
+
+def state_dicts() -> None:
+    setup_process_group_manager(1, 1, 1, RANKS)
+    module = toy()
+    expected = copy.deepcopy(module.state_dict())
+    model = DataParallelZero3(module)
+    for call, remedy in (
+        (model.state_dict, "before state_dict, call gather"),
+        (module.blocks[0].state_dict, "before state_dict, call gather"),
+        (lambda: module.load_state_dict(expected), "call load_state_dict before the module is wrapped"),
+    ):
+        with pytest.raises(UserError, match=remedy):
+            call()
+    for unit in model.units:
+        unit.gather()
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_state_dict_is_full_or_an_error(pool: WorkerPool) -> None:
+    pool.run(state_dicts, RANKS)
 
 
 def modify_in_place() -> None:
