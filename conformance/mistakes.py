@@ -271,8 +271,7 @@ MISTAKES: dict[str, Mistake] = {
         ("fuzz", "masks dp2"),
     ),
     "mean_of_each_micro_batch": Mistake(
-        BATCHES, "needs_weights = check_batches(step, model, batches, is_training=True)",
-        "needs_weights = check_batches(step, model, batches, is_training=True) and False", FUZZ,
+        BATCHES, "needs_weights = check_batches(", "needs_weights = not check_batches(", FUZZ,
     ),
     "rows_skip_a_token": Mistake(
         "picotron/data/rows.py", "start = i * self.seq_length\n",

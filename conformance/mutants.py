@@ -160,7 +160,8 @@ def show(page: str, folder: Path) -> None:
             with planted(mistake, folder):
                 check = mistake.found_by[-1]
                 is_found, what = run(check, folder, mistake)
-            print(f"{name}: {mistake.text}\n    {check}: {what if is_found else 'finds nothing'}", flush=True)
+            said = what.removeprefix(f"differs {check} ") if is_found else "finds nothing"
+            print(f"{name}: {mistake.text}\n    {check}: {said}", flush=True)
 
 
 def main() -> int:

@@ -2,17 +2,18 @@
 
     torchrun --nproc_per_node 2 -m docs.programs.broken_run rank_raises --config docs/small.json --distributed.dp_size 2
 
-The first argument is a mistake of MISTAKES below or in docs/programs/mistakes.py, all others are those of train.py.
+The first argument is a mistake of MISTAKES below, all others are those of train.py.
 To make waiting short, collectives time out after 20 seconds instead of gloo's 30 minutes.
 """
 
+import contextlib
 import datetime
 import itertools
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,13 +22,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 import train
-from docs.programs.mistake import replaced
+from picotron.collectives import all_reduce
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
 from picotron.pipeline_parallel.pp_communications import pipeline_communicate
 from picotron.run.launch import exit_on_error
 from picotron.train_step import train_step
 
 TIMEOUT = datetime.timedelta(seconds=20)
+
+
+@contextlib.contextmanager
+def replaced(replacements: Mapping[str, Any]) -> Iterator[None]:
+    """Replace functions, given by their dotted names, in a `with` block."""
+    with contextlib.ExitStack() as stack:
+        for target, replacement in replacements.items():
+            stack.enter_context(mock.patch(target, replacement))
+        yield
 
 
 def in_step_3(action: Callable[[Any], None], rank: int = 1) -> Callable[..., Tensor]:
@@ -65,6 +75,10 @@ def damage(model: Any) -> None:
 def reversed_buckets(parameters: Any, group: dist.ProcessGroup, megabytes: float) -> list[Bucket]:
     buckets = make_buckets(parameters, group, 1.0)
     return buckets[::-1] if dist.get_rank() == 1 else buckets
+
+
+def launch_sum(bucket: Bucket) -> None:
+    bucket.work = all_reduce(bucket.buffer, bucket.group, async_op=True)
 
 
 def own_groups(rows: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
@@ -111,6 +125,10 @@ MISTAKES = {
         "Rank 0 does not send the hidden states of micro-batch 2 to the next stage.",
         {"picotron.pipeline_parallel.pipeline_parallel.pipeline_communicate": lossy_communicate()},
     ),
+    "gradients_not_divided": Broken(
+        "The gradients are summed over the ranks, but not divided by their number.",
+        {"picotron.data_parallel.data_parallel.Bucket.launch": launch_sum},
+    ),
     "nan_on_one_rank": Broken("In step 3, a weight of rank 1 becomes NaN.", {STEP: in_step_3(damage)}),
 }
 
@@ -120,15 +138,12 @@ def main() -> None:
         print(__doc__, *(f"{name}: {mistake.description}" for name, mistake in MISTAKES.items()), sep="\n")
         return train.main()
     name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
-    if name in MISTAKES:
-        replacements = MISTAKES[name].replacements
-    else:
-        from docs.programs import mistakes
-
-        if name not in mistakes.MISTAKES:
-            sys.exit(f"error: there is no mistake {name!r}; choose one of {', '.join([*MISTAKES, *mistakes.MISTAKES])}")
-        replacements = mistakes.MISTAKES[name].replacements
-    with replaced(replacements), mock.patch("torch.distributed.distributed_c10d.default_pg_timeout", TIMEOUT):
+    if name not in MISTAKES:
+        sys.exit(f"error: there is no mistake {name!r}; choose one of {', '.join(MISTAKES)}")
+    with (
+        replaced(MISTAKES[name].replacements),
+        mock.patch("torch.distributed.distributed_c10d.default_pg_timeout", TIMEOUT),
+    ):
         exit_on_error(train.main)
 
 

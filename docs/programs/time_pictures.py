@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from docs.programs.broken_run import MISTAKES, STEP, count_tokens, in_step_3
-from docs.programs.mistake import replaced
+from docs.programs.broken_run import MISTAKES, STEP, count_tokens, in_step_3, replaced
 from docs.programs.quickstart import CPU, model_of, quickstart, stage_of
 from docs.programs.scoreboard import entries
 from docs.programs.svg import LINE, RUNS, WIDTH, Panel, Svg, main

@@ -4,7 +4,6 @@ import ast
 import contextlib
 import dataclasses
 import functools
-import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,10 +18,18 @@ from conformance.__main__ import main
 from conformance.chapters import CHAPTERS, batches, cases_of
 from conformance.check import Checker
 from conformance.compare import compare
+from conformance.mistakes import MISTAKES
+from conformance.mutants import command
 from conformance.reference import Reference, run_reference
-from tests.conformance.mutations import DDP, MUTATIONS, PICOTRON, PIPELINE, RING, ZERO1, find, replaced
 
-PACKAGE = [path for path in Path("conformance").rglob("*.py") if path != PICOTRON]
+DDP, ZERO1, PIPELINE, RING = (Path(f"conformance/examples/{name}.py") for name in ("ddp", "zero1", "pipeline", "ring"))
+PICOTRON = Path("conformance/adapters/picotron.py")
+OF_PICOTRON = ("fuzz", "grid", "oracle", "training", "worker_pool", "mutants", "mistakes")  # what uses the checker
+PACKAGE = [
+    path
+    for path in Path("conformance").rglob("*.py")
+    if path != PICOTRON and path.relative_to("conformance").with_suffix("").parts[0] not in OF_PICOTRON
+]
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=str)
@@ -157,17 +164,17 @@ def trainer(checker_of: Callable[[Path], Checker]) -> Checker:
     return checker_of(PICOTRON)
 
 
-QUICK = ("forgotten all-reduce", "mean of the ranks' means")
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MUTATIONS])
-def test_a_mistake_is_found(name: str, checker_of: Callable[[Path], Checker], tmp_path: Path) -> None:
-    mutation = MUTATIONS[name]
-    checker = checker_of(mutation.adapter)
-    row = checker.check(mutation.chapter, mutation.layout, adapter=mutation.write(tmp_path))
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("ddp: forgotten_all_reduce", "gradient of"), ("ddp: mean_of_ranks_means", "step 1: loss on ranks 0, 1")],
+)
+def test_a_mistake_is_found(name: str, says: str, ddp: Checker, tmp_path: Path) -> None:
+    mistake, path = MISTAKES[name], tmp_path / "wrong.py"
+    path.write_text(DDP.read_text().replace(mistake.old, mistake.new))
+    row = ddp.check(*mistake.found_by[0].split(), adapter=path)
     assert row.verdict == "differs", row
-    assert mutation.says in row.detail, row
+    assert says in row.detail, row
 
 
 @pytest.mark.parametrize("name", ["missing.py", "adapter.txt", "."])
@@ -207,18 +214,13 @@ def test_an_adapter_may_print(checker_of: Callable[[Path], Checker], tmp_path: P
     assert checker_of(path).check("step", "dp2").verdict == "equal"
 
 
-def test_there_are_enough_mistakes() -> None:
-    assert len(MUTATIONS) >= 25
-    assert {mutation.chapter for mutation in MUTATIONS.values()} >= CHAPTERS.keys() - {"odd"}
-    assert {mutation.adapter for mutation in MUTATIONS.values()} >= set(Path("conformance/examples").glob("*.py"))
-
-
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mistake_can_be_made(name: str) -> None:
-    """The text that it replaces still occurs once."""
-    mutation = MUTATIONS[name]
-    source = inspect.getsource(find(mutation.function)[1]) if mutation.function else mutation.adapter.read_text()
-    replaced(source, mutation.old, mutation.new)
+def test_mistakes_can_be_planted_and_looked_for() -> None:
+    """Each replaces a text that occurs once. Its checks exist, and its page shows it."""
+    for name, mistake in MISTAKES.items():
+        assert Path(mistake.file).read_text().count(mistake.old) == 1, name
+        for check in mistake.found_by:
+            assert check == "fuzz" or Path(check).exists() or command(check, mistake)[4] in CHAPTERS, (name, check)
+        assert not mistake.page or f"\n{name}: " in Path(f"docs/{mistake.page}.md").read_text(), name
 
 
 EXAMPLES = {DDP: "dp2", ZERO1: "dp2", PIPELINE: "pp4", RING: "cp2"}

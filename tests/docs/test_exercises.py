@@ -1,4 +1,4 @@
-"""Exercises of docs/*.md: the solutions are correct, and each classic mistake fails the test that its page names."""
+"""Exercises of docs/*.md: the solutions are correct."""
 
 import itertools
 import math
@@ -15,7 +15,6 @@ from transformers import LlamaConfig, MinPLogitsWarper, get_wsd_schedule
 from conformance.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama
 from conformance.training import all_stages, step_of, wrapped
 from conformance.worker_pool import WorkerPool
-from docs.programs.mistakes import MISTAKES, run_test
 from docs.solutions import checkpoints, sweeps, training_step
 from docs.solutions.cache_bytes import cache_bytes
 from docs.solutions.min_p import min_p
@@ -30,56 +29,6 @@ from picotron.schedules.actions import AnyAction, parse_action
 from picotron.schedules.schedule_csv import read_csv
 
 SOLUTIONS = Path("docs/solutions")
-# The message with which the test of each mistake fails.
-FAILURES = {
-    "loss_not_divided": r"grad norms: off by 2.000e\+00",  # three times as large; the losses are right
-    "clipped_by_own_norm": "input_layernorm.weight differs between ranks",
-    "decay_of_norms": "losses: off by",
-    "schedule_one_step_late": "losses: off by",
-    "same_sequences": "losses: off by",
-    "gradients_not_divided": r"grad norms: off by 1.000e\+00",  # twice as large; the losses are right
-    "loss_averaged_twice": "losses: off by 5.000e-01",
-    "reduced_every_time": "a second backward reduces before finish_grad_sync",
-    "partial_sums": "differs between ranks",
-    "partial_gradients": "input_layernorm.weight differs between ranks",
-    "copy_not_summed": "norm.weight differs between ranks",
-    "norms_not_summed": "layernorm.weight differs between ranks",
-    "head_norms_not_summed": "q_norm.weight differs between ranks",
-    "norm_of_own_heads": "logits: off by",
-    "micro_batches_not_divided": r"embed_tokens.weight: off by 2.000e\+00",  # three times as large
-    "wrong_backward_first": "embed_tokens.weight: off by",
-    "tied_embedding_forgotten": "the copies of model.embed_tokens.weight differ",
-    "cp_not_averaged": "losses: off by",
-    "wrong_tokens": "losses: off by",
-    "positions_from_zero": "losses: off by",
-    "future_seen": "losses: off by",
-    "norm_of_own_slices": "losses: off by",
-    "decay_by_shape_of_slice": "losses: off by",
-    "weights_not_gathered": "losses: off by",
-    "gradients_overwritten": "losses: off by",
-    "every_token_is_the_first": r"assert \[\[",
-    "empty_columns_seen": r"assert \[\[",
-    "one_stream_of_draws": r"assert \[\[",
-    "contiguous_shards": r"assert \[\(78, 78\), \(222, 222\)\] == \[\(150, 150\)",
-}
-
-
-# `make test` runs the most common mistakes, `make pages` the others.
-CLASSICS = ("gradients_not_divided", "loss_averaged_twice", "partial_gradients", "wrong_backward_first", "cp_not_averaged", "contiguous_shards")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in CLASSICS else pytest.mark.slow) for name in MISTAKES]
-)
-def test_mistake_fails_its_test(pool: WorkerPool, name: str) -> None:
-    with pytest.raises(AssertionError, match=FAILURES[name]):
-        run_test(MISTAKES[name], pool)
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_is_shown_on_its_page(name: str) -> None:
-    assert f"\n{name}: " in Path(f"docs/{MISTAKES[name].page}.md").read_text()
-
 
 # --------------------------------------------------------------------------------------------------------- solutions
 
