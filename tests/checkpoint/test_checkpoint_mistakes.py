@@ -99,24 +99,6 @@ def test_latest_skips_damaged_checkpoints(pool: WorkerPool, tokenizer: Path, tmp
         assert all(line.endswith("; trying the checkpoint before it") for line in lines)
 
 
-def test_latest_skips_folders_that_are_no_checkpoints(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
-    keys = {"checkpoint__save_frequency": 2, "checkpoint__load_path": "latest"}
-    run(pool, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)
-    (tmp_path / "step_00000012").mkdir()
-    damage(tmp_path / "step_00000010", "no state")
-    damage(tmp_path / "step_00000008", "no state")
-    for path in (tmp_path / "step_00000008").glob("exp_avg*"):
-        path.unlink()
-    config = run_config(tmp_path, {}, checkpoint__load_path="latest", checkpoint__save_frequency=0)
-    steps, lines = pool.run(warnings_of, 1, config, model_of(False), tokenizer)[0]
-    assert steps == 4
-    assert [line.split(",")[0] for line in lines] == [
-        f"{tmp_path}/step_00000012/trainer_state.json is missing; trying the checkpoint before it",
-        f"{tmp_path}/step_00000010/trainer_state.json is missing",
-        f"{tmp_path}/step_00000008/trainer_state.json is missing; trying the checkpoint before it",
-    ]
-
-
 def test_latest_stops_if_no_checkpoint_is_intact(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
     keys = {"checkpoint__save_frequency": 5, "checkpoint__load_path": "latest"}
     run(pool, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)

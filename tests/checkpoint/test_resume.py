@@ -2,14 +2,12 @@
 
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +19,9 @@ from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import StopSignals
 from picotron.run.metrics import Metrics
 from picotron.run.progress import Progress
-from picotron.run.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint
-from tests.support.checkpoints import first_half, mistake, run_config, tensors_of, train
+from picotron.run.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders
+from tests.support.checkpoints import run_config, tensors_of, train
 from tests.support.program import TORCHRUN, arguments, metrics, same_records
-from tests.support.program import run as run_program
 
 KILLS = 7
 
@@ -86,33 +83,6 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_run(tokenizer: Path, tmp
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Any:
-    """File system of 2 MiB, with room for two checkpoints of the model below but not for a third."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=False)
-    if mounted.returncode:
-        pytest.skip("only root can mount a small tmpfs; test_checkpoint_writer has full disks without one")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_run_on_a_full_disk_resumes_after_space_is_freed(pool: WorkerPool, tokenizer: Path, small_disk: Path) -> None:
-    layout, model = {"dp_size": 2}, tiny_llama()
-    config = run_config(small_disk, layout, checkpoint__save_frequency=1)
-    for message in pool.run(mistake, 2, config, model, tokenizer):
-        assert message.startswith(
-            f"the checkpoint {small_disk}/step_00000003 cannot be written: No space left on device"
-        )
-    assert [path.name for path in sorted(small_disk.iterdir())] == ["step_00000001", "step_00000002"]
-    delete_checkpoint(small_disk / "step_00000001")
-    keys = {"checkpoint__load_path": "latest", "checkpoint__keep_last": 1}
-    (result, _) = pool.run(train, 2, first_half(small_disk, layout, **keys), model, tokenizer)
-    assert len(result["losses"]) == 3
-    assert list(checkpoint_folders(small_disk)) == [5]
-
-
 def signal_on_one_rank(folder: str, number: int) -> tuple[int, int, int]:
     setup_process_group_manager(1, 1, 1, 3)
     config = make_config(checkpoint__save_dir=folder, distributed__dp_size=3)
@@ -172,46 +142,6 @@ def start(home: Path, command: list[str], words: list[str], **environment: str) 
         check=False,
         start_new_session=True,
     )
-
-
-@pytest.fixture(scope="module")
-def undisturbed(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of an uninterrupted run of two stages and four steps."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    result = run_program(home, 2, *words(folder))
-    assert result.returncode == 0, result.stderr
-    assert list(checkpoint_folders(folder)) == [1, 2, 3, 4]
-    return folder
-
-
-def words(save_dir: Path) -> list[str]:
-    keys = {"distributed.pp_size": 2, "checkpoint.save_frequency": 1}
-    return arguments(save_dir, 1, 4, **keys, **{"checkpoint.load_path": "latest"})
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_a_run_whose_rank_was_killed(home: Path, tmp_path: Path, undisturbed: Path) -> None:
-    killer = program(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
-    command = [
-        *TORCHRUN,
-        "2",
-        "--max-restarts",
-        "2",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-        killer,
-    ]
-    result = start(home, command, words(tmp_path / "run"), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "marker").exists()
-    assert f"training resumes from {tmp_path}/run/step_00000002" in result.stdout
-    assert same_records(tmp_path / "run", undisturbed)
-    for kind in ("model", "exp_avg", "exp_avg_sq"):
-        ours, theirs = (tensors_of(folder / "step_00000004", kind) for folder in (tmp_path / "run", undisturbed))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert re.search(r"loss 7\.\d+ -> \d\.\d+ \(a uniform", result.stdout)
 
 
 @pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ends", "resumes"])

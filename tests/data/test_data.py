@@ -1,4 +1,4 @@
-"""Micro-batches: the order of samples does not depend on the layout, and every cp rank gets its shard of each."""
+"""Micro-batches: the order of samples does not depend on the layout, and a resume evaluates only what was held out."""
 
 import gc
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Micro-batches of masked documents and of samples: bounds, positions and weights, the same in every layout."""
+"""Micro-batches of samples: bounds, positions and padding, and fingerprints, which change with the rows."""
 
 import itertools
 from typing import Any

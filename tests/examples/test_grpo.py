@@ -1,4 +1,4 @@
-"""examples/grpo.py: the ratio of the first update is 1, two layouts learn the same, and the evaluation rises."""
+"""examples/grpo.py: the ratio of the first update is 1; the loss, the rewards and the prompts."""
 
 import math
 import os

@@ -153,24 +153,6 @@ def test_broken_lines_are_named(tmp_path: Path, name: str, content: bytes | None
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--prompts", "{}"], "--prompts and --output need each other"),
-        (["--prompts", "{}", "--output", "{}"], "--output would overwrite --prompts"),
-        (["--chat", "--num_return_sequences", "2"], "--chat gives one answer to each message; remove --num_return_seq"),
-    ],
-)
-def test_options_that_do_not_fit_together(
-    folder: Path, tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [word.format(write_prompts(tmp_path / "p.txt")) for word in words]
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(folder), *words])
-    with pytest.raises(UserError, match=message):
-        program.main()
-    assert (tmp_path / "p.txt").stat().st_size > 0
-
-
-@pytest.mark.parametrize(
     ("world_size", "words", "message"),
     [
         (

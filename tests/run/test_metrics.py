@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 import types
 from pathlib import Path
@@ -269,30 +268,6 @@ def test_resumed_run_continues_its_wandb_run(pool: WorkerPool, tmp_path: Path) -
     assert [step for step, _ in calls["logged"]] == [4, 5]
     calls = pool.run(log_with_wandb, 1, str(tmp_path / "other"), "good", checkpoint)[0]
     assert "id" not in calls
-
-
-def log_without_login(folder: str, mode: str | None) -> str:
-    os.environ |= {"HOME": folder, "NETRC": f"{folder}/netrc"}  # the user's own login must not be used
-    os.environ.pop("WANDB_API_KEY", None)
-    if mode:
-        os.environ["WANDB_MODE"] = mode
-    try:
-        log_steps(folder, [1.0, 2.0], wandb=True)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("mode", [None, "disabled", "nonsense"])
-def test_real_wandb_records_offline_unless_its_mode_is_another(tmp_path: Path, mode: str | None) -> None:
-    pool = WorkerPool()  # a separate pool, because the worker's environment is changed
-    try:
-        (error,) = pool.run(log_without_login, 1, str(tmp_path), mode)
-    finally:
-        pool.close()
-    assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == (mode is None)
-    assert ("wandb rejects its settings (1 validation error for Settings mode" in error) == (mode == "nonsense")
 
 
 def test_a_missing_wandb_is_an_error_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
