@@ -26,7 +26,9 @@ ERRORS = {
 
 
 def kinds_of(config: Config) -> list[str]:
-    """Return the kinds of a config. "parts" are runs that recompute parts of each layer; published ones are marked."""
+    """Return the kinds of a config of which there are published runs. "parts" are runs that recompute parts of each
+    layer; published ones are marked.
+    """
     layout = config.distributed
     engine = layout.pp_engine if layout.pp_size > 1 else ""
     found = {
@@ -36,12 +38,12 @@ def kinds_of(config: Config) -> list[str]:
         "zero bubble": engine.startswith("zb"),
         "parts": config.training.activation_checkpointing == "selective",
     }
-    return [kind for kind, holds in found.items() if holds] or ["dp, tp, 1f1b"]
+    return [kind for kind, holds in found.items() if holds] or ["dp, tp, 1f1b"] * (engine in ("", "1f1b"))
 
 
 def describe_errors(config: Config) -> str:
     """Return a line for each kind of a layout, with the range of the errors of published runs."""
-    lines = []
+    lines = [] if kinds_of(config) else ["this schedule: no published run of this kind"]
     for kind in kinds_of(config):
         runs, median, *ends = ERRORS[kind]
         low, high = (f"{abs(end):.0%} too {'fast' if end < 0 else 'slow'}" for end in ends)

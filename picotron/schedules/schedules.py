@@ -10,6 +10,7 @@ Idle: time of a step minus computing time of one rank, if all ranks have the sam
 Activations: the most that a rank holds at a time, in units of one micro-batch in one stage, see `simulate`.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable
@@ -200,6 +201,26 @@ def dualpipev(rank: int, pp: int, microbatches: int) -> Program:
     return program
 
 
+def v_min(rank: int, pp: int, microbatches: int) -> Program:
+    """V-Min: a V in which a micro-batch never waits, so its activations are freed early (Qi et al. 2024,
+    arXiv:2405.15362, who also reorder actions at both ends of the step). Each micro-batch repeats the pattern of the
+    one before it, 6 units of time later: a rank's F, I and W in its two stages take one unit each. W fills free units.
+
+    Idle: (4 p - 5) F / 2, if F = I = W and p > 1; F more if p is a multiple of 3 and m > 1. Activations: 2 (p + 4) / 3,
+    with the quotient rounded down, at most 2 m.
+    """
+    program, down, up = Program(microbatches), rank, 2 * pp - 1 - rank
+    turn = 2 * pp + (0 if pp % 3 else 2)  # if p is a multiple of 3, forwards and backwards collide without a pause
+    starts = {down: (program.forward, down), up: (program.forward, up)}
+    starts |= {turn + down: (program.backward_input, up), turn + up: (program.backward_input, down)}
+    for time in range(6 * microbatches + 4 * pp):
+        due = [action for start, action in starts.items() if time >= start and (time - start) % 6 == 0]
+        for append, stage in due: append(stage)
+        if not due: program.backward_weight()
+    program.all_backward_weights()
+    return program
+
+
 # fmt: on
 
 
@@ -223,6 +244,7 @@ SCHEDULES = {
     "zb_h1": Recipe(zb_h1, any_chunks=True, has_groups=True),
     "zbv": Recipe(zbv, chunks=2, placement="V"),
     "dualpipev": Recipe(dualpipev, chunks=2, placement="V"),
+    "v_min": Recipe(v_min, chunks=2, placement="V"),
 }
 
 LOOPS = ("afab", "1f1b")  # run by loops of their own, in which ranks wait for their messages, not by the executor
@@ -270,6 +292,12 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, grou
     options |= {} if group_size is None else {"group_size": group_size}
     programs = [recipe.program(rank, pp, microbatches, **options) for rank in range(pp)]
     return Schedule(programs, microbatches, chunks, recipe.placement)
+
+
+@functools.cache
+def action_kinds(name: str) -> set[str]:
+    """Return the kinds of a hand-made schedule's actions: F with B, with I and W, or with all three."""
+    return {part.kind for program in build(name, 4, 16).programs for action in program for part in action.parts}
 
 
 def _one_of(names: Iterable[str]) -> str:

@@ -32,6 +32,7 @@ FLAGS = AXES | {
 BRIEF = {  # parts of brief names, with the value as {}
     "distributed.dp_engine": "{}",
     "distributed.pp_engine": "{}",
+    "distributed.pp_chunks": "chunks{}",
     "distributed.sequence_parallel": "sp",
     "training.activation_checkpointing": "{}",
 }
@@ -140,8 +141,9 @@ def folder_names(chosen: Sequence[Combination], brief: bool = False) -> list[str
     different names.
     """
     labels: dict[str, dict[str, str]] = {}  # key: {value as JSON: its part of the name}
-    for key in chosen[0]:
-        values = {canonical_json(combination[key]): combination[key] for combination in chosen}
+    absent = {key: default_of(key) for combination in chosen for key in combination}
+    for key in absent:
+        values = {canonical_json(value): value for value in ((absent | each)[key] for each in chosen)}
         safe = {s: _safe(value if isinstance(value, str) else s) for s, value in values.items()}
         lower_case = [word.lower() for word in safe.values()]
         for s, word in safe.items():
@@ -151,7 +153,7 @@ def folder_names(chosen: Sequence[Combination], brief: bool = False) -> list[str
             part = BRIEF.get(key, short_name(key) + "{}") if brief else short_name(key) + "{}"
             default = canonical_json(default_of(key)) if brief else None
             labels[key] = {s: "" if s == default else part.format(word) for s, word in safe.items()}
-    parts = [[labels[key][canonical_json(combination[key])] for key in labels] for combination in chosen]
+    parts = [[labels[key][canonical_json((absent | each)[key])] for key in labels] for each in chosen]
     names = ["_".join(filter(None, each)) or "default" * brief * (len(chosen) > 1) for each in parts]
     assert len({name.lower() for name in names}) == len(chosen)
     return names

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from picotron.command_line import override, parse_config
-from picotron.config import Config, Logging
+from picotron.config import Config, Distributed, Logging
 from picotron.config import Model as ModelSection
 from picotron.console import UserError, text_table
 from picotron.explain.estimate import GIB, Memory, bubble, rank_memory
@@ -22,14 +22,18 @@ from picotron.files import write_atomically
 from picotron.model.model_config import load_model_config
 from picotron.parallelize import check_layout
 from picotron.pipeline_parallel.plan import PipelinePlan
+from picotron.schedules.schedules import SCHEDULES
 from picotron.sweep.combinations import FLAGS, GLOBAL_BATCH, Combination, canonical_json
 from picotron.sweep.jobs import Job
 
-OPTIONS: dict[str, list[Any]] = {  # values that `--best` tries of keys that are not given
+NEED_MORE = ("afab", "looped_bfs", "dualpipev")  # more memory than 1f1b, interleaved_1f1b and zbv, and no less time
+OPTIONS: dict[
+    str, list[Any]
+] = {  # values that `--best` tries of keys that are not given, and chunks, see `with_chunks`
     "training.micro_batch_size": [1, 2, 4, 8],
     "training.activation_checkpointing": ["none", "selective", "full"],
     "distributed.dp_engine": ["bucket", "zero1", "zero3"],
-    "distributed.pp_engine": ["1f1b", "interleaved_1f1b", "zbv"],
+    "distributed.pp_engine": ["1f1b", *(name for name in SCHEDULES if name not in ("1f1b", *NEED_MORE))],
 }
 
 
@@ -146,8 +150,27 @@ def candidates(base: dict[str, Any], layouts: Sequence[Combination]) -> Iterator
                 _, config = make_config(base, combination)
             except UserError:  # for example, the batch does not divide by dp
                 continue
-            if _can_run(config):
-                yield combination, config
+            for found in with_chunks(combination, config, base):
+                if _can_run(found[1]):
+                    yield found
+
+
+def with_chunks(combination: Combination, config: Config, base: dict[str, Any]) -> Iterator[tuple[Combination, Config]]:
+    """Yield a config and, unless something says how many stages there are, the same one with other numbers of chunks:
+    those with which a stage has 1, 2, 4, ... layers.
+    """
+    yield combination, config
+    layout, model_config, key = config.distributed, load_cached(config.model), "distributed.pp_chunks"
+    recipe = SCHEDULES.get(layout.pp_engine)
+    fixed = key in combination or layout.pp_chunks is not None or layout.pp_layout is not None
+    if layout.pp_size == 1 or recipe is None or not recipe.any_chunks or fixed or isinstance(model_config, UserError):
+        return
+    layers = model_config.num_hidden_layers
+    sizes = (2**i for i in range(layers.bit_length()))
+    counts = {min(layers // layout.pp_size, -(-layers // (layout.pp_size * size))) for size in sizes}
+    for chunks in sorted(counts - {0, 1, recipe.chunks}):
+        section = layout.model_copy(update={"pp_chunks": chunks})
+        yield combination | {key: chunks}, config.model_copy(update={"distributed": section})
 
 
 def what_fits(config: Config, model_config: PreTrainedConfig, gib: float) -> str:
@@ -173,15 +196,25 @@ def what_fits(config: Config, model_config: PreTrainedConfig, gib: float) -> str
 
 
 def _can_run(config: Config) -> bool:
-    """Return whether a layout fits its model. Only what that depends on is kept, because most candidates share it."""
-    from_file = config.distributed.pp_engine.startswith("csv:")  # a file is for one number of micro-batches
-    changes = {
-        "distributed": {"dp_size": 1, "dp_engine": "bucket"},
-        "training": {"micro_batch_size": 1} | ({} if from_file else {"gradient_accumulation_steps": 1}),
+    """Return whether a layout fits its model. Only what that depends on is kept, because most candidates share it: the
+    pipeline, without the axes that split a stage, and these axes without a pipeline.
+    """
+    layout = config.distributed
+    from_file = layout.pp_engine.startswith("csv:")  # a file is for one number of micro-batches
+    training: dict[str, Any] = {"micro_batch_size": 1} | ({} if from_file else {"gradient_accumulation_steps": 1})
+    one = {"dp_size": 1, "dp_engine": "bucket"}
+    parts = [one]
+    if layout.pp_recording is None:  # a recording is of one config
+        training["activation_checkpointing"] = "none"
+        pipeline = {key: field.default for key, field in Distributed.model_fields.items() if key.startswith("pp_")}
+        parts = [one | pipeline, one | {"tp_size": 1, "cp_size": 1, "sequence_parallel": False}]
+    kept = {
+        "training": config.training.model_copy(update=training),
+        "logging": Logging(),  # these two have no hash otherwise
+        "dataset": config.dataset.model_copy(update={"mixture": None}),
     }
-    kept = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
-    kept["logging"], kept["dataset"] = Logging(), config.dataset.model_copy(update={"mixture": None})  # to have a hash
-    return _fits(config.model_copy(update=kept))
+    configs = [config.model_copy(update=kept | {"distributed": layout.model_copy(update=part)}) for part in parts]
+    return all(map(_fits, configs))
 
 
 @functools.cache
@@ -203,7 +236,8 @@ def table(planned: Sequence[PlannedJob], brief: bool = False, gib: float | None 
     """Format the layout, batch, bubble and memory of each job; memory is that of the rank that needs most.
 
     Args:
-        brief: whether to omit the layout, which is in the names of `--best`, and the size of a step, which is equal.
+        brief: whether to name the layout by what all jobs share, in a line above the table, and what differs, in the
+            names of `--best`, and to omit the size of a step, which is equal.
         gib: memory of a device, for a column with what is left of the part that a plan may use.
     """
     left = () if gib is None else ("GiB left",)
@@ -231,4 +265,22 @@ def table(planned: Sequence[PlannedJob], brief: bool = False, gib: float | None 
                 "-" if p.forecast.mfu is None else f"{p.forecast.mfu:.1%}",
             )),
         ))  # fmt: skip
-    return text_table(rows)
+    return (f"all: {shared(planned)}\n" if brief else "") + text_table(rows)
+
+
+def shared(planned: Sequence[PlannedJob]) -> str:
+    """Return what the layouts of all jobs have in common, in the words of their names."""
+    described = [description(p.config) for p in planned]
+    return ", ".join(word for word in described[0] if all(word in words for words in described))
+
+
+def description(config: Config) -> list[str]:
+    """Return the layout of a config in words such as `dp8`, `zbv` and `zero1`."""
+    layout, training = config.distributed, config.training
+    words = [f"{axis}{getattr(layout, f'{axis}_size')}" for axis in ("dp", "pp", "cp", "tp")]
+    words += [f"mbs{training.micro_batch_size}", layout.dp_engine, *["sp"] * layout.sequence_parallel]
+    if training.activation_checkpointing != "none":
+        words.append(training.activation_checkpointing)
+    if layout.pp_size > 1:
+        words += [layout.pp_engine, *[f"chunks{layout.pp_chunks}"] * (layout.pp_chunks is not None)]
+    return words

@@ -8,20 +8,20 @@ evaluation of all configs would find.
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from picotron.config import Config
+from picotron.config import Config, Distributed
 from picotron.console import UserError
 from picotron.explain.estimate import GIB, rank_memory, stage_bytes, state_bytes
-from picotron.explain.forecast import Clock, forecast
+from picotron.explain.forecast import Clock, Work, forecast
 from picotron.explain.hardware import Hardware, fits
 from picotron.pipeline_parallel.plan import PipelinePlan, plan_pipeline, stages_for
 from picotron.pipeline_parallel.stages import Stage
 from picotron.schedules.actions import Placement, rank_of
-from picotron.schedules.schedules import SCHEDULES
+from picotron.schedules.schedules import SCHEDULES, action_kinds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-SPLIT = ("zb_h1", "zbv", "dualpipev")  # schedules with split backwards; the last one also has full ones
+NO_PART_OF_WORK = ("dp_size", "dp_engine", "gradient_accumulation_steps")  # with pp_*: keys on which no action depends
 ROUNDING = 1e-9
 Values = dict[str, Any]  # of the keys that distinguish a config from others
 
@@ -60,6 +60,7 @@ class Planner:
         self.model, self.hardware = model, hardware
         self.plans: dict[Any, PipelinePlan | None] = {}
         self.placed: dict[Any, Placed] = {}
+        self.works: dict[Any, dict[tuple[int, bool, bool, str], Work]] = {}
 
     def plan(self, config: Config) -> PipelinePlan | None:
         """Return the plan of a config; None if it has none, for example if a schedule has too many forwards."""
@@ -76,6 +77,14 @@ class Planner:
             except UserError:
                 self.plans[key] = None
         return self.plans[key]
+
+    def clock(self, config: Config, kept: float = 0.0) -> Clock:
+        """Return a clock that shares its times with those of all configs whose actions take the same."""
+        clock = Clock(config, self.model, self.hardware, kept)
+        keys = (pair for section in (config.model, config.training, config.distributed) for pair in section)
+        key = *(v for k, v in keys if k not in NO_PART_OF_WORK and not k.startswith("pp_")), kept
+        clock.works = self.works.setdefault(key, clock.works)
+        return clock
 
     def gib(self, config: Config, plan: PipelinePlan) -> float:
         """Return the memory of the rank that needs most."""
@@ -97,8 +106,8 @@ class Planner:
         """Return lower bounds of the seconds of a step, and of the GiB of the rank that needs most."""
         layout, m = config.distributed, config.training.gradient_accumulation_steps
         # With pp_keep_activations, work is least if all micro-batches keep them, and hides most if none does.
-        most = Clock(config, self.model, self.hardware)
-        clock = Clock(config, self.model, self.hardware, kept=1.0) if layout.pp_keep_activations else most
+        most = self.clock(config)
+        clock = self.clock(config, kept=1.0) if layout.pp_keep_activations else most
         if layout.pp_size > 1 and layout.pp_engine not in SCHEDULES:  # the stages are not known yet
             return self._average(clock, m)
         placed = self.place(config)
@@ -128,6 +137,9 @@ class Planner:
             self.placed[key] = Placed(stages, ranks, list(distinct.values()), recipe.placement)
         return self.placed[key]
 
+    def _kinds(self, layout: Distributed) -> set[str]:
+        return action_kinds(layout.pp_engine if layout.pp_size > 1 else "1f1b")
+
     def _average(self, clock: Clock, m: int) -> tuple[float, float]:
         """Bounds without stages: what an average rank computes and holds."""
         pp, whole = clock.layout.pp_size, Stage(range(self.model.num_hidden_layers), True, True)
@@ -148,8 +160,8 @@ class Planner:
         """A bound of the simulated step: a rank waits until a forward reaches its first stage, and works. If its last
         action can only be a full backward, the gradients have to return to the first stage.
         """
-        engine, busy = clock.layout.pp_engine, [0.0] * clock.layout.pp_size
-        split = clock.layout.pp_size > 1 and engine in SPLIT
+        kinds, busy = self._kinds(clock.layout), [0.0] * clock.layout.pp_size
+        split = "I" in kinds
         seconds = {  # of stages that differ
             id(stage): [sum(sum(clock.work(stage, kind)) for kind in kinds) for kinds in ("F", "B", "IW")]
             for stages in placed.held
@@ -161,20 +173,19 @@ class Planner:
             F, B, IW = seconds[id(stage)]
             start.setdefault(rank, arrival)
             end.setdefault(rank, 0.0 if split else way_back)
-            busy[rank] += m * (F + (B if not split else min(B, IW) if engine == "dualpipev" else IW))
+            busy[rank] += m * (F + (B if not split else min(B, IW) if "B" in kinds else IW))
             message = 0.0 if placed.ranks[i + 1 : i + 2] == [rank] else clock.message
             arrival, way_back = arrival + F + message, way_back + B + message
         return max(start[rank] + each + end[rank] for rank, each in enumerate(busy))
 
     def _exposed_dp(self, clock: Clock, placed: Placed) -> float:
         """A bound of `Clock.exposed_dp`. The step ends with the last action of some stage, on some rank."""
-        kinds = "B"
-        if clock.layout.pp_size > 1 and clock.layout.pp_engine in SPLIT:
-            kinds = "FB" if clock.layout.pp_engine == "dualpipev" else "W"
+        kinds = self._kinds(clock.layout)
+        ends = "B" if "I" not in kinds else "FB" if "B" in kinds else "W"  # with B and I, some are pairs with an F
         after, exposed = [], []
         for stages in placed.held:
             messages = [clock.dp_messages(stage, stages[:i]) for i, stage in enumerate(stages)]
-            last = [sum(sum(clock.work(stage, kind)) for kind in kinds) for stage in stages]
+            last = [sum(sum(clock.work(stage, kind)) for kind in ends) for stage in stages]
             exposed.append(sum(each.exposed for each in messages))
             shown = (max(each.reduction - t, each.after) for each, t in zip(messages, last, strict=True))
             after.append(exposed[-1] + min(shown))

@@ -1,6 +1,7 @@
 """create_config.py --hardware and --best: forecasts in the table and in the jobs, and the fastest layouts that fit."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,24 +68,29 @@ def test_a_gpu_means_bfloat16_and_no_cpu(tmp_path: Path, capsys: pytest.CaptureF
     assert same == times
 
 
-def test_table_of_the_best_layouts_fits_into_120_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names have only what differs and is not the default."""
+def test_table_of_the_best_layouts_names_all_of_each_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line above the table has what all layouts share, their names what differs, such as the number of chunks."""
     words = ["--model_name", "docs/llama-3.1-8b", "--world_size", 64, "--hardware", "H100", "--seq_len", 8192]
-    words += ["--global_batch_size", 512, "--best", 5, "--cp", 1, "--mbs", 1, "--tp", 1, 2, "--pp", 1, 2]
-    create_config.main(["--out_dir", str(tmp_path), "--exp_name", "best", *map(str, words)])
-    names = [
-        "dp32_pp2_zbv",
-        "dp32_pp2_selective_zbv",
-        "dp32_tp2_sp",
-        "dp32_pp2",
-        "dp16_pp2_tp2_interleaved-1f1b_sp",
-    ]
-    lines = capsys.readouterr().out.splitlines()
-    table = [line for line in lines if line.split(" ")[0] in names]
-    assert [line.split()[0] for line in table] == names
-    assert max(map(len, table)) <= 120
-    assert [line.split()[1] for line in table][:2] == ["4,322,357,248", "4,322,357,248"]
-    assert {p.parent.name for p in (tmp_path / "best").glob("*/config.json")} == set(names)
+    words += ["--global_batch_size", 512, "--cp", 1, "--mbs", 1, "--tp", 1, 2, "--pp", 2]
+    for count in (1, 5):
+        create_config.main(
+            ["--out_dir", str(tmp_path), "--exp_name", f"best{count}", "--best", f"{count}", *map(str, words)]
+        )
+        lines = capsys.readouterr().out.splitlines()
+        common = next(line for line in lines if line.startswith("all: "))
+        found = configs(tmp_path / f"best{count}")
+        assert len(found) == count
+        for name, data in found.items():
+            (row,) = [line for line in lines if line.split(" ")[0] in (name, name.replace(".", f"best{count}"))]
+            assert len(row) <= 120
+            described = set(re.split("[ ,_]+", f"{common} {name}".replace("-", "_")))
+            layout = data["distributed"]
+            for axis in ("dp", "pp", "cp", "tp"):
+                assert f"{axis}{layout[f'{axis}_size']}" in described or (
+                    layout[f"{axis}_size"] == 1 and f"{axis}2" not in described
+                )
+            assert (chunks := layout.get("pp_chunks")) is None or f"chunks{chunks}" in described
+            assert set(layout["pp_engine"].split("_")) <= described | {"1f1b"}
 
 
 def test_configs_for_cpus_run_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
