@@ -28,7 +28,7 @@ from playground.requests import Request
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = "314.0.7"  # the Python in it is 3.14
 CDN = f"https://cdn.jsdelivr.net/pyodide/v{VERSION}/full/"
-ENTRIES = sorted((ROOT / "docs" / "schedules").iterdir())  # of the scoreboard
+ENTRIES = sorted((ROOT / "docs" / "schedules").glob("*"))  # of the scoreboard
 MODELS = sorted(ROOT.glob("docs/llama-*/config.json"))
 PANELS = {"a": "1f1b", "b": "zbv"}  # the schedules that a reader sees first
 PYODIDE_FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")

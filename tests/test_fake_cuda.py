@@ -90,6 +90,7 @@ def test_a_mistake_in_a_micro_batch_is_found(reports_of: ReportsOf, name: str) -
 def test_estimated_memory_matches_the_peak_of_a_step(reports_of: ReportsOf, name: str) -> None:
     for report in reports_of(name):
         assert report["estimated_state"] == pytest.approx(report["state"], rel=0.001)
-        assert report["estimated_peak"] == pytest.approx(report["peak"], rel=0.01)
+        in_flight = 3.1 * report["message"]  # a rank holds 2 to 7 messages at its peak, the estimate 4
+        assert report["estimated_peak"] == pytest.approx(report["peak"], rel=0.01, abs=in_flight)
         passing, estimated = (report[peak] - report["state"] for peak in ("peak", "estimated_peak"))
-        assert estimated == pytest.approx(passing, rel=0.03), "activations, and what passes by"
+        assert estimated == pytest.approx(passing, rel=0.03, abs=in_flight), "activations, and what passes by"

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from benchmarks.gpu.fake_cuda import fake_cuda_rank
 from picotron.config import Config
-from picotron.explain.estimate import rank_memory
+from picotron.explain.estimate import rank_memory, sizes
 from picotron.optimizer import clip_grad_norm
 
 BLOCK = 512  # torch's allocator rounds the size of a tensor up to a multiple of it
@@ -78,7 +78,7 @@ def measure(config: Config, model_config: LlamaConfig, rank: int) -> dict[str, i
         run.train_step(run.model, run.data_loader)
         clip_grad_norm(run.model, config.training.max_grad_norm)
         run.optimizer.step()
-    layout = config.distributed
+    layout, s = config.distributed, sizes(config, model_config)
     estimate = rank_memory(config, model_config, run.plan)[rank // (layout.cp_size * layout.tp_size) % layout.pp_size]
     return {
         "rank": rank,
@@ -86,4 +86,5 @@ def measure(config: Config, model_config: LlamaConfig, rank: int) -> dict[str, i
         "peak": memory.peak,
         "estimated_state": estimate.state,
         "estimated_peak": estimate.total,
+        "message": (layout.pp_size > 1) * s.tokens * s.shard * s.number,
     }

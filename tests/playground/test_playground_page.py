@@ -83,7 +83,7 @@ def test_python_of_the_page_runs_with_nothing_else(tmp_path: Path) -> None:
     result, *files = done.stdout.splitlines()
     assert json.loads(result)["step_time"] == 33
     imported = sorted(file.removeprefix(f"{archive}/") for file in files if file.startswith(archive))
-    entries = [f"docs/schedules/{path.name}" for path in sorted((ROOT / "docs/schedules").iterdir())]
+    entries = [f"docs/schedules/{path.name}" for path in sorted((ROOT / "docs/schedules").glob("*"))]
     assert zipfile.ZipFile(archive).namelist() == [*map(str, python_files()), *entries] == [*imported, *entries]
 
 

@@ -147,6 +147,14 @@ def test_dualpipev_matches_the_formulas(W: float, overlapped: float) -> None:
         assert max(peaks("dualpipev", pp, m)) <= min(2 * pp + 1, 2 * m)
 
 
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 6, 7, 8, 9, 16])
+def test_v_min_matches_the_formulas(pp: int) -> None:
+    for m in (1, 2, 3, pp, 2 * pp + 1, 3 * pp):
+        idle = 0.0 if pp == 1 else (4 * pp - 5) / 2 + (pp % 3 == 0 and m > 1)
+        assert timeline_of("v_min", pp, m).idle == pytest.approx([idle] * pp)
+        assert max(peaks("v_min", pp, m)) == min(2 * ((pp + 4) // 3), 2 * m)
+
+
 def test_forward_only_schedule_keeps_no_activations() -> None:
     assert [peak_activations(program) for program in forward_only(3, 5).programs] == [0, 0, 0]
 
