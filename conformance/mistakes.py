@@ -244,7 +244,10 @@ MISTAKES: dict[str, Mistake] = {
         "visible_blocks lets all queries attend to the keys of later ranks, not only the queries of the second chunk.",
     ),
     "contiguous_shards": Mistake(
-        "picotron/config.py", 'cp_sharding: Literal["zigzag", "contiguous"] = "zigzag"', 'cp_sharding: Literal["zigzag", "contiguous"] = "contiguous"',
+        POSITIONS, "        ranges.append((row, first, last))\n    return ranges\n",
+        "        ranges.append((row, first, last))\n    return ranges\n\n\nzigzag_blocks = visible_blocks\n\n\n"
+        "def chunk_count(cp_size, sharding):\n    return cp_size\n\n\n"
+        'def visible_blocks(source, tokens, sharding):\n    return zigzag_blocks(source, tokens, "contiguous")\n',
         ("tests/context_parallel/test_context_parallel.py",), "context_parallel",
         "Data loader and attention use contiguous shards: the results are correct, but the last rank has the most work.",
     ),

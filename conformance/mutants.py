@@ -103,7 +103,7 @@ def sentence(lines: list[str]) -> str:
     """Return the line of a check's output that says what differs, or the error of a test."""
     told = [line for line in lines if re.match(r"(differs|crashed|hangs) |case \d+ of seed", line)]
     errors = [line[1:].strip() for line in lines if re.match(r"E  +\S", line)]
-    named = [line for line in errors if re.match(r"\S*Error\b", line)] or errors
+    named = [line for line in errors if re.match(r"\S*Error\b", line)] or errors[:1]
     tests = [line.split(" - ")[0].removeprefix("FAILED ") for line in lines if line.startswith(("FAILED", "ERROR"))]
     return re.sub(" +", " ", " ".join(told[:1] or [*tests[:1], *named[-1:]] or lines[-1:]))
 
@@ -160,8 +160,8 @@ def show(page: str, folder: Path) -> None:
             with planted(mistake, folder):
                 check = mistake.found_by[-1]
                 is_found, what = run(check, folder, mistake)
-            said = what.removeprefix(f"differs {check} ") if is_found else "finds nothing"
-            print(f"{name}: {mistake.text}\n    {check}: {said}", flush=True)
+            said = what.removeprefix(f"differs {check} ").split("; [")[0] if is_found else "finds nothing"
+            print(f"{name}: {mistake.text}\n    {said if said.startswith(check) else f'{check}: {said}'}", flush=True)
 
 
 def main() -> int:
