@@ -32,7 +32,7 @@ ONE_STAGE = [name for name, recipe in SCHEDULES.items() if recipe.chunks == 1]  
 # The sizes of the axes; a schedule, with pp, and chunks2 for two stages per rank where one is the default; sp, sequence
 # parallel, with tp; how the sequence is split and attention sees the rest of it, with cp; zero1 or zero3, else bucket,
 # with dp or cp; embedding and head tied or not; how many key/value heads there are for 8 query heads; the family.
-# test_parity shows that any two of these meet, if they can.
+# test_grid.py shows that any two of these meet, if they can.
 LAYOUTS = """
 cp2 x tp2 sp zigzag ulysses zero1 tied kv4 olmo2
 dp2 x pp2 looped_bfs zero1 tied kv8 qwen3

@@ -11,8 +11,8 @@ tests/docs/test_docs.py checks that outputs and code have not changed. A page ca
     ...
     ```
     ```bash                     a script whose output is not shown
-    <!-- picture: python -m docs.programs.run_pictures batch --out docs/pictures/batch.svg -->
-    ![A global batch](pictures/batch.svg)                                     a picture, and the command that draws it
+    <!-- picture: python -m docs.programs.run_pictures axes --out docs/pictures/axes.svg -->
+    ![Sixteen ranks](pictures/axes.svg)                                     a picture, and the command that draws it
     <!-- code: picotron/data_parallel/data_parallel.py Bucket.reset Bucket.launch -->
     ```python                   the source of functions, methods or classes of a file; with `, without docstring`
     ...                         before the end of the comment, without theirs

@@ -177,7 +177,7 @@ class DataParallel(nn.Module):
         pending = self.bucket_by_parameter[parameter].pending_parameters
         if parameter not in pending:
             raise UserError(
-                f"a parameter {list(parameter.shape)} has two gradients in a step that averages one; set "
+                f"a parameter {list(parameter.shape)} has a second gradient after it was ready to be averaged; set "
                 f"require_backward_grad_sync to False for all backwards but the last one, call finish_grad_sync after it, and "
                 f"use_reentrant=False in checkpoints"
             )

@@ -296,9 +296,7 @@ def two_reductions() -> None:
 
 
 def test_second_backward_without_finish_grad_sync_raises(pool: WorkerPool) -> None:
-    with pytest.raises(
-        WorkerError, match=r"UserError: a parameter \[2\] has two gradients in a step that averages one"
-    ):
+    with pytest.raises(WorkerError, match=r"UserError: a parameter \[2\] has a second gradient after it was ready"):
         pool.run(two_reductions, 1)
 
 

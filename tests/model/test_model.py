@@ -149,26 +149,14 @@ def test_load_model_config_rejects_unusable_folders(tmp_path: Path, content: str
 
 SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SPELLINGS: dict[str, dict[str, Any]] = {
-    **{
-        f"{rope_type} in {kind}": {"rope_theta": 100.0, name: {kind: rope_type, **keys}}
-        for rope_type, keys in (
-            ("linear", {"factor": 2.0}),
-            ("llama3", SCALED | {"original_max_position_embeddings": 16}),
-        )
-        for name, kind in (("rope_scaling", "rope_type"), ("rope_scaling", "type"))
-    },
-    "linear in rope_parameters": {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}},
+    "linear in type": {"rope_theta": 100.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
     "llama3 in rope_parameters": {"rope_parameters": LLAMA3},
-    "llama3, original length missing": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0, **SCALED}},
     "llama3, original length at the top": {
         "rope_theta": 100.0,
         "rope_scaling": {"rope_type": "llama3", **SCALED},
         "original_max_position_embeddings": 16,
     },
-    "llama3, two original lengths": {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
     "two values of theta": {"rope_theta": 100.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    "theta at the top": {"rope_theta": 100.0},
-    "no scaling": {"rope_theta": 100.0, "rope_scaling": None},
     "a key without effect": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2]}},
 }
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from picotron.drawing.draw_svg import COLOURS, lighter
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.simulate import Costs, memory_curves, simulate
 from picotron.schedules.trace import trace_line
@@ -36,6 +37,7 @@ def test_timeline_is_that_of_the_simulator(name: str) -> None:
     step = simulate(schedule, Costs(B=2.5, overlapped=0.8, p2p=0.3, transfer=0.2, weights=weights))
     assert rows(drawn) == [[(str(action), start, end) for action, start, end in rank] for rank in step.spans]
     assert (drawn["step_time"], drawn["bubble"], drawn["idle"]) == (step.step_time, step.bubble, step.idle)
+    assert drawn["colours"]["F"] == [lighter(COLOURS["F"], i / schedule.chunks) for i in range(schedule.chunks)]
     for rank, curve in enumerate(memory_curves(step)):
         levels = [level for pair in zip(drawn["during"][rank], drawn["after"][rank], strict=True) for level in pair]
         assert levels == pytest.approx([live for _, live in curve[1:]], abs=1e-8)
