@@ -97,8 +97,8 @@ def recorded(rank: int, prompts: int, pp_size: int, turns: int) -> list[float]:
         generation()
         total, spans = time.perf_counter() - start, recorder.recorder.spans
         # a pipeline has as many groups as ranks, and the first micro-batch of each is its prefill
-        prefill = sum(span.end - span.start for span in spans if span.action.microbatch < pp_size)
-        decodes = [span.end - span.start for span in spans if span.action.microbatch >= pp_size]
+        prefill = sum(span.end - span.start for span in spans if span.action.micro_batch < pp_size)
+        decodes = [span.end - span.start for span in spans if span.action.micro_batch >= pp_size]
         found.append([prefill, sum(decodes), total - prefill - sum(decodes), statistics.mean(decodes)])
     return [statistics.median(values) for values in zip(*found[1:], strict=True)]  # the first one is a warm-up
 

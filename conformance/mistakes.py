@@ -212,7 +212,7 @@ MISTAKES: dict[str, Mistake] = {
         PIPELINE, "all_reduce(main_grad(weight), self.embedding_group)", "pass", ("fuzz", "tied pp2"), "pipeline_parallel",
         "The first and the last stage do not sum the gradients of the tied embedding, of which both hold a replica.",
     ),
-    "executor_does_not_divide": Mistake(EXECUTOR, "y = y / self.schedule.microbatches", "y = y / 1", FUZZ),
+    "executor_does_not_divide": Mistake(EXECUTOR, "y = y / self.schedule.micro_batches", "y = y / 1", FUZZ),
     "groups_by_operation": Mistake(
         "picotron/pipeline_parallel/pp_communications.py",
         "grid.pp_group if sender < receiver else", 'grid.pp_group if operation == "send" else',

@@ -244,7 +244,7 @@ def run(model: DataParallel, schedule: Schedule, batch: tuple[Tensor, Tensor], m
     """
     grid, device = pgm.process_group_manager, next(model.parameters()).device
     source, target = (each.to(device) for each in batch)
-    parts = schedule.microbatches * grid.dp_world_size
+    parts = schedule.micro_batches * grid.dp_world_size
     measure = measure or functools.partial(cross_entropy, tokens=int((target != IGNORE_INDEX).sum()) / parts)
     pairs = zip(source.chunk(parts), target.chunk(parts), strict=True)
     batches = [{"source": x, "target": y, "measure": measure} for x, y in pairs]
@@ -270,7 +270,7 @@ def learn(config: Config, model_config: T5Config, schedule: Schedule, device: to
         scheduler.step()
         if step % math.ceil(training.total_train_steps / 10) == 0:
             report(f"step {step} | loss {loss:.4f}")
-    evaluation = forward_only(schedule.pp, schedule.microbatches, schedule.chunks, schedule.placement)
+    evaluation = forward_only(schedule.pp, schedule.micro_batches, schedule.chunks, schedule.placement)
     correct = run(model, evaluation, held_out, share_correct)
     report(f"{correct:.1%} of {HELD_OUT * sequences} held-out sequences are sorted")
 

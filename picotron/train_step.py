@@ -64,7 +64,7 @@ def make_train_step(config: Config, plan: PipelinePlan, device: torch.device, dt
     if loop := loops.get(layout.pp_engine):
         return Step(functools.partial(run_loop, loop, device=device, dtype=dtype), cp_sharding=layout.cp_sharding)
     executor = functools.partial(Executor(plan.schedule), device=device)
-    return Step(executor, plan.schedule.microbatches, layout.cp_sharding)
+    return Step(executor, plan.schedule.micro_batches, layout.cp_sharding)
 
 
 def run_loop(

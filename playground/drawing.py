@@ -58,7 +58,7 @@ def sketch(
         levels.append([next(computed) if computes(action) else (None, None) for action in program])
     return {
         "pp": schedule.pp,
-        "microbatches": schedule.microbatches,
+        "micro_batches": schedule.micro_batches,
         "chunks": chunks,
         "placement": schedule.placement,
         "actions": [[str(action) for action in program] for program in programs],

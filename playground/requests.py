@@ -64,7 +64,7 @@ class Request:
     schedule: str = "1f1b"
     text: str = ""
     pp: int = 4
-    microbatches: int = 8
+    micro_batches: int = 8
     chunks: int = 0
     group_size: int = 0
     F: float = Costs.F
@@ -143,7 +143,7 @@ def structure(request: Request) -> Structure:
         found = searched(request)
         sizes = layout_sizes(request.layout, request.pp, found.schedule.chunks)
         return Structure.of(found.name, found.schedule, request.deferred, sizes)
-    numbers = request.pp, request.microbatches, request.chunks, request.group_size
+    numbers = request.pp, request.micro_batches, request.chunks, request.group_size
     return _built(request.schedule, request.text, *numbers, request.deferred, request.layout)
 
 
@@ -154,17 +154,17 @@ def searched(request: Request) -> Found:
         chunks = count_stages(layout) // pp or 1 if layout else request.chunks
     options = {shape: stage_costs(request, pp, shape) for shape in shapes(chunks or None)}
     sizes = layout_sizes(layout, pp, chunks) if layout else None
-    memory = request.memory or request.microbatches * (chunks * max(sizes) if sizes else 1)
-    return fastest_schedule(pp, request.microbatches, memory, options, request.deferred, sizes=sizes)
+    memory = request.memory or request.micro_batches * (chunks * max(sizes) if sizes else 1)
+    return fastest_schedule(pp, request.micro_batches, memory, options, request.deferred, sizes=sizes)
 
 
 @functools.lru_cache(maxsize=16)
 def _built(
-    name: str, text: str, pp: int, microbatches: int, chunks: int, group_size: int, deferred: float, layout: str
+    name: str, text: str, pp: int, micro_batches: int, chunks: int, group_size: int, deferred: float, layout: str
 ) -> Structure:
     if name in ("csv", "python"):
         programs = (
-            parse_csv(text, "in the editor") if name == "csv" else own_programs(text, pp, microbatches, chunks or 2)
+            parse_csv(text, "in the editor") if name == "csv" else own_programs(text, pp, micro_batches, chunks or 2)
         )
         if (count := sum(map(len, programs))) > MAX_ACTIONS:
             raise UserError(f"the schedule has {count:,} actions; the playground draws at most {MAX_ACTIONS:,}")
@@ -173,11 +173,11 @@ def _built(
     else:
         recipe = SCHEDULES.get(name, SCHEDULES["1f1b"])
         group = group_size if recipe.has_groups and group_size else None
-        schedule = build(name, pp, microbatches, chunks if recipe.any_chunks and chunks else None, group)
+        schedule = build(name, pp, micro_batches, chunks if recipe.any_chunks and chunks else None, group)
     return Structure.of(name, schedule, deferred, layout_sizes(layout, schedule.pp, schedule.chunks))
 
 
-def own_programs(text: str, pp: int, microbatches: int, chunks: int) -> list[list[AnyAction]]:
+def own_programs(text: str, pp: int, micro_batches: int, chunks: int) -> list[list[AnyAction]]:
     """Run a reader's Python, whose last function returns the program of one rank, like those in schedules.py.
 
     Raises:
@@ -189,9 +189,9 @@ def own_programs(text: str, pp: int, microbatches: int, chunks: int) -> list[lis
         exec(compile(text, EDITOR, "exec"), namespace)
         own = [each for each in namespace.values() if inspect.isfunction(each) and each.__code__.co_filename == EDITOR]
         if not own:
-            raise UserError("there is no function; write one like: def mine(rank, pp, microbatches): ...")
+            raise UserError("there is no function; write one like: def mine(rank, pp, micro_batches): ...")
         options = {"chunks": chunks} if "chunks" in inspect.signature(own[-1]).parameters else {}
-        programs = [own[-1](rank, pp, microbatches, **options) for rank in range(pp)]
+        programs = [own[-1](rank, pp, micro_batches, **options) for rank in range(pp)]
     except UserError:
         raise
     except SyntaxError as error:

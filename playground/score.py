@@ -25,7 +25,7 @@ def score(argument: str) -> dict[str, Any]:
     values = json.loads(argument)
     number = values.pop("setting")
     schedule = structure(Request(**values)).schedule
-    possible = settings(schedule.pp, schedule.microbatches)
+    possible = settings(schedule.pp, schedule.micro_batches)
     if schedule.chunks > MAX_CHUNKS:
         raise UserError(
             f"the schedule has {schedule.chunks} stages per pp rank; the settings allow at most {MAX_CHUNKS}"

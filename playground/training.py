@@ -21,7 +21,7 @@ def training_command(request: Request, schedule: Schedule) -> str:
         "distributed.tp_size": 1,
         "distributed.pp_size": schedule.pp,
         "distributed.pp_engine": request.schedule if by_name else "csv:schedule.csv",
-        "training.gradient_accumulation_steps": schedule.microbatches,
+        "training.gradient_accumulation_steps": schedule.micro_batches,
     }
     if by_name and SCHEDULES[request.schedule].any_chunks:
         options["distributed.pp_chunks"] = schedule.chunks

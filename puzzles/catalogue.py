@@ -218,7 +218,7 @@ PUZZLES = [
             "What does this do to the end of the step? Then do the same on the other ranks, with fewer W.",
             "Par: rank r runs its last r W after its last I, and every other W directly after its I. To get further, delay "
             "other W, too, run W only when nothing else can run, and watch the activations; compare with `python -m "
-            "picotron.drawing schedule zb_h1 --pp 4 --microbatches 8`.",
+            "picotron.drawing schedule zb_h1 --pp 4 --micro_batches 8`.",
         ),
         "picotron/schedules/schedules.py zb_h1 is a schedule with the best known bubble.",
     ),

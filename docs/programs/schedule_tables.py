@@ -36,17 +36,17 @@ def cell(schedule: Schedule) -> str:
     return f"{simulate(schedule, equal_stages(schedule)).step_time:g}, {peak:g}"
 
 
-def of_torch(name: str, pp: int, microbatches: int, chunks: int) -> Schedule:
+def of_torch(name: str, pp: int, micro_batches: int, chunks: int) -> Schedule:
     """Read the schedule of torch's class from the CSV file that torch writes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "schedule.csv")
-        torch_schedule(CLASSES[name], pp, microbatches, chunks)._dump_csv(str(path), format="compute_only")
+        torch_schedule(CLASSES[name], pp, micro_batches, chunks)._dump_csv(str(path), format="compute_only")
         return read_csv(path)
 
 
-def searched(pp: int, microbatches: int, memory: int) -> Schedule:
+def searched(pp: int, micro_batches: int, memory: int) -> Schedule:
     options = {shape: Costs(weights=[1 / shape[0]] * (pp * shape[0])) for shape in shapes(None)}
-    return fastest_schedule(pp, microbatches, memory, options).schedule
+    return fastest_schedule(pp, micro_batches, memory, options).schedule
 
 
 def steps() -> Iterator[list[str]]:

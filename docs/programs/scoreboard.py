@@ -63,9 +63,9 @@ def row(setting: Setting, entered: list[Entry]) -> list[str]:
 def board() -> Iterator[str]:
     """Yield a table for each number of ranks and micro-batches."""
     entered = entries()
-    for pp, microbatches in ((pp, m) for pp, sizes in SIZES.items() for m in sizes):
-        rows = [row(setting, entered) for setting in settings(pp, microbatches)]
-        yield f"p = {pp}, m = {microbatches}\n{text_table([HEADER, *rows])}"
+    for pp, micro_batches in ((pp, m) for pp, sizes in SIZES.items() for m in sizes):
+        rows = [row(setting, entered) for setting in settings(pp, micro_batches)]
+        yield f"p = {pp}, m = {micro_batches}\n{text_table([HEADER, *rows])}"
 
 
 if __name__ == "__main__":

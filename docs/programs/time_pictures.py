@@ -155,9 +155,9 @@ def buckets(dp: int = 2, bucket_mb: float = 0.7) -> str:
     return str(picture)
 
 
-def schedules(pp: int = 4, microbatches: int = 8) -> str:
+def schedules(pp: int = 4, micro_batches: int = 8) -> str:
     """Draw the seven schedules on one time axis, simulated with a backward that takes as long as two forwards."""
-    built = {name: build(name, pp, microbatches) for name in SCHEDULES}
+    built = {name: build(name, pp, micro_batches) for name in SCHEDULES}
     timelines = {name: simulate(s, Costs(weights=[1 / s.chunks] * s.num_stages)) for name, s in built.items()}
     left, row, gap, curve = 50, 22, 3, 30
     height, duration = pp * (row + gap) + curve + 46, max(timeline.step_time for timeline in timelines.values())
@@ -168,7 +168,7 @@ def schedules(pp: int = 4, microbatches: int = 8) -> str:
         left, LINE + 17, "Lighter: a later stage of the same rank. Half boxes: a forward and a backward that overlap."
     )
     picture.text(
-        left, 2 * LINE + 17, f"Curve: activations of pp rank 0; its full height is {microbatches} micro-batches."
+        left, 2 * LINE + 17, f"Curve: activations of pp rank 0; its full height is {micro_batches} micro-batches."
     )
     for number, (name, timeline) in enumerate(timelines.items()):
         y = 3 * LINE + 12 + number * height
@@ -179,7 +179,7 @@ def schedules(pp: int = 4, microbatches: int = 8) -> str:
         picture.timeline(timeline, left, y + LINE, scale, row, gap)
         bottom = y + LINE + pp * (row + gap) + curve
         picture.curve(
-            [*memory_curves(timeline)[0], (timeline.step_time, 0.0)], left, bottom, scale, curve / microbatches
+            [*memory_curves(timeline)[0], (timeline.step_time, 0.0)], left, bottom, scale, curve / micro_batches
         )
     unit = "unit: the forward of one micro-batch through all stages of a pp rank"
     picture.time_axis(left, 3 * LINE + 6 + len(timelines) * height, scale, duration, 5, unit)
@@ -199,11 +199,11 @@ ANIMATION = """
 """
 
 
-def animated_1f1b(pp: int = 4, microbatches: int = 6, seconds: int = 15) -> str:
+def animated_1f1b(pp: int = 4, micro_batches: int = 6, seconds: int = 15) -> str:
     """Draw 1F1B with a clock that moves from its first action to its last, again and again. (Not if the reader's system
     asks for less motion.)
     """
-    timeline = simulate(build("1f1b", pp, microbatches))
+    timeline = simulate(build("1f1b", pp, micro_batches))
     left, row, curve, top = 50, 34, 26, LINE + 12
     right, each = WIDTH - 6, row + curve + 8
     scale, bottom = (right - left) / timeline.step_time, top + pp * each
@@ -276,25 +276,25 @@ def calls() -> str:
     return str(picture)
 
 
-def trade_off(pp: int = 4, microbatches: int = 8) -> str:
+def trade_off(pp: int = 4, micro_batches: int = 8) -> str:
     """Draw the memory and the step time of all schedules that the scoreboard ranks, and what no schedule can beat."""
-    setting, names = Setting(pp, microbatches, "p", 0.0, "equal"), defaultdict[tuple[float, float], list[str]](list)
+    setting, names = Setting(pp, micro_batches, "p", 0.0, "equal"), defaultdict[tuple[float, float], list[str]](list)
     for memory in MEMORY:
         for name, schedule in published(setting._replace(memory=memory)):
             if memory == "p" or name.startswith("search"):
                 step_time = simulate(schedule, setting.costs(schedule.chunks)).step_time
                 names[peak(schedule), step_time].append(name)
     for entry in entries():
-        if (entry.schedule.pp, entry.schedule.microbatches) == (pp, microbatches):
+        if (entry.schedule.pp, entry.schedule.micro_batches) == (pp, micro_batches):
             step_time = simulate(entry.schedule, setting.costs(entry.schedule.chunks)).step_time
             names[peak(entry.schedule), step_time].append(entry.name)
     picture, left, top, height = Svg(WIDTH, 560), 60.0, 10.0, 490.0
     longest = 10 * math.ceil(max(time for _, time in names) / 10)
-    panel = Panel(picture, left, top, WIDTH - left - 20, height, (0.5, microbatches + 0.5), (20, longest))
-    panel.scales({x: str(x) for x in range(1, microbatches + 1)}, {y: str(y) for y in range(20, longest + 1, 10)})
-    programs = [Schedule([[]] * pp, microbatches, *shape) for shape in SHAPES]
+    panel = Panel(picture, left, top, WIDTH - left - 20, height, (0.5, micro_batches + 0.5), (20, longest))
+    panel.scales({x: str(x) for x in range(1, micro_batches + 1)}, {y: str(y) for y in range(20, longest + 1, 10)})
+    programs = [Schedule([[]] * pp, micro_batches, *shape) for shape in SHAPES]
     bounds: list[tuple[float, float]] = []
-    for limit in (quarter / 4 for quarter in range(4, 4 * microbatches + 3)):
+    for limit in (quarter / 4 for quarter in range(4, 4 * micro_batches + 3)):
         least = min(lower_bound(each, limit, setting.costs(each.chunks)) for each in programs)
         bounds += [(limit, bounds[-1][1] if bounds else longest), (limit, least)]
     panel.line(bounds, RUNS[0])

@@ -1,6 +1,6 @@
 """Draw pipeline schedules, and steps that runs have recorded, as text or into files:
 
-    python -m picotron.drawing schedule zbv --pp 4 --microbatches 8
+    python -m picotron.drawing schedule zbv --pp 4 --micro_batches 8
     python -m picotron.drawing all --out schedules.html
 
 The unit of simulated times is the forward of one micro-batch through all stages of one rank. A backward takes 2 units,
@@ -31,7 +31,7 @@ Timelines = dict[str, Timeline]  # by title
 
 
 def draw_schedule(options: argparse.Namespace) -> Timelines:
-    schedule = build(options.name, options.pp, options.microbatches, options.chunks, options.group_size)
+    schedule = build(options.name, options.pp, options.micro_batches, options.chunks, options.group_size)
     return {title(options.name, schedule): simulate_equal(schedule, options, options.name)}
 
 
@@ -40,7 +40,7 @@ def draw_all(options: argparse.Namespace) -> Timelines:
     for name, recipe in SCHEDULES.items():
         chunks = options.chunks if recipe.any_chunks else None
         group_size = options.group_size if recipe.has_groups else None
-        schedule = build(name, options.pp, options.microbatches, chunks, group_size)
+        schedule = build(name, options.pp, options.micro_batches, chunks, group_size)
         timelines[title(name, schedule)] = simulate_equal(schedule, options, name)
     return timelines
 
@@ -79,7 +79,7 @@ def search_measured(options: argparse.Namespace) -> Timelines:
 def fastest(pp: int, costs: Mapping[Shape, Costs], options: argparse.Namespace) -> Timelines:
     """Return the timeline of the fastest schedule that fits into --memory."""
     found = fastest_schedule(
-        pp, options.microbatches, options.memory, costs, options.deferred, sizes=options.activations
+        pp, options.micro_batches, options.memory, costs, options.deferred, sizes=options.activations
     )
     name = f"{found.name}, {found.schedule.placement} placement, memory limit {options.memory:g}"
     return {f"{title(name, found.schedule)}, {found.quality}": simulate(found.schedule, found.costs)}
@@ -115,7 +115,7 @@ def score(options: argparse.Namespace) -> Timelines:
 
 
 def title(name: str, schedule: Schedule) -> str:
-    return f"{name}, pp={schedule.pp}, microbatches={schedule.microbatches}, chunks={schedule.chunks}"
+    return f"{name}, pp={schedule.pp}, micro_batches={schedule.micro_batches}, chunks={schedule.chunks}"
 
 
 class Command(NamedTuple):
@@ -131,14 +131,14 @@ COMMANDS = {
     "schedule": Command(
         draw_schedule,
         "draw a hand-made schedule",
-        "zbv --pp 4 --microbatches 8 --out zbv.svg",
-        "name --pp --microbatches --chunks --group_size --p2p --transfer --activations --deferred --out",
+        "zbv --pp 4 --micro_batches 8 --out zbv.svg",
+        "name --pp --micro_batches --chunks --group_size --p2p --transfer --activations --deferred --out",
     ),
     "all": Command(
         draw_all,
         "draw all hand-made schedules",
-        "--pp 4 --microbatches 8 --out schedules.html",
-        "--pp --microbatches --chunks --group_size --p2p --transfer --deferred --out",
+        "--pp 4 --micro_batches 8 --out schedules.html",
+        "--pp --micro_batches --chunks --group_size --p2p --transfer --deferred --out",
     ),
     "csv": Command(
         draw_csv,
@@ -161,14 +161,14 @@ COMMANDS = {
     "search": Command(
         search,
         "find the fastest schedule that fits into memory",
-        "--pp 2 --microbatches 4 --activations 5.04 3.9 --memory 8",
-        "--memory --pp --microbatches --chunks|--activations --deferred --p2p --transfer --out",
+        "--pp 2 --micro_batches 4 --activations 5.04 3.9 --memory 8",
+        "--memory --pp --micro_batches --chunks|--activations --deferred --p2p --transfer --out",
     ),
     "search_measured": Command(
         search_measured,
         "find the fastest schedule for the times in a recorded step",
         "runs/pp2 --memory 2 --out found.csv",
-        "run_dir --memory --step --microbatches --activations --deferred --out",
+        "run_dir --memory --step --micro_batches --activations --deferred --out",
     ),
     "score": Command(
         score,
@@ -188,7 +188,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "run_dir": {"metavar": "RUN_DIR", "help": "the folder of the run"},
     "--step": COUNT | {"help": "the recorded step; by default the newest"},
     "--pp": COUNT | {"default": 4, "help": "pp ranks; by default 4"},
-    "--microbatches": COUNT | {"default": 8, "help": "micro-batches per step; by default 8"},
+    "--micro_batches": COUNT | {"default": 8, "help": "micro-batches per step; by default 8"},
     "--groups": COUNT | {"help": "groups of prompts; by default as many as pp ranks"},
     "--tokens": COUNT | {"default": 4, "help": "tokens to generate for each prompt; by default 4"},
     "--chunks": COUNT | {"help": "stages per pp rank, where a schedule works with any number"},

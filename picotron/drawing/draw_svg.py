@@ -65,7 +65,7 @@ def boxes(timeline: Timeline) -> list[Box]:
             title = f"{action}, pp rank {rank}, {start:.6g} to {end:.6g}"
             for i, part in enumerate(action.parts):
                 share = 1 / len(action.parts)
-                top, height, label = (i * share, share, str(part.microbatch)) if computes(action) else (0.75, 0.25, "")
+                top, height, label = (i * share, share, str(part.micro_batch)) if computes(action) else (0.75, 0.25, "")
                 colour = lighter(COLOURS.get(part.kind, MESSAGE), stages.index(part.stage) / len(stages))
                 drawn.append(Box(rank, start, end, top, height, colour, label, title))
     return drawn

@@ -30,14 +30,16 @@ class Setting(NamedTuple):
     """Conditions for a step. `memory` is a key of MEMORY, `times` one of TIMES."""
 
     pp: int
-    microbatches: int
+    micro_batches: int
     memory: str
     message: float
     times: str
 
     def __str__(self) -> str:
         limit = f"memory {self.memory} = {self.limit:.4g} micro-batches"
-        return f"pp={self.pp}, microbatches={self.microbatches}, {limit}, message {self.message:g}, {self.times} times"
+        return (
+            f"pp={self.pp}, micro_batches={self.micro_batches}, {limit}, message {self.message:g}, {self.times} times"
+        )
 
     @property
     def limit(self) -> float:
@@ -51,7 +53,7 @@ class Setting(NamedTuple):
 
     def admits(self, schedule: Schedule) -> bool:
         """Return whether a schedule has this setting's numbers, few stages, and fits into the memory."""
-        numbers = (schedule.pp, schedule.microbatches) == (self.pp, self.microbatches)
+        numbers = (schedule.pp, schedule.micro_batches) == (self.pp, self.micro_batches)
         return numbers and schedule.chunks <= MAX_CHUNKS and fits(schedule, self.limit, deferred=1)
 
 
@@ -65,25 +67,25 @@ class Score(NamedTuple):
     peak: float
 
 
-def settings(pp: int, microbatches: int) -> list[Setting]:
+def settings(pp: int, micro_batches: int) -> list[Setting]:
     """Return all settings with these numbers.
 
     Raises:
         UserError: there is none.
     """
-    if microbatches not in SIZES.get(pp, ()):
+    if micro_batches not in SIZES.get(pp, ()):
         sizes = "; ".join(f"pp={pp} with {', '.join(map(str, sizes))} micro-batches" for pp, sizes in SIZES.items())
-        raise UserError(f"no setting has pp={pp} and microbatches={microbatches}; the settings are {sizes}")
-    return [Setting(pp, microbatches, *rest) for rest in itertools.product(MEMORY, MESSAGES, TIMES)]
+        raise UserError(f"no setting has pp={pp} and micro_batches={micro_batches}; the settings are {sizes}")
+    return [Setting(pp, micro_batches, *rest) for rest in itertools.product(MEMORY, MESSAGES, TIMES)]
 
 
 def published(setting: Setting) -> Iterator[tuple[str, Schedule]]:
     """Yield the hand-made schedules and, if it is another one, the schedule that the search finds, with their names."""
     for shape in SHAPES:
-        made = hand_made(setting.pp, setting.microbatches, shape)
+        made = hand_made(setting.pp, setting.micro_batches, shape)
         yield from ((f"{name} (v {shape[0]})", schedule) for name, schedule in made.items())
     options = {shape: setting.costs(shape[0]) for shape in SHAPES}
-    found = fastest_schedule(setting.pp, setting.microbatches, setting.limit, options)
+    found = fastest_schedule(setting.pp, setting.micro_batches, setting.limit, options)
     if found.name == "search":
         yield f"search (v {found.schedule.chunks})", found.schedule
 
@@ -107,7 +109,7 @@ def ranking(setting: Setting, schedules: Iterable[tuple[str, Schedule]]) -> list
 
 def bound(setting: Setting) -> float:
     """Return a lower bound of the step time: no program of at most two stages per rank can be faster."""
-    empty = [Schedule([[]] * setting.pp, setting.microbatches, *shape) for shape in SHAPES]
+    empty = [Schedule([[]] * setting.pp, setting.micro_batches, *shape) for shape in SHAPES]
     return min(lower_bound(each, setting.limit, setting.costs(each.chunks)) for each in empty)
 
 
@@ -118,7 +120,7 @@ def score_tables(own: Mapping[str, Schedule]) -> Iterator[str]:
         UserError: the settings have other numbers, fewer stages or less memory.
     """
     first = next(iter(own.values()))
-    possible = settings(first.pp, first.microbatches)
+    possible = settings(first.pp, first.micro_batches)
     if first.chunks > MAX_CHUNKS:
         raise UserError(f"the schedule has {first.chunks} stages per pp rank; the settings allow at most {MAX_CHUNKS}")
     admitting = [setting for setting in possible if setting.admits(first)]

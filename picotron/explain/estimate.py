@@ -320,7 +320,7 @@ def activation_peaks(config: "Config", model: "PreTrainedConfig", plan: Pipeline
             temporary[kind, unit] = temporary_in_backward(each, model, s, stage, split=kind == "I") + in_backward
 
     def unit_of(action: Action) -> Unit:
-        return action.stage, (action.stage, action.microbatch) in kept
+        return action.stage, (action.stage, action.micro_batch) in kept
 
     # The executor runs the backward of an overlapped pair first.
     program = [part for action in plan.schedule.programs[rank] for part in action.parts[::-1]]

@@ -222,7 +222,7 @@ class Rotation:
             action = upcoming
 
     def round_of(self, action: Action) -> tuple[int, Group]:
-        number, group = divmod(action.microbatch, len(self.groups))
+        number, group = divmod(action.micro_batch, len(self.groups))
         return number, self.groups[group]
 
     def is_due(self, action: Action | None) -> TypeGuard[Action]:

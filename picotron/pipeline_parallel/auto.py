@@ -80,8 +80,8 @@ def _search_with_recording(config: "Config", model_config: "PreTrainedConfig", m
             )
     shape = recorded.chunks, recorded.placement
     check_recording(layout.pp_recording, settings_of(config, model_config, stages_for(config, model_config, shape)))
-    microbatches, deferred = config.training.gradient_accumulation_steps, deferred_fraction(config, model_config)
-    return fastest_schedule(layout.pp_size, microbatches, memory, {shape: costs}, deferred)
+    micro_batches, deferred = config.training.gradient_accumulation_steps, deferred_fraction(config, model_config)
+    return fastest_schedule(layout.pp_size, micro_batches, memory, {shape: costs}, deferred)
 
 
 def deferred_fraction(config: "Config", model_config: "PreTrainedConfig") -> float:

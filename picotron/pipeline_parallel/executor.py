@@ -53,9 +53,9 @@ class Executor:
         Raises:
             UserError: the schedule is for another number of micro-batches.
         """
-        check_micro_batches(self.schedule.microbatches, data_loader.grad_acc_steps)
+        check_micro_batches(self.schedule.micro_batches, data_loader.grad_acc_steps)
         forward_only = self.schedule.forward_only
-        batches = [next(data_loader) for _ in range(self.schedule.microbatches)]
+        batches = [next(data_loader) for _ in range(self.schedule.micro_batches)]
         model.require_backward_grad_sync = False  # R starts the reductions instead
         step = StepState(self.schedule, model, batches, device)
         with torch.set_grad_enabled(not forward_only):
@@ -145,7 +145,7 @@ class StepState:
         message = inputs[0] if isinstance(self.received(stage, i), Tensor) else inputs or None
         y: Any = self.model(**self.batches[i] | {"hidden_states": message}, stage=stage, micro_batch=i)
         if stage == self.schedule.num_stages - 1:
-            y = y / self.schedule.microbatches  # so that gradients sum up to those of the mean
+            y = y / self.schedule.micro_batches  # so that gradients sum up to those of the mean
             self.losses.append(y.detach())
         else:
             check_outputs(stage, tensors(y), tensors(self.received(stage + 1, i)), self.device)
@@ -169,10 +169,10 @@ class StepState:
     def backward_input(self, action: Action) -> None:
         with defer_weight_grads() as deferred:
             self.backward(action)
-        self.deferred[action.stage, action.microbatch] = deferred
+        self.deferred[action.stage, action.micro_batch] = deferred
 
     def backward_weight(self, action: Action) -> None:
-        run_deferred(self.deferred.pop((action.stage, action.microbatch)))
+        run_deferred(self.deferred.pop((action.stage, action.micro_batch)))
 
     def reduce_grads(self, action: Action) -> None:
         self.model.start_grad_sync(action.stage)
@@ -201,7 +201,7 @@ class StepState:
         """Start to receive the input of an action."""
         source = self.schedule.source(action)
         assert source is not None
-        likes = tensors(self.received(max(action.stage, source.stage), action.microbatch))
+        likes = tensors(self.received(max(action.stage, source.stage), action.micro_batch))
         if source.kind != "F":  # the gradients of what this stage has sent
             likes = with_gradients(likes)
         self.results[source] = tuple(torch.empty(like.shape, dtype=like.dtype, device=self.device) for like in likes)

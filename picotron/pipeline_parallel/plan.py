@@ -56,7 +56,7 @@ class PipelinePlan:
     @property
     def kept_fraction(self) -> float:
         """The fraction of all forwards that keep their activations."""
-        return len(self.all_kept_activations) / (self.schedule.num_stages * self.schedule.microbatches)
+        return len(self.all_kept_activations) / (self.schedule.num_stages * self.schedule.micro_batches)
 
     def __str__(self) -> str:
         table = format_stages(self.stages, self.schedule.pp, self.schedule.placement)
@@ -74,21 +74,21 @@ def training_schedule(config: "Config") -> Schedule:
     Raises:
         UserError: the schedule does not work with these numbers, or its CSV file has a fault or does not match them.
     """
-    layout, microbatches = config.distributed, config.training.gradient_accumulation_steps
+    layout, micro_batches = config.distributed, config.training.gradient_accumulation_steps
     if layout.pp_size == 1:
-        return build("1f1b", 1, microbatches)
+        return build("1f1b", 1, micro_batches)
     if layout.pp_engine.startswith("csv:"):
-        return _from_file(layout.pp_engine.removeprefix("csv:"), layout.pp_size, microbatches, layout.pp_chunks)
-    schedule = build(layout.pp_engine, layout.pp_size, microbatches, layout.pp_chunks, layout.pp_group_size)
+        return _from_file(layout.pp_engine.removeprefix("csv:"), layout.pp_size, micro_batches, layout.pp_chunks)
+    schedule = build(layout.pp_engine, layout.pp_size, micro_batches, layout.pp_chunks, layout.pp_group_size)
     check(schedule)
     return schedule
 
 
-def _from_file(path: str, pp: int, microbatches: int, chunks: int | None) -> Schedule:
+def _from_file(path: str, pp: int, micro_batches: int, chunks: int | None) -> Schedule:
     schedule = read_csv(path)
     for key, in_file, in_config in (
         ("distributed.pp_size", schedule.pp, pp),
-        ("training.gradient_accumulation_steps", schedule.microbatches, microbatches),
+        ("training.gradient_accumulation_steps", schedule.micro_batches, micro_batches),
         ("distributed.pp_chunks", schedule.chunks, chunks),
     ):
         if in_config not in (in_file, None):
@@ -143,12 +143,12 @@ def kept_activations(program: Sequence[AnyAction], limit: int) -> set[tuple[int,
     kept: set[tuple[int, int]] = set()
     in_flight: set[tuple[int, int]] = set()
     for action in program:
-        for kind, stage, microbatch in action.parts[::-1]:  # the executor runs the backward of a pair first
+        for kind, stage, micro_batch in action.parts[::-1]:  # the executor runs the backward of a pair first
             if kind == "F" and len(in_flight) < limit:
-                kept.add((stage, microbatch))
-                in_flight.add((stage, microbatch))
+                kept.add((stage, micro_batch))
+                in_flight.add((stage, micro_batch))
             elif kind in ("B", "I"):
-                in_flight.discard((stage, microbatch))
+                in_flight.discard((stage, micro_batch))
     return kept
 
 

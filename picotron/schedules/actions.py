@@ -33,10 +33,10 @@ class Action(NamedTuple):
 
     kind: str
     stage: int
-    microbatch: int = 0
+    micro_batch: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}" + ("" if self.kind == "R" else str(self.microbatch))
+        return f"{self.stage}{self.kind}" + ("" if self.kind == "R" else str(self.micro_batch))
 
     @property
     def parts(self) -> tuple["Action", ...]:
@@ -45,7 +45,7 @@ class Action(NamedTuple):
     @property
     def result(self) -> "Action":
         """The name of this action's result. I and B both compute the gradient of the input, whose name is that of B."""
-        return Action("B", self.stage, self.microbatch) if self.kind == "I" else self
+        return Action("B", self.stage, self.micro_batch) if self.kind == "I" else self
 
 
 class Overlapped(NamedTuple):
@@ -79,8 +79,8 @@ def parse_action(text: str) -> AnyAction:
     match = _ACTION.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not an action")
-    stage, kind, microbatch = match.groups()
-    return Action(kind or "R", int(stage), int(microbatch or 0))
+    stage, kind, micro_batch = match.groups()
+    return Action(kind or "R", int(stage), int(micro_batch or 0))
 
 
 class Program(list[AnyAction]):
@@ -91,9 +91,9 @@ class Program(list[AnyAction]):
     micro-batch cannot block the others.
     """
 
-    def __init__(self, microbatches: int) -> None:
+    def __init__(self, micro_batches: int) -> None:
         super().__init__()
-        self.microbatches = microbatches
+        self.micro_batches = micro_batches
         self._count: Counter[tuple[str, int]] = Counter()
         self._split: deque[Action] = deque()  # the I whose W has not been appended yet
 
@@ -101,7 +101,7 @@ class Program(list[AnyAction]):
         half = "F" if kind == "F" else "B"  # B and I share one count
         action = Action(kind, stage, self._count[half, stage])
         self._count[half, stage] += 1
-        return [action] if action.microbatch < self.microbatches else []
+        return [action] if action.micro_batch < self.micro_batches else []
 
     def forward(self, stage: int) -> None:
         self.extend(self._next("F", stage))
@@ -146,14 +146,14 @@ class Schedule:
 
     Args:
         programs: the program of each rank, without messages and reductions.
-        microbatches: number of micro-batches.
+        micro_batches: number of micro-batches.
         chunks: number of stages per rank.
         placement: order of the stages on the ranks, see `rank_of`.
         forward_only: whether the step is an evaluation.
     """
 
     programs: Sequence[Sequence[AnyAction]]
-    microbatches: int
+    micro_batches: int
     chunks: int = 1
     placement: Placement = "loop"
     forward_only: bool = False
@@ -186,7 +186,7 @@ class Schedule:
     def source(self, action: Action) -> Action | None:
         """Return the result of another stage that an action needs, see `Action.result`, or None if it needs none."""
         if action.kind == "F" and action.stage > 0:
-            return Action("F", action.stage - 1, action.microbatch)
+            return Action("F", action.stage - 1, action.micro_batch)
         if action.kind in ("B", "I") and action.stage < self.num_stages - 1:
-            return Action("B", action.stage + 1, action.microbatch)
+            return Action("B", action.stage + 1, action.micro_batch)
         return None

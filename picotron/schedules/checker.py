@@ -43,11 +43,11 @@ def _faults(schedule: Schedule) -> Iterator[str]:
                     yield f"pp rank {rank} has {part} twice"
                 order[part] = number
 
-    for stage, microbatch in itertools.product(range(schedule.num_stages), range(schedule.microbatches)):
-        f, b, i, w = (Action(kind, stage, microbatch) for kind in "FBIW")
+    for stage, micro_batch in itertools.product(range(schedule.num_stages), range(schedule.micro_batches)):
+        f, b, i, w = (Action(kind, stage, micro_batch) for kind in "FBIW")
         rank = schedule.rank_of(stage)
         if f not in order:
-            yield f"pp rank {rank} lacks {f}, the forward of micro-batch {microbatch} through stage {stage}"
+            yield f"pp rank {rank} lacks {f}, the forward of micro-batch {micro_batch} through stage {stage}"
         if schedule.forward_only:
             yield from (f"pp rank {rank} has {a}, but an evaluation has no backwards" for a in (b, i, w) if a in order)
             continue
@@ -58,7 +58,7 @@ def _faults(schedule: Schedule) -> Iterator[str]:
                 if half in order
             )
         elif i not in order and w not in order:
-            yield f"pp rank {rank} lacks {b} (or {i} and {w}), the backward of micro-batch {microbatch} in stage {stage}"
+            yield f"pp rank {rank} lacks {b} (or {i} and {w}), the backward of micro-batch {micro_batch} in stage {stage}"
         elif i not in order or w not in order:
             present, missing = (i, w) if i in order else (w, i)
             yield f"pp rank {rank} has {present}, but lacks {missing}, the other half of that backward"
@@ -70,10 +70,10 @@ def _faults(schedule: Schedule) -> Iterator[str]:
 def _misplaced(schedule: Schedule, rank: int, action: Action) -> str | None:
     if action.kind not in ("F", "B", "I", "W"):
         return f"pp rank {rank} has {action}; remove it: {ADDED_AUTOMATICALLY}"
-    if action.stage >= schedule.num_stages or action.microbatch >= schedule.microbatches:
+    if action.stage >= schedule.num_stages or action.micro_batch >= schedule.micro_batches:
         return (
             f"pp rank {rank} has {action}, but the schedule has {schedule.num_stages} stages "
-            f"and {schedule.microbatches} micro-batches, both numbered from 0"
+            f"and {schedule.micro_batches} micro-batches, both numbered from 0"
         )
     owner = schedule.rank_of(action.stage)
     if rank != owner:
@@ -105,7 +105,7 @@ def add_communication(schedule: Schedule) -> list[list[AnyAction]]:
             if target is not None and (receiver := schedule.rank_of(target)) != rank:
                 kind = part.result.kind
                 programs[rank].append(part._replace(kind=f"SEND_{kind}"))
-                programs[receiver].append(Action(f"RECV_{kind}", target, part.microbatch))
+                programs[receiver].append(Action(f"RECV_{kind}", target, part.micro_batch))
         for rank, part in parts:
             if part.kind in ("B", "W"):
                 backwards[part.stage] -= 1

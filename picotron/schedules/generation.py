@@ -35,8 +35,8 @@ class GenerationSchedule(Schedule):
 
     def source(self, action: Action) -> Action | None:
         """Return the result that an action needs: in later rounds, the first stage needs the last stage's tokens."""
-        if action.stage == 0 and action.microbatch >= self.groups:
-            return Action("F", self.num_stages - 1, action.microbatch - self.groups)
+        if action.stage == 0 and action.micro_batch >= self.groups:
+            return Action("F", self.num_stages - 1, action.micro_batch - self.groups)
         return super().source(action)
 
     def target(self, action: Action) -> int:
@@ -89,7 +89,7 @@ def generation(pp: int, groups: int, rounds: int, chunks: int = 1, placement: Pl
     programs = []
     for rank in range(pp):
         actions = (
-            action for action in schedule.ticks(rank) if action is not None and action.microbatch < groups * rounds
+            action for action in schedule.ticks(rank) if action is not None and action.micro_batch < groups * rounds
         )
         programs.append(list(itertools.islice(actions, count)))
     return dataclasses.replace(schedule, programs=programs)

@@ -189,7 +189,7 @@ class Improver:
                     best, fastest = new.step_time, changed
             history[number % HISTORY] = timing.step_time
         new_programs = [numbered(program) for program in fastest]
-        improved = Schedule(new_programs, schedule.microbatches, schedule.chunks, schedule.placement)
+        improved = Schedule(new_programs, schedule.micro_batches, schedule.chunks, schedule.placement)
         return min(schedule, improved, key=lambda each: simulate(each, self.costs).step_time)
 
 
@@ -200,10 +200,10 @@ def numbered(program: list[Part]) -> list[Action]:
     for kind, stage in program:
         own = done.setdefault(("F" if kind == "F" else "B", stage), [])
         split = done.setdefault(("I", stage), [])
-        microbatch = split.pop(0) if kind == "W" else len(own)
+        micro_batch = split.pop(0) if kind == "W" else len(own)
         if kind != "W":
-            own.append(microbatch)
+            own.append(micro_batch)
         if kind == "I":
-            split.append(microbatch)
-        actions.append(Action(kind, stage, microbatch))
+            split.append(micro_batch)
+        actions.append(Action(kind, stage, micro_batch))
     return actions

@@ -75,7 +75,7 @@ def arrange(programs: Sequence[Sequence[AnyAction]], name: str) -> Schedule:
         )
     in_a_v = pp > 1 and any(part.stage == pp for action in programs[-1] for part in action.parts)
     placement: Placement = "V" if in_a_v else "loop"
-    return Schedule(programs, 1 + max(part.microbatch for part in parts), num_stages // pp, placement)
+    return Schedule(programs, 1 + max(part.micro_batch for part in parts), num_stages // pp, placement)
 
 
 def _program(name: str, line: int, cells: Sequence[str]) -> list[AnyAction]:

@@ -23,52 +23,52 @@ from picotron.schedules.actions import Action, Placement, Program, Schedule, ran
 # fmt: off
 
 
-def afab(rank: int, pp: int, microbatches: int) -> Program:
+def afab(rank: int, pp: int, micro_batches: int) -> Program:
     """All forward, all backward: GPipe (Huang et al. 2018, arXiv:1811.06965).
 
     Idle: (p - 1) (F + B), which is (p - 1) / (m + p - 1) of the step. Activations: m.
     """
-    program = Program(microbatches)
-    for _ in range(microbatches): program.forward(rank)
-    for _ in range(microbatches): program.backward(rank)
+    program = Program(micro_batches)
+    for _ in range(micro_batches): program.forward(rank)
+    for _ in range(micro_batches): program.backward(rank)
     return program
 
 
-def one_f_one_b(rank: int, pp: int, microbatches: int) -> Program:
+def one_f_one_b(rank: int, pp: int, micro_batches: int) -> Program:
     """1F1B, one forward, one backward: PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473).
 
     Idle: that of AFAB. Activations: p - rank, at most m.
     """
-    program = Program(microbatches)
+    program = Program(micro_batches)
     for _ in range(pp - rank - 1): program.forward(rank)
-    for _ in range(microbatches): program.forward(rank); program.backward(rank)
+    for _ in range(micro_batches): program.forward(rank); program.backward(rank)
     return program
 
 
-def looped_bfs(rank: int, pp: int, microbatches: int, chunks: int) -> Program:
+def looped_bfs(rank: int, pp: int, micro_batches: int, chunks: int) -> Program:
     """Looped breadth-first: all micro-batches run through a rank's first stage, then all through its next one
     (Lamy-Poirier 2022, arXiv:2211.05953). The gradients of later chunks are complete early, which leaves time to reduce
     them.
 
     Idle: (p - 1) (F + B) / v, which is (p - 1) / (v m) of the rank's work, if m >= p. Activations: v m.
     """
-    program, stages = Program(microbatches), range(rank, pp * chunks, pp)
+    program, stages = Program(micro_batches), range(rank, pp * chunks, pp)
     for stage in stages:
-        for _ in range(microbatches):
+        for _ in range(micro_batches):
             program.forward(stage)
     for stage in reversed(stages):
-        for _ in range(microbatches):
+        for _ in range(micro_batches):
             program.backward(stage)
     return program
 
 
-def schedule_table(microbatches: int, chunks: int, group_size: int) -> list[tuple[int, int]]:
+def schedule_table(micro_batches: int, chunks: int, group_size: int) -> list[tuple[int, int]]:
     """Return the order of (micro-batch, chunk) in which a rank of an interleaved schedule runs its forwards: a group of
     micro-batches through the first chunk, the same group through the next one, ..., then the next group.
 
     Backwards run in the same order, with the chunks counted from the last one.
     """
-    groups = [range(i, min(i + group_size, microbatches)) for i in range(0, microbatches, group_size)]
+    groups = [range(i, min(i + group_size, micro_batches)) for i in range(0, micro_batches, group_size)]
     return [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
 
 
@@ -85,18 +85,18 @@ def signed_order(table: list[tuple[int, int]], chunks: int, warmup: int) -> list
     return forwards[:warmup] + [number for pair in pairs for number in pair if number]
 
 
-def smallest_group(pp: int, microbatches: int, last: int) -> int:
+def smallest_group(pp: int, micro_batches: int, last: int) -> int:
     """Return the smallest group size of an interleaved schedule that makes no group shorter than `last` micro-batches.
 
     Only a short last group prolongs the step: in interleaved 1F1B one of fewer than p micro-batches; with split
     backwards one of fewer than p / 2, because W fills gaps. (The tests compare all group sizes by simulation.)
     """
-    sizes = range(pp, microbatches)
-    return next((g for g in sizes if microbatches % g == 0 or microbatches % g >= last), max(pp, microbatches))
+    sizes = range(pp, micro_batches)
+    return next((g for g in sizes if micro_batches % g == 0 or micro_batches % g >= last), max(pp, micro_batches))
 
 
 def interleaved_order(
-    rank: int, pp: int, microbatches: int, chunks: int, group_size: int | None, warmup_per_rank: int
+    rank: int, pp: int, micro_batches: int, chunks: int, group_size: int | None, warmup_per_rank: int
 ) -> list[int]:
     """Return the `signed_order` of a rank in which groups of micro-batches take turns on the chunks.
 
@@ -109,18 +109,18 @@ def interleaved_order(
         UserError: the group size is too small.
     """
     if group_size is None:
-        group_size = smallest_group(pp, microbatches, last=-(-pp * warmup_per_rank // 2))
-    if group_size < min(pp, microbatches):
+        group_size = smallest_group(pp, micro_batches, last=-(-pp * warmup_per_rank // 2))
+    if group_size < min(pp, micro_batches):
         raise UserError(
             f"a group of {group_size} micro-batches is smaller than pp_size={pp}: it would end before its first micro-batch "
-            f"leaves the pipeline; use a group size of at least {min(pp, microbatches)}"
+            f"leaves the pipeline; use a group size of at least {min(pp, micro_batches)}"
         )
-    full_groups = -(-microbatches // group_size) * group_size  # `Program` drops those beyond the last micro-batch
+    full_groups = -(-micro_batches // group_size) * group_size  # `Program` drops those beyond the last micro-batch
     warmup = (chunks - 1) * group_size + warmup_per_rank * (pp - rank - 1)
     return signed_order(schedule_table(full_groups, chunks, group_size), chunks, warmup)
 
 
-def interleaved_1f1b(rank: int, pp: int, microbatches: int, chunks: int, group_size: int | None = None) -> Program:
+def interleaved_1f1b(rank: int, pp: int, micro_batches: int, chunks: int, group_size: int | None = None) -> Program:
     """Interleaved 1F1B: with several smaller stages per rank, the pipeline fills and drains sooner (Narayanan et al.
     2021, arXiv:2104.04473). Llama 3 chooses the group size freely (Grattafiori et al. 2024, arXiv:2407.21783).
 
@@ -130,14 +130,14 @@ def interleaved_1f1b(rank: int, pp: int, microbatches: int, chunks: int, group_s
     Args:
         group_size: see `interleaved_order`, which can raise UserError.
     """
-    program = Program(microbatches)
-    for number in interleaved_order(rank, pp, microbatches, chunks, group_size, warmup_per_rank=2):
+    program = Program(micro_batches)
+    for number in interleaved_order(rank, pp, micro_batches, chunks, group_size, warmup_per_rank=2):
         append = program.forward if number > 0 else program.backward
         append(rank + pp * (abs(number) - 1))
     return program
 
 
-def zb_h1(rank: int, pp: int, microbatches: int, chunks: int, group_size: int | None = None) -> Program:
+def zb_h1(rank: int, pp: int, micro_batches: int, chunks: int, group_size: int | None = None) -> Program:
     """ZB-H1: 1F1B with split backwards. No other stage waits for W, so W is delayed and fills time at the end of the
     step in which 1F1B is idle (Qi et al. 2023, arXiv:2401.10241). With several chunks, the order is that of interleaved
     1F1B (torch's ScheduleInterleavedZeroBubble).
@@ -148,8 +148,8 @@ def zb_h1(rank: int, pp: int, microbatches: int, chunks: int, group_size: int | 
     Args:
         group_size: see `interleaved_order`, which can raise UserError.
     """
-    program = Program(microbatches)
-    for number in interleaved_order(rank, pp, microbatches, chunks, group_size, warmup_per_rank=1):
+    program = Program(micro_batches)
+    for number in interleaved_order(rank, pp, micro_batches, chunks, group_size, warmup_per_rank=1):
         stage = rank + pp * (abs(number) - 1)
         if number > 0: program.forward(stage)
         else: program.backward_input(stage); program.backward_weight(keep=rank)
@@ -157,18 +157,18 @@ def zb_h1(rank: int, pp: int, microbatches: int, chunks: int, group_size: int | 
     return program
 
 
-def zbv(rank: int, pp: int, microbatches: int) -> Program:
+def zbv(rank: int, pp: int, micro_batches: int) -> Program:
     """Zero bubble in a V: stages go down through the ranks and up again, so the first rank also has the last stage and
     starts its backwards early (ZB-V in Qi et al. 2023, arXiv:2401.10241; Qi et al. 2024, arXiv:2405.15362).
 
     Idle: (p - 1) F / 2, if F = I = W and m >= 2 p - 1. No rank idles between its first and its last action, but the
     last rank starts this much later than the first. Activations: 2 p, at most 2 m.
     """
-    program, down, up = Program(microbatches), rank, 2 * pp - 1 - rank
+    program, down, up = Program(micro_batches), rank, 2 * pp - 1 - rank
     for _ in range(2 * (pp - rank) - 1): program.forward(down)
     for _ in range(rank): program.forward(up); program.forward(down)
     for _ in range(pp - rank): program.forward(up); program.backward_input(up); program.backward_weight()
-    for _ in range(max(microbatches, 2 * pp - 1) - pp):  # the steady state
+    for _ in range(max(micro_batches, 2 * pp - 1) - pp):  # the steady state
         for stage in (down, up): program.forward(stage); program.backward_input(stage); program.backward_weight()
     for _ in range(rank): program.backward_input(down); program.backward_input(up)
     for _ in range(pp - rank): program.backward_input(down); program.backward_weight()
@@ -176,7 +176,7 @@ def zbv(rank: int, pp: int, microbatches: int) -> Program:
     return program
 
 
-def dualpipev(rank: int, pp: int, microbatches: int) -> Program:
+def dualpipev(rank: int, pp: int, micro_batches: int) -> Program:
     """DualPipeV: a V in which forwards and backwards overlap, so that communication inside stages, such as that of
     mixture-of-experts layers, hides behind computation (DeepSeek-AI 2024, arXiv:2412.19437; as a V in their DualPipe
     repository, 2025).
@@ -184,11 +184,11 @@ def dualpipev(rank: int, pp: int, microbatches: int) -> Program:
     Idle: (p - 1) (X + B - 3 W) / 2, where X is the time of overlapped pairs (F + B if overlapping saves no time), if
     F = I >= W and m >= 2 p; ranks before the last one idle less if X < F + B. Activations: 2 p + 1, at most 2 m.
     """
-    program, down, up = Program(microbatches), rank, 2 * pp - 1 - rank
+    program, down, up = Program(micro_batches), rank, 2 * pp - 1 - rank
     for _ in range(2 * (pp - rank - 1)): program.forward(down)
     for _ in range(rank + 1): program.forward(down); program.forward(up)
     for _ in range(pp - rank - 1): program.backward_input(up); program.backward_weight(); program.forward(up)
-    pairs = max(microbatches, 2 * pp) - 2 * pp + rank + 1
+    pairs = max(micro_batches, 2 * pp) - 2 * pp + rank + 1
     if rank == pp - 1:  # this forward runs alone, while the first gradient is still on its way
         program.forward(down); program.backward(up); program.overlapped(up, down)
         pairs -= 1
@@ -201,7 +201,7 @@ def dualpipev(rank: int, pp: int, microbatches: int) -> Program:
     return program
 
 
-def v_min(rank: int, pp: int, microbatches: int) -> Program:
+def v_min(rank: int, pp: int, micro_batches: int) -> Program:
     """V-Min: a V in which a micro-batch never waits, so its activations are freed early (Qi et al. 2024,
     arXiv:2405.15362, who also reorder actions at both ends of the step). Each micro-batch repeats the pattern of the
     one before it, 6 units of time later: a rank's F, I and W in its two stages take one unit each. W fills free units.
@@ -209,11 +209,11 @@ def v_min(rank: int, pp: int, microbatches: int) -> Program:
     Idle: (4 p - 5) F / 2, if F = I = W and p > 1; F more if p is a multiple of 3 and m > 1. Activations: 2 (p + 4) / 3,
     with the quotient rounded down, at most 2 m.
     """
-    program, down, up = Program(microbatches), rank, 2 * pp - 1 - rank
+    program, down, up = Program(micro_batches), rank, 2 * pp - 1 - rank
     turn = 2 * pp + (0 if pp % 3 else 2)  # if p is a multiple of 3, forwards and backwards collide without a pause
     starts = {down: (program.forward, down), up: (program.forward, up)}
     starts |= {turn + down: (program.backward_input, up), turn + up: (program.backward_input, down)}
-    for time in range(6 * microbatches + 4 * pp):
+    for time in range(6 * micro_batches + 4 * pp):
         due = [action for start, action in starts.items() if time >= start and (time - start) % 6 == 0]
         for append, stage in due: append(stage)
         if not due: program.backward_weight()
@@ -261,12 +261,12 @@ def check_name(name: str) -> str:
     raise UserError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}, auto, or csv:FILE")
 
 
-def build(name: str, pp: int, microbatches: int, chunks: int | None = None, group_size: int | None = None) -> Schedule:
+def build(name: str, pp: int, micro_batches: int, chunks: int | None = None, group_size: int | None = None) -> Schedule:
     """Build a schedule of SCHEDULES.
 
     Args:
         pp: number of ranks.
-        microbatches: number of micro-batches per step.
+        micro_batches: number of micro-batches per step.
         chunks: number of stages per rank; by default that of SCHEDULES.
         group_size: only for schedules with groups, see `interleaved_order`.
 
@@ -279,7 +279,7 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, grou
         )
     recipe = SCHEDULES[name]
     chunks = recipe.chunks if chunks is None else chunks
-    _check_numbers(pp, microbatches, chunks)
+    _check_numbers(pp, micro_batches, chunks)
     if chunks != recipe.chunks and not recipe.any_chunks:
         flexible = _one_of(other for other in SCHEDULES if SCHEDULES[other].any_chunks)
         raise UserError(f"{name} has {recipe.chunks} chunk(s) per pp rank, not {chunks}; for {chunks}, use {flexible}")
@@ -290,8 +290,8 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, grou
         )
     options = {"chunks": chunks} if recipe.any_chunks else {}
     options |= {} if group_size is None else {"group_size": group_size}
-    programs = [recipe.program(rank, pp, microbatches, **options) for rank in range(pp)]
-    return Schedule(programs, microbatches, chunks, recipe.placement)
+    programs = [recipe.program(rank, pp, micro_batches, **options) for rank in range(pp)]
+    return Schedule(programs, micro_batches, chunks, recipe.placement)
 
 
 @functools.cache
@@ -305,26 +305,26 @@ def _one_of(names: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def forward_only(pp: int, microbatches: int, chunks: int = 1, placement: Placement = "loop") -> Schedule:
+def forward_only(pp: int, micro_batches: int, chunks: int = 1, placement: Placement = "loop") -> Schedule:
     """Build the schedule of an evaluation, for stages that are placed as in training. Forwards run in the order in
     which they could run if every stage had a separate rank.
 
     Idle: (p - 1) F / v in a loop, if m is a multiple of p.
     """
-    _check_numbers(pp, microbatches, chunks)
+    _check_numbers(pp, micro_batches, chunks)
     earliest_first = sorted(
-        (Action("F", stage, i) for stage in range(pp * chunks) for i in range(microbatches)),
-        key=lambda action: (action.stage + action.microbatch, action.microbatch),
+        (Action("F", stage, i) for stage in range(pp * chunks) for i in range(micro_batches)),
+        key=lambda action: (action.stage + action.micro_batch, action.micro_batch),
     )
     programs = [[a for a in earliest_first if rank_of(a.stage, pp, placement) == rank] for rank in range(pp)]
-    return Schedule(programs, microbatches, chunks, placement, forward_only=True)
+    return Schedule(programs, micro_batches, chunks, placement, forward_only=True)
 
 
-def _check_numbers(pp: int, microbatches: int, chunks: int) -> None:
-    if min(pp, microbatches, chunks) < 1:
-        raise UserError(f"pp={pp}, microbatches={microbatches} and chunks={chunks} must each be at least 1")
-    if pp * microbatches * chunks > MAX_FORWARDS:
+def _check_numbers(pp: int, micro_batches: int, chunks: int) -> None:
+    if min(pp, micro_batches, chunks) < 1:
+        raise UserError(f"pp={pp}, micro_batches={micro_batches} and chunks={chunks} must each be at least 1")
+    if pp * micro_batches * chunks > MAX_FORWARDS:
         raise UserError(
-            f"pp={pp} x microbatches={microbatches} x chunks={chunks} is {pp * microbatches * chunks:,} forwards per step; "
+            f"pp={pp} x micro_batches={micro_batches} x chunks={chunks} is {pp * micro_batches * chunks:,} forwards per step; "
             f"a schedule has at most {MAX_FORWARDS:,}"
         )

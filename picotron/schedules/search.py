@@ -78,7 +78,7 @@ class Greedy:
         sizes: Sequence[float] | None = None,
         backwards: str = "split",
     ) -> None:
-        self.empty, self.last, self.m = empty, empty.num_stages - 1, empty.microbatches
+        self.empty, self.last, self.m = empty, empty.num_stages - 1, empty.micro_batches
         self.memory = memory * (1 + ROUNDING)
         self.sizes = stage_sizes(empty, sizes)
         stages = range(empty.num_stages)
@@ -195,17 +195,17 @@ def fits(schedule: Schedule, memory: float, deferred: float, sizes: Sequence[flo
     return bool(peak <= memory * (1 + ROUNDING))
 
 
-def hand_made(pp: int, microbatches: int, shape: Shape) -> dict[str, Schedule]:
+def hand_made(pp: int, micro_batches: int, shape: Shape) -> dict[str, Schedule]:
     """Build all hand-made schedules for this number and placement of stages, by name. Schedules with groups also come
     with groups of m, m / 2, m / 3 and m / 4 micro-batches: the default size suits equal times and free messages.
     """
     (chunks, placement), found = shape, dict[str, Schedule]()
-    sizes = dict.fromkeys(size for parts in (1, 2, 3, 4) if (size := -(-microbatches // parts)) >= pp)
+    sizes = dict.fromkeys(size for parts in (1, 2, 3, 4) if (size := -(-micro_batches // parts)) >= pp)
     for name, recipe in SCHEDULES.items():
         if recipe.placement == placement and (recipe.any_chunks or recipe.chunks == chunks):
-            found[name] = build(name, pp, microbatches, chunks)
+            found[name] = build(name, pp, micro_batches, chunks)
             for size in sizes if recipe.has_groups and chunks > 1 else ():
-                schedule = build(name, pp, microbatches, chunks, size)
+                schedule = build(name, pp, micro_batches, chunks, size)
                 if schedule not in found.values():
                     found[f"{name} in groups of {size}"] = schedule
     return found
@@ -217,7 +217,7 @@ def step_time(timeline: Timeline) -> float:
 
 def fastest_schedule(
     pp: int,
-    microbatches: int,
+    micro_batches: int,
     memory: float,
     options: Mapping[Shape, Costs],
     deferred: float = 1.0,
@@ -238,7 +238,7 @@ def fastest_schedule(
     Raises:
         UserError: the limit of memory is less than one micro-batch needs.
     """
-    empty = {shape: Schedule([[]] * pp, microbatches, *shape) for shape in options}
+    empty = {shape: Schedule([[]] * pp, micro_batches, *shape) for shape in options}
     roomy = [shape for shape in options if memory * (1 + ROUNDING) >= largest_rank(empty[shape], sizes)]
     if not roomy:
         if sizes is None:
@@ -249,7 +249,7 @@ def fastest_schedule(
     best, found = math.inf, list[Found]()  # each one better than the one before it
     for shape in roomy:
         costs = options[shape]
-        for name, schedule in hand_made(pp, microbatches, shape).items():
+        for name, schedule in hand_made(pp, micro_batches, shape).items():
             if fits(schedule, memory, deferred, sizes) and (score := objective(simulate(schedule, costs))) < best:
                 best = score
                 found.append(Found(score, name, schedule, costs, bound))
@@ -291,7 +291,7 @@ def lower_bound(
         empty: a schedule of that shape, whose programs are not used.
         memory, costs, deferred, sizes: see `fastest_schedule`.
     """
-    stages, m, sizes = range(empty.num_stages), empty.microbatches, stage_sizes(empty, sizes)
+    stages, m, sizes = range(empty.num_stages), empty.micro_batches, stage_sizes(empty, sizes)
     pairs = [(t, sum(costs.of(Action(*part)) for part in key)) for key, t in costs.measured.items() if len(key) == 2]
     # An overlapped action takes at least this fraction of its time.
     shortest = min([1.0, costs.overlapped, *(together / alone for together, alone in pairs if alone)])

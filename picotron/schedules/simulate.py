@@ -57,7 +57,7 @@ class Costs:
         """Return what the time of an action depends on. A stage whose activations are kept is written as ~stage."""
         if not self.kept:
             return cost_key(action)
-        return tuple((p.kind, ~p.stage if (p.stage, p.microbatch) in self.kept else p.stage) for p in action.parts)
+        return tuple((p.kind, ~p.stage if (p.stage, p.micro_batch) in self.kept else p.stage) for p in action.parts)
 
     def of(self, action: AnyAction) -> float:
         if (key := self.key(action)) in self.measured:
@@ -248,7 +248,7 @@ def activations(
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the activations that a rank holds during each action and after it, see `peak_activations`."""
     parts = [part for action in program for part in action.parts]
-    kept = {(part.stage, part.microbatch) for part in parts if part.kind in ("B", "W")}
+    kept = {(part.stage, part.micro_batch) for part in parts if part.kind in ("B", "W")}
     units = dict.fromkeys(map(key, parts), 1) if sizes is None else sizes
     freed = {("B", unit): size for unit, size in units.items()}
     for unit, size in (deferred or units).items():
@@ -256,7 +256,7 @@ def activations(
     live = 0
     for action in program:
         for part in action.parts:
-            if part.kind == "F" and (part.stage, part.microbatch) in kept:
+            if part.kind == "F" and (part.stage, part.micro_batch) in kept:
                 live += units[key(part)]
         during = live
         for part in action.parts:

@@ -19,7 +19,7 @@ const known = new Map(); // the parts of the actions seen so far
 export function parts(name) {
   let found = known.get(name);
   if (!found) {
-    found = [...name.matchAll(PART)].map(([, stage, kind, microbatch]) => ({ stage: +stage, kind, microbatch }));
+    found = [...name.matchAll(PART)].map(([, stage, kind, micro_batch]) => ({ stage: +stage, kind, micro_batch }));
     known.set(name, found);
   }
   return found;
@@ -27,8 +27,8 @@ export function parts(name) {
 
 // Describe an action in words.
 export function describe(name) {
-  const words = parts(name).map(({ stage, kind, microbatch }) =>
-    kind === "R" ? `${KIND.R} of stage ${stage}` : `${KIND[kind]} of micro-batch ${microbatch} in stage ${stage}`);
+  const words = parts(name).map(({ stage, kind, micro_batch }) =>
+    kind === "R" ? `${KIND.R} of stage ${stage}` : `${KIND[kind]} of micro-batch ${micro_batch} in stage ${stage}`);
   return words.length === 1 ? words[0] : `${words.join(" and ")}, which overlap`;
 }
 

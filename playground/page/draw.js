@@ -29,8 +29,8 @@ function spanOf(data, rank, index) {
     during: data.during[rank][index],
     after: data.after[rank][index],
     computes: computes(name),
-    parts: parts(name).map(({ stage, kind, microbatch }) => ({
-      label: microbatch,
+    parts: parts(name).map(({ stage, kind, micro_batch }) => ({
+      label: micro_batch,
       colour: data.colours[kind]?.[Math.floor(stage / data.pp)] ?? null,
     })),
   };

@@ -4,12 +4,12 @@ import { debounce, el } from "./dom.js";
 
 const EXAMPLE = {
   csv: "0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3\n1F0,1F1,1B0,1F2,1B1,1F3,1B2,1B3\n2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3\n",
-  python: `def mine(rank, pp, microbatches):
+  python: `def mine(rank, pp, micro_batches):
     """1F1B that runs ahead by one more micro-batch."""
-    program = Program(microbatches)
+    program = Program(micro_batches)
     for _ in range(pp - rank):
         program.forward(rank)
-    for _ in range(microbatches):
+    for _ in range(micro_batches):
         program.forward(rank)
         program.backward(rank)
     return program
@@ -17,7 +17,7 @@ const EXAMPLE = {
 };
 const HELP = {
   csv: "One line for each rank, one cell for each action: 2F0 is the forward of micro-batch 0 through stage 2; B backward, I and W its halves; (2F3;1B0) an overlapped pair.",
-  python: "The last function returns the Program of one rank, from its arguments rank, pp, microbatches and, if it has it, chunks. Program’s methods number the micro-batches: forward(stage), backward(stage), backward_input(stage), backward_weight(), overlapped(stage, stage). It runs in your browser only.",
+  python: "The last function returns the Program of one rank, from its arguments rank, pp, micro_batches and, if it has it, chunks. Program’s methods number the micro-batches: forward(stage), backward(stage), backward_input(stage), backward_weight(), overlapped(stage, stage). It runs in your browser only.",
 };
 
 export class Editor {
@@ -79,7 +79,7 @@ export class Editor {
     const result = await this.python.call("timeline", request, "editor").catch((error) => ({ error: error.message }));
     if (!result || this.text.value !== text) return;
     this.verdict.className = result.error ? "verdict wrong" : "verdict right";
-    this.verdict.textContent = result.error ?? `It runs: ${result.pp} ranks, ${result.microbatches} micro-batches, step time ${Number(result.step_time.toPrecision(4))}.`;
+    this.verdict.textContent = result.error ?? `It runs: ${result.pp} ranks, ${result.micro_batches} micro-batches, step time ${Number(result.step_time.toPrecision(4))}.`;
     const { a, b } = this.state.values;
     if (a === language || b === language) this.state.set({ [language]: text });
   }

@@ -52,7 +52,7 @@ export class Panel {
     ].filter(Boolean).join(", ");
     const most = Math.max(...result.peaks);
     this.showFigures(result, most, limit, reference);
-    const text = `${name}: ${result.pp} pp ranks, ${result.microbatches} micro-batches, step time ${number(result.step_time)}, bubble `
+    const text = `${name}: ${result.pp} pp ranks, ${result.micro_batches} micro-batches, step time ${number(result.step_time)}, bubble `
       + `${percent(result.bubble)}, peak activations ${number(most)}`;
     this.timeline.show(result, { label: text, duration, limit, peak: Math.max(peak, limit || 0), unit, critical });
     this.fillTable();

@@ -10,7 +10,7 @@ const text = (name, label, example, note) => ({ name, label, example, note, kind
 export const SCHEDULES = {
   Pipeline: [
     slider("pp", "Ranks", 1, 32, 1, "number of pipeline-parallel ranks (pp)"),
-    slider("microbatches", "Micro-batches", 1, 128, 1, "number of micro-batches per step"),
+    slider("micro_batches", "Micro-batches", 1, 128, 1, "number of micro-batches per step"),
     slider("chunks", "Chunks", 0, 8, 1, "stages per rank; some schedules allow only their default", "default"),
     slider("group_size", "Group size", 0, 64, 1, "micro-batches that take turns on the chunks of interleaved schedules", "default"),
   ],

@@ -60,7 +60,7 @@ test("the tabs keep their settings, and a link has both", async () => {
 });
 
 test("a schedule is ranked among the published ones", { timeout: 300_000 }, async () => {
-  await open("#b=&microbatches=4");
+  await open("#b=&micro_batches=4");
   await page.fill("#editor-text", "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1F1,1F2,1B0,1F3,1B1,1B2,1B3\n2F0,2F1,2B0,2F2,2B1,2F3,2B2,2B3\n3F0,3B0,3F1,3B1,3F2,3B2,3F3,3B3\n");
   await until("#editor-verdict", /^It runs: 4 ranks, 4 micro-batches/);
   page.setDefaultTimeout(240_000);
@@ -75,5 +75,5 @@ test("a schedule is ranked among the published ones", { timeout: 300_000 }, asyn
   assert.equal(rows.filter((each) => each[3] === "needs 4").length, 8);
   await set(page, "pp", 5);
   await page.click("text=Rank the schedule above");
-  await until("#score [role=status]", /^no setting has pp=5 and microbatches=4/);
+  await until("#score [role=status]", /^no setting has pp=5 and micro_batches=4/);
 });

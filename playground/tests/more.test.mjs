@@ -35,11 +35,11 @@ test("a Python function is checked as it is typed", async () => {
   await open("#b=");
   await page.click("#editor >> text=Python");
   await until("#editor-verdict", /^It runs: 4 ranks, 8 micro-batches/);
-  await page.fill("#editor-text", "def mine(rank, pp, microbatches):\n    return programme");
+  await page.fill("#editor-text", "def mine(rank, pp, micro_batches):\n    return programme");
   await until("#editor-verdict", /^line 2: NameError: name 'programme' is not defined/);
-  await page.fill("#editor-text", "def mine(rank, pp, microbatches:\n");
+  await page.fill("#editor-text", "def mine(rank, pp, micro_batches:\n");
   await until("#editor-verdict", /^line 1: /);
-  await page.fill("#editor-text", "def mine(rank, pp, microbatches):\n    return [1]");
+  await page.fill("#editor-text", "def mine(rank, pp, micro_batches):\n    return [1]");
   await until("#editor-verdict", /^mine returns \[1\] for pp rank 0; it must return a Program/);
 });
 
@@ -57,7 +57,7 @@ test("a schedule's own function can be edited and compared", async () => {
 test("an endless loop is stopped, and the page goes on", async () => {
   await open("#b=");
   await page.click("#editor >> text=Python");
-  await page.fill("#editor-text", "def mine(rank, pp, microbatches):\n    while True: pass");
+  await page.fill("#editor-text", "def mine(rank, pp, micro_batches):\n    while True: pass");
   await until("#editor-verdict", /^this ran for more than 8 seconds, so it was stopped/);
   await page.fill("#pp", "8");
   await until("#a .figures", /Step time45/);
@@ -149,7 +149,7 @@ test("everything can be reached and used with the keyboard", async () => {
 });
 
 test("a timeline can be zoomed", async () => {
-  await open("#pp=16&microbatches=64&a=zbv&b=");
+  await open("#pp=16&micro_batches=64&a=zbv&b=");
   const picture = () => page.$eval("#a canvas", (canvas) => canvas.toDataURL());
   const whole = await picture();
   await page.click("#zoom-in");

@@ -20,7 +20,7 @@ test("the page opens with two schedules and their figures", async () => {
 
 test("every slider changes the step", async () => {
   await open("#b=");
-  for (const [name, value] of Object.entries({ pp: 2, microbatches: 16, B: 3, F: 2, message: 0.5, last: 1 })) {
+  for (const [name, value] of Object.entries({ pp: 2, micro_batches: 16, B: 3, F: 2, message: 0.5, last: 1 })) {
     const old = (await figures(page))["Step time"];
     await set(page, name, value);
     assert.notEqual((await figures(page))["Step time"], old, name);
@@ -73,7 +73,7 @@ test("a layout gives the stages their layers", async () => {
 });
 
 test("messages that occupy the link queue for it", async () => {
-  await open("#a=afab&b=&pp=2&microbatches=4");
+  await open("#a=afab&b=&pp=2&micro_batches=4");
   await set(page, "transfer", 1.5);
   assert.equal((await figures(page))["Step time"], "19.5");
 });

@@ -27,12 +27,12 @@ async function redraws(page, name, values) {
 
 console.log("16 ranks, 64 micro-batches; median and longest time from a slider's move to the picture:");
 for (const schedule of schedules) {
-  const page = await browser.open(`#a=${schedule}&b=&pp=16&microbatches=64`);
+  const page = await browser.open(`#a=${schedule}&b=&pp=16&micro_batches=64`);
   await page.waitForTimeout(8000); // the search for the ranking is over
   await redraws(page, "F", [1.1, 1.2, 1.3]);
   const times = await redraws(page, "F", [1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2, 2.1, 2.2]);
   await page.waitForTimeout(8000);
-  const sizes = await redraws(page, "microbatches", [63, 62, 61, 60, 59, 58, 57]);
+  const sizes = await redraws(page, "micro_batches", [63, 62, 61, 60, 59, 58, 57]);
   const show = (all) => `${median(all).toFixed(0)} (${Math.max(...all).toFixed(0)})`;
   console.log(`  ${schedule.padEnd(18)} another time of F ${show(times)}, another number of micro-batches ${show(sizes)}`);
   await page.close();

@@ -52,7 +52,7 @@ test("a number out of range is refused at its field, and nothing else changes", 
     ["pp", "500", "500 is not between 1 and 32; 4 is still in use"],
     ["pp", "0", "0 is not between 1 and 32; 4 is still in use"],
     ["pp", "", "enter a number from 1 to 32; 4 is still in use"],
-    ["microbatches", "2.5", "2.5 is not a whole number; 8 is still in use"],
+    ["micro_batches", "2.5", "2.5 is not a whole number; 8 is still in use"],
     ["B", "-1", "-1 is not between 0.1 and 8; 2 is still in use"],
   ]) {
     await page.fill(`#${name}`, typed);
@@ -73,9 +73,9 @@ test("a number out of range is refused at its field, and nothing else changes", 
 });
 
 test("a link's wrong values are refused at their fields", async () => {
-  await open("#b=&pp=500&microbatches=many&message=0.5&colour=red");
+  await open("#b=&pp=500&micro_batches=many&message=0.5&colour=red");
   assert.match(await text("#pp-fault"), /^500 is not between 1 and 32; 4 is still in use$/);
-  assert.match(await text("#microbatches-fault"), /^enter a number from 1 to 128; 8 is still in use$/);
+  assert.match(await text("#micro_batches-fault"), /^enter a number from 1 to 128; 8 is still in use$/);
   assert.equal(await page.inputValue("#message"), "0.5");
   assert.match(await text("header [role=alert]"), /does not know: colour=red$/);
   await page.evaluate(() => (location.hash = "#tab=memory&dp_engine=zero2&sequence_parallel=maybe"));

@@ -25,8 +25,7 @@ from conformance.reference import Reference, run_reference
 DDP, ZERO1, PIPELINE, RING = (Path(f"conformance/examples/{name}.py") for name in ("ddp", "zero1", "pipeline", "ring"))
 PICOTRON = Path("conformance/adapters/picotron.py")
 OF_PICOTRON = ("fuzz", "grid", "oracle", "training", "worker_pool", "mutants", "mistakes")  # what uses the checker
-OF_PICOTRON = {PICOTRON, *(Path("conformance", f"{name}.py") for name in ("grid", "oracle", "training", "mutants"))}
-PACKAGE = [path for path in Path("conformance").rglob("*.py") if path not in OF_PICOTRON and "fuzz" not in path.parts]
+PACKAGE = [
     path
     for path in Path("conformance").rglob("*.py")
     if path != PICOTRON and path.relative_to("conformance").with_suffix("").parts[0] not in OF_PICOTRON

@@ -22,8 +22,8 @@ from picotron.schedules.trace import read_trace, trace_line, trace_path
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def timeline_of(name: str, pp: int = 3, microbatches: int = 5) -> Timeline:
-    return simulate(build(name, pp, microbatches))
+def timeline_of(name: str, pp: int = 3, micro_batches: int = 5) -> Timeline:
+    return simulate(build(name, pp, micro_batches))
 
 
 def write_trace(run_dir: Path, step: int, timeline: Timeline) -> None:
@@ -180,11 +180,11 @@ def test_draw_writes_every_format(tmp_path: Path) -> None:
     for suffix, expected in (
         ("svg", as_svg(timeline)),
         ("json", as_trace(timeline)),
-        ("html", as_page("Pipeline schedules", {"zbv, pp=3, microbatches=4, chunks=2": timeline})),
+        ("html", as_page("Pipeline schedules", {"zbv, pp=3, micro_batches=4, chunks=2": timeline})),
     ):
-        run("schedule", "zbv", "--pp", 3, "--microbatches", 4, "--p2p", 0.25, "--out", tmp_path / f"out.{suffix}")
+        run("schedule", "zbv", "--pp", 3, "--micro_batches", 4, "--p2p", 0.25, "--out", tmp_path / f"out.{suffix}")
         assert (tmp_path / f"out.{suffix}").read_text() == expected
-    run("schedule", "zbv", "--pp", 3, "--microbatches", 4, "--out", tmp_path / "out.csv")
+    run("schedule", "zbv", "--pp", 3, "--micro_batches", 4, "--out", tmp_path / "out.csv")
     assert [list(program) for program in read_csv(tmp_path / "out.csv").programs] == timeline.programs
 
 
@@ -193,7 +193,7 @@ def test_draw_prints_all_schedules_files_and_measured_steps(tmp_path: Path, caps
     assert capsys.readouterr().out.count("bubble") == len(SCHEDULES)
     (tmp_path / "own.csv").write_text("0F0,0B0\n1F0,1B0\n")
     run("csv", tmp_path / "own.csv")
-    assert "own.csv, pp=2, microbatches=1, chunks=1\npp 0  0F0 " in capsys.readouterr().out
+    assert "own.csv, pp=2, micro_batches=1, chunks=1\npp 0  0F0 " in capsys.readouterr().out
     write_trace(tmp_path, 7, timeline_of("1f1b", 2, 2))
     run("measured", tmp_path)
     assert f"{tmp_path}, step 7, in seconds\npp 0  0F0 0F1 " in capsys.readouterr().out
@@ -202,10 +202,10 @@ def test_draw_prints_all_schedules_files_and_measured_steps(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("arguments", "printed"),
     [
-        ("schedule zb_h1 --pp 2 --microbatches 4 --activations 10 30 --deferred 0.5", "by pp rank 20 45"),
-        ("schedule afab --pp 2 --microbatches 4 --transfer 2 --p2p 0.5", "step time 35"),
+        ("schedule zb_h1 --pp 2 --micro_batches 4 --activations 10 30 --deferred 0.5", "by pp rank 20 45"),
+        ("schedule afab --pp 2 --micro_batches 4 --transfer 2 --p2p 0.5", "step time 35"),
         # with W keeping more than a forward, full backwards
-        ("search --pp 2 --microbatches 4 --memory 1 --deferred 3 --chunks 1", "peak activations by pp rank 1 1"),
+        ("search --pp 2 --micro_batches 4 --memory 1 --deferred 3 --chunks 1", "peak activations by pp rank 1 1"),
     ],
 )
 def test_options_change_the_result(arguments: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:

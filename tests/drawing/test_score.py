@@ -73,7 +73,7 @@ def test_a_program_faster_than_all_hand_made_ones_is_first(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("schedule", "part"),
     [
-        (build("1f1b", 2, 4), "no setting has pp=2 and microbatches=4"),
+        (build("1f1b", 2, 4), "no setting has pp=2 and micro_batches=4"),
         (build("zb_h1", 4, 8, 4), "4 stages per pp rank"),
         (build("afab", 4, 16), "up to 16 micro-batches"),
     ],
@@ -86,8 +86,8 @@ def test_other_programs_are_refused(schedule: Schedule, part: str, tmp_path: Pat
 def check_entry(path: Path) -> None:
     entry = read_entry(path)
     check(entry.schedule)
-    pp, microbatches = map(int, path.stem.split("_")[-2:])
-    claimed = [setting for setting in settings(pp, microbatches) if setting.memory == entry.memory]
+    pp, micro_batches = map(int, path.stem.split("_")[-2:])
+    claimed = [setting for setting in settings(pp, micro_batches) if setting.memory == entry.memory]
     assert len(claimed) == len(MESSAGES) * len(TIMES)
     assert all(setting.admits(entry.schedule) for setting in claimed)
     assert entry.name

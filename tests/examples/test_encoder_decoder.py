@@ -83,7 +83,7 @@ def train(name: str, pp: int, is_scaled: bool) -> tuple[list[float], list[float]
         losses.append(run(model, schedule, batch()))
         gradients = gradients or by_name(model.module.stages, main_grad)
         norms.append(update_weights(model, optimizer, TRAINING.max_grad_norm).item())
-    evaluation = forward_only(pp, schedule.microbatches, schedule.chunks, schedule.placement)
+    evaluation = forward_only(pp, schedule.micro_batches, schedule.chunks, schedule.placement)
     losses.append(run(model, evaluation, batch()))
     return losses, norms, gradients, by_name(model.module.stages, lambda parameter: parameter)
 

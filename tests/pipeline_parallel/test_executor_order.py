@@ -37,7 +37,7 @@ def run_observed(executor: Executor, model: DataParallel, observe: Any) -> None:
         run(step, action)
         observe(action)
 
-    items = batches(executor.schedule.microbatches)
+    items = batches(executor.schedule.micro_batches)
     with mock.patch.object(StepState, "run", observed):
         executor(model, Loader(items), CPU)
 
@@ -60,7 +60,7 @@ def live_activations(config: Config, model_config: LlamaConfig, free_outputs: bo
     forward, rank = StepState.forward, pgm.process_group_manager.pp_rank
 
     def observed_forward(step: StepState, action: Action) -> None:
-        key = action.stage, action.microbatch
+        key = action.stage, action.micro_batch
         kept[key] = []
 
         def pack(tensor: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def test_activation_lifetimes_match_the_schedule(pool: WorkerPool, engine: str) 
         for action, (really, outputs) in zip(program, seen, strict=True):
             for part in action.parts:
                 if part.kind in "FBW":
-                    (live.add if part.kind == "F" else live.discard)((part.stage, part.microbatch))
+                    (live.add if part.kind == "F" else live.discard)((part.stage, part.micro_batch))
             assert really == live, f"after {action} on rank {rank}"
             assert outputs <= 1 + MAX_SENDS_IN_FLIGHT * receivers
             peak = max(peak, len(live))

@@ -117,9 +117,9 @@ def test_forwards_and_backwards_alternate_as_in_torch(
 
 @pytest.mark.parametrize("engine", STEPS)
 def test_loops_run_the_programs_of_the_schedules(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for pp, microbatches in GRID:
-        for rank, program in enumerate(build(engine, pp, microbatches).programs):
-            events = [e for e in trace(engine, rank, pp, microbatches, monkeypatch) if e[0] in "FB"]
+    for pp, micro_batches in GRID:
+        for rank, program in enumerate(build(engine, pp, micro_batches).programs):
+            events = [e for e in trace(engine, rank, pp, micro_batches, monkeypatch) if e[0] in "FB"]
             assert [f"{rank}{e.rstrip('*')}" for e in events] == list(map(str, program))
 
 

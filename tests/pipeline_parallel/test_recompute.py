@@ -20,14 +20,14 @@ from tests.pipeline_parallel.test_pipeline_parallel import expected_step
 FULL = {"training__activation_checkpointing": "full"}
 
 
-@pytest.mark.parametrize(("pp", "microbatches", "limit"), list(itertools.product((2, 3, 4), (1, 3, 8), (0, 1, 2, 5))))
-def test_1f1b_keeps_the_first_micro_batches_of_each_window(pp: int, microbatches: int, limit: int) -> None:
+@pytest.mark.parametrize(("pp", "micro_batches", "limit"), list(itertools.product((2, 3, 4), (1, 3, 8), (0, 1, 2, 5))))
+def test_1f1b_keeps_the_first_micro_batches_of_each_window(pp: int, micro_batches: int, limit: int) -> None:
     """A window has as many micro-batches as are in flight, as in Megatron-LM (pipeline_parallel/schedules.py):
     `i % max_outstanding_backprops >= num_microbatches_with_partial_activation_checkpoints` recomputes micro-batch i.
     """
-    for rank, program in enumerate(build("1f1b", pp, microbatches).programs):
-        window = min(pp - rank - 1, microbatches) + 1
-        expected = {(rank, i) for i in range(microbatches) if i % window < limit}
+    for rank, program in enumerate(build("1f1b", pp, micro_batches).programs):
+        window = min(pp - rank - 1, micro_batches) + 1
+        expected = {(rank, i) for i in range(micro_batches) if i % window < limit}
         assert kept_activations(program, limit) == expected
 
 
@@ -38,7 +38,7 @@ def test_never_more_than_the_limit_are_kept_at_a_time(name: str, limit: int) -> 
         kept, in_flight, peaks = kept_activations(program, limit), set(), [0, 0]
         for action in program:
             for part in action.parts[::-1]:
-                unit = {(part.stage, part.microbatch)}
+                unit = {(part.stage, part.micro_batch)}
                 in_flight = in_flight | unit if part.kind == "F" else in_flight - unit
                 peaks = [max(peaks[0], len(in_flight)), max(peaks[1], len(in_flight & kept))]
         assert peaks[1] == min(limit, peaks[0])

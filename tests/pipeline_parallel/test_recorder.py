@@ -57,6 +57,6 @@ def test_trace_of_a_step_equals_its_schedule_and_profile(
     for rank, program in zip(ranks, schedule.programs, strict=True):
         assert names[rank] == [str(action).lstrip("01") if engine == "1f1b" else str(action) for action in program]
     searching = pipeline_config("auto", 2, 6, pp_recording=str(tmp_path), **more)
-    assert plan_pipeline(searching, model_config).schedule.microbatches == 6
+    assert plan_pipeline(searching, model_config).schedule.micro_batches == 6
     main(["measured", str(tmp_path), "--step", "5"])
     assert f"{tmp_path}, step 5, in seconds" in capsys.readouterr().out

@@ -31,7 +31,7 @@ def times(drawn: dict[str, Any]) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "dualpipev"])
 def test_timeline_is_that_of_the_simulator(name: str) -> None:
-    drawn = ask("timeline", schedule=name, pp=4, microbatches=6, message=0.3, transfer=0.2, B=2.5, overlapped=0.8)
+    drawn = ask("timeline", schedule=name, pp=4, micro_batches=6, message=0.3, transfer=0.2, B=2.5, overlapped=0.8)
     schedule = build(name, 4, 6)
     weights = [1 / schedule.chunks] * schedule.num_stages
     step = simulate(schedule, Costs(B=2.5, overlapped=0.8, p2p=0.3, transfer=0.2, weights=weights))
@@ -48,7 +48,7 @@ def test_timeline_is_that_of_the_simulator(name: str) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev"])
 def test_critical_path_is_as_long_as_the_step(name: str, message: float) -> None:
     """Its actions, and the messages between ranks, fill the step without a gap."""
-    drawn = ask("timeline", schedule=name, pp=4, microbatches=6, message=message, factors="1 1.5 1 1", last=0.2)
+    drawn = ask("timeline", schedule=name, pp=4, micro_batches=6, message=message, factors="1 1.5 1 1", last=0.2)
     spans = [(rank, *span) for rank, spans in enumerate(rows(drawn)) for span in spans]
     at = max(range(len(spans)), key=lambda i: spans[i][3])
     length = 0.0
@@ -72,12 +72,12 @@ def test_critical_path_is_as_long_as_the_step(name: str, message: float) -> None
     ],
 )
 def test_stages_have_their_own_times(asked: dict[str, Any], expected: list[float]) -> None:
-    drawn = ask("timeline", schedule="zbv", pp=2, microbatches=2, **asked)
+    drawn = ask("timeline", schedule="zbv", pp=2, micro_batches=2, **asked)
     assert [times(drawn)[f"{stage}F0"] for stage in range(4)] == expected
 
 
 def test_best_schedule_fits_and_is_at_least_as_fast_as_those_that_fit() -> None:
-    request = {"pp": 2, "microbatches": 4, "layout": "Et|tt|tt|tL", "memory": 2.5}
+    request = {"pp": 2, "micro_batches": 4, "layout": "Et|tt|tt|tL", "memory": 2.5}
     ranking, best = ask("ranking", **request), ask("best", **request)
     assert [row["schedule"] for row in ranking] == list(SCHEDULES)
     assert {SCHEDULES[row["schedule"]].chunks for row in ranking if "error" in row} == {1}  # the layout has two
@@ -91,7 +91,7 @@ def test_best_schedule_fits_and_is_at_least_as_fast_as_those_that_fit() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 def test_csv_and_python_of_a_schedule_give_its_timeline(name: str) -> None:
-    request = {"pp": 4, "microbatches": 6, "chunks": 2}
+    request = {"pp": 4, "micro_batches": 6, "chunks": 2}
     original, texts = ask("timeline", schedule=name, **request), ask("edit", schedule=name, **request)
     for language in ("csv", "python"):
         drawn = ask("timeline", schedule=language, text=texts[language], **request)
@@ -137,7 +137,7 @@ def test_a_deadlock_shows_its_cycle_and_what_runs_before() -> None:
 
 
 def test_scoreboard_has_the_schedule_in_the_editor() -> None:
-    text = ask("edit", schedule="zb_h1", pp=4, microbatches=8)["csv"]
+    text = ask("edit", schedule="zb_h1", pp=4, micro_batches=8)["csv"]
     scores = {score["name"]: score for score in ask("score", schedule="csv", text=text, setting=0)["scores"]}
     assert scores["yours"]["step_time"] == scores["zb_h1 (v 1)"]["step_time"]
     assert scores["yours"]["peak"] == 4

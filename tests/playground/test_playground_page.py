@@ -30,7 +30,7 @@ from tests.playground.test_playground import ask
     ],
 )
 def test_command_trains_with_the_schedule(asked: dict[str, Any], tmp_path: Path) -> None:
-    asked = {"pp": 4, "microbatches": 8, **asked}
+    asked = {"pp": 4, "micro_batches": 8, **asked}
     result = ask("train", **asked)
     words = shlex.split(result["command"].replace("\\\n", " "))
     assert words[:4] == ["torchrun", "--nproc_per_node", "4", "train.py"]

@@ -19,7 +19,7 @@ def schedule_of(*lines: str, **more: object) -> Schedule:
     programs = [[parse_action(cell) for cell in line.split(",")] for line in lines]
     parts = [part for program in programs for action in program for part in action.parts]
     chunks = (1 + max(part.stage for part in parts)) // len(programs)
-    return Schedule(programs, 1 + max(part.microbatch for part in parts), chunks, **more)  # type: ignore[arg-type]
+    return Schedule(programs, 1 + max(part.micro_batch for part in parts), chunks, **more)  # type: ignore[arg-type]
 
 
 FAULTS = [
@@ -101,10 +101,10 @@ def test_check_names_the_cycle_of_a_deadlock(lines: list[str], message: str) -> 
 
 
 @settings(deadline=None, max_examples=150)
-@given(data=st.data(), name=st.sampled_from(list(SCHEDULES)), pp=st.integers(1, 4), microbatches=st.integers(1, 6))
-def test_mutated_schedule_runs_or_is_rejected(data: st.DataObject, name: str, pp: int, microbatches: int) -> None:
+@given(data=st.data(), name=st.sampled_from(list(SCHEDULES)), pp=st.integers(1, 4), micro_batches=st.integers(1, 6))
+def test_mutated_schedule_runs_or_is_rejected(data: st.DataObject, name: str, pp: int, micro_batches: int) -> None:
     """Mutations swap, drop or repeat actions."""
-    original = build(name, pp, microbatches)
+    original = build(name, pp, micro_batches)
     programs = [list(program) for program in original.programs]
     for _ in range(data.draw(st.integers(1, 3))):
         program = data.draw(st.sampled_from(programs))
@@ -116,7 +116,7 @@ def test_mutated_schedule_runs_or_is_rejected(data: st.DataObject, name: str, pp
                 del program[i]
             case "repeat":
                 program.insert(j, program[i])
-    schedule = Schedule(programs, microbatches, original.chunks, original.placement)
+    schedule = Schedule(programs, micro_batches, original.chunks, original.placement)
     try:
         check(schedule)
     except UserError as error:

@@ -21,7 +21,7 @@ from tests.support.exact_schedule import Exact, TooLargeError
 
 class Instance(NamedTuple):
     pp: int
-    microbatches: int
+    micro_batches: int
     shape: Shape
     memory: float
     costs: Costs
@@ -29,7 +29,7 @@ class Instance(NamedTuple):
 
     @property
     def empty(self) -> Schedule:
-        return Schedule([[]] * self.pp, self.microbatches, *self.shape)
+        return Schedule([[]] * self.pp, self.micro_batches, *self.shape)
 
 
 def drawn(seed: int, smaller: int = 0) -> Instance:
@@ -47,7 +47,7 @@ def gaps(seed: int, limit: int) -> tuple[float, float]:
     """Return by which fractions the search is above the least step time, and this is above the bound."""
     for smaller in range(3):  # an instance that needs too many states is drawn with fewer micro-batches
         each = drawn(seed, smaller)
-        found = fastest_schedule(each.pp, each.microbatches, each.memory, {each.shape: each.costs}, each.deferred)
+        found = fastest_schedule(each.pp, each.micro_batches, each.memory, {each.shape: each.costs}, each.deferred)
         check(found.schedule)
         assert fits(found.schedule, each.memory, each.deferred)
         assert found.score == simulate(found.schedule, each.costs).step_time
@@ -69,7 +69,7 @@ def test_search_is_near_the_best_schedule() -> None:
 
 def test_exact_step_times_are_those_of_a_search_through_all_programs() -> None:
     for seed in range(20):
-        each = drawn(seed)._replace(pp=2, microbatches=2, shape=(1, "loop"))
+        each = drawn(seed)._replace(pp=2, micro_batches=2, shape=(1, "loop"))
         each = each._replace(costs=dataclasses.replace(each.costs, weights=[1.0, 1.5]))
         orders = [list(programs_of(each, rank)) for rank in range(2)]
         all_times = [step_time(Schedule(list(programs), 2), each.costs) for programs in itertools.product(*orders)]

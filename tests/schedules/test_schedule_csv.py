@@ -17,13 +17,13 @@ from tests.support.torch_schedules import CLASSES, torch_schedule
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_csv_round_trip_keeps_the_schedule(name: str, tmp_path: Path) -> None:
-    for pp, microbatches, chunks in ((1, 1, None), (2, 5, None), (4, 8, None), (3, 7, 3)):
+    for pp, micro_batches, chunks in ((1, 1, None), (2, 5, None), (4, 8, None), (3, 7, 3)):
         if chunks is None or SCHEDULES[name].any_chunks:
-            schedule = build(name, pp, microbatches, chunks)
+            schedule = build(name, pp, micro_batches, chunks)
             (tmp_path / "schedule.csv").write_text(as_csv(schedule.programs))
             again = read_csv(tmp_path / "schedule.csv")
             assert [list(program) for program in again.programs] == [list(program) for program in schedule.programs]
-            assert (again.microbatches, again.chunks) == (microbatches, schedule.chunks)
+            assert (again.micro_batches, again.chunks) == (micro_batches, schedule.chunks)
             assert [again.rank_of(i) for i in range(again.num_stages)] == [
                 schedule.rank_of(i) for i in range(schedule.num_stages)
             ]
@@ -74,7 +74,7 @@ def test_schedules_of_torch_are_read_and_are_not_faster(name: str, chunks: int, 
         theirs._dump_csv(str(path), format="compute_only")
         schedule = read_csv(path)
         ours = build(name, pp, groups * pp, chunks)
-        assert (schedule.pp, schedule.microbatches, schedule.chunks) == (pp, groups * pp, chunks)
+        assert (schedule.pp, schedule.micro_batches, schedule.chunks) == (pp, groups * pp, chunks)
         assert schedule.placement == ours.placement
         assert simulate(ours).step_time <= simulate(schedule).step_time
         assert max(map(peak_activations, ours.programs)) <= max(map(peak_activations, schedule.programs))

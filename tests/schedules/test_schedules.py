@@ -22,16 +22,16 @@ def names(program: list[AnyAction]) -> list[str]:
 # ------------------------------------------------------------------------------------------- the order of actions
 
 
-def order_of_torch(schedule: type, rank: int, pp: int, microbatches: int, chunks: int, group_size: int) -> list[str]:
+def order_of_torch(schedule: type, rank: int, pp: int, micro_batches: int, chunks: int, group_size: int) -> list[str]:
     numbers = SimpleNamespace(
-        n_local_stages=chunks, microbatches_per_round=group_size, pp_group_size=pp, _n_microbatches=microbatches
+        n_local_stages=chunks, microbatches_per_round=group_size, pp_group_size=pp, _n_microbatches=micro_batches
     )
     actions = schedule._calculate_single_rank_operations(numbers, rank)  # type: ignore[attr-defined]
     return names([parse_action(repr(action)) for action in actions if action is not None])
 
 
 @pytest.mark.parametrize(
-    ("name", "torch_schedule", "all_chunks", "min_microbatches"),
+    ("name", "torch_schedule", "all_chunks", "min_micro_batches"),
     [
         ("interleaved_1f1b", torch_schedules.ScheduleInterleaved1F1B, (1, 2, 3, 4), lambda pp: 1),
         ("zb_h1", torch_schedules.ScheduleInterleavedZeroBubble, (1, 2, 3, 4), lambda pp: 1),
@@ -39,27 +39,27 @@ def order_of_torch(schedule: type, rank: int, pp: int, microbatches: int, chunks
     ],
 )
 def test_order_matches_torch(
-    name: str, torch_schedule: type, all_chunks: tuple[int, ...], min_microbatches: object
+    name: str, torch_schedule: type, all_chunks: tuple[int, ...], min_micro_batches: object
 ) -> None:
     compared = 0
     for pp in (2, 3, 4, 8):
-        for microbatches in (1, 2, 3, 4, 6, 8, 10, 12, 16, 24):
-            rounds = max(1, microbatches // pp)
-            if microbatches % rounds or microbatches < min_microbatches(pp):  # type: ignore[operator]
+        for micro_batches in (1, 2, 3, 4, 6, 8, 10, 12, 16, 24):
+            rounds = max(1, micro_batches // pp)
+            if micro_batches % rounds or micro_batches < min_micro_batches(pp):  # type: ignore[operator]
                 continue  # torch rejects these numbers
-            group_size = microbatches // rounds if SCHEDULES[name].has_groups else None
+            group_size = micro_batches // rounds if SCHEDULES[name].has_groups else None
             for chunks in all_chunks:
-                schedule = build(name, pp, microbatches, chunks, group_size)
+                schedule = build(name, pp, micro_batches, chunks, group_size)
                 for rank, program in enumerate(schedule.programs):
-                    expected = order_of_torch(torch_schedule, rank, pp, microbatches, chunks, microbatches // rounds)
-                    assert names(program) == expected, (name, pp, microbatches, chunks, rank)
+                    expected = order_of_torch(torch_schedule, rank, pp, micro_batches, chunks, micro_batches // rounds)
+                    assert names(program) == expected, (name, pp, micro_batches, chunks, rank)
                 compared += 1
     assert compared >= 12
 
 
 def test_interleaved_order_with_an_incomplete_group() -> None:
     """Two chunks, groups of three; the second group has two micro-batches."""
-    table = schedule_table(microbatches=5, chunks=2, group_size=3)
+    table = schedule_table(micro_batches=5, chunks=2, group_size=3)
     assert table == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (4, 0), (3, 1), (4, 1)]
     assert signed_order(table, chunks=2, warmup=4) == [
         *(1, 1, 1, 2),
@@ -106,20 +106,20 @@ def run_blocking(schedule: Schedule, programs: list[list[AnyAction]]) -> list[An
     results: list[set[Action]] = [set() for _ in todo]  # computed or received by each rank
 
     def run(rank: int, action: AnyAction) -> bool:
-        for kind, stage, microbatch in action.parts:
+        for kind, stage, micro_batch in action.parts:
             half = kind[-1].replace("I", "B")
             if kind.startswith("RECV"):
                 return False  # the sender completes both ends
             if kind.startswith("SEND"):
                 target = stage + (1 if half == "F" else -1)
                 receiver = schedule.rank_of(target)
-                if not todo[receiver] or todo[receiver][0] != Action(f"RECV_{half}", target, microbatch):
+                if not todo[receiver] or todo[receiver][0] != Action(f"RECV_{half}", target, micro_batch):
                     return False
-                assert Action(half, stage, microbatch) in results[rank]
-                results[receiver].add(Action(half, stage, microbatch))
+                assert Action(half, stage, micro_batch) in results[rank]
+                results[receiver].add(Action(half, stage, micro_batch))
                 todo[receiver].popleft()
             elif kind != "R":
-                source = schedule.source(Action(kind, stage, microbatch))
+                source = schedule.source(Action(kind, stage, micro_batch))
                 assert source is None or source in results[rank], f"{action} runs without {source}"
         results[rank] |= {part._replace(kind=part.kind.replace("I", "B")) for part in action.parts}
         todo[rank].popleft()
@@ -142,13 +142,13 @@ def assert_runs(schedule: Schedule) -> None:
             assert not any(part.stage == stage and part.kind in ("B", "W") for a in after for part in a.parts)
 
 
-small = {"pp": st.integers(1, 8), "microbatches": st.integers(1, 32)}
+small = {"pp": st.integers(1, 8), "micro_batches": st.integers(1, 32)}
 
 
 @settings(deadline=None, max_examples=150)
 @given(name=st.sampled_from(list(SCHEDULES)), chunks=st.none() | st.integers(1, 4), **small)
 def test_built_schedule_runs_or_its_chunks_are_rejected(
-    name: str, pp: int, microbatches: int, chunks: int | None
+    name: str, pp: int, micro_batches: int, chunks: int | None
 ) -> None:
     fixed = chunks is not None and chunks != SCHEDULES[name].chunks and not SCHEDULES[name].any_chunks
     if fixed:
@@ -156,9 +156,9 @@ def test_built_schedule_runs_or_its_chunks_are_rejected(
         with pytest.raises(
             UserError, match=rf"{name} has . chunk\(s\) per pp rank, not {chunks}; for {chunks}, {advice}"
         ):
-            build(name, pp, microbatches, chunks)
+            build(name, pp, micro_batches, chunks)
     else:
-        assert_runs(build(name, pp, microbatches, chunks))
+        assert_runs(build(name, pp, micro_batches, chunks))
 
 
 @settings(deadline=None, max_examples=60)
@@ -169,30 +169,30 @@ def test_built_schedule_runs_or_its_chunks_are_rejected(
     **small,
 )
 def test_interleaved_schedules_need_a_group_of_at_least_pp(
-    name: str, pp: int, microbatches: int, chunks: int, group_size: int
+    name: str, pp: int, micro_batches: int, chunks: int, group_size: int
 ) -> None:
-    if group_size < min(pp, microbatches):
-        with pytest.raises(UserError, match=f"use a group size of at least {min(pp, microbatches)}"):
-            build(name, pp, microbatches, chunks, group_size)
+    if group_size < min(pp, micro_batches):
+        with pytest.raises(UserError, match=f"use a group size of at least {min(pp, micro_batches)}"):
+            build(name, pp, micro_batches, chunks, group_size)
     else:
-        assert_runs(build(name, pp, microbatches, chunks, group_size))
+        assert_runs(build(name, pp, micro_batches, chunks, group_size))
 
 
 @settings(deadline=None, max_examples=60)
 @given(chunks=st.integers(1, 4), placement=st.sampled_from(["loop", "V"]), **small)
 def test_forward_only_schedule_runs_with_little_idle_time(
-    pp: int, microbatches: int, chunks: int, placement: str
+    pp: int, micro_batches: int, chunks: int, placement: str
 ) -> None:
-    schedule = forward_only(pp, microbatches, chunks, placement)  # type: ignore[arg-type]
+    schedule = forward_only(pp, micro_batches, chunks, placement)  # type: ignore[arg-type]
     assert_runs(schedule)
     idle = max(simulate(schedule).idle)
-    ideal = placement == "loop" and microbatches % pp == 0
+    ideal = placement == "loop" and micro_batches % pp == 0
     assert idle <= (pp - 1) * (1 if ideal else chunks)
 
 
 def test_build_rejects_wrong_numbers() -> None:
     for arguments, message in (
-        (("1f1b", 4, 0), "pp=4, microbatches=0 and chunks=1 must each be at least 1"),
+        (("1f1b", 4, 0), "pp=4, micro_batches=0 and chunks=1 must each be at least 1"),
         (("looped_bfs", 2, 4, 0), "chunks=0 must each be at least 1"),
         (("gpipe", 2, 4), "there is no schedule 'gpipe'; choose one of afab, 1f1b, "),
         (

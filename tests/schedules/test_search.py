@@ -51,7 +51,7 @@ times = st.floats(0.25, 4)
 @settings(deadline=None, max_examples=6)
 @given(
     pp=st.integers(1, 5),
-    microbatches=st.integers(1, 12),
+    micro_batches=st.integers(1, 12),
     memory=st.floats(1, 8),
     shape=st.sampled_from([(1, "loop"), (2, "loop"), (2, "V"), (3, "loop")]),
     times=st.tuples(times, times, times),
@@ -59,16 +59,16 @@ times = st.floats(0.25, 4)
     data=st.data(),
 )
 def test_schedule_fits_runs_and_nothing_hand_made_is_faster(
-    pp: int, microbatches: int, memory: float, shape: Shape, times: tuple[float, ...], p2p: float, data: st.DataObject
+    pp: int, micro_batches: int, memory: float, shape: Shape, times: tuple[float, ...], p2p: float, data: st.DataObject
 ) -> None:
     F, I, W = times  # noqa: E741
     weights = data.draw(st.lists(st.floats(0.25, 2), min_size=pp * shape[0], max_size=pp * shape[0]))
     costs = Costs(F=F, B=I + W, I=I, W=W, p2p=p2p, weights=weights)
-    found = fastest_schedule(pp, microbatches, memory, {shape: costs})
+    found = fastest_schedule(pp, micro_batches, memory, {shape: costs})
     assert_runs(found.schedule)
     assert found.score == simulate(found.schedule, costs).step_time
     assert max(map(peak_activations, found.schedule.programs)) <= memory * shape[0] * (1 + ROUNDING)
-    for schedule in hand_made(pp, microbatches, shape).values():
+    for schedule in hand_made(pp, micro_batches, shape).values():
         if max(map(peak_activations, schedule.programs)) <= memory * shape[0]:
             assert found.score <= simulate(schedule, costs).step_time
 
@@ -76,7 +76,7 @@ def test_schedule_fits_runs_and_nothing_hand_made_is_faster(
 @settings(deadline=None, max_examples=12)
 @given(
     pp=st.integers(1, 5),
-    microbatches=st.integers(1, 12),
+    micro_batches=st.integers(1, 12),
     more=st.floats(1, 8),
     shape=st.sampled_from([(1, "loop"), (2, "loop"), (2, "V"), (3, "loop")]),
     deferred=st.sampled_from([0.0, 0.4, 1.0]),
@@ -85,7 +85,7 @@ def test_schedule_fits_runs_and_nothing_hand_made_is_faster(
 )
 @FEW_MOVES
 def test_activations_of_unequal_stages_fit(
-    pp: int, microbatches: int, more: float, shape: Shape, deferred: float, unit: float, data: st.DataObject
+    pp: int, micro_batches: int, more: float, shape: Shape, deferred: float, unit: float, data: st.DataObject
 ) -> None:
     """The limit is `more` times what one micro-batch needs."""
     size = st.one_of(st.just(0.0), st.floats(0.1, 3))
@@ -97,15 +97,15 @@ def test_activations_of_unequal_stages_fit(
         timeline = dataclasses.replace(simulate(schedule, costs), sizes=sizes, deferred=deferred)
         return max(live for curve in memory_curves(timeline) for _, live in curve)
 
-    found = fastest_schedule(pp, microbatches, memory, {shape: costs}, deferred, sizes=sizes)
+    found = fastest_schedule(pp, micro_batches, memory, {shape: costs}, deferred, sizes=sizes)
     assert_runs(found.schedule)
     assert peak(found.schedule) <= memory * (1 + 1e-8)
-    for schedule in hand_made(pp, microbatches, shape).values():
+    for schedule in hand_made(pp, micro_batches, shape).values():
         if peak(schedule) <= memory * (1 - 1e-8):
             assert found.score <= simulate(schedule, costs).step_time
     if max(sizes) > 0 and memory >= shape[0] * max(sizes):
         limit = memory / max(sizes) / shape[0]
-        in_micro_batches = fastest_schedule(pp, microbatches, limit, {shape: costs}, deferred)
+        in_micro_batches = fastest_schedule(pp, micro_batches, limit, {shape: costs}, deferred)
         assert found.score <= in_micro_batches.score * (1 + 1e-8)
 
 
@@ -242,7 +242,7 @@ def test_plan_of_a_config_is_searched(tmp_path: Path) -> None:
 
 def test_plan_uses_the_times_of_a_recorded_run(tmp_path: Path) -> None:
     plan = plan_pipeline(auto_config(tmp_path, pp_recording=True), tiny_llama(num_hidden_layers=6))
-    assert (plan.schedule.chunks, plan.schedule.microbatches) == (1, 6)
+    assert (plan.schedule.chunks, plan.schedule.micro_batches) == (1, 6)
     assert f"measured in '{tmp_path}': step time" in str(plan)
     assert " s (the best possible), bubble" in str(plan)
 
@@ -284,7 +284,7 @@ def test_a_recording_serves_other_schedules_and_batches(tmp_path: Path) -> None:
         "training__learning_rate": 1e-4,
     }
     config = auto_config(tmp_path, pp_recording=True, **others)
-    assert plan_pipeline(config, tiny_llama(num_hidden_layers=6)).schedule.microbatches == 9
+    assert plan_pipeline(config, tiny_llama(num_hidden_layers=6)).schedule.micro_batches == 9
 
 
 def test_a_sweep_leaves_out_only_the_configs_that_a_recording_does_not_fit(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_drawing_searches_with_and_without_recorded_times(tmp_path: Path, capsys
     assert max(peak_activations([parse_action(cell) for cell in program]) for program in programs) <= 2
     write_trace(tmp_path, 3, simulate(build("zbv", 2, 4), Costs(F=0.01, I=0.01, W=0.01)))
     main(["search_measured", str(tmp_path), "--memory", "4"])
-    assert "V placement, memory limit 4, pp=2, microbatches=8, chunks=2" in capsys.readouterr().out
+    assert "V placement, memory limit 4, pp=2, micro_batches=8, chunks=2" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="a memory limit of 0 micro-batches is too low"):
         main(["search", "--memory", "0"])
 
@@ -375,11 +375,11 @@ def test_drawing_searches_with_sizes_of_stages(tmp_path: Path, capsys: pytest.Ca
     for pp, memory in ((4, "12"), (4, "4"), (2, "7"), (2, "20"), (1, "12.9")):
         main(["search", *sizes, "--pp", str(pp), "--memory", memory])
         out = capsys.readouterr().out
-        assert f"memory limit {memory}, pp={pp}, microbatches=8, chunks={4 // pp}" in out
+        assert f"memory limit {memory}, pp={pp}, micro_batches=8, chunks={4 // pp}" in out
         assert max(map(float, out.split("peak activations by pp rank ")[1].split())) <= float(memory)
     write_trace(tmp_path, 3, simulate(build("zbv", 2, 4), Costs(F=0.01, I=0.01, W=0.01)))
     main(["search_measured", str(tmp_path), *sizes, "--memory", "14"])
-    assert "V placement, memory limit 14, pp=2, microbatches=8, chunks=2" in capsys.readouterr().out
+    assert "V placement, memory limit 14, pp=2, micro_batches=8, chunks=2" in capsys.readouterr().out
     for words, message in (
         (
             ["search", *sizes, "--memory", "3.5"],

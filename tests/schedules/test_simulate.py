@@ -24,14 +24,14 @@ GRID = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16, 24)))  # p
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (2.0, 2.0, 0.5)]  # F, I, W of a micro-batch in all stages of a rank
 
 
-def timeline_of(name: str, pp: int, microbatches: int, chunks: int | None = None, **costs: float) -> Timeline:
+def timeline_of(name: str, pp: int, micro_batches: int, chunks: int | None = None, **costs: float) -> Timeline:
     """Simulate a schedule. By default, a forward through all stages of a rank takes 1."""
-    schedule = build(name, pp, microbatches, chunks)
+    schedule = build(name, pp, micro_batches, chunks)
     return simulate(schedule, Costs(**costs, weights=[1 / schedule.chunks] * schedule.num_stages))  # type: ignore
 
 
-def peaks(name: str, pp: int, microbatches: int, chunks: int | None = None) -> list[int]:
-    return [peak_activations(program) for program in build(name, pp, microbatches, chunks).programs]
+def peaks(name: str, pp: int, micro_batches: int, chunks: int | None = None) -> list[int]:
+    return [peak_activations(program) for program in build(name, pp, micro_batches, chunks).programs]
 
 
 @pytest.mark.parametrize(("F", "I", "W"), TIMES)
@@ -187,7 +187,7 @@ def test_sizes_can_depend_on_the_micro_batch() -> None:
     sizes, temporary = {"large": 10, "small": 4}, {("I", "large"): 2, ("F", "small"): 1}
 
     def key(action: Action) -> str:
-        return "small" if action.microbatch else "large"
+        return "small" if action.micro_batch else "large"
 
     assert peak_activations(program, sizes, {"large": 5, "small": 4}, key=key) == 14
     assert peak_activations(program, sizes, {"large": 5, "small": 4}, temporary, key) == 16
@@ -237,8 +237,8 @@ def test_ranks_of_the_loops_wait_for_their_messages(message: float) -> None:
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_ranks_that_wait_for_instant_messages_lose_no_time(name: str) -> None:
-    for pp, microbatches in itertools.product((1, 2, 3, 5), (1, 2, 4, 7)):
-        schedule = build(name, pp, microbatches)
+    for pp, micro_batches in itertools.product((1, 2, 3, 5), (1, 2, 4, 7)):
+        schedule = build(name, pp, micro_batches)
         assert simulate(schedule, Costs(waits=True)).spans == simulate(schedule).spans
 
 

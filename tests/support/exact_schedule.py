@@ -39,7 +39,7 @@ class Exact:
     def __init__(
         self, empty: Schedule, memory: float, costs: Costs, deferred: float, best: float, limit: int = 40_000
     ) -> None:
-        self.m, self.count, self.best, self.left = empty.microbatches, empty.num_stages, best, limit
+        self.m, self.count, self.best, self.left = empty.micro_batches, empty.num_stages, best, limit
         self.memory, self.size, self.deferred = memory * (1 + ROUNDING), 1 / empty.chunks, deferred
         self.own = [empty.stages_of(rank) for rank in range(empty.pp)]
         self.owner = [empty.rank_of(stage) for stage in range(self.count)]

@@ -20,7 +20,7 @@ CLASSES = {
 }
 
 
-def torch_schedule(kind: type[Any], pp: int, microbatches: int, chunks: int) -> Any:
+def torch_schedule(kind: type[Any], pp: int, micro_batches: int, chunks: int) -> Any:
     """Build a schedule of torch as rank 0 does, on stages without a module. The constructor validates it."""
     stages = [
         SimpleNamespace(
@@ -38,4 +38,4 @@ def torch_schedule(kind: type[Any], pp: int, microbatches: int, chunks: int) -> 
         )
         for chunk in range(chunks)
     ]
-    return kind(stages, microbatches)
+    return kind(stages, micro_batches)
