@@ -107,6 +107,25 @@ pp2 x cp2 x tp2 auto sp zigzag ring tied kv1 mistral
 pp4 zb_h1 chunks2 tied kv1 llama
 dp2 x pp2 x tp2 zb_h1 chunks2 sp zero3 untied kv4 granite
 pp2 x cp2 zb_h1 chunks2 zigzag ulysses zero1 tied kv8 mistral
+pp2 x cp2 x tp2 v_min zigzag ring zero1 tied kv1 gemma
+pp4 x cp4 v_min contiguous all_gather untied kv4 gemma
+dp2 x pp2 x tp4 v_min sp zero3 untied kv8 gemma
+dp4 x pp2 x cp2 v_min zigzag ulysses zero1 tied kv4 gemma
+pp2 v_min untied kv4 llama
+pp2 v_min tied kv1 mistral
+pp2 v_min untied kv4 qwen2
+pp2 v_min tied kv4 qwen3
+pp2 v_min tied kv8 smollm3
+pp2 v_min untied kv4 olmo2
+pp2 v_min untied kv8 granite
+cp2 contiguous ulysses zero1 untied kv4 gemma
+pp2 1f1b untied kv4 gemma
+pp2 afab untied kv4 gemma
+pp2 dualpipev untied kv4 gemma
+pp2 interleaved_1f1b tied kv8 gemma
+pp2 looped_bfs untied kv1 gemma
+pp2 zb_h1 untied kv8 gemma
+pp2 zbv untied kv8 gemma
 """.strip().splitlines()
 
 

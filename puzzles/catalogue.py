@@ -210,7 +210,7 @@ PUZZLES = [
         "p13_bubble",
         "pipeline",
         "a smaller bubble than 1F1B",
-        "docs/pipeline_schedules.md#seven-schedules-on-one-time-axis",
+        "docs/pipeline_schedules.md#all-schedules-on-one-time-axis",
         (
             "Begin with your solution of puzzle 12. Its picture shows where ranks wait at the end: for backwards of later "
             "ranks, of which they need only the half I. So each W that a later rank runs before an I delays them.",

@@ -156,7 +156,7 @@ def buckets(dp: int = 2, bucket_mb: float = 0.7) -> str:
 
 
 def schedules(pp: int = 4, micro_batches: int = 8) -> str:
-    """Draw the seven schedules on one time axis, simulated with a backward that takes as long as two forwards."""
+    """Draw all schedules on one time axis, simulated with a backward that takes as long as two forwards."""
     built = {name: build(name, pp, micro_batches) for name in SCHEDULES}
     timelines = {name: simulate(s, Costs(weights=[1 / s.chunks] * s.num_stages)) for name, s in built.items()}
     left, row, gap, curve = 50, 22, 3, 30
