@@ -14,7 +14,7 @@ SETTINGS = (
 )
 SETTINGS += " tie_word_embeddings rms_norm_eps head_dim max_position_embeddings rope_parameters hidden_act"
 SETTINGS += " layer_types no_rope_layers attention_bias mlp_bias "
-SETTINGS += " ".join(sorted({key for keys in FAMILIES.values() for key in keys}))
+SETTINGS += " ".join(sorted({key for options in FAMILIES.values() for each in options for key in each}))
 
 
 def read_weights(case: Case) -> tuple[Result, str]:

@@ -8,7 +8,7 @@ from typing import Any
 from conformance.fuzz.chat_templates import TEMPLATES
 from conformance.fuzz.modules import Case, draw_modules, smaller_modules
 from conformance.fuzz.tokenizer_kinds import KINDS
-from picotron.model.families import FAMILIES
+from conformance.models import FAMILIES
 from picotron.schedules.schedules import SCHEDULES
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 19, 23)
@@ -235,18 +235,7 @@ def draw_model(dice: random.Random, layouts: list[dict[str, Any]]) -> dict[str, 
 def draw_family(dice: random.Random) -> dict[str, Any]:
     """Draw a family, with the options that only this family has."""
     family = dice.choice(("llama", "llama", *FAMILIES))
-    window = {"sliding_window": 64}  # the longest row
-    multipliers = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
-    options: dict[str, dict[str, Any]] = {
-        "mistral": dice.choice(({"sliding_window": None}, window)),
-        "qwen2": dice.choice(({}, {"use_sliding_window": True, "max_window_layers": 1, **window})),
-        # A norm of a block's output divides numbers near 0 by sqrt(eps): with 1e-6, changing the last bits of the
-        # weights of a tiny model changes the gradient norm that transformers computes by up to 2e-10.
-        "olmo2": {"rms_norm_eps": 1e-3},
-        "smollm3": {"no_rope_layer_interval": dice.choice((1, 2, 3))},
-        "granite": {name: dice.choice((0.25, 1.0, 1.5)) for name in multipliers},
-    }
-    return {"family": family, **options.get(family, {})}
+    return {"family": family, **dice.choice(FAMILIES[family])}
 
 
 def draw_training(dice: random.Random) -> dict[str, Any]:

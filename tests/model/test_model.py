@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from conformance import models
 from conformance.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama, with_exact_norms
 from picotron.config import Model
 from picotron.console import UserError
@@ -35,6 +36,10 @@ LLAMA3 = {
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ids = torch.randint(61, (3, 24), generator=torch.Generator().manual_seed(1))
     return ids[:, :-1], ids[:, 1:], torch.arange(7, 30).expand(3, -1)
+
+
+def test_the_fuzzer_and_conformance_know_all_families() -> None:
+    assert models.FAMILIES.keys() == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
