@@ -86,9 +86,13 @@ class ExactNorm(nn.Module):
 
 
 def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace transformers' RMSNorm (of T5: LayerNorm), which computes in float32 for every dtype, with torch's."""
+    """Replace transformers' RMSNorm (of T5: LayerNorm), which computes in float32 for every dtype, with torch's. Give
+    the scale of embeddings the dtype of the weights, which it has if a model is loaded in this dtype.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith(("RMSNorm", "T5LayerNorm")):
                 setattr(parent, name, ExactNorm(child))
+            elif hasattr(child, "scalar_embed_scale"):
+                child.embed_scale = torch.tensor(child.scalar_embed_scale, dtype=child.weight.dtype)
     return model

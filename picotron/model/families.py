@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -80,8 +79,8 @@ def _granite(config: Any) -> Differences:
 
 def _gemma(config: Any) -> Differences:
     """Gemma (arXiv:2403.08295)."""
-    (scale,) = struct.unpack("f", struct.pack("f", math.sqrt(config.hidden_size)))  # float32, as in transformers
-    return Differences(config.attention_bias, config.attention_bias, norm_offset=1.0, embedding_multiplier=scale)
+    scale, bias = math.sqrt(config.hidden_size), config.attention_bias
+    return Differences(qkv_bias=bias, o_bias=bias, norm_offset=1.0, embedding_multiplier=scale)
 
 
 FAMILIES: dict[str, Callable[[Any], Differences]] = {  # by the `model_type` of a config.json

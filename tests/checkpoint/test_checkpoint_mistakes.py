@@ -118,8 +118,8 @@ def test_latest_stops_if_no_checkpoint_is_intact(pool: WorkerPool, tokenizer: Pa
             "holds a model with vocab_size=61, but this run's model has vocab_size=67; use the config",
         ),
         (
-            {"rope_theta": 5e5},
-            r"rope_parameters={'rope_theta': 10000.0, 'rope_type': 'default'}, but this run's model has",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
+            r"rope_parameters={'rope_theta': 500.0, 'rope_type': 'default'}, but this run's model has",
         ),
     ],
 )

@@ -135,7 +135,8 @@ def test_bfloat16_gradients_are_as_accurate_as_transformers(
 ) -> None:
     """The reference is float64 with the same rounded weights; the bound is the error of transformers in bfloat16."""
     config = model_of(name)
-    config.initializer_range = 0.1
+    config.initializer_range, config.rms_norm_eps = 0.1, 1e-6
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
     rounded = {name: w.to(torch.bfloat16).double() for name, w in our_model(config, seed=42).state_dict().items()}
     exact, half = (
         transformers_gradients(config, rounded, torch.float64),
