@@ -18,8 +18,9 @@ the configs are for this hardware. On a GPU, the dtype of the template becomes b
 
 --best N, with --world_size, --global_batch_size and --hardware, writes the N fastest layouts that fit into the memory
 of a device (--gib). It tries all sizes of the axes, and of keys that are not given: micro-batches of 1 to 8 sequences,
-activation checkpointing of each kind, dp_engine bucket, zero1 and zero3, pp_engine 1f1b, interleaved_1f1b and zbv. With
-tp above 1, sequence_parallel is on unless it is given.
+activation checkpointing of each kind, dp_engine bucket, zero1 and zero3, numbers of chunks, and each pp_engine but
+afab, looped_bfs and dualpipev, which need more memory than others and no less time. With tp above 1, sequence_parallel
+is on unless it is given.
 """
 
 import argparse

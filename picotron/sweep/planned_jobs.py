@@ -27,13 +27,12 @@ from picotron.sweep.combinations import FLAGS, GLOBAL_BATCH, Combination, canoni
 from picotron.sweep.jobs import Job
 
 NEED_MORE = ("afab", "looped_bfs", "dualpipev")  # more memory than 1f1b, interleaved_1f1b and zbv, and no less time
-OPTIONS: dict[
-    str, list[Any]
-] = {  # values that `--best` tries of keys that are not given, and chunks, see `with_chunks`
+# Values that `--best` tries of keys that are not given; also numbers of chunks, see `with_chunks`.
+OPTIONS: dict[str, list[Any]] = {
     "training.micro_batch_size": [1, 2, 4, 8],
     "training.activation_checkpointing": ["none", "selective", "full"],
     "distributed.dp_engine": ["bucket", "zero1", "zero3"],
-    "distributed.pp_engine": ["1f1b", *(name for name in SCHEDULES if name not in ("1f1b", *NEED_MORE))],
+    "distributed.pp_engine": [name for name in SCHEDULES if name not in NEED_MORE],
 }
 
 
@@ -150,12 +149,12 @@ def candidates(base: dict[str, Any], layouts: Sequence[Combination]) -> Iterator
                 _, config = make_config(base, combination)
             except UserError:  # for example, the batch does not divide by dp
                 continue
-            for found in with_chunks(combination, config, base):
+            for found in with_chunks(combination, config):
                 if _can_run(found[1]):
                     yield found
 
 
-def with_chunks(combination: Combination, config: Config, base: dict[str, Any]) -> Iterator[tuple[Combination, Config]]:
+def with_chunks(combination: Combination, config: Config) -> Iterator[tuple[Combination, Config]]:
     """Yield a config and, unless something says how many stages there are, the same one with other numbers of chunks:
     those with which a stage has 1, 2, 4, ... layers.
     """

@@ -45,11 +45,20 @@ class Least(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The stages of a pipeline and their ranks, and the stages of ranks that differ, those of the first rank first."""
+    """The stages of a pipeline. Those that cost the same are the same object.
 
-    stages: list[Stage]
-    ranks: list[int]
+    Args:
+        first: the first stage of each rank.
+        kinds: what each rank holds, as its index in `held`.
+        held: the stages of ranks that differ.
+        distinct: the stages that differ, by their identity.
+    """
+
+    first: list[Stage]
+    kinds: list[int]
     held: list[list[Stage]]
+    distinct: dict[int, Stage]
+    last_rank: int
     placement: Placement
 
 
@@ -112,9 +121,10 @@ class Planner:
             return self._average(clock, m)
         placed = self.place(config)
         parameters = [clock.parameters(stages) for stages in placed.held]
-        seconds = self._pipeline(clock, placed, m) + self._exposed_dp(most, placed) + clock.tied(placed.ranks[-1])
+        seconds = self._pipeline(clock, placed, m) + self._exposed_dp(most, placed) + clock.tied(placed.last_rank)
         # One micro-batch in all stages of a rank; and in a loop, on the first rank, one in each stage of each rank.
-        saved = [[stage_bytes(config, self.model, clock.s, stage) for stage in stages] for stages in placed.held]
+        saves = {i: stage_bytes(config, self.model, clock.s, stage) for i, stage in placed.distinct.items()}
+        saved = [[saves[id(stage)] for stage in stages] for stages in placed.held]
         activations = [sum(each) for each in saved]
         if placed.placement == "loop":
             activations[0] = max(activations[0], len(saved[0]) * min(m, layout.pp_size) * min(saved[0]))
@@ -130,11 +140,14 @@ class Planner:
         if key not in self.placed:
             stages = stages_for(config, self.model, (chunks, recipe.placement))
             ranks = [rank_of(i, layout.pp_size, recipe.placement) for i in range(len(stages))]
-            same = dict[Any, Stage]()  # stages that cost the same are the same object
+            same = dict[Any, Stage]()
             stages = [same.setdefault((len(each.layers), each.has_embedding, each.has_head), each) for each in stages]
             held = [[stages[i] for i, rank in enumerate(ranks) if rank == r] for r in range(layout.pp_size)]
-            distinct = {tuple(map(id, each)): each for each in held}
-            self.placed[key] = Placed(stages, ranks, list(distinct.values()), recipe.placement)
+            names = [tuple(map(id, each)) for each in held]
+            differ = dict(zip(names, held, strict=True))
+            kinds, distinct = [list(differ).index(name) for name in names], {id(stage): stage for stage in stages}
+            first = stages[: layout.pp_size]
+            self.placed[key] = Placed(first, kinds, list(differ.values()), distinct, ranks[-1], recipe.placement)
         return self.placed[key]
 
     def _kinds(self, layout: Distributed) -> set[str]:
@@ -160,34 +173,31 @@ class Planner:
         """A bound of the simulated step: a rank waits until a forward reaches its first stage, and works. If its last
         action can only be a full backward, the gradients have to return to the first stage.
         """
-        kinds, busy = self._kinds(clock.layout), [0.0] * clock.layout.pp_size
-        split = "I" in kinds
-        seconds = {  # of stages that differ
-            id(stage): [sum(sum(clock.work(stage, kind)) for kind in kinds) for kinds in ("F", "B", "IW")]
-            for stages in placed.held
-            for stage in stages
-        }
-        arrival = way_back = 0.0
-        start, end = dict[int, float](), dict[int, float]()  # by rank, of its first stage
-        for i, (stage, rank) in enumerate(zip(placed.stages, placed.ranks, strict=True)):
-            F, B, IW = seconds[id(stage)]
-            start.setdefault(rank, arrival)
-            end.setdefault(rank, 0.0 if split else way_back)
-            busy[rank] += m * (F + (B if not split else min(B, IW) if "B" in kinds else IW))
-            message = 0.0 if placed.ranks[i + 1 : i + 2] == [rank] else clock.message
-            arrival, way_back = arrival + F + message, way_back + B + message
-        return max(start[rank] + each + end[rank] for rank, each in enumerate(busy))
+        kinds = self._kinds(clock.layout)
+        split, work, ways = "I" in kinds, dict[int, float](), dict[int, tuple[float, float]]()
+        for i, stage in placed.distinct.items():
+            F, B, IW = (sum(sum(clock.work(stage, kind)) for kind in each) for each in ("F", "B", "IW"))
+            work[i] = F + (B if not split else min(B, IW) if "B" in kinds else IW)
+            ways[i] = F + clock.message, 0.0 if split else B + clock.message
+        busy = [m * sum(work[id(stage)] for stage in stages) for stages in placed.held]
+        longest = arrival = way_back = 0.0
+        for stage, kind in zip(placed.first, placed.kinds, strict=True):
+            longest = max(longest, arrival + busy[kind] + way_back)
+            there, back = ways[id(stage)]
+            arrival, way_back = arrival + there, way_back + back
+        return longest
 
     def _exposed_dp(self, clock: Clock, placed: Placed) -> float:
         """A bound of `Clock.exposed_dp`. The step ends with the last action of some stage, on some rank."""
         kinds = self._kinds(clock.layout)
         ends = "B" if "I" not in kinds else "FB" if "B" in kinds else "W"  # with B and I, some are pairs with an F
         after, exposed = [], []
+        last = {i: sum(sum(clock.work(stage, kind)) for kind in ends) for i, stage in placed.distinct.items()}
         for stages in placed.held:
-            messages = [clock.dp_messages(stage, stages[:i]) for i, stage in enumerate(stages)]
-            last = [sum(sum(clock.work(stage, kind)) for kind in ends) for stage in stages]
-            exposed.append(sum(each.exposed for each in messages))
-            shown = (max(each.reduction - t, each.after) for each, t in zip(messages, last, strict=True))
+            unique = {id(stage): stage for stage in stages}  # of the earlier ones, only that with the embedding matters
+            messages = {i: clock.dp_messages(stage, stages[: i != id(stages[0])]) for i, stage in unique.items()}
+            exposed.append(sum(messages[id(stage)].exposed for stage in stages))
+            shown = (max(each.reduction - last[i], each.after) for i, each in messages.items())
             after.append(exposed[-1] + min(shown))
         return max(min(after), *exposed)
 
