@@ -301,7 +301,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "resumed_one_sample_late": Mistake(CHECKPOINT, "samples = self.state.samples if", "samples = self.state.samples + 1 if", FUZZ),
     "tensors_not_flushed": Mistake(
-        SAFETENSORS, "            os.fsync(self.file.fileno())\n", "            pass\n", ("tests/checkpoint/test_safetensors_folder.py",)
+        SAFETENSORS, "            os.fsync(self.file.fileno())\n", "            pass\n", ("tests/checkpoint/test_checkpoint_writer.py",)
     ),
     "files_not_flushed": Mistake("picotron/files.py", "            os.fsync(file.fileno())\n", "", ("tests/test_files.py",)),
     "keeps_one_fewer": Mistake(
@@ -320,7 +320,7 @@ MISTAKES: dict[str, Mistake] = {
         RUN_FOLDER, 'if record["step"] <= (resumed_step or 0)]', "]", ("tests/run/test_metrics.py",)
     ),
     "earlier_checkpoints_stay": Mistake(
-        RUN_FOLDER, "if resumed_step is None or step > resumed_step]", "if step == resumed_step]", ("tests/checkpoint/test_resume.py",)
+        RUN_FOLDER, "if resumed_step is None or step > resumed_step]", "if step == resumed_step]", ("tests/run/test_metrics.py",)
     ),
     "stop_signal_of_own_rank": Mistake(
         "picotron/run/metrics.py", "return record, int(any_stop)", "return record, int(stop)", ("tests/checkpoint/test_resume.py",)
