@@ -76,7 +76,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "same_sequences": Mistake(
         LOADER, "for micro_batch in numbers[:, dp_rank])", "for micro_batch in numbers[:, 0])",
-        ("fuzz", "tests/data/test_loader.py"), "training_step", "All data-parallel ranks read the sequences of dp rank 0.",
+        FUZZ, "training_step", "All data-parallel ranks read the sequences of dp rank 0.",
     ),
     "warmup_too_fast": Mistake(OPTIMIZER, "(step + 1) / (warmup + 1)", "(step + 1) / warmup", FUZZ),
     "decay_begins_after_warmup": Mistake(

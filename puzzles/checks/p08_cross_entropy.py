@@ -34,7 +34,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         group.expect(result, (losses, whole.grad.chunk(n, 1)[rank]), name, ("losses", "gradient"))
     par = 3 * 2 * (n - 1) / n
     # The log-sum-exp as an all-reduce made of messages; then each target's logit reaches n - 1 ranks, and all ranks
-    # send equally many of them: see tests/support/puzzle_answers.py.
+    # send equally many of them.
     best = 3 * (n - 1) / n
     busiest = max(group.gather(sent)) / T
     report.score = Score("numbers sent per token:", busiest, par, best, "{:.2f}")
