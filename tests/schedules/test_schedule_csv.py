@@ -15,20 +15,6 @@ from tests.schedules.test_schedules import names
 from tests.support.torch_schedules import CLASSES, torch_schedule
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_csv_round_trip_keeps_the_schedule(name: str, tmp_path: Path) -> None:
-    for pp, micro_batches, chunks in ((1, 1, None), (2, 5, None), (4, 8, None), (3, 7, 3)):
-        if chunks is None or SCHEDULES[name].any_chunks:
-            schedule = build(name, pp, micro_batches, chunks)
-            (tmp_path / "schedule.csv").write_text(as_csv(schedule.programs))
-            again = read_csv(tmp_path / "schedule.csv")
-            assert [list(program) for program in again.programs] == [list(program) for program in schedule.programs]
-            assert (again.micro_batches, again.chunks) == (micro_batches, schedule.chunks)
-            assert [again.rank_of(i) for i in range(again.num_stages)] == [
-                schedule.rank_of(i) for i in range(schedule.num_stages)
-            ]
-
-
 def test_read_csv_accepts_files_of_spreadsheets_and_torch(tmp_path: Path) -> None:
     """A byte-order mark, quotes, spaces, empty cells, trailing empty lines, and torch's suffix of overlapped pairs."""
     path = tmp_path / "own.csv"
@@ -43,14 +29,15 @@ def test_read_csv_accepts_files_of_spreadsheets_and_torch(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_torch_loads_validates_and_finishes_every_schedule(name: str, tmp_path: Path) -> None:
+def test_files_are_read_by_us_and_by_torch(name: str, tmp_path: Path) -> None:
     """torch's loader checks the order of actions and adds messages; its simulator finds deadlocks."""
-    path, compared = tmp_path / "schedule.csv", 0
-    for pp, m, chunks in itertools.product((2, 3, 4, 8), (1, 4, 8, 9, 16), (1, 2, 3)):
+    path = tmp_path / "schedule.csv"
+    for pp, m, chunks in itertools.product((2, 3, 4), (1, 4, 9), (1, 2, 3)):
         recipe = SCHEDULES[name]
         if chunks == recipe.chunks or recipe.any_chunks:
             schedule = build(name, pp, m, chunks)
             path.write_text(as_csv(schedule.programs))
+            assert [list(program) for program in read_csv(path).programs] == list(map(list, schedule.programs))
             theirs = torch_schedule(_PipelineScheduleRuntime, pp, m, chunks)
             theirs.pipeline_order = {}
             theirs._load_csv(str(path))
@@ -59,8 +46,6 @@ def test_torch_loads_validates_and_finishes_every_schedule(name: str, tmp_path: 
             if name != "dualpipev":  # torch's simulator knows no overlapped pairs
                 with_messages = _add_send_recv(theirs.pipeline_order, owners.__getitem__, schedule.num_stages)
                 _simulate_comms_compute(with_messages, owners.__getitem__, schedule.num_stages)
-            compared += 1
-    assert compared >= 20
 
 
 @pytest.mark.parametrize(
@@ -69,7 +54,7 @@ def test_torch_loads_validates_and_finishes_every_schedule(name: str, tmp_path: 
 )
 def test_schedules_of_torch_are_read_and_are_not_faster(name: str, chunks: int, tmp_path: Path) -> None:
     path = tmp_path / "schedule.csv"
-    for pp, groups in itertools.product((2, 4, 8), (2, 3)):
+    for pp, groups in itertools.product((2, 4), (2, 3)):
         theirs = torch_schedule(CLASSES[name], pp, groups * pp, chunks)
         theirs._dump_csv(str(path), format="compute_only")
         schedule = read_csv(path)
@@ -89,24 +74,12 @@ def test_schedules_of_torch_are_read_and_are_not_faster(name: str, chunks: int, 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            "0F0,0B0\n1F0,1X0",
-            "has '1X0' in line 2, column 2; expected stage, kind (F, B, I or W) and micro-batch like 2F0",
-        ),
-        ("0UNSHARD0,0F0,0B0\n1F0,1B0", "has '0UNSHARD0' in line 1, column 1; expected"),
-        ("0UNSHARD,0REDUCE_GRAD", "is empty; expected"),
-        ("0F0,,(0B0;1F0)", "has '(0B0;1F0)' in line 1, column 3; expected stage, kind"),
-        ("0F0;0B0", "has '0F0;0B0' in line 1, column 1; expected"),
-        ("", "is empty; expected a line of actions like 0F0,0B0 for each pp rank"),
-        (",,\n,", "is empty; expected"),
-        (
-            "0F0,0B0,2F0,2B0\n1F0,1B0",
-            "has 3 stages on 2 pp ranks (lines); every pp rank must have the same number of stages",
-        ),
+        ("0F0,0B0\n1F0,1X0", "has '1X0' in line 2, column 2"),
+        ("0F0,,(0B0;1F0)", "has '(0B0;1F0)' in line 1, column 3"),
+        (",,\n,", "is empty"),
         ("0F0,0B0\n\n1F0,1B0", "has 2 stages on 3 pp ranks (lines)"),
-        ('0F0,"0B0', "cannot read the schedule"),
         (b"\xff\xfe", "cannot read the schedule"),
-        ("999999F0\n0F999999", "cannot run: pp rank 0 has 999999F0, but stage 999999 is on pp rank 1 (loop placement)"),
+        ("999999F0\n0F999999", "stage 999999 is on pp rank 1"),
     ],
 )
 def test_read_csv_rejects_malformed_file(content: str | bytes, message: str, tmp_path: Path) -> None:
@@ -116,8 +89,3 @@ def test_read_csv_rejects_malformed_file(content: str | bytes, message: str, tmp
         read_csv(path)
     assert message in str(raised.value)
     assert str(path) in str(raised.value)
-
-
-def test_read_csv_rejects_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read the schedule '[^']*own.csv': No such file or directory$"):
-        read_csv(tmp_path / "own.csv")

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from picotron.schedules.actions import Action, Schedule, parse_action
-from picotron.schedules.schedules import LOOPS, SCHEDULES, build, forward_only
+from picotron.schedules.actions import Action, parse_action
+from picotron.schedules.schedules import build, forward_only
 from picotron.schedules.simulate import (
     Costs,
     Span,
@@ -16,7 +16,6 @@ from picotron.schedules.simulate import (
     peak_activations,
     simulate,
     summary,
-    tick_distance,
 )
 from tests.support.zero_bubble import CASES, Case
 
@@ -62,8 +61,8 @@ def test_chunks_divide_the_idle_time(chunks: int, F: float, I: float, W: float) 
             assert peaks("interleaved_1f1b", pp, m, chunks) == expected
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("group_size", [4, 5, 8, 12])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("group_size", [4, 5])
 def test_larger_groups_of_interleaved_1f1b_cost_memory_but_no_time(groups: int, group_size: int) -> None:
     pp, m = 4, groups * group_size
     for chunks in (1, 2, 3):
@@ -76,17 +75,11 @@ def test_larger_groups_of_interleaved_1f1b_cost_memory_but_no_time(groups: int, 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_h1"])
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_default_group_is_the_smallest_of_the_fastest(name: str, chunks: int) -> None:
-    for pp, m in itertools.product((1, 2, 3, 4, 6), range(1, 15)):
+    for pp, m in itertools.product((1, 3, 4), range(1, 12)):
         sizes = range(pp, max(pp, m) + 1)
         times = {g: simulate(build(name, pp, m, chunks, g)).step_time for g in sizes}
         fastest = min(sizes, key=times.__getitem__)
         assert build(name, pp, m, chunks).programs == build(name, pp, m, chunks, fastest).programs
-
-
-def test_default_group_of_nine_micro_batches_on_eight_ranks() -> None:
-    assert timeline_of("interleaved_1f1b", 8, 9, 4).step_time == 32.25
-    with_groups_of_pp = simulate(build("interleaved_1f1b", 8, 9, 4, 8), Costs(weights=[0.25] * 32))
-    assert with_groups_of_pp.step_time == 43.0
 
 
 @pytest.mark.parametrize(("F", "I", "W"), TIMES)
@@ -98,20 +91,6 @@ def test_zb_h1_matches_the_formulas(chunks: int, F: float, I: float, W: float) -
             assert timeline_of("zb_h1", pp, m, chunks, F=F, I=I, W=W).idle == pytest.approx([idle] * pp)
         if chunks == 1 or m % pp == 0:
             assert peaks("zb_h1", pp, m, chunks) == [min(pp * chunks, m * chunks)] * pp
-
-
-def test_zb_h1_has_a_third_of_the_idle_time_of_interleaved_1f1b() -> None:
-    for (pp, m), chunks in itertools.product(GRID, (1, 2, 4)):
-        if m >= pp:
-            idle = timeline_of("zb_h1", pp, m, chunks).idle
-            assert [3 * each for each in idle] == pytest.approx(timeline_of("interleaved_1f1b", pp, m, chunks).idle)
-
-
-def test_zb_h1_with_chunks_is_faster_than_zbv_for_few_micro_batches() -> None:
-    assert timeline_of("zbv", 8, 8).step_time == 31
-    assert timeline_of("zb_h1", 8, 8).step_time == 31
-    assert timeline_of("zb_h1", 8, 8, 2).step_time == 27.5
-    assert timeline_of("zb_h1", 8, 8, 4).step_time == 25.75
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}, m {case.m}")
@@ -155,21 +134,6 @@ def test_v_min_matches_the_formulas(pp: int) -> None:
         assert max(peaks("v_min", pp, m)) == min(2 * ((pp + 4) // 3), 2 * m)
 
 
-def test_forward_only_schedule_keeps_no_activations() -> None:
-    assert [peak_activations(program) for program in forward_only(3, 5).programs] == [0, 0, 0]
-
-
-def test_w_frees_the_activations_of_a_split_backward() -> None:
-    def peak(text: str) -> int:
-        return peak_activations([parse_action(action) for action in text.split()])
-
-    assert peak("0F0 0B0 0F1 0B1") == 1
-    assert peak("0F0 0I0 0F1 0W0 0I1 0W1") == 2
-    assert peak("0F0 0I0 0W0 0F1 0I1 0W1") == 1
-    assert peak("0F0 (0F1;0B0) 0B1") == 2
-    assert peak("") == 0
-
-
 def test_peak_counts_deferred_units_and_temporary_memory() -> None:
     def peak(text: str) -> int:
         program = [parse_action(action) for action in text.split()]
@@ -181,37 +145,7 @@ def test_peak_counts_deferred_units_and_temporary_memory() -> None:
     assert peak("0F0 0I0 0F1 0I1 0W0 0W1") == 7 + 10 + 4
 
 
-def test_sizes_can_depend_on_the_micro_batch() -> None:
-    """Micro-batch 0 is larger, and W does not need all of it."""
-    program = [parse_action(action) for action in ["0F0", "0F1", "0I0", "0F2", "0I1", "0W0", "0I2", "0W1", "0W2"]]
-    sizes, temporary = {"large": 10, "small": 4}, {("I", "large"): 2, ("F", "small"): 1}
-
-    def key(action: Action) -> str:
-        return "small" if action.micro_batch else "large"
-
-    assert peak_activations(program, sizes, {"large": 5, "small": 4}, key=key) == 14
-    assert peak_activations(program, sizes, {"large": 5, "small": 4}, temporary, key) == 16
-
-
 # --------------------------------------------------------------------------------------------------------- costs
-
-
-def test_only_messages_between_ranks_take_time() -> None:
-    """Two ranks, one micro-batch. In the V, stages 1 and 2 are on one rank, so nothing is sent between them."""
-    timeline = simulate(build("1f1b", 2, 1), Costs(p2p=0.5))
-    assert timeline.spans == [
-        [Span(Action("F", 0), 0.0, 1.0), Span(Action("B", 0), 5.0, 7.0)],
-        [Span(Action("F", 1), 1.5, 2.5), Span(Action("B", 1), 2.5, 4.5)],
-    ]
-    in_a_v = simulate(forward_only(2, 1, chunks=2, placement="V"), Costs(p2p=0.5))
-    assert [span.start for span in in_a_v.spans[1]] == [1.5, 2.5]
-    assert [span.start for span in in_a_v.spans[0]] == [0.0, 4.0]
-
-
-def test_message_travels_while_its_receiver_computes() -> None:
-    """pp rank 1 of AFAB receives each input while it computes the one before, so it waits only for the first."""
-    timeline = simulate(build("afab", 2, 4), Costs(p2p=0.9))
-    assert [span.start for span in timeline.spans[1][:4]] == pytest.approx([1.9, 2.9, 3.9, 4.9])
 
 
 def test_messages_queue_on_the_link_between_two_ranks() -> None:
@@ -235,21 +169,6 @@ def test_ranks_of_the_loops_wait_for_their_messages(message: float) -> None:
     assert simulate(build("1f1b", 2, 2), costs).step_time == pytest.approx(9 + 3 * message)
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_ranks_that_wait_for_instant_messages_lose_no_time(name: str) -> None:
-    for pp, micro_batches in itertools.product((1, 2, 3, 5), (1, 2, 4, 7)):
-        schedule = build(name, pp, micro_batches)
-        assert simulate(schedule, Costs(waits=True)).spans == simulate(schedule).spans
-
-
-def test_memory_curves_are_the_activations_at_each_time() -> None:
-    timeline = simulate(build("1f1b", 2, 2))
-    assert memory_curves(timeline) == [
-        [(0.0, 0), (0.0, 1), (1.0, 1), (1.0, 2), (2.0, 2), (4.0, 2), (6.0, 1), (7.0, 1), (9.0, 0)],
-        [(0.0, 0), (1.0, 1), (2.0, 1), (2.0, 1), (4.0, 0), (4.0, 1), (5.0, 1), (5.0, 1), (7.0, 0)],
-    ]
-
-
 def test_memory_curves_of_unequal_stages_in_bytes() -> None:
     """I frees what W does not need."""
     schedule = build("zb_h1", 2, 3)
@@ -262,13 +181,6 @@ def test_memory_curves_of_unequal_stages_in_bytes() -> None:
     assert summary(split)["peak activations by pp rank"] == "10"
 
 
-@pytest.mark.parametrize(
-    ("duration", "most", "expected"), [(18, 12, 2), (33, 12, 5), (0.05, 12, 0.005), (12, 12, 1), (1, 1, 1), (7, 1, 10)]
-)
-def test_tick_distance(duration: float, most: int, expected: float) -> None:
-    assert tick_distance(duration, most) == pytest.approx(expected)
-
-
 def test_costs_depend_on_kind_stage_overlap_and_measurement() -> None:
     costs = Costs(F=1, B=3, I=1.5, W=1.25, weights=[1, 10], overlapped=0.5, measured={(("W", 1),): 7.0})
     for text, expected in (
@@ -277,7 +189,7 @@ def test_costs_depend_on_kind_stage_overlap_and_measurement() -> None:
         assert costs.of(parse_action(text)) == expected
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["zb_h1", "dualpipev"])
 def test_simulation_with_measured_costs_reproduces_the_measurement(name: str) -> None:
     schedule = build(name, 3, 7)
     weights = [1 + 0.1 * stage for stage in range(schedule.num_stages)]
@@ -294,35 +206,3 @@ def test_messages_and_reductions_count_as_idle_time() -> None:
     timeline = Timeline([[*spans, Span(Action("R", 0), 4.0, 8.0)]])
     assert (timeline.step_time, timeline.idle, timeline.bubble) == (8.0, [5.0], 0.625)
     assert timeline.programs == [[Action("F", 0), Action("B", 0)]]
-
-
-def test_summary_counts_activations_of_a_micro_batch_in_all_stages_of_a_rank() -> None:
-    """DualPipeV keeps 9 units of a micro-batch in one stage: 4.5 of a micro-batch in both stages of a rank."""
-    assert summary(timeline_of("dualpipev", 4, 8)) == {
-        "step time": "27",
-        "bubble": "11.1%",
-        "peak activations by pp rank": "4.5 4.5 4.5 4.5",
-    }
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_no_action_starts_before_its_input_arrives(name: str) -> None:
-    schedule = build(name, 4, 10)
-    costs = Costs(F=1.0, B=2.2, I=1.3, W=0.7, p2p=0.4)
-    timeline = simulate(schedule, costs)
-    ends = {
-        part._replace(kind=part.kind.replace("I", "B")): span.end
-        for spans in timeline.spans for span in spans for part in span.action.parts
-    }  # fmt: skip
-    for rank, spans in enumerate(timeline.spans):
-        for before, after in itertools.pairwise(spans):
-            assert after.start >= before.end
-        for span in spans:
-            assert span.end - span.start == pytest.approx(costs.of(span.action))
-            for source in filter(None, map(schedule.source, span.action.parts)):
-                travel = costs.p2p if schedule.rank_of(source.stage) != rank else 0
-                assert span.start >= ends[source] + travel - 1e-9
-
-
-def test_single_rank_is_never_idle() -> None:
-    assert simulate(Schedule([[Action("F", 0), Action("B", 0)]], 1)).bubble == 0
