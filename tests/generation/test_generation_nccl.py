@@ -82,7 +82,7 @@ def programs_of(config: Config) -> list[Program]:
 def test_generation_finishes_on_nccl(layout: dict[str, Any]) -> None:
     keys = {"pp_engine": "1f1b"} | layout
     programs = programs_of(pipeline_config(keys.pop("pp_engine"), keys.pop("pp_size"), 4, **keys))
-    assert_finishes(programs, seeds=3)
+    assert_finishes(programs)
 
 
 @pytest.mark.parametrize("engine", ["1f1b", "looped_bfs"])

@@ -1,53 +1,43 @@
-"""The executor: schedules that nobody wrote equal one process. test_executor_order.py checks timing and memory."""
+"""The executor: a schedule from a file, and gradients in bfloat16. test_executor_order.py checks timing and memory."""
 
-import math
-import random
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from transformers import LlamaConfig
 
 from conformance.oracle import assert_close, tiny_llama
-from conformance.training import pipeline_config
+from conformance.training import Loader, all_stages, batches, pipeline_config, step_of, wrapped
 from conformance.worker_pool import WorkerPool
+from picotron import process_group_manager as pgm
+from picotron.collectives import all_reduce
+from picotron.config import Config
 from picotron.pipeline_parallel.plan import training_schedule
-from picotron.schedules.actions import Schedule
-from picotron.schedules.schedule_csv import as_csv
-from picotron.schedules.schedules import build
-from picotron.schedules.search import KNOBS, SHAPES, Greedy
-from picotron.schedules.simulate import Costs
-from tests.pipeline_parallel.test_pipeline_parallel import check_step, one_step
 
 BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "pad_token_id": 3}
 
 
-@pytest.mark.slow
-def test_compiled_layers_equal_transformers(pool: WorkerPool) -> None:
-    check_step(pool, pipeline_config("zbv", 2), compiled=True, num_hidden_layers=4)
+def one_step(config: Config, model_config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the loss and the gradients of the full model after one step."""
+    model = wrapped(config, model_config, dtype)
+    items = batches(config.training.gradient_accumulation_steps)
+    loss = step_of(config, model_config, dtype)(model, Loader(items)).double()
+    all_reduce(loss, pgm.process_group_manager.pp_group)
+    return {"loss": loss, "gradients": all_stages(model.module.module, "main_grad")}
 
 
-def random_schedule(seed: int) -> Schedule:
-    """Return a valid schedule that nobody would write: random shape, limit of memory and times."""
-    draw = random.Random(seed)
-    shape = draw.choice([*SHAPES, (3, "loop")])
-    weights = [draw.uniform(0.1, 3) for _ in range(2 * shape[0])]
-    costs = Costs(F=1, I=draw.uniform(0.2, 3), W=draw.uniform(0.2, 3), p2p=draw.uniform(0, 2), weights=weights)
-    greedy = Greedy(Schedule([[], []], 3, *shape), draw.randint(1, 3), costs, deferred=1.0)
-    schedule = greedy.run(draw.choice(KNOBS), stop=math.inf)
-    assert schedule is not None
-    return schedule
+def check_step(pool: WorkerPool, config: Config, **changes: Any) -> None:
+    """Compare a step with that of one process."""
+    model_config, dtype = tiny_llama(**changes), torch.float64
+    (expected,) = pool.run(one_step, 1, pipeline_config("1f1b", 1), model_config, dtype)
+    for result in pool.run(one_step, config.distributed.world_size, config, model_config, dtype):
+        assert_close(result["loss"], expected["loss"], what="loss")
+        assert result["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in expected["gradients"].items():
+            assert_close(result["gradients"][name], gradient, what=name)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_schedules_equal_transformers(pool: WorkerPool, tmp_path: Path, seed: int) -> None:
-    schedule = random_schedule(seed)
-    (tmp_path / "own.csv").write_text(as_csv(schedule.programs))
-    config = pipeline_config(f"csv:{tmp_path}/own.csv", 2)
-    check_step(pool, config, num_hidden_layers=6, tie_word_embeddings=seed % 2 == 0)
-
-
-def test_schedule_from_a_file_equals_transformers(pool: WorkerPool, tmp_path: Path) -> None:
+def test_schedule_from_a_file_equals_one_process(pool: WorkerPool, tmp_path: Path) -> None:
     """A V placement with three chunks, split and full backwards, and an overlapped pair."""
     path = tmp_path / "own.csv"
     path.write_text(
@@ -57,15 +47,12 @@ def test_schedule_from_a_file_equals_transformers(pool: WorkerPool, tmp_path: Pa
     config = pipeline_config(f"csv:{path}", 2)
     assert training_schedule(config).placement == "V"
     check_step(pool, config, num_hidden_layers=6, tie_word_embeddings=True)
-    path.write_text(as_csv(build("1f1b", 2, 3).programs))  # 1F1B, which has a hand-written loop as well
-    check_step(pool, config, num_hidden_layers=6)
 
 
-@pytest.mark.parametrize("engine", ["1f1b", "interleaved_1f1b"])
-def test_full_backwards_equal_one_process_bit_for_bit(pool: WorkerPool, engine: str) -> None:
+def test_full_backwards_equal_one_process_bit_for_bit(pool: WorkerPool) -> None:
     model_config, dtype = tiny_llama(num_hidden_layers=6), torch.bfloat16
-    (whole,) = pool.run(one_step, 1, pipeline_config("1f1b", 1), model_config, dtype, False)
-    for result in pool.run(one_step, 3, pipeline_config(engine, 3), model_config, dtype, False):
+    (whole,) = pool.run(one_step, 1, pipeline_config("1f1b", 1), model_config, dtype)
+    for result in pool.run(one_step, 3, pipeline_config("interleaved_1f1b", 3), model_config, dtype):
         assert result["loss"].float() == whole["loss"].float()
         for name, gradient in whole["gradients"].items():
             assert torch.equal(result["gradients"][name], gradient), name
@@ -75,7 +62,7 @@ def test_split_backward_in_bfloat16_is_close_to_full_backward(pool: WorkerPool) 
     """This includes weights whose gradients are computed in a wider dtype."""
     model_config = tiny_llama(num_hidden_layers=4, **BIASES)
     results = [
-        pool.run(one_step, 8, pipeline_config(engine, 2, tp_size=4), model_config, torch.bfloat16, False)[0]
+        pool.run(one_step, 4, pipeline_config(engine, 2, tp_size=2), model_config, torch.bfloat16)[0]
         for engine in ("1f1b", "zb_h1")
     ]
     for name, gradient in results[0]["gradients"].items():

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from conformance.fuzz.toy_pipelines import (
     ENGINES,
@@ -16,7 +16,7 @@ from conformance.fuzz.toy_pipelines import (
     received_by_half,
     schedule_of,
 )
-from conformance.oracle import assert_close, make_config
+from conformance.oracle import make_config
 from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
@@ -24,50 +24,14 @@ from picotron.console import UserError
 from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.split_backward import defer_weight_grads, run_deferred, split_backward
-from picotron.model.weights import main_grad
 from picotron.pipeline_parallel.executor import Executor, StepState
 from picotron.pipeline_parallel.modules import Message, Pipeline
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.schedules.actions import Action, Schedule, parse_action
+from picotron.schedules.actions import Action
 from picotron.schedules.schedules import build
 from tests.support.nccl_calls import operations
 from tests.support.nccl_order import Play
 from tests.support.nccl_programs import recorded_rank
-
-
-class Square(nn.Module):
-    def __init__(self, is_last: bool) -> None:
-        super().__init__()
-        self.linear, self.is_last = nn.Linear(D, D, bias=False, dtype=torch.float64), is_last
-        self.linear.weight.data = torch.arange(1.0, D * D + 1, dtype=torch.float64).view(D, D) / D**3
-
-    def forward(self, *inputs: Tensor, x: Tensor) -> Tensor:
-        y = torch.tanh(self.linear(*inputs or (x,)))
-        return y.square().mean() if self.is_last else y
-
-
-def rows_of(rank: int) -> Tensor:
-    return torch.randn(3, D, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-
-
-def tied_linear(order: str) -> Tensor:
-    """Return the gradient of a matrix that two stages of a rank use, for an order of the actions."""
-    grid = setup_process_group_manager(1, 1, 1, 2)
-    schedule = Schedule([[parse_action(action) for action in order.split(",")]], 1, 2, "loop")
-    places = [[(0, "linear.weight"), (1, "linear.weight")]]
-    pipeline = Pipeline({0: Square(False), 1: Square(True)}, lambda stage, batch: like(3, D), schedule, places)
-    model: Any = DataParallelBucket(pipeline)  # which knows the parameters of each stage
-    Executor(schedule)(model, BatchList([{"x": rows_of(grid.dp_rank)}]), CPU)
-    return main_grad(next(pipeline.parameters()))
-
-
-@pytest.mark.parametrize("order", ["0F0,1F0,1I0,1W0,0I0,0W0", "0F0,1F0,1I0,0I0,0W0,1W0"])
-def test_a_matrix_of_two_stages_is_reduced_after_the_last_of_their_backwards(pool: WorkerPool, order: str) -> None:
-    matrix = Square(True).linear.weight.detach().requires_grad_()
-    losses = [torch.tanh(torch.tanh(rows_of(rank) @ matrix.T) @ matrix.T).square().mean() for rank in range(2)]
-    torch.stack(losses).mean().backward()
-    for gradient in pool.run(tied_linear, 2, order):
-        assert_close(gradient, matrix.grad)
 
 
 def mistake(kind: str) -> str:

@@ -21,7 +21,7 @@ case:
   in flight fit, see `most_in_flight`.
 
 No rule involves a choice: each operation has its place in one stream, and its partners on other ranks. So whether all
-ranks finish does not depend on the durations of computations and messages; only the time of the step does.
+ranks finish does not depend on the durations of computations and messages, and here messages take no time.
 
 [P] https://docs.pytorch.org/docs/stable/distributed.html
 [N] https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage.html
@@ -63,7 +63,6 @@ class Play:
     Args:
         cost: function that returns the time that the compute stream needs for an event: a computation, or that between
             two calls.
-        transfer: function that returns the time of a collective or message, once all its ranks have started it.
         one_at_a_time: whether an operation waits for the earlier operations of other groups, too.
     """
 
@@ -71,11 +70,10 @@ class Play:
         self,
         programs: Sequence[Program],
         cost: Callable[[Event], float] = lambda event: float(isinstance(event, Compute)),
-        transfer: Callable[[], float] = lambda: 0.0,
         one_at_a_time: bool = False,
     ) -> None:
         self.ranks = [Rank(i, *each) for i, each in enumerate(zip(programs, match(programs), strict=True))]
-        self.cost, self.transfer, self.one_at_a_time = cost, transfer, one_at_a_time
+        self.cost, self.one_at_a_time = cost, one_at_a_time
         self.arrived: dict[Meeting, dict[int, float]] = defaultdict(dict)
         self.ends: dict[Meeting, float] = {}
 
@@ -89,7 +87,8 @@ class Play:
             pass
         stuck = [rank for rank in self.ranks if rank.position < len(rank.program)]
         if stuck:
-            raise Deadlock(self.cycle(stuck[0]))
+            waits = [f"rank {rank.number} waits in {self.obstacle(rank)}" for rank in stuck]
+            raise Deadlock("deadlock: " + ",\n".join(waits))
         return max(rank.time for rank in self.ranks)
 
     def advance(self, rank: Rank) -> bool:
@@ -140,29 +139,11 @@ class Play:
         if len(arrived) < len(meeting.ranks):
             return None
         if meeting not in self.ends:
-            duration = 0.0 if meeting.kind == "creation" else self.transfer()
-            self.ends[meeting] = max(arrived.values()) + duration
+            self.ends[meeting] = max(arrived.values())
         return self.ends[meeting]
 
     def stream_of(self, operation: Operation) -> str:
         return "all groups" if self.one_at_a_time else operation.group
-
-    # ---------------------------------------------------------------------------------------- description of a deadlock
-
-    def cycle(self, rank: Rank) -> str:
-        """Describe the ranks that wait for each other, beginning with a rank that never finishes."""
-        obstacles = [(rank, self.obstacle(rank))]
-        while True:
-            rank, operation = obstacles[-1]
-            meeting = self.unmet(rank, operation)
-            other = self.ranks[next(each for each in meeting.ranks if each not in self.arrived[meeting])]
-            stream = other.streams[self.stream_of(operation)]
-            is_called = any(meeting in other.meetings[called.handle] for called, _ in stream)
-            obstacles.append((other, stream[0][0] if is_called else self.obstacle(other)))
-            if obstacles[-1] in obstacles[:-1]:
-                break
-        waits = [f"rank {rank.number} waits in {operation}" for rank, operation in obstacles]
-        return "deadlock: " + ", because\n".join(waits[obstacles.index(obstacles[-1]) :])
 
     def obstacle(self, rank: Rank) -> Operation:
         """Return the operation that blocks a rank's compute stream: the first one in the stream that it waits for."""
@@ -171,7 +152,3 @@ class Play:
             return rank.streams[self.stream_of(rank.by_handle[event.handle])][0][0]
         assert isinstance(event, Operation)
         return event
-
-    def unmet(self, rank: Rank, operation: Operation) -> Meeting:
-        meetings = [creation(operation), *rank.meetings[operation.handle]]
-        return next(meeting for meeting in meetings if len(self.arrived[meeting]) < len(meeting.ranks))
