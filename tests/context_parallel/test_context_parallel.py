@@ -1,4 +1,4 @@
-"""Context parallelism: attention equals PyTorch's on one process, and training equals transformers."""
+"""Context parallelism: attention equals PyTorch's on one process; its work, its memory and the ring."""
 
 import weakref
 from typing import Any
@@ -11,17 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conformance.oracle import (
     assert_close,
-    assert_equals_training,
-    make_config,
-    oracle_training,
-    random_tokens,
     tiny_llama,
 )
-from conformance.training import layout_name, train
 from conformance.worker_pool import WorkerPool
 from picotron.config import Distributed
 from picotron.console import UserError
-from picotron.context_parallel import block_attention, context_parallel
+from picotron.context_parallel import context_parallel
 from picotron.context_parallel.context_parallel import attend_across_ranks, check_context_parallel
 from picotron.context_parallel.cp_communications import ring, start_ring_step
 from picotron.context_parallel.positions import local_positions
@@ -88,37 +83,6 @@ def test_bfloat16_errors_do_not_grow_with_the_ring(pool: WorkerPool, engine: str
         errors[cp] = [((a - b).norm() / b.norm()).item() for a, b in zip(results, expected, strict=True)]
     for few, many, name in zip(errors[2], errors[12], ("y", "dq", "dk", "dv"), strict=True):
         assert 0 < many < 1.1 * few, f"{name}: {many} in 12 parts, {few} in 2"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gpu_kernels_receive_supported_arguments(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meta device checks shapes as GPU kernels do. The block is the second half of the queries."""
-    seen = {}
-
-    class Recorder:
-        def __getattr__(self, name: str) -> Any:
-            def call(*arguments: Any) -> Any:
-                seen[name] = arguments
-                return getattr(torch.ops.aten, name)(*arguments)
-
-            return call
-
-    monkeypatch.setattr(block_attention, "aten", Recorder())
-    q = torch.empty(2, 8, 48, 16, dtype=dtype, device="meta")
-    k, v = (torch.empty(2, 4, 48, 16, dtype=dtype, device="meta") for _ in range(2))
-    queries = slice(24, None)
-    out, lse = block_attention.block_forward(q[:, :, queries], k, v, False)
-    assert (out.shape, lse.shape) == ((2, 8, 24, 16), (2, 8, 24))
-    assert lse.dtype == torch.float32
-    whole = torch.empty(2, 8, 48, device="meta")
-    gradients = block_attention.block_backward(
-        q[:, :, queries], q[:, :, queries], out, whole[:, :, queries], k, v, False
-    )
-    assert [g.shape for g in gradients] == [(2, 8, 24, 16), (2, 4, 48, 16), (2, 4, 48, 16)]
-    (backward,) = (arguments for name, arguments in seen.items() if name.endswith("backward"))
-    (passed,) = (a for a in backward if isinstance(a, Tensor) and a.ndim == 3)
-    assert passed.is_contiguous()
-    assert next(iter(seen)).startswith("_scaled_dot_product_" + ("flash" if dtype == torch.bfloat16 else "efficient"))
 
 
 def pairs_computed(engine: str, sharding: str) -> tuple[int, int]:
@@ -198,24 +162,6 @@ def test_sent_tensors_are_freed(pool: WorkerPool) -> None:
     """Only the tensors in use and those being received are in memory."""
     forward, backward = [(2, 0)] * 3, [(2, 0), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (1, 2)]
     assert pool.run(tensors_that_travel, 4) == [forward + backward] * 4
-
-
-# ----------------------------------------------------------------------------------------------------------- full model
-
-
-@pytest.mark.parametrize("layout", [{"cp_size": 2}], ids=layout_name)
-def test_ten_steps_equal_one_process(pool: WorkerPool, layout: dict[str, Any]) -> None:
-    config = make_config(
-        **{f"distributed__{key}": value for key, value in layout.items()},
-        training__gradient_accumulation_steps=2,
-        training__warmup_steps=3,
-        training__max_grad_norm=0.5,
-        dataset__shuffle=False,
-    )
-    model_config = tiny_llama(num_attention_heads=8, num_key_value_heads=4)
-    expected = oracle_training(config, model_config, random_tokens())
-    for result in pool.run(train, config.distributed.world_size, config, model_config):
-        assert_equals_training(result, expected)
 
 
 def test_ring_rejects_head_dims_without_a_gpu_kernel() -> None:

@@ -48,9 +48,3 @@ def test_slices_of_all_ranks_together_are_the_shard(case: str, offset: int, rank
         columns = parameter.shape[1:].numel()
         assert sum(rows_read) <= (last - first) // columns + (2 if last > first else 0)
     assert torch.equal(torch.cat(slices).view(local), expected)
-
-
-def test_a_parameter_without_slices_is_copied_as_its_shard() -> None:
-    parameter, copied = nn.Parameter(torch.empty(7, 6)), torch.empty(7, 6)
-    copy_owned(copied, parameter, "name", None, lambda name, shape, index: FULL)
-    assert torch.equal(copied, FULL)

@@ -1,20 +1,10 @@
-"""ZeRO: ten steps equal those of one process, and a run resumes bit for bit."""
+"""ZeRO: the slices of tied vectors, and a run that resumes bit for bit."""
 
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from conformance.oracle import (
-    assert_equals_training,
-    make_config,
-    oracle_training,
-    random_tokens,
-    tiny_llama,
-)
-from conformance.training import train
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.data_parallel.owned_slices import owned_slice
@@ -23,25 +13,6 @@ from picotron.pipeline_parallel.modules import Pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.schedules.schedules import build
 from tests.support.checkpoints import first_half, model_of, run, run_config, tensors_of
-
-
-@pytest.mark.parametrize(("engine", "layout", "model"), [(engine, {"dp_size": 2}, {}) for engine in ("zero1", "zero3")])
-def test_ten_steps_equal_one_process(
-    pool: WorkerPool, engine: str, layout: dict[str, Any], model: dict[str, Any]
-) -> None:
-    config = make_config(
-        distributed__dp_engine=engine,
-        **{f"distributed__{key}": value for key, value in layout.items()},
-        training__gradient_accumulation_steps=2,
-        training__warmup_steps=3,
-        training__max_grad_norm=0.5,
-        training__weight_decay=0.3,
-        dataset__shuffle=False,
-    )
-    model_config = tiny_llama(**model)
-    expected = oracle_training(config, model_config, random_tokens())
-    for result in pool.run(train, config.distributed.world_size, config, model_config):
-        assert_equals_training(result, expected)
 
 
 def bounds_of_second_tied_vector() -> tuple[int, int]:

@@ -31,7 +31,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize(("m", "n", "k"), [(32, 48, 64), (1, 16, 32), (5, 32, 37)])
+@pytest.mark.parametrize(("m", "n", "k"), [(32, 48, 64), (5, 32, 37)])
 def test_products_are_those_of_the_rounded_operands(dtype: torch.dtype, m: int, n: int, k: int) -> None:
     a, b = random(m, k), random(n, k, seed=1)
     ours = float8_product(a, b, dtype).double()
@@ -57,10 +57,6 @@ def test_gradients_are_products_of_rounded_operands() -> None:
     assert_close(x.grad.flatten(0, 1).double(), dy8 @ weight8, 1e-5)
     assert_close(weight.grad.double(), dy8.t() @ rounded(flat, E4M3), 1e-5)
     assert_close(bias.grad, dy.sum((0, 1)), 1e-5)
-
-
-def test_a_product_with_zeros_is_zero() -> None:
-    assert torch.equal(float8_product(torch.zeros(4, 16), random(16, 16), E4M3), torch.zeros(4, 16))
 
 
 def test_layers_compile_to_one_graph_with_the_same_numbers() -> None:

@@ -130,23 +130,6 @@ def test_built_schedule_runs_or_its_chunks_are_rejected(
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    name=st.sampled_from([name for name, recipe in SCHEDULES.items() if recipe.has_groups]),
-    chunks=st.integers(1, 4),
-    group_size=st.integers(0, 40),
-    **small,
-)
-def test_interleaved_schedules_need_a_group_of_at_least_pp(
-    name: str, pp: int, micro_batches: int, chunks: int, group_size: int
-) -> None:
-    if group_size < min(pp, micro_batches):
-        with pytest.raises(UserError, match=f"use a group size of at least {min(pp, micro_batches)}"):
-            build(name, pp, micro_batches, chunks, group_size)
-    else:
-        assert_runs(build(name, pp, micro_batches, chunks, group_size))
-
-
-@settings(deadline=None, max_examples=60)
 @given(chunks=st.integers(1, 4), placement=st.sampled_from(["loop", "V"]), **small)
 def test_forward_only_schedule_runs_with_little_idle_time(
     pp: int, micro_batches: int, chunks: int, placement: str

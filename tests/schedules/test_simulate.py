@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from picotron.schedules.actions import Action, parse_action
+from picotron.schedules.actions import parse_action
 from picotron.schedules.schedules import build, forward_only
 from picotron.schedules.simulate import (
     Costs,
@@ -148,6 +148,12 @@ def test_peak_counts_deferred_units_and_temporary_memory() -> None:
 # --------------------------------------------------------------------------------------------------------- costs
 
 
+def test_nothing_is_sent_between_stages_of_a_rank() -> None:
+    """Stages 1 and 2 of a V are both on rank 1."""
+    timeline = simulate(forward_only(2, 1, chunks=2, placement="V"), Costs(p2p=0.5))
+    assert [[span.start for span in spans] for spans in timeline.spans] == [[0.0, 4.0], [1.5, 2.5]]
+
+
 def test_messages_queue_on_the_link_between_two_ranks() -> None:
     """A message occupies its link for `transfer`, and then takes `p2p`. Links of the two directions are separate."""
     timeline = simulate(build("afab", 2, 3), Costs(transfer=1.5, p2p=0.25))
@@ -198,11 +204,3 @@ def test_simulation_with_measured_costs_reproduces_the_measurement(name: str) ->
     for expected, spans in zip(measured.spans, again.spans, strict=True):
         assert [span.action for span in spans] == [span.action for span in expected]
         assert [span.end for span in spans] == pytest.approx([span.end for span in expected])
-
-
-def test_messages_and_reductions_count_as_idle_time() -> None:
-    """A recorded step can have a message and a reduction between the computations."""
-    spans = [Span(Action("F", 0), 0.0, 1.0), Span(Action("SEND_F", 0), 1.0, 3.0), Span(Action("B", 0), 2.0, 4.0)]
-    timeline = Timeline([[*spans, Span(Action("R", 0), 4.0, 8.0)]])
-    assert (timeline.step_time, timeline.idle, timeline.bubble) == (8.0, [5.0], 0.625)
-    assert timeline.programs == [[Action("F", 0), Action("B", 0)]]

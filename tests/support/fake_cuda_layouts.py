@@ -63,7 +63,6 @@ def _layouts() -> dict[str, Layout]:
     zbv = {"pp_size": 2, "pp_engine": "zbv"}
     layouts = {
         "single": Layout({}, core=True),
-        "single bias": Layout({}, TIED | BIAS),
         "single float32": Layout({"model__dtype": "float32"}),
         "single math attention": Layout({"model__use_flash_attention": False}),
         "single unfused": Layout({"model__use_fused_adam": False}),
@@ -73,7 +72,6 @@ def _layouts() -> dict[str, Layout]:
         "dp2 pp2 zbv zero3": Layout({"dp_size": 2, "dp_engine": "zero3"} | zbv, TIED),
         "tp2 tied bias": Layout({"tp_size": 2}, TIED | BIAS),
         "tp8 sequence parallel": Layout({"tp_size": 8, **SEQUENCE_PARALLEL}),  # two ranks share a k/v head
-        "tp2 sequence parallel checkpointing": Layout({"tp_size": 2, **SEQUENCE_PARALLEL, **FULL}, BIAS),
         "cp4 tp2 sequence parallel": Layout({"cp_size": 4, "tp_size": 2, **SEQUENCE_PARALLEL}),
         "cp2 float32": Layout({"cp_size": 2, "model__dtype": "float32"}),
         "pp2 tp2 zbv packed": Layout({"tp_size": 2, **SEQUENCE_PARALLEL} | zbv, packed=True),
@@ -98,11 +96,9 @@ def _memory_layouts() -> dict[str, Layout]:
         ("dp8 zero1", {"dp_size": 8, "dp_engine": "zero1"}),
         ("dp8 zero3 checkpointing", {"dp_size": 8, "dp_engine": "zero3", **FULL}),
         ("dp8 cp2 pp2 zero3", {"dp_size": 8, "cp_size": 2, "pp_size": 2, "dp_engine": "zero3"}),
-        ("tp2", {"tp_size": 2}),
         ("tp2 sequence parallel checkpointing", {"tp_size": 2, **SEQUENCE_PARALLEL, **FULL}),
         ("pp2 tp2 zb_h1", {"pp_size": 2, "tp_size": 2, **SEQUENCE_PARALLEL, "pp_engine": "zb_h1"}),
         ("cp2 all_gather", {"cp_size": 2, "cp_engine": "all_gather"}),
-        ("pp2 zbv checkpointing", {"pp_size": 2, "pp_engine": "zbv", **FULL}),
         ("pp2 zbv checkpointing, kept", {"pp_size": 2, "pp_engine": "zbv", "pp_keep_activations": 1, **FULL}),
     ):
         layouts[f"SmolLM-1.7B {name}"] = Layout(smollm | config, shape)
@@ -112,15 +108,11 @@ def _memory_layouts() -> dict[str, Layout]:
     }  # fmt: skip
     batch = {"training__micro_batch_size": 8, "training__seq_length": 1024}
     for name, config in (
-        ("bfloat16", {}),
-        ("dp4 zero3", {"dp_size": 4, "dp_engine": "zero3"}),
         ("tp4 sequence parallel", {"tp_size": 4, **SEQUENCE_PARALLEL}),
         *((f"cp2 {engine}", {"cp_size": 2, "cp_engine": engine}) for engine in ("ring", "ulysses")),
         *((f"pp4 {engine}", {"pp_size": 4, "pp_engine": engine}) for engine in SCHEDULES),
     ):
         layouts[f"32k {name}"] = Layout(batch | config, small)
-    untied = {"dp_size": 8, "tp_size": 2, "dp_engine": "zero3"}
-    layouts["SmolLM-1.7B dp8 tp2 zero3 untied"] = Layout(smollm | untied, shape | {"tie_word_embeddings": False})
     return layouts
 
 
