@@ -78,6 +78,9 @@ MISTAKES: dict[str, Mistake] = {
         LOADER, "for micro_batch in numbers[:, dp_rank])", "for micro_batch in numbers[:, 0])",
         FUZZ, "training_step", "All data-parallel ranks read the sequences of dp rank 0.",
     ),
+    "loss_read_in_each_micro_batch": Mistake(
+        STEP, "total_loss = total_loss + loss.detach()", "total_loss = total_loss + loss.item()", ("tests/test_fake_cuda.py",)
+    ),
     "warmup_too_fast": Mistake(OPTIMIZER, "(step + 1) / (warmup + 1)", "(step + 1) / warmup", FUZZ),
     "decay_begins_after_warmup": Mistake(
         OPTIMIZER, 'total - training.decay if training.lr_scheduler == "wsd" else warmup', "warmup", FUZZ
@@ -216,6 +219,10 @@ MISTAKES: dict[str, Mistake] = {
     "groups_by_operation": Mistake(
         "picotron/pipeline_parallel/pp_communications.py",
         "grid.pp_group if sender < receiver else", 'grid.pp_group if operation == "send" else',
+        ("tests/pipeline_parallel/test_nccl_order.py",),
+    ),
+    "receives_not_waited_for": Mistake(
+        EXECUTOR, "            work.wait()\n\n    def take_input", "            pass\n\n    def take_input",
         ("tests/pipeline_parallel/test_nccl_order.py",),
     ),
     "reduced_at_the_end": Mistake(

@@ -41,8 +41,8 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """A tree of blocks drawn with a seed, which are shared, frozen, unused, run twice or checkpointed. Weights of the
-    root and of its head are read while these do not run.
+    """A tree of blocks drawn with a seed, which are shared, frozen, unused, run twice or checkpointed. Some
+    weights are read while their module does not run.
     """
 
     def __init__(self, seed: int) -> None:
@@ -73,6 +73,7 @@ class Toy(nn.Module):
             else:
                 pair, more = blocks[i](pair, ids)
             means.append(more["mean"])
+            pair = pair[0], nn.functional.linear(pair[1], blocks[-1 - i].linear.weight)
         return {
             "loss": (self.head(pair[0]) * self.scalar).square().mean()
             + pair[1].mean()

@@ -17,6 +17,7 @@ from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.pipeline_parallel import pipeline_parallel
 from picotron.pipeline_parallel.pipeline_parallel import train_step_pipeline_1f1b, train_step_pipeline_afab
 from picotron.schedules.schedules import build
+from picotron.train_step import train_step
 
 STEPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
 GRID = [(stages, micro_batches) for stages in range(1, 7) for micro_batches in range(1, 10)]
@@ -98,6 +99,22 @@ def test_loops_run_the_programs_of_the_schedules(engine: str, monkeypatch: pytes
 
 
 # ----------------------------------------------------------------------------------------------------------- real steps
+
+
+def test_a_step_frees_the_graph_of_a_micro_batch_before_the_next_forward() -> None:
+    graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+    counts = []
+
+    def model(**batch: Any) -> Tensor:
+        counts.append(len(graphs))
+        loss = torch.ones((), requires_grad=True) * 1.0
+        graphs.add(hook := lambda _: None)
+        loss.register_hook(hook)  # the graph has the only reference
+        return loss
+
+    model.finish_grad_sync = lambda: None  # type: ignore[attr-defined]
+    train_step(model, Loader(batches(3)), CPU)  # type: ignore[arg-type]
+    assert counts == [0, 0, 0]
 
 
 class Kept:

@@ -2,8 +2,8 @@
 
     python -m tests.support.fake_cuda_steps "tp8 sequence parallel" "pp2 zbv"
 
-prints a line of JSON for each of these layouts: its name and the reports of its ranks. Names are those of `LAYOUTS`,
-`MEMORY` and `MISTAKES`.
+prints a line of JSON for each of these layouts: its name and the reports of its ranks. Names are those of `LAYOUTS`
+and `MEMORY`.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import json
 import sys
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -33,13 +32,6 @@ from picotron.run.progress import Progress
 from tests.support.fake_cuda_layouts import LAYOUTS, MEMORY, ranks_of
 
 COPIES = {"aten._to_copy.default", "aten.copy_.default"}
-# Mistakes that tests expect to find, as changes of each micro-batch.
-MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "item": lambda batch: batch["input_ids"].max().item(),
-    "boolean index": lambda batch: batch["input_ids"][batch["input_ids"] > 0],
-    "index on the CPU": lambda batch: batch["input_ids"][:, torch.arange(4)],
-    "tensor on the CPU": lambda batch: batch.update(position_ids=torch.zeros_like(batch["input_ids"], device="cpu")),
-}
 
 
 def place(frame: FrameType | None) -> str:
@@ -113,25 +105,17 @@ class Waits(TorchDispatchMode):
         self.found[self.phase][f"{text} in {place(sys._getframe())}"] += 1
 
 
-@contextlib.contextmanager
-def change_of_micro_batches(change: Callable[[dict[str, Any]], Any] | None) -> Iterator[None]:
-    """Let `change` process each micro-batch."""
+def packed_micro_batches() -> Any:
+    """Give each micro-batch what fine-tuning data have. Its boundaries are those of `packed_documents`."""
     load = MicroBatchDataLoader.__next__
 
-    def load_and_change(loader: MicroBatchDataLoader) -> dict[str, Any]:
+    def load_and_pack(loader: MicroBatchDataLoader) -> dict[str, Any]:
         batch = load(loader)
-        if change is not None:
-            change(batch)
+        batch["cu_seqlens"] = torch.zeros(1, dtype=torch.int32)
+        batch["target_weights"] = torch.ones_like(batch["input_ids"], dtype=torch.float64)
         return batch
 
-    with mock.patch.object(MicroBatchDataLoader, "__next__", load_and_change):
-        yield
-
-
-def pack(batch: dict[str, Any]) -> None:
-    """Give a micro-batch what fine-tuning data have. Its boundaries are those of `packed_documents`."""
-    batch["cu_seqlens"] = torch.zeros(1, dtype=torch.int32)
-    batch["target_weights"] = torch.ones_like(batch["input_ids"], dtype=torch.float64)
+    return mock.patch.object(MicroBatchDataLoader, "__next__", load_and_pack)
 
 
 def packed_documents(config: Config) -> Any:
@@ -168,18 +152,17 @@ def report(config: Config, model_config: LlamaConfig, rank: int) -> dict[str, An
 
 
 def play(name: str) -> list[dict[str, Any]]:
-    """Return the reports of all ranks of a layout that differ, or that of a single process with a mistake."""
-    layout = MEMORY.get(name) or LAYOUTS["single" if name in MISTAKES else name]
+    """Return the reports of all ranks of a layout that differ."""
+    layout = MEMORY.get(name) or LAYOUTS[name]
     config, model_config = layout.configs()
     run = measure if name in MEMORY else report
-    change = pack if layout.packed else MISTAKES.get(name)
-    with change_of_micro_batches(change), packed_documents(config):
+    with packed_micro_batches() if layout.packed else contextlib.nullcontext(), packed_documents(config):
         return [run(config, model_config, rank) for rank in ranks_of(config.distributed)]
 
 
 def main() -> None:
     restart_with_fake_cuda()
-    for name in sys.argv[1:] or [*LAYOUTS, *MISTAKES, *MEMORY]:
+    for name in sys.argv[1:] or [*LAYOUTS, *MEMORY]:
         print(json.dumps({name: play(name)}), flush=True)
 
 

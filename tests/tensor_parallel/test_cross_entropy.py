@@ -86,6 +86,18 @@ def test_loss_scale_is_not_rounded_to_bfloat16(pool: WorkerPool) -> None:
         assert abs(3 * (a * b).sum() / a.square().sum() - 1) < 0.0005
 
 
+def log_probs_of_bfloat16_logits() -> tuple[Tensor, Tensor]:
+    grid = setup_process_group_manager(1, 1, 1, 1)
+    x, weight, targets = (t.bfloat16() if t.is_floating_point() else t for t in loss_inputs(40, []))
+    expected = (x.flatten(0, 1) @ weight.t()).double().log_softmax(-1).gather(-1, targets.view(-1, 1))
+    return linear_log_probs(x, weight, targets, VocabularyShard(0, 40, grid.tp_group)), expected.view(targets.shape)
+
+
+def test_log_softmax_is_in_float32(pool: WorkerPool) -> None:
+    log_probs, expected = pool.run(log_probs_of_bfloat16_logits, 1)[0]
+    assert_close(log_probs.double(), expected, 1e-6)
+
+
 def peak_of(function: Any, tokens: int, width: int = 4) -> int:
     """Return the peak number of live elements in forward and backward, excluding the inputs x and weight."""
     grid = setup_process_group_manager(1, 1, 1, 1)
