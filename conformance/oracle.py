@@ -120,17 +120,6 @@ def oracle_training(
     return {name: found[name] for name in ("losses", "grad_norms", "gradients", "weights")}
 
 
-def assert_equals_training(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Assert that a rank's training result, gathered for the full model, equals that of `oracle_training`."""
-    assert result.keys() == expected.keys()
-    assert_close(result["losses"], expected["losses"], what="losses")
-    assert_close(result["grad_norms"], expected["grad_norms"], what="grad norms")
-    for kind in ("gradients", "weights"):
-        assert result[kind].keys() == expected[kind].keys()
-        for name, tensor in expected[kind].items():
-            assert_close(result[kind][name], tensor, what=f"{kind} of {name}")
-
-
 def assert_close(actual: Any, expected: Any, relative: float = 1e-9, what: str = "") -> None:
     error = relative_error(actual, expected)
     assert error <= relative, f"{what}: off by {error:.3e}"
