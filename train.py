@@ -5,6 +5,7 @@ This file is the table of contents of a run: config, process groups, data, model
 
 import logging
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.command_line import parse_command_line, parse_config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
-from picotron.data.tokens import load_data, targets_and_bytes
+from picotron.data.token_files import has_token_files, load_token_files, targets_and_bytes
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, make_scheduler, update_weights
 from picotron.parallelize import build_model, check_model, check_run, unwrap
@@ -54,9 +55,14 @@ def main() -> None:
     if layout.pp_size > 1:
         logging.getLogger("picotron").info("the pp ranks of the pipeline:\n%s", plan)
 
-    # Data: tokenised by one process per machine, memory-mapped by all. A checkpoint stores the position to resume from.
+    # Data: token files, which all ranks map into memory. A checkpoint stores the position to resume from.
     checkpoint = find_checkpoint(config, model_config)
-    data, tokenizer = load_data(config, model_config, checkpoint.tokenizer if checkpoint else None)
+    folder = Path(config.dataset.name)
+    if not has_token_files(folder):
+        from picotron.data.tokens import prepare  # needed for text only, which one process per machine tokenises
+
+        folder = prepare(config, model_config, checkpoint.tokenizer if checkpoint else None)
+    data, tokenizer = load_token_files(folder, config, model_config)
     held_out = rows_to_hold_out(data, config, checkpoint.held_out if checkpoint else None)
     train_rows, eval_rows = split_train_eval(data, config, held_out)
     fingerprint = data_fingerprint(train_rows, config)

@@ -65,7 +65,7 @@ def picotron(folder: Path, name: str, processes: int) -> Path:
     config = make_config(
         dataset__name=str(folder / name), dataset__num_proc=processes, model__tokenizer=str(folder / "bpe")
     )
-    return write_tokens(config, tiny_llama(vocab_size=VOCABULARY)).arrays / "tokens.uint16"
+    return write_tokens(config, tiny_llama(vocab_size=VOCABULARY)) / "tokens.uint16"
 
 
 def timed(connection: Any, function: Callable[..., Path | None], arguments: tuple[Any, ...]) -> None:

@@ -32,7 +32,8 @@ from picotron.config import Config, Model
 from picotron.console import UserError, print_line
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, epoch_order, split_train_eval
 from picotron.data.rows import Rows
-from picotron.data.tokens import load_data
+from picotron.data.token_files import has_token_files, load_token_files
+from picotron.data.tokens import prepare
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, make_scheduler, update_weights
 from picotron.parallelize import build_model, build_stage, check_model, check_run, unwrap
@@ -91,9 +92,12 @@ def read_data(config: Config, model_config: PreTrainedConfig, trained: Path | No
     """Read the data set of the config. All its rows are for training, if the config asks for no evaluations.
 
     Args:
-        trained: see `load_data`.
+        trained: see `prepare`.
     """
-    tokens, tokenizer = load_data(config, model_config, trained)
+    folder = Path(config.dataset.name)
+    if not has_token_files(folder):
+        folder = prepare(config, model_config, trained)
+    tokens, tokenizer = load_token_files(folder, config, model_config)
     rows, _ = split_train_eval(tokens, config)
     return Data(data_fingerprint(rows, config), tokenizer, rows)
 

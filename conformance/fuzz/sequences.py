@@ -12,7 +12,8 @@ from conformance.fuzz.files import records_of, tokenizer_of
 from picotron.config import Config
 from picotron.data.loader import split_train_eval
 from picotron.data.rows import Rows, Samples
-from picotron.data.tokens import read_arrays, write_tokens
+from picotron.data.token_files import map_token_files
+from picotron.data.tokens import write_tokens
 from picotron.model.model_config import load_model_config
 
 
@@ -44,7 +45,7 @@ def rows_of_case(case: Case, folder: Path, config: Config) -> CaseRows:
     if case["data"]["kind"] == "text":
         return rows_of_text(case, config)
     model_config = load_model_config(config.model)
-    data = read_arrays(config, write_tokens(config, model_config))
+    data, _ = map_token_files(write_tokens(config, model_config), config, model_config)
     assert isinstance(data, Samples)
     compare_samples(case, data)
     # Which samples share a row is up to the packing; what they contain, has been compared.

@@ -24,7 +24,8 @@ from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
-from picotron.data.tokens import load_data
+from picotron.data.token_files import load_token_files
+from picotron.data.tokens import prepare
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.model.model_config import load_model_config
@@ -62,7 +63,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     is_own = case["data"]["kind"] == "own"
     fingerprint, tokenizer, eval_loader, held_out = "", Path(config.model.name), None, 0
     if not is_own:
-        data, tokenizer = load_data(config, model_config)
+        data, tokenizer = load_token_files(prepare(config, model_config), config, model_config)
         held_out = rows_to_hold_out(data, config, checkpoint.held_out if checkpoint else None)
         train_rows, eval_rows = split_train_eval(data, config, held_out)
         fingerprint = data_fingerprint(train_rows, config)

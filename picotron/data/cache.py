@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import xxhash
 from filelock import FileLock, Timeout
@@ -66,14 +65,10 @@ def cached(kind: str, key: str, write: Callable[[Path], None]) -> Path:
     return entry
 
 
-def checksums(entry: Path) -> str:
-    """Return the checksums of an entry's files, as JSON: the same for the same contents."""
-    return json.dumps({name: checksum for name, (checksum, *_) in _by_name(entry).items()})
-
-
-def _by_name(entry: Path) -> dict[str, list[Any]]:
-    by_name: dict[str, list[Any]] = json.loads(entry.with_name(entry.name + CHECKSUMS).read_text())
-    return by_name
+def checksums(folder: Path) -> dict[str, str]:
+    """Return the checksum of each file of a folder."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): _checksum(path) for path in files}
 
 
 def _write(entry: Path, write: Callable[[Path], None]) -> None:
@@ -85,8 +80,7 @@ def _write(entry: Path, write: Callable[[Path], None]) -> None:
         logger.warning("%s is damaged and is written again", entry)
     try:
         write(new)
-        files = [path for path in sorted(new.rglob("*")) if path.is_file()]
-        by_name = {str(path.relative_to(new)): [_checksum(path), *_state(path)] for path in files}
+        by_name = {name: [checksum, *_state(new / name)] for name, checksum in checksums(new).items()}
         write_atomically(entry.with_name(entry.name + CHECKSUMS), json.dumps(by_name))
         shutil.rmtree(entry, ignore_errors=True)
         new.rename(entry)
@@ -102,7 +96,7 @@ def _is_intact(entry: Path, read_all: bool = False) -> bool:
     try:
         return all(
             (not read_all and _state(entry / name) == state) or _checksum(entry / name) == checksum
-            for name, (checksum, *state) in _by_name(entry).items()
+            for name, (checksum, *state) in json.loads(entry.with_name(entry.name + CHECKSUMS).read_text()).items()
         )
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return False

@@ -1,14 +1,19 @@
-"""Text -> tokens: a data set is tokenised once, into arrays on disk: the documents of a text into one long stream of
+"""Text -> tokens: a data set is tokenised once, into token files: the documents of a text into one long stream of
 tokens, samples for fine-tuning into their tokens, lengths and a mask.
+
+    python -m picotron.data.tokens --config FILE [overrides]
+
+writes the token files of a run, and prints their folder.
 """
 
 import contextlib
 import datetime
+import hashlib
 import json
 import logging
 import os
-import platform
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,22 +27,25 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import run_on_all_ranks
+from picotron.command_line import load_config
 from picotron.config import Config
-from picotron.console import UserError, first_line
+from picotron.console import UserError, first_line, print_line
 from picotron.data.cache import cached, checksums
 from picotron.data.documents import Documents, Record, load_documents
-from picotron.data.rows import Rows, Samples, Text
 from picotron.data.samples import SampleEncoder
 from picotron.data.text import Columns, TextEncoder, pieces_of
+from picotron.data.token_files import FILE, TokenFiles, check_end
 from picotron.files import parse_json
 from picotron.model.hub import connect
-from picotron.run.launch import ignore_stop_signals
+from picotron.model.model_config import load_model_config
+from picotron.run.launch import exit_on_error, ignore_stop_signals, set_up_logging
+from picotron.run.run_folder import parse_load_path
 
 logger = logging.getLogger("picotron")
 T = TypeVar("T")
 Encoder = TextEncoder | SampleEncoder
 
-VERSION = 3  # part of the keys of cached tokens; add 1 if the same data and tokenizer give other tokens than before
+VERSION = 4  # part of the keys of cached tokens; add 1 if the same data and tokenizer give other tokens than before
 END_OF_TEXT = "<|endoftext|>"
 BATCH_BYTES, BATCH_ITEMS = 2**20, 2**10  # of text that is tokenised at a time
 SHOWN = 10  # number of broken records whose problems are reported
@@ -133,14 +141,19 @@ def read_tokenizer(
         raise UserError(
             f"cannot load a tokenizer from {name!r} ({first_line(error)}); set model.tokenizer to {choices}"
         ) from None
-    tokens = max(tokenizer.get_vocab().values()) + 1  # not len(tokenizer), because ids may have gaps
-    if tokens > model_config.vocab_size:
+    if (tokens := vocabulary_size(tokenizer)) > model_config.vocab_size:
         raise UserError(
             f"the tokenizer {name!r} has {tokens} tokens, but the model's vocab_size is {model_config.vocab_size}; "
             f"choose another model.tokenizer"
         )
     forget_this_process(tokenizer)
     return check_beside_model(tokenizer, config, model_config) if config.model.tokenizer else tokenizer
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the tokenizer's highest token + 1: more than its length, if there are gaps."""
+    size: int = max(tokenizer.get_vocab().values()) + 1
+    return size
 
 
 def forget_this_process(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -198,9 +211,14 @@ def save(tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
 
 def tokenizer_folder(tokenizer: PreTrainedTokenizerBase) -> Path:
     """Return a folder in the cache that has the tokenizer's files only."""
+    return cached("tokenizer", _identity(tokenizer), lambda new: save(tokenizer, new))
+
+
+def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a text that differs between tokenizers whose files differ."""
+    options = {key: value for key, value in tokenizer.init_kwargs.items() if key not in PLACES}
     changeable = tokenizer.chat_template, tokenizer.special_tokens_map  # also after the tokenizer was made
-    settings = json.dumps([tokenizer.init_kwargs, changeable], default=str, sort_keys=True)
-    return cached("tokenizer", f"{_encoding(tokenizer)} {settings}", lambda new: save(tokenizer, new))
+    return _encoding(tokenizer) + json.dumps([options, changeable], default=str, sort_keys=True)
 
 
 def _encoding(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -358,19 +376,11 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder
         progress.update((documents.size or progress.n) - progress.n)  # sizes of records are approximate
 
 
-class TokenisedData(NamedTuple):
-    """Folders in the cache: of the arrays, and of the tokenizer; and its end-of-sequence token."""
-
-    arrays: Path
-    tokenizer: Path
-    end: int | None
-
-
-def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> TokenisedData:
-    """Tokenise the data set, unless its tokens are in the cache.
+def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> Path:
+    """Tokenise the data set, unless its token files are in the cache. Returns their folder.
 
     Args:
-        trained: see `load_data`.
+        trained: see `prepare`.
 
     Raises:
         UserError: see `load_documents`, `load_tokenizer` and `SampleEncoder`.
@@ -378,85 +388,60 @@ def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path |
     section = config.dataset
     documents = load_documents(section, config.training.num_samples, config.training.seed)
     tokenizer = load_tokenizer(config, model_config, documents, trained)
-    end = tokenizer.eos_token_id
-    if section.masks_documents and not section.has_samples and end is None:
-        raise UserError(
-            "dataset.mask_documents=true, but the tokenizer has no end-of-sequence token, which ends documents; set it "
-            "to false, or choose another model.tokenizer"
-        )
+    check_end(section, tokenizer.eos_token_id)
     dtype = np.uint16 if model_config.vocab_size <= 2**16 else np.uint32
-    key: tuple[Any, ...] = (VERSION, documents.key, _encoding(tokenizer), end, dtype.__name__)
-    if section.has_samples:
-        key += (tokenizer.bos_token_id, tokenizer.chat_template)
 
     def write(folder: Path) -> None:
         make_encoder = SampleEncoder if section.has_samples else TextEncoder
         _write_arrays(documents, make_encoder(section.columns, tokenizer, dtype), section.num_proc, folder)
+        save(tokenizer, folder / "tokenizer")
+        sums = checksums(folder)
+        facts = TokenFiles(
+            end=tokenizer.eos_token_id,
+            vocab_size=vocabulary_size(tokenizer),
+            digest=hashlib.sha256(repr(sums).encode()).hexdigest()[:24],
+            sizes={name: (folder / name).stat().st_size for name in sums},
+        )
+        (folder / FILE).write_text(facts.model_dump_json(indent=2) + "\n")
 
-    arrays = cached("tokens", repr(key), write)
-    return TokenisedData(arrays, tokenizer_folder(tokenizer), end)
+    return cached("tokens", repr((VERSION, documents.key, _identity(tokenizer), dtype.__name__)), write)
 
 
-def load_data(
-    config: Config, model_config: PreTrainedConfig, trained: Path | None = None
-) -> tuple[Text | Samples, Path]:
-    """Load the data set as memory-mapped arrays. One process per machine tokenises it, if necessary, and the others
-    wait.
+def prepare(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> Path:
+    """Tokenise the data set: one process per machine does it, if necessary, and the others wait. Every rank must call
+    this.
 
     Args:
         trained: folder of the tokenizer with which the model was trained so far, which `model.tokenizer` "bpe" then
             means; None: train a BPE.
 
     Returns:
-        The data, and the folder of the tokenizer.
+        The folder of the token files on this machine.
 
     Raises:
-        UserError: on every rank, if the machines have different data; see also `write_tokens`.
+        UserError: on every rank, see `write_tokens`.
     """
     local_rank = pgm.process_group_manager.local_rank
-
-    def tokenise() -> tuple[TokenisedData, str, str] | None:
-        if local_rank > 0:
-            return None
-        data = write_tokens(config, model_config, trained)
-        return data, checksums(data.arrays) + checksums(data.tokenizer), platform.node()
-
     # A separate group with a long timeout, because tokenising may take longer than the default timeout of collectives.
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
     try:
-        found = run_on_all_ranks(tokenise, group)
+        folders = run_on_all_ranks(lambda: None if local_rank else write_tokens(config, model_config, trained), group)
     finally:
         dist.destroy_process_group(group)
-    hosts = {digest: host for _, digest, host in filter(None, found)}
-    if len(hosts) > 1:
+    folder = folders[dist.get_rank() - local_rank]  # of this machine, whose ranks are consecutive
+    assert folder is not None
+    return folder
+
+
+def main() -> None:
+    set_up_logging()
+    config = load_config(sys.argv[1:])
+    if config.model.tokenizer == "bpe" and (parse_load_path(config.checkpoint.load_path)[1] or config.model.pretrained):
         raise UserError(
-            f"{' and '.join(hosts.values())} have different tokens or tokenizers for dataset.name="
-            f"{config.dataset.name!r}; copy the same data and tokenizer to all machines"
+            "model.tokenizer='bpe' is the tokenizer of the model from which training starts; set it to the folder of this model"
         )
-    of_machine = found[dist.get_rank() - local_rank]  # whose ranks are consecutive
-    assert of_machine is not None
-    data, *_ = of_machine
-    return read_arrays(config, data), data.tokenizer
+    print_line(str(write_tokens(config, load_model_config(config.model))))
 
 
-def read_arrays(config: Config, data: TokenisedData) -> Text | Samples:
-    """Memory-map the arrays of a data set."""
-    arrays = {path.stem: np.memmap(path, path.suffix[1:], "r") for path in data.arrays.iterdir()}
-    if config.dataset.has_samples:
-        return Samples(**arrays)
-    return Text(arrays["tokens"], data.end if config.dataset.masks_documents else None)
-
-
-def targets_and_bytes(rows: Rows, tokenizer_folder: Path) -> tuple[int, int]:
-    """Count the targets that the loss counts, and the bytes of their text in UTF-8. Special tokens, such as the
-    end-of-sequence token, are targets without text.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    targets = size = 0
-    for batch in in_batches((rows[i] for i in range(len(rows))), lambda row: len(row.target_ids)):
-        # Decoded together, because rows of text can begin and end within a character, such as the bytes of an emoji.
-        parts = [row.target_ids if row.counted is None else row.target_ids[row.counted > 0] for row in batch]
-        ids = np.concatenate(parts).tolist()
-        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        targets, size = targets + len(ids), size + len(text.encode())
-    return targets, size
+if __name__ == "__main__":
+    exit_on_error(main)

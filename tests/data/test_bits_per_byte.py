@@ -10,7 +10,8 @@ from conformance.fuzz.tokenizer_kinds import CORPUS, make_tokenizer
 from conformance.oracle import tiny_llama
 from picotron.data.loader import split_train_eval
 from picotron.data.rows import TextRows
-from picotron.data.tokens import read_arrays, targets_and_bytes, write_tokens
+from picotron.data.token_files import map_token_files, targets_and_bytes
+from picotron.data.tokens import write_tokens
 from tests.support.samples import config_of, encode, write_jsonl
 
 KINDS = ("prepend", "metaspace first", "byte-level", "byte-level trimmed", "ByT5")  # those that can restore any text
@@ -57,8 +58,9 @@ def test_bytes_of_text_are_those_between_the_first_and_the_last_target(
     text = "(" + "".join(TEXTS)  # decoders strip a space in front of the first target
     (tmp_path / "text.txt").write_text(text)
     config = config_of(str(tmp_path / "text.txt"), folder, training__seq_length=seq_length)
-    tokens = read_arrays(config, write_tokens(config, tiny_llama(vocab_size=480))).tokens
-    rows = TextRows(tokens, seq_length)
+    model_config = tiny_llama(vocab_size=480)
+    data, _ = map_token_files(write_tokens(config, model_config), config, model_config)
+    rows = TextRows(data.tokens, seq_length)
     spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     last = min(len(rows) * seq_length, len(spans) - 1)  # the end-of-sequence token after it has no text
     expected = text[spans[1][0] : spans[last][1]].encode()

@@ -43,7 +43,7 @@ def tokenizer(tmp_path: Path) -> str:
 
 def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
     """Tokenise the data set of a config, without a process group."""
-    return np.memmap(write_tokens(config, model_config).arrays / "tokens.uint16", np.uint16, "r")
+    return np.memmap(write_tokens(config, model_config) / "tokens.uint16", np.uint16, "r")
 
 
 def write_file(folder: Path) -> str:

@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 from conformance.oracle import make_config, tiny_llama
 from picotron.config import Config
 from picotron.data.rows import Samples
-from picotron.data.tokens import read_arrays, train_bpe, write_tokens
+from picotron.data.token_files import map_token_files
+from picotron.data.tokens import train_bpe, write_tokens
 
 PROMPTS = {"dataset__prompt_column": "q", "dataset__completion_column": "a"}
 CHAT = {"dataset__messages_column": "chat"}
@@ -42,7 +43,8 @@ def config_of(name: str, tokenizer: str, **keys: Any) -> Config:
 
 def encode(config: Config, vocab_size: int = 300) -> Samples:
     """Tokenise the data set of a config, without a process group."""
-    data = read_arrays(config, write_tokens(config, tiny_llama(vocab_size=vocab_size)))
+    model_config = tiny_llama(vocab_size=vocab_size)
+    data, _ = map_token_files(write_tokens(config, model_config), config, model_config)
     assert isinstance(data, Samples)
     assert isinstance(data.tokens, np.memmap)
     assert len(data.tokens) == len(data.counted) == data.lengths.sum()

@@ -1,0 +1,140 @@
+"""Token files: a data set as a folder of arrays, which `tokens` writes and training maps into memory.
+
+tokens.uint16 or .uint32      the documents as one stream of tokens, or the samples one after the other
+counted.uint8  lengths.int64  for samples, see `Samples`
+tokenizer/                    files of the tokenizer, which checkpoints copy
+token_files.json              see `TokenFiles`
+"""
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from transformers import AutoTokenizer, PreTrainedConfig
+
+from picotron.collectives import run_on_all_ranks
+from picotron.command_line import default_of
+from picotron.config import Config, Dataset
+from picotron.console import UserError, first_line, invalid_value
+from picotron.data.rows import Rows, Samples, Text
+from picotron.files import read_object
+
+FILE = "token_files.json"
+ARRAYS = ("tokens.uint16", "tokens.uint32", "counted.uint8", "lengths.int64")
+KEYS_OF_TEXT = ("dataset.mixture", "dataset.subset_name", "dataset.split", "training.num_samples", "model.tokenizer")
+DECODED = 2**20  # tokens that are decoded at a time
+
+
+class TokenFiles(BaseModel):
+    """Contents of token_files.json."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    end: NonNegativeInt | None
+    """the end-of-sequence token, which follows each document"""
+    vocab_size: NonNegativeInt
+    """highest token of the tokenizer + 1"""
+    digest: str
+    """hash of the other files"""
+    sizes: dict[str, NonNegativeInt]
+    """numbers of bytes of the other files"""
+
+
+def has_token_files(folder: Path) -> bool:
+    """Return, on every rank, whether any rank finds token files in a folder. Every rank must call this."""
+    return any(run_on_all_ranks(lambda: os.path.isfile(folder / FILE)))
+
+
+def load_token_files(folder: Path, config: Config, model_config: PreTrainedConfig) -> tuple[Text | Samples, Path]:
+    """Map the arrays of a folder into memory. Every rank must call this. Returns the data and the tokenizer's folder.
+
+    Raises:
+        UserError: on every rank, if the machines have different data; see also `map_token_files`.
+    """
+    data: list[Text | Samples] = []
+
+    def load() -> tuple[str, str]:
+        mapped, digest = map_token_files(folder, config, model_config)
+        data.append(mapped)  # not returned, because results are sent to all ranks
+        return digest, platform.node()
+
+    hosts = dict(run_on_all_ranks(load))
+    if len(hosts) > 1:
+        raise UserError(
+            f"{' and '.join(hosts.values())} have different tokens or tokenizers for dataset.name="
+            f"{config.dataset.name!r}; copy the same data and tokenizer to all machines"
+        )
+    return data[0], folder / "tokenizer"
+
+
+def map_token_files(folder: Path, config: Config, model_config: PreTrainedConfig) -> tuple[Text | Samples, str]:
+    """Check a folder, and map its arrays into memory. Returns the data and their digest.
+
+    Raises:
+        UserError: the files are damaged, they do not fit the config or the model, or a key has no effect on them.
+    """
+    section, again = config.dataset, "tokenise the data again"
+    if folder == Path(section.name):  # otherwise, these keys had their effect when the files were written
+        given = {f"{name}.{key}": value for name, body in config for key, value in body}
+        if unused := [f"{key}={given[key]!r}" for key in KEYS_OF_TEXT if given[key] != default_of(key)]:
+            raise UserError(*(f"{each} has no effect on the token files in {folder}; remove it" for each in unused))
+    try:
+        facts = TokenFiles.model_validate(read_object(folder / FILE))
+    except ValidationError as error:
+        raise UserError(f"{folder / FILE}: {invalid_value(error.errors()[0])}; {again}") from None
+    for name, size in facts.sizes.items():
+        found = os.path.getsize(folder / name) if os.path.isfile(folder / name) else 0
+        if found != size:
+            raise UserError(
+                f"{folder / name} has {found:,} bytes, but {size:,} were written; copy the whole folder again"
+            )
+    names = [name.split(".") for name in ARRAYS if name in facts.sizes]
+    try:
+        arrays: dict[str, Any] = {name: np.memmap(folder / f"{name}.{dtype}", dtype, "r") for name, dtype in names}
+    except (OSError, ValueError) as error:  # no permission, no tokens, or a part of one
+        raise UserError(f"an array in {folder} cannot be read ({first_line(error)}); {again}") from None
+    counts = {name: int(array.sum()) if name == "lengths" else len(array) for name, array in arrays.items()}
+    if set(counts) not in ({"tokens"}, {*Samples._fields}) or len({*counts.values()}) > 1:
+        raise UserError(f"{folder} has arrays for other numbers of tokens: {counts}; {again}")
+    if section.has_samples != ("lengths" in arrays):
+        raise UserError(
+            f"{folder} has {'samples' if 'lengths' in arrays else 'text'}, but the columns of dataset are "
+            f"{section.columns}; set the keys of the columns with which it was tokenised"
+        )
+    if facts.vocab_size > model_config.vocab_size:
+        raise UserError(
+            f"the tokenizer of {folder} has {facts.vocab_size} tokens, but the model's vocab_size is "
+            f"{model_config.vocab_size}; choose another model, or tokenise the data with another model.tokenizer"
+        )
+    check_end(section, facts.end)
+    end = facts.end if section.masks_documents else None
+    return Samples(**arrays) if section.has_samples else Text(arrays["tokens"], end), facts.digest
+
+
+def check_end(section: Dataset, end: int | None) -> None:
+    """Raise a UserError if documents cannot be masked, because no token ends them."""
+    if section.masks_documents and not section.has_samples and end is None:
+        raise UserError(
+            "dataset.mask_documents=true, but the tokenizer has no end-of-sequence token, which ends documents; set it "
+            "to false, or tokenise the data with another model.tokenizer"
+        )
+
+
+def targets_and_bytes(rows: Rows, tokenizer_folder: Path) -> tuple[int, int]:
+    """Count the targets that the loss counts, and the bytes of their text in UTF-8. Special tokens, such as the
+    end-of-sequence token, are targets without text.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    targets = size = 0
+    count = max(1, DECODED // len(rows[0].target_ids))
+    for first in range(0, len(rows), count):
+        batch = [rows[i] for i in range(first, min(first + count, len(rows)))]
+        # Decoded together, because rows of text can begin and end within a character, such as the bytes of an emoji.
+        parts = [row.target_ids if row.counted is None else row.target_ids[row.counted > 0] for row in batch]
+        ids = np.concatenate(parts).tolist()
+        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        targets, size = targets + len(ids), size + len(text.encode())
+    return targets, size
