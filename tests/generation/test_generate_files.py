@@ -59,9 +59,7 @@ def complete(monkeypatch: pytest.MonkeyPatch, folder: Path, prompts: Path, *word
     return lines_of(output)
 
 
-def test_lines_of_the_output(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_of_the_output(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     words = ("--temperature", 1, "--top_p", 0.99, "--max_new_tokens", 300, "--seed", 3)
@@ -78,76 +76,43 @@ def test_lines_of_the_output(
         assert line["log_probs"] == pytest.approx(expected, rel=1e-5)  # transformers' norms compute in float32
         both = tokenizer.decode(prompt + line["tokens"], skip_special_tokens=True)
         assert line["prompt"] + line["text"] == both
-    printed = capsys.readouterr()
-    assert printed.out == f"7 completions in {tmp_path / 'one.jsonl'}\n"
-    assert "Generating: 100%" in printed.err
     # Neither the format of the file nor the size of the batches changes anything.
     assert_same(complete(monkeypatch, folder, write_prompts(tmp_path / "p.jsonl"), *words, "--batch_size", 3), lines)
 
 
-def test_several_samples_are_consecutive_lines_and_no_text_is_too_short(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_samples_are_consecutive_lines(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines are those of a file that repeats each prompt, whatever the size of the batches."""
-    prompts, words = write_prompts(tmp_path / "prompts.txt"), ("--temperature", 1, "--min_new_tokens", 20)
-    samples = ("--num_return_sequences", 3, "--batch_size", 2)
-    lines = complete(monkeypatch, folder, prompts, *words, *samples)
-    assert capsys.readouterr().out == f"21 completions in {tmp_path / 'one.jsonl'}\n"
-    assert [line["prompt"] for line in lines] == [text for text in TEXTS for _ in range(3)]
-    assert len({tuple(line["tokens"]) for line in lines}) == 21
-    assert min(len(line["tokens"]) for line in lines) >= 20
-    (tmp_path / "prompts.txt").write_text("".join(f"{text}\n" * 3 for text in TEXTS))
+    prompts, words = write_prompts(tmp_path / "prompts.txt"), ("--temperature", 1)
+    lines = complete(monkeypatch, folder, prompts, *words, "--num_return_sequences", 3, "--batch_size", 2)
+    prompts.write_text("".join(f"{text}\n" * 3 for text in TEXTS))
     assert_same(lines, complete(monkeypatch, folder, prompts, *words))
-
-
-def run(folder: Path, prompts: Path, processes: int, *words: object) -> subprocess.Popen[str]:
-    output = prompts.with_name("several.jsonl")
-    arguments = ["--checkpoint", folder, "--prompts", prompts, "--output", output, *words]
-    return subprocess.Popen(
-        [*TORCHRUN, str(processes), "generate.py", *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    assert len({tuple(line["tokens"]) for line in lines}) == 21
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "pp", "tp"), [(4, 2, 2)])
-def test_several_processes_write_the_same_file(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, pp: int, tp: int
-) -> None:
-    prompts = write_prompts(tmp_path / "prompts.jsonl")
-    words = ("--temperature", 1, "--max_new_tokens", 200, "--batch_size", 5, "--num_return_sequences", 2)
+def test_several_processes_write_the_same_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, output = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "several.jsonl"
+    words = ["--temperature", "1", "--max_new_tokens", "200", "--batch_size", "5", "--num_return_sequences", "2"]
     expected = complete(monkeypatch, folder, prompts, *words)
-    process = run(folder, prompts, processes, *words, "--pp_size", pp, "--tp_size", tp)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    assert_same(lines_of(tmp_path / "several.jsonl"), expected)
+    words += ["--checkpoint", str(folder), "--prompts", str(prompts), "--output", str(output)]
+    subprocess.run([*TORCHRUN, "4", "generate.py", *words, "--pp_size", "2", "--tp_size", "2"], timeout=120, check=True)
+    assert_same(lines_of(output), expected)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("p.jsonl", b'{"prompt": "a"}\n{"prompt": \n', r"p.jsonl, line 2, is not valid JSON: .* column 12"),
-        ("p.jsonl", b'{"prompt": "a"}\n\n{"text": "a"}\n', r'line 3, should be an object with a text "prompt"'),
-        ("p.jsonl", b'{"prompt": "\xff"}\n', r"line 1, is not valid UTF-8; save the file as UTF-8"),
-        ("p.jsonl", b'{"prompt": "\\ud800"}\n', r"line 1, the text has an unpaired surrogate"),
-        (
-            "p.jsonl",
-            b'{"messages": []}\n',
-            r'line 1, should have a list of "messages", each with two texts: {"messages": ',
-        ),
-        (
-            "p.jsonl",
-            b'{"messages": [{"role": "user", "content": "a"}], "tools": 5}\n',
-            r"line 1, the column 'tools' should have a list of JSON schemas",
-        ),
-        ("p.txt", b"a\nb\xff\n", r"p.txt, line 2, is not valid UTF-8; save the file as UTF-8"),
-        ("p.txt", b"", r"p.txt has no prompts; write one on each line"),
+        ("p.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "p.jsonl, line 2, is not valid JSON"),
+        ("p.jsonl", b'{"prompt": "a"}\n\n{"text": "a"}\n', 'line 3, should be an object with a text "prompt"'),
+        ("p.jsonl", b'{"prompt": "\\ud800"}\n', "line 1, the text has an unpaired surrogate"),
+        ("p.jsonl", b'{"messages": []}\n', 'line 1, should have a list of "messages"'),
+        ("p.txt", b"a\nb\xff\n", "p.txt, line 2, is not valid UTF-8"),
+        ("p.txt", b"", "p.txt has no prompts"),
     ],
 )
-def test_broken_lines_are_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+def test_broken_lines_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_prompts(tmp_path / name)
 
@@ -155,15 +120,10 @@ def test_broken_lines_are_named(tmp_path: Path, name: str, content: bytes | None
 @pytest.mark.parametrize(
     ("world_size", "words", "message"),
     [
-        (
-            1,
-            ["--pp_size", "2"],
-            "pp_size=2 x tp_size=1 needs a multiple of 2 processes, but 1 started; use torchrun .* 2",
-        ),
-        (4, ["--distributed.pp_size", "4"], "needs at least 4 layers, one per stage, but num_hidden_layers=3"),
-        (1, ["--top_p", "0"], "top_p=0.0 should be above 0 and at most 1"),
-        (1, ["--output", "LOOP"], "cannot write --output .*: Too many levels of symbolic links; choose another file"),
-        (1, ["--output", "/dev/full"], "cannot write --output /dev/full: No space left on device; choose another file"),
+        (1, ["--pp_size", "2"], "pp_size=2 x tp_size=1 needs a multiple of 2 processes"),
+        (4, ["--distributed.pp_size", "4"], "num_hidden_layers=3"),
+        (1, ["--top_p", "0"], "top_p=0.0"),
+        (1, ["--output", "/dev/full"], "/dev/full: No space left on device"),
     ],
 )
 def test_layouts_and_outputs_that_do_not_work(
@@ -171,8 +131,6 @@ def test_layouts_and_outputs_that_do_not_work(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     (tmp_path / "o").write_text("results of yesterday\n")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    words = [word.replace("LOOP", str(tmp_path / "loop")) for word in words]
     arguments = ["--checkpoint", folder, "--prompts", write_prompts(tmp_path / "p.txt"), "--output", tmp_path / "o"]
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments), *words])
     with pytest.raises(UserError, match=message):
@@ -184,7 +142,7 @@ def test_a_checkpoint_that_is_written_while_ranks_start_is_an_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(program, "run_on_all_ranks", lambda name: [name(), "step_00000160"])
-    with pytest.raises(UserError, match=r"some ranks read \w+ and others step_00000160, .*; name one of them"):
+    with pytest.raises(UserError, match="others step_00000160"):
         complete(monkeypatch, folder, write_prompts(tmp_path / "p.txt"))
 
 
@@ -202,9 +160,6 @@ def test_a_prompt_that_the_model_cannot_read_is_named_before_anything_is_generat
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "p.txt").write_text("a\nb\nc <new>\n")
-    with pytest.raises(UserError, match=r"p\.txt, line 3, has a token that is not in the vocabulary of \d+ tokens"):
-        complete(monkeypatch, tmp_path, tmp_path / "p.txt", "--batch_size", 1)
-    (tmp_path / "p.txt").write_text("a\n\n" + "word " * 10_000 + "\n")
-    with pytest.raises(UserError, match=r"p\.txt, line 3, has [\d,]+ tokens, but texts end at 64 tokens"):
+    with pytest.raises(UserError, match="line 3, has a token that is not in the vocabulary"):
         complete(monkeypatch, tmp_path, tmp_path / "p.txt", "--batch_size", 1)
     assert not (tmp_path / "one.jsonl").exists()

@@ -1,8 +1,9 @@
 """Generation in every layout: transformers' tokens and log-probabilities, the same draws, and nothing left behind."""
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conformance.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama
+from conformance.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
 from conformance.training import Loader, all_stages, batches, layout_name, stage_of, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
@@ -68,7 +69,7 @@ def continued(prompt: Sequence[int], new: int, **options: Any) -> Completion:
 
 @functools.cache
 def expected(prompt: tuple[int, ...], new: int) -> Completion:
-    return continued(prompt, new) if new else Completion([], [])
+    return continued(prompt, new)
 
 
 def greedy(sampling: Sampling) -> list[Completion]:
@@ -87,10 +88,9 @@ def greedy(sampling: Sampling) -> list[Completion]:
 
 
 LAYOUTS: list[dict[str, Any]] = [
-    {},
     {"tp_size": 2},
-    {"pp_size": 2, "tp_size": 2, "dp_size": 2},
     {"pp_size": 2, "pp_engine": "zbv"},
+    {"pp_size": 2, "tp_size": 2, "dp_size": 2},
 ]
 
 
@@ -99,55 +99,18 @@ def test_tokens_equal_transformers_and_draws_those_of_one_process(pool: WorkerPo
     plain = greedy(Sampling(70))
     end, first = plain[1].tokens[3], plain[3].tokens[0]  # the second one ends a sequence with its first token
     samplings = [Sampling(70), Sampling(15, ends=(end,)), Sampling(15, ends=(first, end))]
-    samplings += [
-        Sampling(70, max_length=13),
-        Sampling(15, ends=(end,), max_length=17),
-    ]  # 13: room for one token or more
+    samplings += [Sampling(70, max_length=13), Sampling(15, ends=(end,), max_length=17)]  # 13: room for one or more
     samplings += [Sampling(15, 0.9, top_k=20, top_p=0.8, seed=3, ends=(5,)), Sampling(100, 2.0, seed=1, ends=(5, 7))]
     cases = [(PROMPTS, sampling) for sampling in samplings]
-    found = results(pool, layout, cases)
+    *found, few, none = results(pool, layout, [*cases, ([PROMPTS[3]], Sampling(6)), (PROMPTS, Sampling(0))])
+    assert_same(few, [expected(tuple(PROMPTS[3]), 6)])  # some groups are empty
+    assert none == [Completion([], [])] * len(PROMPTS)
     for ours, sampling in zip(found[:5], samplings, strict=False):
         assert_same(ours, greedy(sampling))
     (alone,) = pool.run(run, 1, {}, cases[5:])
     for ours, theirs in zip(found[5:], alone, strict=True):
         assert_same(ours, theirs)
     assert len({len(each.tokens) for each in found[-1]}) > 4  # sequences end at different times
-
-
-EDGES: list[tuple[Prompts, int]] = [
-    ([], 5),
-    ([[5]], 6),  # fewer prompts than ranks
-    ([[5], [7]], 1),
-    ([[5], [7], [9]], 0),
-    ([PROMPTS[3]], 70),
-]
-
-
-@pytest.mark.parametrize("layout", [{"pp_size": 3}, {"pp_size": 2, "dp_size": 2}], ids=layout_name)
-def test_few_and_short_prompts(pool: WorkerPool, layout: dict[str, Any]) -> None:
-    end = greedy(Sampling(70))[1].tokens[3]
-    together = ([PROMPTS[1]] * 5, Sampling(70, ends=(end,)))  # all sequences end in the same round
-    *found, ended = results(pool, layout, [*((prompts, Sampling(new)) for prompts, new in EDGES), together])
-    for (prompts, new), ours in zip(EDGES, found, strict=True):
-        assert_same(ours, [expected(tuple(prompt), new) for prompt in prompts])
-    assert_same(ended, [greedy(Sampling(70, ends=(end,)))[1]] * 5)
-
-
-def test_draws_depend_on_the_number_of_the_prompt(pool: WorkerPool) -> None:
-    for ours in pool.run(numbered, 1):
-        assert_same(ours["some"], ours["all"][2:5])
-        assert len({tuple(each.tokens) for each in ours["copies"]}) == 4
-        assert ours["other seed"] != ours["all"]
-
-
-def numbered() -> dict[str, list[Completion]]:
-    stage, sampling = stage_of(config_of({}), MODEL), Sampling(10, 1.0, seed=1)
-    return {
-        "all": generate(stage, PROMPTS, sampling),
-        "some": generate(stage, PROMPTS[2:5], sampling, first=2),
-        "copies": generate(stage, [PROMPTS[0]] * 4, sampling),
-        "other seed": generate(stage, PROMPTS, Sampling(10, 1.0, seed=2)),
-    }
 
 
 # ------------------------------------------------------------------------------------- allowed tokens, several samples
@@ -162,20 +125,17 @@ def tensor_after(tokens: list[int]) -> Tensor:
     return torch.tensor(allowed_after(tokens))
 
 
-@pytest.mark.parametrize("layout", [{}, {"pp_size": 2, "tp_size": 2}], ids=layout_name)
-def test_first_tokens_do_not_end_and_only_allowed_ones_are_drawn_as_in_transformers(
-    pool: WorkerPool, layout: dict[str, Any]
-) -> None:
+def test_first_tokens_do_not_end_and_only_allowed_ones_are_drawn_as_in_transformers(pool: WorkerPool) -> None:
     plain = greedy(Sampling(70))
     ends = (plain[3].tokens[0], plain[1].tokens[3], 61)  # some tokenizers have an end token that the model lacks
     constraints: list[dict[str, Any]] = [
-        *({"min_new_tokens": least} for least in (1, 6, 15)),
+        {"min_new_tokens": 6},
         {"allowed_tokens": allowed_after},
         {"allowed_tokens": tensor_after, "min_new_tokens": 6},
     ]
     samplings = [Sampling(15, ends=ends, **each) for each in constraints]
     samplings += [Sampling(15, 1.0, seed=2, ends=ends, **each) for each in constraints]
-    found = results(pool, layout, [(PROMPTS, sampling) for sampling in samplings])
+    found = results(pool, {"pp_size": 2, "tp_size": 2}, [(PROMPTS, sampling) for sampling in samplings])
     for ours, constraint in zip(found, constraints, strict=False):
         options: dict[str, Any] = {"eos_token_id": list(ends), "min_new_tokens": constraint.get("min_new_tokens")}
         if "allowed_tokens" in constraint:
@@ -186,82 +146,48 @@ def test_first_tokens_do_not_end_and_only_allowed_ones_are_drawn_as_in_transform
         for prompt, (tokens, _) in zip(PROMPTS, completions, strict=True):
             if sampling.allowed_tokens:
                 assert all(token in allowed_after(prompt + tokens[:i]) for i, token in enumerate(tokens))
-    (alone,) = pool.run(run, 1, {}, [(PROMPTS, sampling) for sampling in samplings[5:]])
-    for ours, theirs in zip(found[5:], alone, strict=True):
-        assert_same(ours, theirs)
 
 
-def samples_of_one_prompt() -> tuple[list[Completion], list[Completion], list[Completion], list[int]]:
-    stage, sampling = stage_of(config_of({}), MODEL), Sampling(4, 1.0, seed=1, num_return_sequences=500)
-    computed: list[int] = []
-    stage.module.model.layers["0"].register_forward_pre_hook(
-        lambda _, inputs: computed.append(inputs[0][..., 0].numel())
-    )
-    together = generate(stage, PROMPTS[1:3], sampling)
-    return together, generate(stage, PROMPTS[2:3], sampling, first=1), generate(stage, [[5]], sampling), computed[:4]
-
-
-def test_samples_follow_the_probabilities_of_the_model_and_share_a_prefill(pool: WorkerPool) -> None:
-    """Four standard deviations of the frequency of the likeliest first token in 500 independent draws."""
-    ((together, second, other, computed),) = pool.run(samples_of_one_prompt, 1)
-    assert_same(together[500:], second)
-    assert computed == [len(PROMPTS[1]) + len(PROMPTS[2]), 1000, 1000, 1000]
-    for prompt, completions in zip([*PROMPTS[1:3], [5]], [together[:500], second, other], strict=True):
-        with torch.no_grad():
-            probability, token = reference()(torch.tensor([prompt])).logits[0, -1].softmax(-1).max(-1)
-        frequency = sum(each.tokens[0] == token for each in completions) / 500
-        assert abs(frequency - probability) < 4 * (probability * (1 - probability) / 500) ** 0.5
+def test_equal_prompts_share_a_prefill() -> None:
+    group = generation.Group({0: [1, 2], 1: [1, 2], 2: [3]}, Sampling(3), 0, CPU)
+    assert group.inputs["input_ids"].tolist() == [[1, 2, 3]]
 
 
 # ------------------------------------------------------------------------------------------------------ communication
 
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "barrier")
-COLLECTIVES += ("all_to_all_single", "broadcast", "broadcast_object_list", "reduce", "reduce_scatter_tensor", "gather")
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "barrier", "broadcast")
+NEW = 9
 
 
-def count_calls(layout: dict[str, Any], prompts: Prompts, new: int) -> tuple[int, Counter[str], Counter[str]]:
-    """Return the pp rank, the number of collectives by name, and the number of tensors sent and received."""
-    stage, collectives, messages = stage_of(config_of(layout), MODEL), Counter[str](), Counter[str]()
+def count_calls(layout: dict[str, Any]) -> tuple[int, Counter[str]]:
+    """Return the pp rank, and the numbers of collectives and of tensors sent and received, by name."""
+    stage, calls = stage_of(config_of(layout), MODEL), Counter[str]()
     start = dist.batch_isend_irecv
 
     def start_batch(operations: list[dist.P2POp]) -> Any:
-        messages.update(operation.op.__name__ for operation in operations)
+        calls.update(operation.op.__name__ for operation in operations)
         return start(operations)
 
-    def counted(name: str) -> Any:
-        function = getattr(dist, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            collectives[name] += 1
-            return function(*arguments, **options)
-
-        return mock.patch.object(dist, name, call)
-
-    with mock.patch.object(dist, "batch_isend_irecv", start_batch):
-        patches = [counted(name) for name in COLLECTIVES]
-        for patch in patches:
-            patch.start()
-        generate(stage, prompts, Sampling(new))
-        mock.patch.stopall()
-    return pgm.process_group_manager.pp_rank, collectives, messages
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", start_batch))
+        counted = {
+            name: stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name))) for name in COLLECTIVES
+        }
+        generate(stage, PROMPTS, Sampling(NEW))
+    return pgm.process_group_manager.pp_rank, calls + Counter({name: each.call_count for name, each in counted.items()})
 
 
-@pytest.mark.parametrize("new", [1, 9])
-def test_no_collective_per_token(pool: WorkerPool, new: int) -> None:
+def test_no_collective_per_token(pool: WorkerPool) -> None:
     """The tokens that travel with the hidden states say which sequences have ended; a single collective gathers the
     completions at the end. With tensor parallelism, its layers add theirs, and the drawn tokens are broadcast.
     """
-    for count, groups in ((7, 2), (2, 1)):  # with one prompt for each pipeline, the second group is empty
-        found = pool.run(count_calls, 4, {"pp_size": 2, "dp_size": 2}, PROMPTS[:count], new)
-        for pp_rank, collectives, messages in found:
-            assert collectives == {"all_gather_object": 1}
-            forward, tokens = groups * (1 + 2 * (new - 1)), groups * (new - 1)
-            assert messages["isend"] == (forward, tokens)[pp_rank]
-            assert messages["irecv"] == (tokens, forward)[pp_rank]
-    for _, collectives, messages in pool.run(count_calls, 2, {"tp_size": 2}, PROMPTS, new):
+    forward, tokens = 2 * (1 + 2 * (NEW - 1)), 2 * (NEW - 1)  # of two groups
+    for pp_rank, calls in pool.run(count_calls, 4, {"pp_size": 2, "dp_size": 2}):
+        sent, received = ((forward, tokens), (tokens, forward))[pp_rank]
+        assert calls == {"all_gather_object": 1, "isend": sent, "irecv": received}
+    for _, calls in pool.run(count_calls, 2, {"tp_size": 2}):
         per_forward = 1 + 2 * MODEL.num_hidden_layers  # the embedding, and each attention and MLP
-        assert collectives == {"all_gather_object": 1, "broadcast": new, "all_reduce": per_forward * new}
-        assert not messages
+        assert calls == {"all_gather_object": 1, "broadcast": NEW, "all_reduce": per_forward * NEW}
 
 
 # ----------------------------------------------------------------------------------------------- training and memory
@@ -307,58 +233,32 @@ def test_finished_groups_free_their_caches(pool: WorkerPool) -> None:
 # ------------------------------------------------------------------------------------------------------------- mistakes
 
 
-def mistake(layout: dict[str, Any], prompts: Prompts) -> str:
+def mistake(layout: dict[str, Any], prompts: Prompts, options: dict[str, Any]) -> str:
     with pytest.raises(UserError) as error:
-        generate(stage_of(config_of(layout), MODEL), prompts, Sampling(3))
+        generate(stage_of(config_of(layout), MODEL), prompts, Sampling(3, ends=(5,), **options))
     return str(error.value)
-
-
-def test_mistakes_have_a_sentence_on_every_rank(pool: WorkerPool) -> None:
-    cases: list[tuple[dict[str, Any], Prompts, str]] = [
-        ({"pp_size": 2}, [[1], []], "prompts[1] has no tokens; give it at least one"),
-        (
-            {"dp_size": 2},
-            [[1, 61]],
-            "prompts[0] has a token that is not in the vocabulary of 61 tokens; use the model's",
-        ),
-        ({"dp_size": 2, "dp_engine": "zero3"}, [[1]], "because dp_engine='zero3' divides them; use another dp_engine"),
-    ]
-    for layout, prompts, sentence in cases:
-        for found in pool.run(mistake, 2, layout, prompts):
-            assert sentence in found
 
 
 def nothing(tokens: list[int]) -> list[int]:
     return [] if len(tokens) > 3 else [7]
 
 
-def as_mask(tokens: list[int]) -> Tensor:
-    return torch.ones(61, dtype=torch.bool)
-
-
 def end_only(tokens: list[int]) -> list[int]:
     return [5]
 
 
-def wrong_function(allowed: Callable[[list[int]], Any]) -> str:
-    sampling = Sampling(3, ends=(5,), min_new_tokens=1, allowed_tokens=allowed)
-    with pytest.raises(UserError) as error:
-        generate(stage_of(config_of({}), MODEL), [[1, 2]], sampling)
-    return str(error.value)
-
-
 @pytest.mark.parametrize(
-    ("allowed", "sentence"),
+    ("layout", "prompts", "options", "problem"),
     [
-        (
-            nothing,
-            "allowed_tokens returned [] for a sequence of 4 tokens; return one or more integers from 0 to 60, in a list or an int64 tensor",
-        ),
-        (as_mask, "allowed_tokens returned tensor([True, True"),
-        (end_only, "no token is left to draw, because min_new_tokens=1 excludes the end tokens, and there are no"),
+        ({"pp_size": 2}, [[1], []], {}, "prompts[1] has no tokens"),
+        ({"dp_size": 2}, [[1, 61]], {}, "prompts[0] has a token that is not in the vocabulary of 61 tokens"),
+        ({"dp_size": 2, "dp_engine": "zero3"}, [[1]], {}, "dp_engine='zero3'"),
+        ({}, [[1, 2]], {"allowed_tokens": nothing}, "allowed_tokens returned [] for a sequence of 4 tokens"),
+        ({}, [[1, 2]], {"allowed_tokens": end_only, "min_new_tokens": 1}, "min_new_tokens=1 excludes the end tokens"),
     ],
 )
-def test_functions_of_allowed_tokens_that_leave_no_token_or_an_unknown_one(
-    pool: WorkerPool, allowed: Callable[[list[int]], Any], sentence: str
+def test_mistakes_are_errors_on_every_rank(
+    pool: WorkerPool, layout: dict[str, Any], prompts: Prompts, options: dict[str, Any], problem: str
 ) -> None:
-    assert pool.run(wrong_function, 1, allowed)[0].startswith(sentence)
+    for found in pool.run(mistake, config_of(layout).distributed.world_size, layout, prompts, options):
+        assert problem in found

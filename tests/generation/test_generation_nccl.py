@@ -26,10 +26,8 @@ from tests.support.nccl_programs import describe, recorded_rank
 
 ROUNDS = 4
 LAYOUTS: list[dict[str, Any]] = [
-    {"pp_size": 2},
     {"pp_size": 3, "pp_engine": "interleaved_1f1b"},
     {"pp_size": 3, "pp_engine": "zbv"},
-    {"pp_size": 4, "tp_size": 2, "sequence_parallel": True},
     {"pp_size": 2, "pp_engine": "dualpipev", "tp_size": 2, "dp_size": 2},
 ]
 allocate = Rotation.buffers

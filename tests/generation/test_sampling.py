@@ -64,21 +64,14 @@ def test_end_tokens_are_masked_as_in_transformers(new: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens=-1 should be at least 0"),
-        ({"temperature": float("nan")}, "temperature=nan should be at least 0"),
-        ({"top_k": -2}, "top_k=-2 should be at least 0"),
-        ({"top_p": 1.1}, "top_p=1.1 should be above 0 and at most 1"),
-        ({"min_new_tokens": 2}, "min_new_tokens=2 should be from 0 to max_new_tokens=1"),
-        ({"num_return_sequences": 0, "temperature": 1}, "num_return_sequences=0 should be at least 1"),
-        ({"top_k": 5}, "top_k=5 needs a temperature above 0, because .*; set a temperature, or remove top_k"),
-        (
-            {"num_return_sequences": 2},
-            "num_return_sequences=2 needs a temperature above 0, because temperature 0 always",
-        ),
-        (
-            {"top_p": 0.5, "seed": 1},
-            "2 problems:\n  - top_p=0.5 needs a temperature .*\n  - seed=1 needs a temperature",
-        ),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": -2}, "top_k=-2"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"min_new_tokens": 2}, "min_new_tokens=2 .* max_new_tokens=1"),
+        ({"num_return_sequences": 0, "temperature": 1}, "num_return_sequences=0"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2 needs a temperature"),
+        ({"top_k": 5, "top_p": 0.5, "seed": 1}, "3 problems"),
     ],
 )
 def test_numbers_out_of_range_are_errors(arguments: dict[str, float], message: str) -> None:
