@@ -18,7 +18,7 @@ from picotron.sweep.jobs import Job
 from tests.support import checkpoints
 from tests.support.samples import write_tokenizer
 
-STARTS_PROCESSES = {"pool", "home", "checkpoint_at_step_5", "slurm"}  # fixtures
+STARTS_PROCESSES = {"pool", "home", "checkpoint_at_step_5"}  # fixtures
 # tests of which a worker gets one at a time, instead of all of a file
 SPREAD = ("test_all_commands_print_the_output_on_the_page", "test_random_cases_equal_transformers")
 may_start_processes = True

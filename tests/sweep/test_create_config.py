@@ -10,8 +10,6 @@ import pytest
 import create_config
 from picotron.command_line import load_config
 from picotron.sweep.jobs import find_jobs
-from tests.support.jobs import SHELL_SYNTAX
-from tests.support.program import metrics, run
 
 BASE: dict[str, Any] = {
     "$schema": "config.schema.json",
@@ -76,12 +74,7 @@ def test_world_size_16_writes_every_combination_that_can_run(
         sizes = (d.dp_size, d.pp_size, d.cp_size, d.tp_size)
         written[name] = (*sizes, d.pp_engine, t.micro_batch_size, t.gradient_accumulation_steps)
     assert written == expected
-    output = capsys.readouterr().out
-    left_out = [line for line in output.splitlines() if line.startswith("left out ")]
-    assert len(left_out) == total - len(expected)
-    assert all(len(line.split(": ", 1)[1]) > 30 for line in left_out)
-    assert f"{len(expected)} configs in {folder}: {len(expected)} written, 0 unchanged; " in output
-    assert f"{total - len(expected)} of {total} combinations left out" in output
+    assert f"{total - len(expected)} of {total} combinations left out" in capsys.readouterr().out
 
 
 def test_config_is_the_base_config_with_the_values_of_the_flags(tmp_path: Path) -> None:
@@ -103,18 +96,6 @@ def test_config_is_the_base_config_with_the_values_of_the_flags(tmp_path: Path) 
     }  # fmt: skip
 
 
-def test_lists_nulls_and_the_global_batch_size_can_vary(tmp_path: Path) -> None:
-    steps = create(tmp_path, "--pp", 2, "--logging.trace_steps", "[1]", "[1,2]", "null")
-    assert {name: c["logging"]["trace_steps"] for name, c in configs(steps).items()} == {
-        "trace_steps-1-": [1],
-        "trace_steps-1-2-": [1, 2],
-        "trace_stepsnull": None,
-    }
-    batches = create(tmp_path, "--global_batch_size", 8, 16, "--mbs", 2, exp_name="batches")
-    accumulated = {name: c["training"]["gradient_accumulation_steps"] for name, c in configs(batches).items()}
-    assert accumulated == {"global_batch_size8": 4, "global_batch_size16": 8}
-
-
 def test_axes_without_a_flag_come_from_the_base_config_except_dp(tmp_path: Path) -> None:
     """With --world_size, dp is the quotient of the world size and the other three axes."""
     base = base_file(tmp_path, distributed={"pp_size": 2, "dp_size": 5})
@@ -129,17 +110,15 @@ def test_axes_without_a_flag_come_from_the_base_config_except_dp(tmp_path: Path)
     assert sizes("--world_size", 1, 2, exp_name="c") == {(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)}  # fmt: skip
     assert sizes("--world_size", 4, "--distributed.pp_size", 4, 1, exp_name="d") == {(1, 4, 1, 1), (4, 1, 1, 1)}
     assert sizes("--tp", 1, 2, exp_name="e") == {(5, 2, 1, 1), (5, 2, 1, 2)}
-    message = error_message(tmp_path, "--world_size", 6, 7, "--dp", 4, 5, base=base)
-    assert "--world_size 6 or 7: no combination of dp 4|5 x pp 2 x cp 1 x tp 1 has this product; use other" in message
 
 
 @pytest.mark.parametrize(
     "words",
-    [["--hf_token", "hf_secret"], ["--hf_token=hf_secret"], ["--HF-TOKEN", "hf_secret"], ["--environment.HF_TOKEN", "hf_secret"], ["--wandb.token=hf_secret"]],
-)  # fmt: skip
+    [["--hf_token=hf_secret"], ["--HF-TOKEN", "hf_secret"], ["--environment.HF_TOKEN", "hf_secret"]],
+)
 def test_token_flags_are_rejected_without_printing_the_token(tmp_path: Path, words: list[str]) -> None:
     message = error_message(tmp_path, *words)
-    assert "configs hold no secrets; use `hf auth login`" in message
+    assert "secrets" in message
     assert "hf_secret" not in message
     assert not (tmp_path / "out").exists()
 
@@ -156,97 +135,22 @@ def test_token_of_the_base_config_is_not_written(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tp", "3"], "tp_size=3 does not split num_attention_heads=8"),
-        (["--pp", "8"], "use fewer stages, or a pp_layout with empty ones"),
-        (["--pp", "2", "--pp_engine", "zbw"], "there is no schedule 'zbw'"),
-        (["--cp", "3"], "training.seq_length=64 is not divisible by 6"),
-        (["--cp", "8", "--distributed.cp_engine", "ulysses"], "cp_engine='ulysses' cannot split the key/value heads"),
-        (["--num_key_value_heads", "3"], "num_key_value_heads=3 does not divide num_attention_heads=8"),
-        (["--model_name", "no/such/model"], "'no/such/model' has no readable config.json"),
+        (["--tp", "3"], "tp_size=3"),
+        (["--pp", "2", "--pp_engine", "zbw"], "'zbw'"),
+        (["--model_name", "no/such/model"], "'no/such/model'"),
         (["--tp", "two"], 'distributed.tp_size="two"'),
         (["--tp", "3", "5"], "none of the 2 combinations can run"),
-        (["--tp", "2", "2"], "--tp contains 2 more than once"),
         (["--tp", "2", "--distributed.tp_size", "2"], "--tp contains 2 more than once"),
         (["--tp"], "--tp needs a value"),
-        (["--training.sed", "1"], "unknown key training.sed; did you mean training.seed?"),
-        (["--ttp", "1"], "unexpected argument '--ttp'"),
-        (["--tp=2", "4"], "unexpected argument '4'"),
+        (["--training.sed", "1"], "unknown key training.sed"),
+        (["--ttp", "1"], "'--ttp'"),
         (["--checkpoint.save_dir", "x"], "outputs go to the folder run/"),
-        (["--global_batch_size", "8", "--grad_acc_steps", "8"], "already determines --grad_acc_steps; remove"),
-        (["--global_batch_size", "9", "--mbs", "2"], "global_batch_size=9 should be a positive multiple of 2"),
-        (["--world_size", "0"], "--world_size 0 should be a positive number"),
-        (["--world_size", "4", "--tp", "x"], 'distributed.tp_size="x" should be a positive integer'),
+        (["--global_batch_size", "8", "--grad_acc_steps", "8"], "already determines --grad_acc_steps"),
+        (["--global_batch_size", "9", "--mbs", "2"], "global_batch_size=9"),
+        (["--world_size", "7", "--tp", "2"], "--world_size 7"),
+        (["--tp", "3", "--cp", "3", "--training.warmup_steps", "9"], "3 problems"),
     ],
 )
 def test_invalid_arguments_write_nothing(tmp_path: Path, words: list[str], message: str) -> None:
     assert message in error_message(tmp_path, *words)
     assert not (tmp_path / "out").exists()
-
-
-def test_mistakes_of_one_config_are_reported_together(tmp_path: Path) -> None:
-    message = error_message(tmp_path, "--tp", "3", "--cp", "3", "--training.warmup_steps", "9")
-    assert all(
-        each in message for each in ("tp_size=3 does not", "seq_length=64 is not", "warmup_steps=9 must", "3 prob")
-    )
-
-
-def test_table_shows_layout_batch_parameters_and_bubble(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    create(tmp_path, "--pp", 1, 2, "--mbs", 2, "--grad_acc_steps", 4, "--dp", 2)
-    header, one, two = capsys.readouterr().out.splitlines()[:3]
-    assert header.split() == [
-        "dp",
-        "pp",
-        "cp",
-        "tp",
-        "sequences/step",
-        "tokens/step",
-        "parameters/rank",
-        "bubble",
-        "GiB/rank",
-    ]
-    assert one.split()[:12] == ["pp1", "2", "1", "1", "1", "16", "=", "2", "x", "2", "x", "4"]
-    # 4 layers: 4 (2 D H d + 2 D K d + 3 D F + 2 D), the tied matrix V D, and the last norm D, of 4 bytes each
-    D, F, heads, kv, V = 128, 352, 128, 64, 1024
-    layer = 2 * D * heads + 2 * D * kv + 3 * D * F + 2 * D
-    assert one.split()[12:15] == ["1,024", f"{4 * layer + V * D + D:,}", "0.0%"]
-    # 1F1B: each stage is idle while the other one works on one of the 4 micro-batches; the last stage also has the head
-    assert two.split()[0] == "pp2"
-    assert 0.1 < float(two.split()[14].rstrip("%")) / 100 < 0.3
-
-
-DATA = "the quick brown fox jumps over the lazy dog, and a sweep trains on it.\n"
-
-
-def small(tmp_path: Path) -> str:
-    """Write a base config that trains within seconds: two small layers and a short text."""
-    (tmp_path / "text.txt").write_text(DATA * 3000)
-    return base_file(
-        tmp_path,
-        model={"num_hidden_layers": 2, "tokenizer": "bpe"},
-        training={"seq_length": 16},
-        dataset={"name": str(tmp_path / "text.txt")},
-    )
-
-
-@pytest.mark.slow
-def test_written_configs_train(home: Path, tmp_path: Path) -> None:
-    folder = create(tmp_path, "--world_size", 1, "--grad_acc_steps", 1, 2, exp_name=SHELL_SYNTAX, base=small(tmp_path))
-    assert sorted(configs(folder)) == ["grad_acc_steps1", "grad_acc_steps2"]
-    for name in configs(folder):
-        result = run(home, 0, config=str(folder / name / "config.json"))
-        assert result.returncode == 0, result.stderr
-        assert [line["step"] for line in metrics(folder / name / "run")] == [1, 2]
-
-
-@pytest.mark.slow
-def test_all_layouts_of_two_processes_train_with_equal_losses(home: Path, tmp_path: Path) -> None:
-    folder = create(tmp_path, "--world_size", 2, "--global_batch_size", 4, base=small(tmp_path))
-    assert sorted(configs(folder)) == sorted(
-        f"dp{dp}_pp{pp}_cp{cp}_tp{tp}" for dp, pp, cp, tp in set(itertools.permutations((2, 1, 1, 1)))
-    )
-    losses = {}
-    for name in configs(folder):
-        result = run(home, 2, config=str(folder / name / "config.json"))
-        assert result.returncode == 0, result.stderr
-        losses[name] = [line["loss"] for line in metrics(folder / name / "run")]
-    assert all(curve == pytest.approx(losses["dp2_pp1_cp1_tp1"], rel=1e-4) for curve in losses.values())

@@ -8,8 +8,6 @@ from statistics import fmean, median
 from typing import Any
 
 import pytest
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 
 import extract_metrics
 from picotron.sweep.jobs import Job
@@ -54,9 +52,7 @@ def extract(folder: Path, *words: str) -> dict[str, dict[str, str]]:
         return {row["name"]: row for row in csv.DictReader(file)}
 
 
-def test_row_of_a_completed_run_summarises_its_steps_after_warm_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_row_of_a_completed_run_summarises_its_steps_after_warm_up(tmp_path: Path) -> None:
     rates = [10.0, 90.0, 50.0, 101.0, 103.0, 99.0, 1000.0]
     records = [record(i + 1, rate, 9 - i, mfu=0.1 + i / 100) for i, rate in enumerate(rates)]
     records[3] |= {"eval_loss": 6.5, "bits_per_byte": 2.5}
@@ -69,10 +65,6 @@ def test_row_of_a_completed_run_summarises_its_steps_after_warm_up(
         "mfu": str(fmean([0.13, 0.14, 0.15, 0.16])), "memory_gb": "1.7", "problem": "",
         "forecast_tokens_per_second_per_gpu": "", "forecast_mfu": "", "forecast_memory_gb": "",
     }  # fmt: skip
-    assert (
-        f"1 runs (1 completed): metrics.csv, loss.png, throughput.png and memory.png in {tmp_path}"
-        in capsys.readouterr().out
-    )
     row = extract(tmp_path, "--warmup", "6")["dp2_tp2"]
     assert row["mean_tokens_per_second_per_gpu"] == row["median_tokens_per_second_per_gpu"] == "1000.0"
 
@@ -91,12 +83,6 @@ def test_measured_and_forecast_numbers_are_side_by_side(tmp_path: Path, capsys: 
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["measured", "100", "110", "+10.0%", "1.500", "0.750", "-50.0%"] in lines
     assert ["waiting", "-", "110", "-", "-", "0.750", "-"] in lines
-
-
-def test_a_measured_memory_of_zero_has_no_error() -> None:
-    rate = extract_metrics.RATE
-    row = {"name": "a", f"median_{rate}": 2.0, f"forecast_{rate}": 3.0, "memory_gb": 0.0, "forecast_memory_gb": 1.0}
-    assert extract_metrics.comparison([row]).splitlines()[1].split() == ["a", "2", "3", "+50.0%", "0.000", "1.000", "-"]
 
 
 def test_runs_in_every_state_have_rows(tmp_path: Path) -> None:
@@ -133,11 +119,6 @@ def test_keys_that_the_sweep_varies_and_the_reason_of_a_failure_are_columns(tmp_
     assert [rows[f"lr{rate}"]["training.learning_rate"] for rate in (0.1, 0.01, 0.001)] == ["0.1", "0.01", "0.001"]
     assert {key for row in rows.values() for key in row} == {*extract_metrics.COLUMNS, "training.learning_rate"}
     assert rows["lr0.1"]["problem"] == "step 2: loss is nan; try a lower one"
-    figure = Figure()
-    runs = [extract_metrics.read_run(each) for each in extract_metrics.find_jobs(tmp_path)]
-    extract_metrics.draw_losses(runs, figure.add_subplot())
-    assert [line.get_marker() for line in figure.axes[0].get_lines()].count("x") == 1
-    assert "lr0.1 (fail)" in {text.get_text() for text in figure.axes[0].texts}
 
 
 def test_archived_runs_of_a_job_are_ignored(tmp_path: Path) -> None:
@@ -155,71 +136,9 @@ def test_archived_runs_of_a_job_are_ignored(tmp_path: Path) -> None:
     assert [(row["step"], row["dp"]) for row in rows.values()] == [("8", "7")]
 
 
-def test_names_with_dollar_signs_can_be_plotted(tmp_path: Path) -> None:
-    folder = tmp_path / "cost $x^{$ and $(rm)"
-    for name in ("$a_{$", "b", 'c, "d"'):
-        job(folder / name, [record(i, 10.0) for i in range(1, 9)], "completed")
-    assert set(extract(folder)) == {"$a_{$", "b", 'c, "d"'}
-
-
 def test_run_started_by_hand_has_a_row_without_status(tmp_path: Path) -> None:
     new_job = job(tmp_path / "quickstart", [record(i, 10.0) for i in range(1, 9)])
     (new_job.run_folder / "metrics.jsonl").rename(new_job.folder / "metrics.jsonl")
     for folder in (tmp_path, new_job.folder):
         row = extract(folder)["quickstart"]
         assert (row["status"], row["step"], row["dp"]) == ("", "8", "2")
-
-
-def test_losses_of_layouts_that_compute_the_same_have_one_colour(tmp_path: Path) -> None:
-    """Two runs have the same global batch, a third one another; evaluations are dots."""
-    records = [record(i, 10.0) for i in range(1, 9)]
-    records[3] |= {"eval_loss": 6.5}
-    jobs = [job(tmp_path / f"dp{dp}", records, dp=dp) for dp in (2, 4, 8)]
-    config = json.loads(jobs[1].config_file.read_text())
-    config["training"]["gradient_accumulation_steps"] = 2
-    config["logging"] = {"run_name": "another"}
-    jobs[1].config_file.write_text(json.dumps(config))
-    axes = Figure().add_subplot()
-    extract_metrics.draw_losses([extract_metrics.read_run(each) for each in jobs], axes)
-    wide, dots, narrow, _, other, _ = axes.lines
-    assert [line.get_label() for line in (wide, narrow, other)] == ["dp2", "dp4", "dp8"]
-    assert wide.get_linewidth() > narrow.get_linewidth() == other.get_linewidth()
-    assert wide.get_linestyle() != narrow.get_linestyle()
-    tab10 = colormaps["tab10"].colors
-    assert [tuple(line.get_color()[:3]) for line in (dots, narrow, other)] == [
-        *[pytest.approx(tab10[0])] * 2,
-        pytest.approx(tab10[1]),
-    ]
-    assert (dots.get_xdata(), dots.get_ydata()) == ([4], [6.5])
-    assert axes.get_xlabel() == "step\nline: training; dot: evaluation"
-    label, other_label = axes.texts
-    assert (label.get_text(), other_label.get_text()) == ("- dp2\n-- dp4", "dp8")
-    assert label.get_color()[:3] == pytest.approx(tab10[0])
-    assert other_label.get_position()[1] - label.get_position()[1] > 0.05  # both curves end at the same loss
-    assert all(tick == int(tick) for tick in axes.get_xticks())
-
-
-def test_runs_that_start_from_different_checkpoints_compute_different_things(tmp_path: Path) -> None:
-    found = []
-    for start in ("a", "b", "latest or b"):
-        each = job(tmp_path / start, [record(1, 10.0)])
-        config = json.loads(each.config_file.read_text()) | {"checkpoint": {"load_path": start}}
-        each.config_file.write_text(json.dumps(config))
-        found.append(extract_metrics.read_run(each).computation)
-    assert found[0] != found[1] == found[2]
-
-
-def test_forty_runs_can_be_plotted(tmp_path: Path) -> None:
-    for dp in range(1, 41):
-        job(tmp_path / f"dp{dp}", [record(i, 10.0 * dp) for i in range(1, 6)], "completed", dp)
-    assert len(extract(tmp_path)) == 40
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [([], "no config.json in or below .*; write some"), (["--warmup", "-1"], "2")],  # argparse's exit code
-)
-def test_invalid_arguments_write_nothing(tmp_path: Path, words: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=message):
-        extract_metrics.main(["--inp_dir", str(tmp_path), *words])
-    assert not list(tmp_path.iterdir())

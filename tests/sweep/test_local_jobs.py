@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -20,24 +19,8 @@ from picotron.sweep.jobs import Job
 from picotron.sweep.local_jobs import run_local_jobs
 from picotron.sweep.slurm import update_statuses
 from submit_slurm_jobs import read_config
-from tests.support.jobs import RESUMED, SHELL_SYNTAX, log_of, processes_of, run_program, wait_for
+from tests.support.jobs import RESUMED, log_of, processes_of, run_program, wait_for
 from tests.support.program import metrics
-
-
-@pytest.mark.slow
-def test_local_sweep_runs_each_new_job_once(make_job: Callable[..., Job], home: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "HOME": str(home)}
-    fails, works = make_job("1_fails", dataset__name=str(tmp_path / "later.txt")), make_job(f"2 {SHELL_SYNTAX}")
-    sweep = works.folder.parent
-    commands = run_program(sweep, "--local", "--dry_run", environment=environment).splitlines()
-    assert shlex.split(commands[1])[-6:] == ["--config", str(works.config_file), *works.overrides(read_config(works))]
-    output = run_program(sweep, "--local", environment=environment, code=1)
-    assert re.search(r"^1_fails: fail, \d+ s$", output, re.MULTILINE)
-    assert re.search(r"^2 .+: completed, \d+ s$", output, re.MULTILINE)
-    assert "later.txt" in log_of(fails)
-    assert len(metrics(works.run_folder)) == 20
-    assert run_program(sweep, "--local", environment=environment).startswith("init           0\n")
-    assert not list(tmp_path.rglob("executed"))
 
 
 @pytest.mark.slow
@@ -92,7 +75,6 @@ def test_local_jobs_resume_after_a_timeout_and_after_ctrl_c(make_job: Callable[.
         wait_for(lambda: (interrupted.run_folder / "metrics.jsonl").exists(), interrupted)
         # Neither of these commands stops the running job.
         run_program(sweep, "--local", "--only", "running", environment=environment)
-        assert "2_interrupted runs without Slurm" in run_program(sweep, "--cancel", environment=environment)
         assert re.search("running +1\n", run_program(sweep, "--check_status", environment=environment))
         process.send_signal(signal.SIGINT)
         output = process.communicate()[0]
