@@ -14,8 +14,7 @@ from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
-from picotron.explain.estimate import bubble, layer_bytes, loss_chunk, rank_memory, sizes
-from picotron.model.families import FAMILIES
+from picotron.explain.estimate import layer_bytes, loss_chunk, rank_memory, sizes
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW
 from picotron.parallelize import build_model, check_layout
@@ -137,40 +136,15 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [  # changes of the config,
     ({"distributed__cp_size": 2, "distributed__cp_engine": "ulysses"}, {"family": "qwen2"}),
     ({"distributed__tp_size": 2, "model__dtype": "bfloat16"}, {"family": "qwen3", "num_key_value_heads": 1}),
     ({"distributed__pp_size": 2, "distributed__pp_engine": "1f1b"}, {"tie_word_embeddings": True}),
-    ({"distributed__pp_size": 2, "distributed__pp_engine": "interleaved_1f1b"}, {}),
-    ({"training__activation_checkpointing": "full", "distributed__pp_size": 2, "distributed__pp_engine": "afab"}, {}),
     ({"training__activation_checkpointing": "full", "distributed__pp_size": 2, "distributed__pp_keep_activations": 1}, {}),
-    ({"training__activation_checkpointing": "full", "distributed__tp_size": 2, "distributed__sequence_parallel": True}, {}),
-    ({"training__activation_checkpointing": "selective"}, {}),
     ({"training__activation_checkpointing": "selective", "distributed__tp_size": 2, "distributed__sequence_parallel": True}, {}),
     ({"training__activation_checkpointing": "selective", "distributed__pp_size": 2, "distributed__pp_engine": "zbv"}, {}),
     ({"model__use_flash_attention": False, "model__dtype": "bfloat16"}, {}),
-    ({"distributed__dp_size": 2, "distributed__dp_engine": "zero1", "model__dtype": "bfloat16"}, {}),
     ({"distributed__dp_size": 2, "distributed__dp_engine": "zero3", "model__dtype": "bfloat16"}, {}),
 ]  # fmt: skip
-MORE = [
-    *(({"distributed__tp_size": tp}, {"family": family}) for family in FAMILIES for tp in (1, 2) if family != "llama"),
-    *(
-        ({**layout, "model__dtype": dtype}, {})
-        for dtype in ("bfloat16", "float32")
-        for layout in (
-            {},
-            {"distributed__tp_size": 2, "distributed__cp_size": 2, "distributed__sequence_parallel": True},
-            {"distributed__cp_size": 2, "distributed__cp_engine": "all_gather"},
-            {"distributed__cp_size": 2, "distributed__cp_engine": "ulysses", "model__use_flash_attention": False},
-            # Not zb_h1 and dualpipev: autograd does not hold the tensors that W needs, see `split_backward`.
-            *({"distributed__pp_size": 2, "distributed__pp_engine": name} for name in ("afab", "looped_bfs", "zbv")),
-            {"distributed__dp_size": 2, "distributed__pp_size": 2, "distributed__pp_layout": "Et|tttL"},
-            {"distributed__cp_size": 2, "distributed__pp_size": 2, "distributed__dp_engine": "zero1"},
-            {"distributed__dp_size": 2, "distributed__pp_size": 2, "distributed__dp_engine": "zero3"},
-        )
-    ),
-]
 
 
-@pytest.mark.parametrize(
-    ("changes", "model"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)], ids=str
-)
+@pytest.mark.parametrize(("changes", "model"), CASES, ids=str)
 def test_estimated_memory_matches_measured_bytes(
     pool: WorkerPool, changes: dict[str, Any], model: dict[str, Any]
 ) -> None:
@@ -185,18 +159,6 @@ def test_estimated_memory_matches_measured_bytes(
         assert estimate.activations == pytest.approx(measured["activations"], rel=0.02)
 
 
-def test_bubble_of_equal_stages_follows_the_formulas_of_the_papers() -> None:
-    """With a tiny vocabulary, the head takes little time, and the stages are nearly equal."""
-    model_config = tiny_llama(num_hidden_layers=4, vocab_size=3, hidden_size=1024)
-    for engine, idle in (("1f1b", 1 / (8 + 1)), ("interleaved_1f1b", 1 / (2 * 8 + 1)), ("afab", 1 / (8 + 1))):
-        config = make_config(
-            distributed__pp_size=2, distributed__pp_engine=engine, training__gradient_accumulation_steps=8
-        )
-        assert bubble(config, model_config, check_layout(config, model_config)) == pytest.approx(idle, rel=0.01)
-    one = make_config()
-    assert bubble(one, model_config, check_layout(one, model_config)) == 0.0
-
-
 def test_layer_bytes_on_a_gpu_follow_the_formula_of_the_docstring() -> None:
     """Measured bytes are those of the CPU, where norms are not fused. This checks the formula for a GPU in bfloat16."""
     config = make_config(distributed__use_cpu=False, model__dtype="bfloat16")
@@ -206,7 +168,7 @@ def test_layer_bytes_on_a_gpu_follow_the_formula_of_the_docstring() -> None:
     assert layer_bytes(config, sizes(config, model)) == 2 * 16 * per_token
 
 
-@pytest.mark.parametrize("vocabulary", [127, 49152, 128256, 2**20])
+@pytest.mark.parametrize("vocabulary", [127, 128256])
 @pytest.mark.parametrize("use_cpu", [True, False])
 def test_estimated_chunks_are_those_of_the_loss(use_cpu: bool, vocabulary: int) -> None:
     config = make_config(distributed__use_cpu=use_cpu)

@@ -18,7 +18,6 @@ from picotron.explain.explain import run_rank, run_stages
 from picotron.explain.hardware import fits, usable
 from picotron.explain.measure import find_hardware
 from picotron.pipeline_parallel.plan import plan_pipeline
-from picotron.schedules.schedules import SCHEDULES
 from tests.explain.test_explain import config_of
 
 
@@ -27,20 +26,6 @@ from tests.explain.test_explain import config_of
     [
         ("1f1b", {"pp_size": 4, "tp_size": 2, "sequence_parallel": True}),
         pytest.param("zbv", {"pp_size": 3, "dp_size": 2, "dp_engine": "zero3"}, marks=pytest.mark.slow),
-        pytest.param("1f1b", {"dp_size": 2, "dp_engine": "zero3"}, marks=pytest.mark.slow),
-        pytest.param("auto", {"pp_size": 3, "tp_size": 2}, marks=pytest.mark.slow),
-        pytest.param(
-            "1f1b",
-            {"pp_size": 3, "tp_size": 2, "pp_keep_activations": 2, "training__activation_checkpointing": "full"},
-            marks=pytest.mark.slow,
-        ),
-        *(
-            pytest.param(
-                engine, {"pp_size": 4, "tp_size": 2, "sequence_parallel": True, **more}, marks=pytest.mark.slow
-            )
-            for engine in SCHEDULES
-            for more in ({"dp_size": 2, "dp_engine": "zero1"}, {"dp_size": 2, "dp_engine": "zero3"}, {"cp_size": 2})
-        ),
     ],
     ids=str,
 )
@@ -51,9 +36,6 @@ def test_brief_steps_equal_full_ones(engine: str, layout: dict[str, Any]) -> Non
     per_stage = config.distributed.cp_size * config.distributed.tp_size
     full = [run_rank(rank * per_stage, config, model_config, plan) for rank in range(config.distributed.pp_size)]
     assert run_stages(config, model_config, plan) == full
-
-
-KEYS = ["ranks", "messages", "traffic", "bubble", "step_time", "seconds", "tokens_per_second", "mfu"]
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -71,35 +53,17 @@ def _no_logging(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json_has_the_numbers_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     base, bf16 = "template/base_config.json", ("--model.dtype", "bfloat16")
     found = as_json(capsys, base, *bf16, "--hardware", "H100")
-    assert list(found) == KEYS
-    assert [list(rank) for rank in found["ranks"]] == [
-        ["pp", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "peak"]
-    ] * 2
     for rank in found["ranks"]:
         assert rank["weights"] == 2 * rank["parameters"]
         parts = rank["weights"] + rank["gradients"] + rank["optimizer"] + rank["activations"]
         assert parts < rank["peak"] < 2 * parts
-    assert list(found["seconds"]) == ["compute", "tp", "cp", "pp", "bubble", "dp", "optimizer"]
     assert sum(found["seconds"].values()) == pytest.approx(found["step_time"])
     assert found["tokens_per_second"] == pytest.approx(2 * 2 * 4 * 256 / found["step_time"])
     assert 0 < found["mfu"] < 1
-    assert set(found["traffic"]) == {message["axis"] for message in found["messages"]}
     without = as_json(capsys, base, *bf16)
-    assert list(without) == KEYS
-    assert [without[key] for key in KEYS[4:]] == [None] * 4
+    assert without["step_time"] is None
     assert without["messages"] == found["messages"]
     assert 0 < without["bubble"] < 1
-
-
-@pytest.mark.usefixtures("_no_logging")
-def test_explain_says_whether_a_layout_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    for gib, verdict in (("80", "it fits into 92 % of 80 GiB"), ("0.001", "it does not fit into 92 % of 0.001 GiB")):
-        words = ["train.py", "--explain", "--config", "template/base_config.json", "--gib", gib, "--hardware", "A100"]
-        with mock.patch.object(sys, "argv", words):
-            train.main()
-        output = capsys.readouterr().out
-        assert verdict in output
-        assert "tokens/s on NVIDIA A100" in output  # in float32, there is no MFU
 
 
 def test_a_plan_leaves_memory_for_what_the_estimate_leaves_out() -> None:

@@ -3,16 +3,15 @@
 import dataclasses
 import json
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
 
-from benchmarks.forecast import RUNS, Row, by_kind, comparable, per_token, rank_correlation, rows
+from benchmarks.forecast import RUNS, by_kind, rows
 from conformance.oracle import make_config, tiny_llama
 from conformance.training import layout_name
 from picotron.console import UserError
-from picotron.explain.errors import ERRORS, describe_errors
+from picotron.explain.errors import ERRORS
 from picotron.explain.explain import run_stages
 from picotron.explain.forecast import Clock, Forecast, forecast
 from picotron.explain.hardware import HARDWARE, Hardware, read_hardware
@@ -38,16 +37,11 @@ def times(hardware: Hardware, model: dict[str, Any] | None = None, **changes: An
     "layout",
     [
         {"tp_size": 2},
-        {"tp_size": 2, "checkpointing": "full"},
-        {"tp_size": 4, "sequence_parallel": True},
         {"tp_size": 4, "sequence_parallel": True, "checkpointing": "full"},
-        {"cp_size": 4},
         {"cp_size": 2, "checkpointing": "full"},
         {"cp_size": 2, "cp_engine": "all_gather"},
         {"cp_size": 4, "cp_engine": "ulysses"},
-        {"dp_size": 4},
         {"dp_size": 4, "dp_engine": "naive"},
-        {"dp_size": 4, "dp_engine": "zero1"},
         {"dp_size": 4, "dp_engine": "zero3"},
         {"dp_size": 2, "cp_size": 2, "tp_size": 2, "sequence_parallel": True, "dp_engine": "zero1"},
     ],
@@ -105,16 +99,6 @@ def test_bubble_and_messages_of_a_pipeline_follow_the_formulas() -> None:
     assert times(slow, {"vocab_size": 1}, **pipeline).seconds.pp >= 0.06 * found.step_time * (1 - 1e-9)
 
 
-def test_an_empty_stage_sends_nothing_over_dp() -> None:
-    """Each of ZeRO-3's other three stages is as in a pipeline without the empty one."""
-    keys = {"distributed__pp_size": 2, "distributed__dp_size": 2, "distributed__dp_engine": "zero3"}
-    keys |= {"distributed__pp_engine": "interleaved_1f1b", "training__gradient_accumulation_steps": 4}
-    found = times(
-        ONLY_LINKS, {"num_hidden_layers": 3}, model__dtype="bfloat16", **keys, distributed__pp_layout="Et|t||tL"
-    )
-    assert 0 < found.seconds.dp < float("inf")
-
-
 def test_a_tied_embedding_is_summed_over_the_first_and_the_last_stage() -> None:
     keys = {"distributed__pp_size": 2, "training__gradient_accumulation_steps": 4, "model__dtype": "bfloat16"}
     tied, untied = (times(ONLY_LINKS, {"tie_word_embeddings": tied}, **keys).seconds.dp for tied in (True, False))
@@ -124,12 +108,11 @@ def test_a_tied_embedding_is_summed_over_the_first_and_the_last_stage() -> None:
     assert in_a_v.seconds.dp == 0  # rank 0 has both
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("engine", ["bucket", "zero1", "zero3"])
-def test_a_rank_with_both_uses_of_a_tied_matrix_sends_it_once(engine: str, tied: bool) -> None:
+@pytest.mark.parametrize("engine", ["bucket", "zero3"])
+def test_a_rank_with_both_uses_of_a_tied_matrix_sends_it_once(engine: str) -> None:
     keys = {"distributed__pp_size": 2, "distributed__dp_size": 2, "training__gradient_accumulation_steps": 4}
     keys |= {"distributed__pp_engine": "zbv", "distributed__dp_engine": engine, "model__dtype": "bfloat16"}
-    sizes = MODEL | {"tie_word_embeddings": tied, "vocab_size": 512}
+    sizes = MODEL | {"tie_word_embeddings": True, "vocab_size": 512}
     config, model_config = make_config(**keys), tiny_llama(**sizes)
     steps = run_stages(config, model_config, plan_pipeline(config, model_config))
     small = ("clip_grad_norm", "max_over_ranks", "global_mean")
@@ -202,20 +185,11 @@ def test_hardware_of_ones_own_begins_with_that_of_the_table(tmp_path: Path) -> N
     ("data", "message"),
     [
         ({}, "'attention' is missing"),
-        ({"like": ["H100"]}, 'like=["H100"] is none of H100, '),
-        ({"like": "H100", "latency": -1}, "latency=-1: it should be greater than or equal to 0"),
-        ({"like": "H100", "gib": float("nan")}, "gib=NaN: it should be a finite number"),
-        ({"like": "H100", "products": {"bfloat16": 0}}, "products.bfloat16=0: it should be greater than 0"),
+        ({"like": "H1000"}, 'like="H1000"'),
+        ({"like": "H100", "latency": -1}, "latency=-1"),
+        ({"like": "H100", "gib": float("nan")}, "gib=NaN"),
+        ({"like": "H100", "products": {"bfloat16": 0}}, "products.bfloat16=0"),
         ({"like": "H100", "node": 0, "speed": 1}, "2 problems:"),
-        ({"like": "H1000"}, 'like="H1000" is none of H100, '),
-        ({"like": "H100", "speed": 1}, "unknown key 'speed'; the keys are like, name, "),
-        ({"like": "H100", "memory": 0}, "memory=0: it should be greater than 0; see Hardware in"),
-        ({"like": "H100", "link": "fast"}, 'link="fast": it should be a valid number'),
-        ({"like": "H100", "node": 2.5}, "node=2.5: it should be a valid integer"),
-        ({"like": "H100", "products": {}}, "products={}: Dictionary should have at least 1 item"),
-        ({"like": "H100", "products": 1e12}, "products=1000000000000.0: it should be an object"),
-        ({"like": "H100", "name": 3}, "name=3: it should be a valid string"),
-        ({"like": "H100", "cores": True}, "cores=true: it should be a valid integer"),
     ],
 )
 def test_invalid_hardware_is_rejected(tmp_path: Path, data: dict[str, Any], message: str) -> None:
@@ -234,50 +208,12 @@ def test_a_dtype_without_a_rate_is_rejected() -> None:
 # ------------------------------------------------------------------------------------------------------- published runs
 
 
-@pytest.fixture(scope="module")
-def published() -> list[Row]:
-    return rows(RUNS)
-
-
 @pytest.mark.slow
-def test_forecasts_of_held_out_runs_are_close(published: list[Row]) -> None:
-    held_out = [row for row in comparable(published) if not row.run["calibration"]]
-    assert len(held_out) >= 40
-    assert median(abs(row.error) for row in held_out) < 0.15
-
-
-@pytest.mark.slow
-def test_forecasts_of_each_kind_are_close(published: list[Row]) -> None:
-    """The context kind is one run, of which the source does not say what it recomputes: 28 % too slow."""
-    held_out = by_kind([row for row in published if not row.run["calibration"]])
-    assert all(each.median < (0.30 if kind == "context" else 0.25) for kind, each in held_out.items())
+def test_errors_of_published_runs_are_those_of_the_table() -> None:
+    held_out = by_kind([row for row in rows(RUNS) if not row.run["calibration"]])
     assert held_out.keys() == ERRORS.keys()
     for kind, each in held_out.items():
         assert each == pytest.approx(ERRORS[kind], abs=0.0006), kind
-
-
-@pytest.mark.slow
-def test_forecasts_order_the_runs_of_a_source(published: list[Row]) -> None:
-    for source in {row.source for row in published}:
-        pairs = [per_token(row) for row in comparable(published) if row.source == source]
-        measured, expected = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
-        if len(set(expected)) > 2:  # others compare compiled with eager operations, not layouts
-            assert rank_correlation(measured, expected) > 0.7, source
-
-
-def test_rank_correlation_equals_hand_computed_values() -> None:
-    assert rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
-    assert rank_correlation([1, 2, 3], [30, 20, 10]) == pytest.approx(-1)
-    assert rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)  # 1 - 6 * 2 / (4 * 15)
-
-
-def test_errors_of_a_layout_are_those_of_all_its_kinds() -> None:
-    keys = {"distributed__dp_size": 4, "distributed__dp_engine": "zero3", "distributed__pp_size": 2}
-    keys |= {"distributed__pp_engine": "zbv", "training__gradient_accumulation_steps": 4}
-    text = describe_errors(make_config(**keys)).splitlines()
-    assert [line.split("(")[1].split(")")[0] for line in text] == ["ZeRO-3", "zero bubble"]
-    assert "too fast to" in text[0]
-    assert "(dp, tp, 1f1b)" in describe_errors(make_config())
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.4])
@@ -290,7 +226,7 @@ def test_hidden_messages_of_zero3_slow_the_computation_that_hides_them(fraction:
     assert found.dp == pytest.approx(fraction * times(ONLY_LINKS, model__dtype="float64", **keys).seconds.dp)
 
 
-@pytest.mark.parametrize(("engine", "keep"), [("1f1b", 1), ("1f1b", 3), ("interleaved_1f1b", 2), ("zbv", 4)])
+@pytest.mark.parametrize(("engine", "keep"), [("1f1b", 1), ("zbv", 4)])
 def test_only_the_micro_batches_that_recompute_take_longer(engine: str, keep: int) -> None:
     """The last rank sets the pace of a pipeline whose first rank recomputes most, so the mean is not enough."""
     changes = {
