@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from conformance.oracle import assert_close, with_exact_norms
-from conformance.training import layout_name
 from conformance.worker_pool import WorkerPool
 from examples.distillation import check_tokenizers, divergence, learn, read_config
 from picotron.config import Config
@@ -43,11 +42,10 @@ def config_of(folder: Path, layout: dict[str, int]) -> Config:
     return config
 
 
-@pytest.mark.parametrize("layout", [{"tp_size": 2, "cp_size": 2}], ids=layout_name)
-def test_losses_and_weights_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_losses_and_weights_are_those_of_transformers(pool: WorkerPool, tmp_path: Path) -> None:
     save_model(tmp_path / "teacher", seed=1, num_hidden_layers=4, hidden_size=48)
     save_model(tmp_path / "student")
-    config = config_of(tmp_path, layout)
+    config = config_of(tmp_path, {"tp_size": 2, "cp_size": 2})
     records, weights = pool.run(train, config.distributed.world_size, config, str(tmp_path / "teacher"))[0]
 
     student, teacher = (
@@ -87,34 +85,17 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32(pool: WorkerPool) ->
     pool.run(loss_in_bfloat16, 1)
 
 
-def test_a_teacher_with_another_vocabulary_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    save_model(tmp_path / "student")
-    save_model(tmp_path / "teacher", vocab_size=301)
-    pool.run(refused, 1, config_of(tmp_path, {}), str(tmp_path / "teacher"))
-
-
-@pytest.mark.parametrize("tokenizer", ["bpe", "other"])
-def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path, tokenizer: str) -> None:
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     """Two tokenizers of the same size, of which one was trained on other texts."""
     save_model(tmp_path / "teacher")
     save_model(tmp_path / "student")
-    if tokenizer == "other":
-        tokenizer = str(tmp_path / "other")
-        train_bpe(iter(["wholly other words and letters, 0 to 9"] * 9), 300).save_pretrained(tokenizer)
-    config, teacher = config_of(tmp_path, {}), str(tmp_path / "teacher")
+    config, teacher, other = config_of(tmp_path, {}), str(tmp_path / "teacher"), str(tmp_path / "other")
+    train_bpe(iter(["wholly other words and letters, 0 to 9"] * 9), 300).save_pretrained(other)
 
-    def check(tokenizer: str | None) -> None:
+    def check(tokenizer: str) -> None:
         model = config.model.model_copy(update={"tokenizer": tokenizer})
         check_tokenizers(config.model_copy(update={"model": model}), teacher)
 
-    check(None)
     check(teacher)
-    with pytest.raises(
-        UserError, match=r"(would train a new|is not the teacher's) tokenizer; set model\.tokenizer to '.*teacher'"
-    ):
-        check(tokenizer)
-
-
-def refused(config: Config, teacher: str) -> None:
-    with pytest.raises(UserError, match="the teacher has 301 tokens, but the student 300"):
-        train(config, teacher)
+    with pytest.raises(UserError, match=r"set model\.tokenizer to '.*teacher'"):
+        check(other)

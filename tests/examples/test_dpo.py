@@ -5,24 +5,21 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import pyarrow.json
-import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from conformance.fuzz.chat_templates import CHATML, MARKED
+from conformance.fuzz.chat_templates import CHATML
 from conformance.oracle import assert_close, with_exact_norms
-from conformance.training import layout_name
 from conformance.worker_pool import WorkerPool
 from examples.dpo import batch_of, learn, read_config, read_pairs
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.tokens import tokenizer_folder
 from picotron.trainer import Data, fingerprint
-from tests.support.examples import LAYOUTS, make_trainer, results, save_model, words
+from tests.support.examples import make_trainer, results, save_model, words
 from tests.support.samples import messages, with_template, write_jsonl
 
 BETA, LENGTH = 0.3, 24
@@ -104,45 +101,37 @@ def expected(config: Config) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.fixture(scope="module")
-def of_transformers(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
-    return expected(config_of(folder, folder, {}))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_losses_and_weights_are_those_of_the_paper_with_transformers(
-    pool: WorkerPool, folder: Path, tmp_path: Path, layout: dict[str, int], of_transformers: Any
+    pool: WorkerPool, folder: Path, tmp_path: Path
 ) -> None:
-    config = config_of(folder, tmp_path / "run", layout, checkpoint__save_frequency=3)
+    config = config_of(folder, tmp_path / "run", {"pp_size": 2, "cp_size": 2}, checkpoint__save_frequency=3)
     records, weights = pool.run(train, config.distributed.world_size, config)[0]
-    losses, expected_weights = of_transformers
+    losses, expected_weights = expected(config)
     assert_close([record["loss"] for record in records], losses)
     assert losses[-1] < losses[0]
     assert records[0]["margin"] == 0
     assert records[2]["accuracy"] > 0.5
-    saved = LlamaForCausalLM.from_pretrained(tmp_path / "run" / "step_00000003", dtype=torch.float64)
     for name, weight in expected_weights.items():
         assert_close(weights[name], weight, what=name)
-        assert torch.equal(saved.state_dict()[name], weights[name])
 
 
-@pytest.mark.parametrize(
-    ("kind", "template"),
-    [("parquet", CHATML), ("jsonl", MARKED["ChatML"]), ("jsonl", SOME_MARKED)],
-    ids=["plain", "marked", "some marked"],
-)
-def test_conversations_count_the_turns_of_the_answer_only(
-    folder: Path, tmp_path: Path, kind: str, template: str
-) -> None:
+def test_a_resumed_run_continues_with_the_same_reference(pool: WorkerPool, folder: Path, tmp_path: Path) -> None:
+    def config(name: str, **keys: Any) -> Config:
+        return config_of(folder, tmp_path / name, {}, checkpoint__save_frequency=2, **keys)
+
+    whole = pool.run(train, 1, config("whole"))[0][0]
+    assert len(pool.run(train, 1, config("half", training__max_tokens=2 * 8 * LENGTH))[0][0]) == 2
+    assert pool.run(train, 1, config("half", checkpoint__load_path="latest"))[0][0] == whole
+
+
+@pytest.mark.parametrize("template", [CHATML, SOME_MARKED], ids=["plain", "some marked"])
+def test_conversations_count_the_turns_of_the_answer_only(folder: Path, tmp_path: Path, template: str) -> None:
     save_model(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(with_template(str(tmp_path), template))
     prompt = messages([("user", "What is 2 + 2?"), ("assistant", "It is 4."), ("user", "user?")])
     chosen = messages([("assistant", "is"), ("user", "What?"), ("assistant", "It")])
     rejected = messages([("assistant", "What")])
     path = write_jsonl(tmp_path / "chats.jsonl", [{"prompt": prompt, "chosen": chosen, "rejected": rejected}])
-    if kind == "parquet":
-        path = str(tmp_path / "chats.parquet")
-        pyarrow.parquet.write_table(pyarrow.json.read_json(tmp_path / "chats.jsonl"), path)
     config = config_of(folder, tmp_path, {}, dataset__name=path, training__seq_length=120)
     batch = batch_of(read_pairs(config, tokenizer), 120)
     before = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
@@ -169,12 +158,6 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
             "chosen": [U("What?"), A("It"), U("is?"), A("is 2")],
             "rejected": [U("What?"), A("It"), U("is?"), A("is it")],
         },
-    ],
-    "a text and messages": [
-        {"prompt": [U("What?")], "chosen": [A("is 2")], "rejected": [A("is it")]},
-        {"prompt": "What?", "chosen": [A("is 2")], "rejected": [A("is it")]},
-        {"prompt": "What?", "chosen": [U("What?"), A("is 2")], "rejected": [U("What?"), A("is it")]},
-        {"prompt": None, "chosen": [U("What?"), A("is 2")], "rejected": [U("What?"), A("is it")]},
     ],
     "texts": [
         {"prompt": "What?", "chosen": " 2", "rejected": " it"},
@@ -206,31 +189,16 @@ def test_pairs_with_equal_answers_are_left_out_and_counted(
     config = config_of(folder, tmp_path, {}, dataset__name=path, training__num_samples=4)
     with caplog.at_level(logging.INFO):
         assert len(read_pairs(config, AutoTokenizer.from_pretrained(folder / "model"))) == 2
-    assert caplog.messages[-1] == f"4 pairs in {path}, of which 1 are too long, and 1 have equal answers"
-    likely = write_jsonl(tmp_path / "likely.jsonl", PAIRS[:1])
-    config = config_of(folder, tmp_path, {}, dataset__name=path, dataset__mixture=json.dumps({likely: 1e9}))
-    assert len(read_pairs(config, AutoTokenizer.from_pretrained(folder / "model"))) == 1
-    write_jsonl(tmp_path / "pairs.jsonl", [])
-    with pytest.raises(UserError, match=r"of 0 pairs in .*; use other data$"):
-        read_pairs(config_of(folder, tmp_path, {}, dataset__name=path), AutoTokenizer.from_pretrained(folder / "model"))
+    assert "1 are too long, and 1 have equal answers" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a", "chosen": "b"}, "line 1: there should be a prompt, chosen and rejected: three texts, or"),
-        (
-            {"prompt": "a" * 999, "chosen": "b", "rejected": "c"},
-            "of 1 pairs in .*, 1 are too long, and 0 have equal answers, so none is left; use a longer training.seq_length",
-        ),
+        ({"prompt": "a", "chosen": "b"}, "line 1: there should be a prompt, chosen and rejected"),
         ({"prompt": [U("a")], "chosen": "b", "rejected": "c"}, "there should be a prompt"),
-        *(
-            (
-                {"prompt": [U("a")], "chosen": chosen, "rejected": [A("b")]},
-                "line 1: chosen and rejected should begin with",
-            )
-            for chosen in ([], [{"role": "model", "content": "b"}], [U("b"), A("c")])
-        ),
+        ({"prompt": [U("a")], "chosen": [U("b"), A("c")], "rejected": [A("b")]}, "should begin with"),
+        ({"prompt": "a" * 999, "chosen": "b", "rejected": "c"}, "of 1 pairs in .*, 1 are too long"),
     ],
 )
 def test_mistakes_in_the_pairs(folder: Path, tmp_path: Path, record: Any, message: str) -> None:

@@ -10,18 +10,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from conformance.oracle import assert_close, make_config, with_exact_norms
 from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
-from examples.encoder_decoder import (
-    END,
-    FIRST_NUMBER,
-    LONGEST,
-    PAD,
-    SHORTEST,
-    build_model,
-    draw_batch,
-    name_in_transformers,
-    run,
-    share_correct,
-)
+from examples.encoder_decoder import PAD, build_model, name_in_transformers, run
 from picotron.model.llama import IGNORE_INDEX
 from picotron.model.weights import main_grad
 from picotron.optimizer import AdamW, update_weights
@@ -32,11 +21,11 @@ V, SEQUENCES, MICRO_BATCHES, STEPS = 17, 24, 6, 3
 TRAINING = make_config().training
 
 
-def model_config(is_scaled: bool = True) -> T5Config:
+def model_config() -> T5Config:
     """Return the config of a model whose position biases end within the sequences."""
     sizes: dict[str, Any] = {"d_model": 24, "d_kv": 5, "num_heads": 3, "d_ff": 20, "num_layers": 5}
     buckets = {"relative_attention_num_buckets": 12, "relative_attention_max_distance": 9}
-    keys = sizes | buckets | {"num_decoder_layers": 6, "vocab_size": V, "tie_word_embeddings": is_scaled}
+    keys = sizes | buckets | {"num_decoder_layers": 6, "vocab_size": V, "tie_word_embeddings": True}
     return T5Config(dropout_rate=0.0, decoder_start_token_id=PAD, **keys)
 
 
@@ -70,12 +59,12 @@ def by_name(stages: Any, attribute: Any) -> list[tuple[str, Tensor]]:
     return [(name_in_transformers(name), attribute(parameter).detach().clone()) for name, parameter in parameters]
 
 
-def train(name: str, pp: int, is_scaled: bool) -> tuple[list[float], list[float], Any, Any]:
+def train(name: str, pp: int) -> tuple[list[float], list[float], Any, Any]:
     """Return the losses of the steps and of an evaluation after them, the gradient norms, the gradients of the first
     step and the weights at the end.
     """
     grid = setup_process_group_manager(1, 1, pp, torch.distributed.get_world_size() // pp)
-    config, schedule = model_config(is_scaled), build(name, pp, MICRO_BATCHES // grid.dp_world_size)
+    config, schedule = model_config(), build(name, pp, MICRO_BATCHES // grid.dp_world_size)
     model: Any = build_model(config, schedule, oracle(config).state_dict(), CPU)
     optimizer = AdamW(model.parameters(), TRAINING, fused=False)
     losses, norms, gradients = [], [], None
@@ -88,8 +77,8 @@ def train(name: str, pp: int, is_scaled: bool) -> tuple[list[float], list[float]
     return losses, norms, gradients, by_name(model.module.stages, lambda parameter: parameter)
 
 
-def expected_training(is_scaled: bool) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
-    model = oracle(model_config(is_scaled))
+def expected_training() -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
+    model = oracle(model_config())
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": TRAINING.weight_decay},
@@ -109,10 +98,11 @@ def expected_training(is_scaled: bool) -> tuple[list[float], list[float], dict[s
     return losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def check(pool: WorkerPool, name: str, pp: int, dp: int = 1, is_scaled: bool = True) -> None:
-    losses, norms, *tensors = expected_training(is_scaled)
+@pytest.mark.processes
+def test_training_equals_transformers(pool: WorkerPool) -> None:
+    losses, norms, *tensors = expected_training()
     seen: dict[tuple[int, str], Tensor] = {}
-    for our_losses, our_norms, *our_tensors in pool.run(train, pp * dp, name, pp, is_scaled):
+    for our_losses, our_norms, *our_tensors in pool.run(train, 2, "zbv", 2):
         assert_close(our_losses, losses, what="losses")
         assert_close(our_norms, norms, what="norms")
         for kind, (found, expected) in enumerate(zip(our_tensors, tensors, strict=True)):
@@ -121,38 +111,3 @@ def check(pool: WorkerPool, name: str, pp: int, dp: int = 1, is_scaled: bool = T
                 replica = seen.setdefault((kind, parameter), tensor)
                 assert torch.equal(tensor, replica), f"replicas of {parameter} differ"
     assert {parameter for _, parameter in seen} == tensors[0].keys()
-
-
-@pytest.mark.processes
-def test_training_equals_transformers(pool: WorkerPool) -> None:
-    check(pool, "zbv", 2)
-
-
-def share(source: Tensor, target: Tensor) -> float:
-    setup_process_group_manager(1, 1, 2, 1)
-    schedule = build("interleaved_1f1b", 2, MICRO_BATCHES)
-    model = build_model(model_config(), schedule, oracle(model_config()).state_dict(), CPU)
-    return run(model, forward_only(2, MICRO_BATCHES, schedule.chunks), (source, target), share_correct)
-
-
-@pytest.mark.processes
-def test_the_share_is_that_of_greedy_decoding(pool: WorkerPool) -> None:
-    source, _ = batch()
-    model = oracle(model_config())
-    model.generation_config.eos_token_id = None
-    mask = (source != PAD).long()
-    # transformers makes its cache for as many layers as the encoder has
-    written = model.generate(source, attention_mask=mask, max_new_tokens=5, do_sample=False, use_cache=False)
-    target = written[:, 1:].clone()
-    target[::3, 3:] = IGNORE_INDEX
-    target[:6, 2] = (target[:6, 2] + 1) % V
-    assert pool.run(share, 2, source, target) == pytest.approx([18 / 24] * 2)
-
-
-def test_sources_are_different_numbers_and_targets_the_same_in_order() -> None:
-    for source, target in zip(*draw_batch(200, torch.Generator().manual_seed(0)), strict=True):
-        numbers = source[source != PAD].tolist()
-        assert SHORTEST <= len(set(numbers)) == len(numbers) <= LONGEST
-        assert target[: len(numbers) + 1].tolist() == [*sorted(numbers), END]
-        assert target[len(numbers) + 1 :].eq(IGNORE_INDEX).all()
-        assert min(numbers) >= FIRST_NUMBER

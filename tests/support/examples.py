@@ -15,8 +15,6 @@ from picotron.process_group_manager import setup_process_group_manager
 from picotron.trainer import Data, Trainer
 from tests.support.samples import write_tokenizer
 
-LAYOUTS: list[dict[str, int]] = [{}, {"dp_size": 2}, {"pp_size": 2}, {"tp_size": 2}, {"cp_size": 2}]
-
 
 def save_weights(folder: Path, config: PreTrainedConfig, seed: int = 0) -> None:
     """Save a model in float64 with transformers."""
