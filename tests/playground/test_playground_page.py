@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from picotron.command_line import load_config
-from picotron.console import UserError
 from picotron.model.model_config import load_model_config
 from picotron.pipeline_parallel.plan import plan_pipeline
 from playground.build import CDN, PYODIDE_FILES, ROOT, python_files
@@ -24,7 +23,6 @@ from tests.playground.test_playground import ask
 @pytest.mark.parametrize(
     "asked",
     [
-        {"schedule": "interleaved_1f1b", "chunks": 3, "group_size": 6},
         {"schedule": "interleaved_1f1b", "layout": "Et*2|t|(t|)*5tL"},
         {"schedule": "auto", "memory": 4},
     ],
@@ -85,21 +83,3 @@ def test_python_of_the_page_runs_with_nothing_else(tmp_path: Path) -> None:
     imported = sorted(file.removeprefix(f"{archive}/") for file in files if file.startswith(archive))
     entries = [f"docs/schedules/{path.name}" for path in sorted((ROOT / "docs/schedules").glob("*"))]
     assert zipfile.ZipFile(archive).namelist() == [*map(str, python_files()), *entries] == [*imported, *entries]
-
-
-def test_build_copies_pyodide_and_keeps_other_folders(tmp_path: Path) -> None:
-    pyodide, site = tmp_path / "pyodide", tmp_path / "site"
-    pyodide.mkdir()
-    with pytest.raises(UserError, match=r"pyodide\.mjs"):
-        build_page(site, pyodide)
-    for name in PYODIDE_FILES:
-        (pyodide / name).write_text(name)
-    build_page(site, pyodide)
-    assert '<meta name="pyodide" content="pyodide/">' in (site / "index.html").read_text()
-    assert (site / "pyodide" / "pyodide.asm.wasm").read_text() == "pyodide.asm.wasm"
-    build_page(site)  # replaces the page
-    assert not (site / "pyodide").exists()
-    with pytest.raises(UserError, match="not empty"):
-        build_page(pyodide)
-    versions = json.loads((ROOT / "playground/package.json").read_text())["devDependencies"]
-    assert f"/v{versions['pyodide']}/" in CDN
