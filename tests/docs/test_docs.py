@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from docs.programs import make
-from docs.programs.make import ROOT, Block, Workspace, blocks, keep, shape
+from docs.programs.make import ROOT, Workspace, blocks, shape
 
 PAGES = make.pages()
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -92,21 +92,6 @@ def test_page_of_papers_has_every_citation_of_the_code() -> None:
 # ---------------------------------------------------------------------------------------------- docs/programs/make.py
 
 
-def test_blocks_are_commands_with_options_outputs_and_pictures(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "<!-- run: slow -->\n<!-- keep: 2 -1 -->\n```console\n$ seq \\\n  9\n1\n2\n```\n```text\n$ echo\n```\n"
-        "<!-- picture: draw a -->\n![an a](a.svg)\n"
-    )
-    assert blocks(page) == [
-        Block(1, "seq \\\n  9", "1\n2\n", None, {"run": "slow", "keep": "2 -1"}),
-        Block(12, "draw a", None, "a.svg", {}),
-    ]
-    page.write_text("<!-- run: sometimes -->\n```bash\ntrue\n```\n")
-    with pytest.raises(ValueError, match="sometimes"):
-        blocks(page)
-
-
 @pytest.mark.processes
 def test_make_writes_outputs_and_code_into_a_page(tmp_path: Path) -> None:
     file, page = tmp_path / "code.py", tmp_path / "page.md"
@@ -124,9 +109,3 @@ def test_make_writes_outputs_and_code_into_a_page(tmp_path: Path) -> None:
     with pytest.raises(make.CommandFailed, match="line 10: exit 3\nexit status 3"):
         make.make(page, lambda block: True)
     assert page.read_text().count("old") == 2
-
-
-def test_keep_and_shape_select_the_compared_output() -> None:
-    lines = ["1", "2", "3", "4"]
-    assert (keep(lines, ""), keep(lines, "-1"), keep(lines, "1 -1")) == (lines, ["...", "4"], ["1", "...", "4"])
-    assert shape("step  1 | 1,234 tokens/s | 3.5e-04") == shape("step 12 | 999 tokens/s | 1e-3") != shape("step 1")
