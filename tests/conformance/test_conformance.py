@@ -4,7 +4,6 @@ import ast
 import contextlib
 import dataclasses
 import functools
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +14,12 @@ from torch import Tensor
 
 from conformance import Part, Result
 from conformance.__main__ import main
-from conformance.chapters import CHAPTERS, batches, cases_of
+from conformance.chapters import CHAPTERS
 from conformance.check import Checker
 from conformance.compare import compare
 from conformance.mistakes import MISTAKES
 from conformance.mutants import command
-from conformance.reference import Reference, run_reference
+from conformance.reference import Reference
 
 DDP, ZERO1, PIPELINE, RING = (Path(f"conformance/examples/{name}.py") for name in ("ddp", "zero1", "pipeline", "ring"))
 PICOTRON = Path("conformance/adapters/picotron.py")
@@ -126,25 +125,6 @@ def test_narrow_dtypes_compare_updates_with_bounds() -> None:
 # -------------------------------------------------------------------------------------------------------------- cases
 
 
-def test_masks_leave_a_row_without_targets_and_documents_begin_at_position_0() -> None:
-    masks, packed = batches(1, 61, "masks"), batches(1, 61, "documents")
-    counts = (masks["0.target_ids"] != -100).sum(1)
-    assert counts.min() == 0
-    assert counts.max() > 8
-    first = packed["0.document_ids"].diff(dim=1, prepend=torch.full((16, 1), -1)) != 0
-    assert torch.equal(first, packed["0.position_ids"] == 0)
-    assert packed["0.document_ids"].max() >= 2
-
-
-def test_a_resumed_case_expects_the_steps_of_one_without_interruption(tmp_path: Path) -> None:
-    before, after = cases_of("resume", "dp1", "dp1", tmp_path)
-    first, second = run_reference(before), run_reference(after)
-    whole = run_reference(dataclasses.replace(after, first_step=0))
-    assert first.losses + second.losses == whole.losses
-    assert before.learning_rates == after.learning_rates
-    assert [len(first.losses), len(second.losses)] == [2, 3]
-
-
 # ---------------------------------------------------------------------------------------------------- whole adapters
 
 
@@ -177,25 +157,12 @@ def test_a_mistake_is_found(name: str, says: str, ddp: Checker, tmp_path: Path) 
     assert says in row.detail, row
 
 
-@pytest.mark.parametrize("name", ["missing.py", "adapter.txt", "."])
-def test_an_adapter_is_a_python_file(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "adapter.txt").touch()
-    monkeypatch.setattr("sys.argv", ["conformance", str(tmp_path / name)])
-    with pytest.raises(SystemExit):
-        main()
-    assert "is not a Python file; give the path of an adapter" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--layouts", "dp1", "dp2,tp2"], "'dp2,tp2' in 'dp2,tp2' is not a size; write sizes as in 'dp2 x tp2'"),
-        (["--layouts", "dp2xpp2"], "'dp2xpp2' in 'dp2xpp2' is not a size"),
-        (["--layouts", "DP2 zero1"], "'DP2' in 'DP2 zero1' is not a size"),
-        (["--layouts", "dp0"], "'dp0' in 'dp0' is not a size"),
-        (["--json", "/nowhere/rows.json"], "'/nowhere/rows.json' is not a file in an existing folder"),
+        (["--layouts", "dp2,tp2"], "'dp2,tp2'"),
+        (["--layouts", "dp0"], "'dp0'"),
+        (["--json", "/nowhere/rows.json"], "'/nowhere/rows.json'"),
     ],
 )
 def test_arguments_are_checked_before_the_run(
@@ -205,13 +172,6 @@ def test_arguments_are_checked_before_the_run(
     with pytest.raises(SystemExit):
         main()
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.processes
-def test_an_adapter_may_print(checker_of: Callable[[Path], Checker], tmp_path: Path) -> None:
-    path = tmp_path / "adapter.py"
-    path.write_text('print("my trainer 1.0")\n' + Path("conformance/examples/ddp.py").read_text())
-    assert checker_of(path).check("step", "dp2").verdict == "equal"
 
 
 def test_mistakes_can_be_planted_and_looked_for() -> None:
@@ -268,28 +228,6 @@ def test_a_rank_that_waits_forever_and_one_that_raises_are_named(ddp: Checker, t
     row = checker.check("step", "dp2")
     assert row.verdict == "crashed"
     assert row.detail == "rank 1: AssertionError: rank 1 has no loss"
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_a_hang_with_torchrun_leaves_no_process(tmp_path: Path) -> None:
-    path, line = tmp_path / "hangs.py", "        dist.all_reduce(loss)\n"
-    path.write_text(DDP.read_text().replace(line, "        rank or dist.recv(loss, 1)\n"))
-    with Checker(path, timeout=30, torchrun=True) as checker:
-        row = checker.check("step", "dp2")
-    assert (row.verdict, row.detail) == ("hangs", "rank 0 has not returned; rank 1 has not returned")
-    assert subprocess.run(["pgrep", "-f", str(path)], check=False).returncode == 1
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_the_command_writes_results_and_a_badge_also_with_torchrun(tmp_path: Path) -> None:
-    files = ["--json", str(tmp_path / "results.json"), "--badge", str(tmp_path / "badge.svg")]
-    command = [sys.executable, "-m", "conformance", str(DDP), "--only", "step", "evaluation", "--layouts", "dp2", "tp2"]
-    done = subprocess.run([*command, *files, "--torchrun"], capture_output=True, text=True, check=True)
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["equal", "not", "not", "not", "1"]
-    assert '"verdict": "equal"' in (tmp_path / "results.json").read_text()
-    assert "1 of 1 equal" in (tmp_path / "badge.svg").read_text()
 
 
 def test_a_run_that_checks_nothing_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

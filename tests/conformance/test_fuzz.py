@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from conformance.fuzz.cases import CASES, SEED, Case, draw_case, smaller
+from conformance.fuzz.cases import CASES, SEED, Case, draw_case
 from conformance.fuzz.check import check, shrink
 from conformance.fuzz.work import run_part
 from conformance.worker_pool import WorkerPool
@@ -143,13 +143,6 @@ def test_a_case_that_differs_is_simplified(pool: WorkerPool) -> None:
     simple = shrink(pool, CORNERS["odd length"] | {"frozen": ["mlp"]}, seconds=3, run=run_with_fault)
     assert simple["frozen"] == []
     assert check(pool, simple, run_with_fault).outcome == "different"
-
-
-def test_variants_of_a_case_are_other_cases() -> None:
-    case = draw_case(SEED, 3)
-    variants = list(smaller(case))
-    assert len(variants) > 10
-    assert all(variant != case and variant.keys() == case.keys() for variant in variants)
 
 
 def test_what_cannot_run_is_refused_with_a_sentence(pool: WorkerPool) -> None:

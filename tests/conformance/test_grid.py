@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conformance.check import Checker
-from conformance.grid import ADAPTER, LAYOUTS, LIMIT, errors_of, features, largest_errors, settings
+from conformance.grid import ADAPTER, LAYOUTS, LIMIT, errors_of, features, largest_errors
 from picotron.model.families import FAMILIES
 from picotron.schedules.schedules import SCHEDULES
 
@@ -60,23 +60,6 @@ def test_layouts_cover_every_pair_of_features() -> None:
     possible = set().union(*map(pairs, every_layout()))
     missing = possible - set().union(*(pairs(features(name)) for name in LAYOUTS))
     assert not missing
-
-
-def test_names_describe_the_settings() -> None:
-    for name in LAYOUTS:
-        config, model = settings(name)
-        layout = config.distributed
-        assert config.global_batch_size == 16
-        assert layout.world_size <= 16
-        words = [f"{axis}{getattr(layout, f'{axis}_size')}" for axis in ("dp", "pp", "cp", "tp")]
-        words = [" x ".join(word for word in words if word[2:] != "1")]
-        words += [layout.pp_engine] if layout.pp_size > 1 else []
-        words += [f"chunks{layout.pp_chunks}"] if layout.pp_chunks else []
-        words += ["sp"] if layout.sequence_parallel else []
-        words += [layout.cp_sharding, layout.cp_engine] if layout.cp_size > 1 else []
-        words += [layout.dp_engine] if layout.dp_engine != "bucket" else []
-        words += ["tied" if model.tie_word_embeddings else "untied", f"kv{model.num_key_value_heads}", model.model_type]
-        assert name == " ".join(words)
 
 
 def test_a_nan_and_a_weight_that_is_missing_are_errors() -> None:
