@@ -10,45 +10,12 @@ from picotron.command_line import json_schema, leaf_keys, load_config, parse_con
 from picotron.console import UserError
 from tests.test_config import MINIMAL, changed
 
-# A config for Hugging Face's picotron, with every key of its format.
+# what Hugging Face's picotron has, and this config does not
 OTHER_TRAINERS = {
-    "distributed": {
-        "tp_size": 1,
-        "cp_size": 1,
-        "pp_size": 1,
-        "dp_size": 2,
-        "pp_engine": "1f1b",
-        "backend": "nccl",
-        "use_cpu": False,
-    },
-    "model": {
-        "name": "HuggingFaceTB/SmolLM-360M-Instruct",
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "dtype": "bfloat16",
-        "use_flash_attention": True,
-        "use_fused_adam": True,
-    },
-    "training": {
-        "seed": 42,
-        "learning_rate": 3e-4,
-        "total_train_steps": 200,
-        "seq_length": 1024,
-        "micro_batch_size": 32,
-        "gradient_accumulation_steps": 1,
-        "num_samples": 400000,
-        "max_tokens": None,
-    },
-    "dataset": {
-        "name": "roneneldan/TinyStories",
-        "subset_name": None,
-        "split": "train",
-        "num_workers": 0,
-        "num_proc": 4,
-    },
+    "model": {"name": "HuggingFaceTB/SmolLM-360M-Instruct", "num_hidden_layers": 16, "use_fused_adam": True},
+    "training": {"micro_batch_size": 32, "num_samples": 400000, "max_tokens": None},
+    "dataset": {"name": "roneneldan/TinyStories", "subset_name": None, "num_workers": 0, "num_proc": 4},
     "checkpoint": {"save_dir": "ckpt", "save_frequency": 300, "load_path": ""},
-    "logging": {"use_wandb": False, "project_name": "picotron", "run_name": None},
     "environment": {
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -68,12 +35,9 @@ def write(folder: Path, data: object) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no config given; use --config FILE, for example --config template/base_config.json"),
+        ([], "no config given"),
         (["--config", "FILE", "--training.seed", "--training.seq_length", "8"], r"--training\.seed needs a value"),
-        (
-            ["--config", "FILE", "--seed", "1"],
-            "unexpected argument '--seed'; overrides look like --training.learning_rate",
-        ),
+        (["--config", "FILE", "--seed", "1"], "unexpected argument '--seed'"),
         (["--config", "FILE", "extra"], "unexpected argument without a key"),
     ],
 )
@@ -105,7 +69,6 @@ def test_config_of_another_trainer_loads_with_warnings_and_without_its_secret(ca
     ]
     assert config.model.num_hidden_layers == 16
     assert config.environment.OMP_NUM_THREADS == 1
-    assert config.global_batch_size == 64
     assert "hf_abc" not in caplog.text + config.model_dump_json()
     with pytest.raises(UserError) as error:  # an error does not print the value of a misspelt key either
         parse_config(changed(environment__HFTOKEN="hf_abcdefghijklmnop"))
@@ -115,15 +78,10 @@ def test_config_of_another_trainer_loads_with_warnings_and_without_its_secret(ca
 def test_schema_file_is_up_to_date() -> None:
     written = json.loads(Path("template/config.schema.json").read_text())
     assert written == json.loads(json.dumps(json_schema())), "out of date; run `make schema`"
-    assert (
-        written["$defs"]["Training"]["properties"]["weight_decay"]["description"]
-        == "weight decay of matrices; norms and biases have none"
-    )
 
 
 def test_help_lists_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_config(["--help"])
     text = capsys.readouterr().out
-    assert len(leaf_keys()) > 40
     assert all(f"--{key} " in text for key in leaf_keys())

@@ -1,6 +1,4 @@
-"""The optimizer: learning rates, weight decay, float32 master weights and clipping equal those of torch, and the
-schedule WSD that of transformers.
-"""
+"""The optimizer: learning rates, float32 master weights, and parameters of two dtypes."""
 
 import math
 
@@ -8,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
-from transformers import get_wsd_schedule
 
 from conformance.oracle import assert_close, make_config
 from conformance.worker_pool import WorkerPool
 from picotron.config import Training
 from picotron.model.weights import main_grad, set_main_grad
-from picotron.optimizer import AdamW, clip_grad_norm, learning_rate_factor, make_scheduler
+from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.process_group_manager import setup_process_group_manager
 
 
@@ -25,27 +22,22 @@ def training(**changes: object) -> Training:
 def torch_schedule(config: Training) -> list[float]:
     """Return the learning rate of every step, computed with torch's schedulers."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
-    rest = config.total_train_steps - config.warmup_steps
-    fall: LRScheduler = {
-        "cosine": lambda: CosineAnnealingLR(optimizer, rest, config.learning_rate * config.min_lr_ratio),
-        "linear": lambda: LinearLR(optimizer, 1.0, config.min_lr_ratio, rest),
-        "constant": lambda: LinearLR(optimizer, 1.0, 1.0, rest),
-    }[config.lr_scheduler]()
-    warmup = config.warmup_steps
-    if warmup:
-        fall = SequentialLR(optimizer, [LinearLR(optimizer, 1 / (warmup + 1), 1.0, warmup), fall], [warmup])
+    warmup, rest = config.warmup_steps, config.total_train_steps - config.warmup_steps
+    fall: LRScheduler = LinearLR(optimizer, 1.0, config.min_lr_ratio, rest)
+    if config.lr_scheduler == "cosine":
+        fall = CosineAnnealingLR(optimizer, rest, config.learning_rate * config.min_lr_ratio)
+    both = SequentialLR(optimizer, [LinearLR(optimizer, 1 / (warmup + 1), 1.0, warmup), fall], [warmup])
     rates = []
     for _ in range(config.total_train_steps):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        fall.step()
+        both.step()
     return rates
 
 
-@pytest.mark.parametrize(("ratio", "warmup"), [(0.0, 0), (0.1, 7)])
-@pytest.mark.parametrize("shape", ["cosine", "linear", "constant"])
-def test_learning_rates_equal_torch_schedulers(shape: str, ratio: float, warmup: int) -> None:
-    config = training(lr_scheduler=shape, min_lr_ratio=ratio, warmup_steps=warmup, total_train_steps=30)
+@pytest.mark.parametrize("shape", ["cosine", "linear"])
+def test_learning_rates_equal_torch_schedulers(shape: str) -> None:
+    config = training(lr_scheduler=shape, min_lr_ratio=0.1, warmup_steps=7, total_train_steps=30)
     model = nn.Linear(2, 2)
     optimizer = AdamW(model.parameters(), config, fused=True)
     scheduler = make_scheduler(optimizer, config)
@@ -57,21 +49,6 @@ def test_learning_rates_equal_torch_schedulers(shape: str, ratio: float, warmup:
         optimizer.step()
         scheduler.step()
     assert_close(rates, torch_schedule(config), 1e-12)
-
-
-@pytest.mark.parametrize(("ratio", "warmup"), [(0.0, 0), (0.1, 7)])
-@pytest.mark.parametrize("decay", [None, 1, 23])
-def test_wsd_equals_that_of_transformers(decay: int | None, ratio: float, warmup: int) -> None:
-    """Transformers' warm-up starts at `min_lr_ratio`, and has one more step, the first one, with the rate 0."""
-    config = training(
-        lr_scheduler="wsd", decay_steps=decay, min_lr_ratio=ratio, warmup_steps=warmup, total_train_steps=30
-    )
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    steps = {"num_warmup_steps": warmup + 1, "num_decay_steps": decay or 3, "num_training_steps": 31}
-    for low, first in ((0.0, 0), (ratio, warmup)):
-        factor = learning_rate_factor(config.model_copy(update={"min_lr_ratio": low}))
-        (theirs,) = get_wsd_schedule(optimizer, **steps, decay_type="linear", min_lr_ratio=low).lr_lambdas
-        assert_close([factor(i) for i in range(first, 32)], [theirs(i + 1) for i in range(first, 32)], 1e-12)
 
 
 @pytest.mark.parametrize("fused", [False, True])

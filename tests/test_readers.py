@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from picotron.checkpoint.checkpoint import read_state
 from picotron.checkpoint.safetensors_folder import SafetensorsFolder
-from picotron.command_line import leaf_keys, load_config, parse_config
 from picotron.console import UserError
 from picotron.files import parse_json, read_object
 from picotron.pipeline_parallel.stages import parse_stages
@@ -40,20 +39,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 any_input = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@any_input
-@given(data=JSON)
-def test_any_json_is_a_config_or_an_error(data: Any) -> None:
-    accepts_or_rejects(parse_config, data if isinstance(data, dict) else {"model": data})
-
-
-@any_input
-@given(key=st.sampled_from([*leaf_keys()]), value=JSON, word=st.text(max_size=12))
-def test_any_value_of_a_key_is_accepted_or_an_error(key: str, value: Any, word: str) -> None:
-    section, name = key.split(".")
-    accepts_or_rejects(parse_config, {"model": {"name": "a"}, "dataset": {"name": "b"}} | {section: {name: value}})
-    accepts_or_rejects(load_config, ["--config", "template/base_config.json", f"--{key}", word])
 
 
 @any_input
