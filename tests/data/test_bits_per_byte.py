@@ -49,12 +49,9 @@ def test_bytes_of_samples_are_those_of_their_completions(folder: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["metaspace first", "byte-level"])
-@pytest.mark.parametrize("seq_length", [7, 64])
-def test_bytes_of_text_are_those_between_the_first_and_the_last_target(
-    folder: str, tmp_path: Path, kind: str, seq_length: int
-) -> None:
+def test_bytes_of_text_are_those_between_the_first_and_the_last_target(folder: str, tmp_path: Path, kind: str) -> None:
     """The bounds of some rows are within a character."""
-    tokenizer = write_tokenizer(folder, kind)
+    tokenizer, seq_length = write_tokenizer(folder, kind), 7
     text = "(" + "".join(TEXTS)  # decoders strip a space in front of the first target
     (tmp_path / "text.txt").write_text(text)
     config = config_of(str(tmp_path / "text.txt"), folder, training__seq_length=seq_length)

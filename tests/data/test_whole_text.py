@@ -1,9 +1,8 @@
 """Tokens of samples and of long documents: those that the tokenizer gives for the whole text."""
 
+import bisect
 import inspect
-import itertools
 import json
-import random
 from pathlib import Path
 
 import numpy as np
@@ -35,41 +34,6 @@ def saved(folder: Path, kind: str, template: str | None = None) -> tuple[PreTrai
     return AutoTokenizer.from_pretrained(folder / "tokenizer"), str(folder / "tokenizer")
 
 
-# ------------------------------------------------------------------------------------------- prompts and completions
-
-PAIRS = [
-    ("Name the capital.\n", "Paris"),
-    ("What is 2 + 2? It is", " 4."),
-    ("What is 2 + 2? It is ", "4."),
-    ("a\n", "\n b"),
-    ("", "hello"),
-    ("", " hello"),
-    ("hello", ""),
-    ("wide 日本語 🙂", "👍🏽\n"),
-    ("one</s> two</s>", "three <s> four"),
-    ("caf", "e\u0301"),
-    ("  ", "  x  "),
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_of_a_sample_are_those_of_its_whole_text(tmp_path: Path, kind: str) -> None:
-    tokenizer, folder = saved(tmp_path, kind)
-    end = tokenizer.eos_token_id
-    name = write_jsonl(tmp_path / "a.jsonl", [{"q": q, "a": a} for q, a in PAIRS])
-    for (prompt, completion), (tokens, mask) in zip(
-        PAIRS, split(encode(config_of(name, folder), VOCABULARY)), strict=True
-    ):
-        whole, ids = (
-            tokenizer(text, add_special_tokens=kind != "ByT5")["input_ids"] for text in (prompt + completion, prompt)
-        )
-        begin = [] if prompt or kind not in ("byte-level", "byte-level trimmed", "ByT5") else [end]
-        assert tokens == [*begin, *whole, end]
-        # The tokens of the prompt that the completion does not change are not counted, all others are.
-        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, whole, strict=False))))
-        assert mask == [0] * (len(begin) + same) + [1] * (len(whole) - same + 1), (prompt, completion)
-
-
 def test_a_slow_tokenizer_must_tell_where_a_completion_begins(tmp_path: Path) -> None:
     """ByT5 drops white space before </s>."""
     _, folder = saved(tmp_path, "ByT5")
@@ -93,31 +57,26 @@ def test_a_character_that_is_cut_into_bytes_is_counted_as_a_whole(tmp_path: Path
 # ------------------------------------------------------------------------------------------------------ long documents
 
 PROSE = "The quick brown fox, it jumps over 12 lazy dogs; naïve as Žluťoučký kůň. "
-DOCUMENTS = {
-    "code": inspect.getsource(random),
-    "prose on one line": PROSE * 200,
-    "paragraphs": f"{PROSE * 3}\n\n{PROSE}  \n\t{PROSE}\n" * 40,
-    "no white space": "日本語のテキスト。私は学生です、" * 500,
-    "emoji": "🙂👍🏽e\u0301" * 2_000,
-    "special tokens": "one</s>\n two <s> three</s>" * 500,
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    # The emoji are a single word, for which WordPiece has a single token.
-    [pair for pair in itertools.product(DOCUMENTS, KINDS) if pair != ("emoji", "WordPiece")],
+DOCUMENT = (
+    inspect.getsource(bisect)
+    + PROSE * 50
+    + f"{PROSE * 3}\n\n{PROSE}  \n\t{PROSE}\n" * 10
+    + "日本語のテキスト。私は学生です、" * 150
+    + "one</s>\n two <s> three</s>" * 100
 )
-@pytest.mark.parametrize("file_type", ["txt", "jsonl"])
+EMOJI = "🙂👍🏽e\u0301" * 500  # a single word, for which WordPiece has a single token
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_of_a_long_document_are_those_of_its_whole_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str, file_type: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(text_module, "PIECE", 2**10)
     monkeypatch.setattr(text_module, "WINDOW", 2**9)
     assert text_module.CONTEXT <= text_module.PIECE
     tokenizer, folder = saved(tmp_path, kind)
-    file, text = tmp_path / f"a.{file_type}", DOCUMENTS[name]
-    file.write_text(text if file_type == "txt" else json.dumps({"text": text}))
+    file, text = tmp_path / "a.jsonl", DOCUMENT if kind == "WordPiece" else DOCUMENT + EMOJI
+    file.write_text(json.dumps({"text": text}))
     config = make_config(dataset__name=str(file), model__tokenizer=folder)
     tokens = np.fromfile(write_tokens(config, tiny_llama(vocab_size=VOCABULARY)) / "tokens.uint16", np.uint16)
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
