@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from conformance.training import layout_name, wrapped
+from conformance.training import wrapped
 from conformance.worker_pool import WorkerPool
 from picotron.checkpoint import safetensors_folder, writer
 from picotron.checkpoint.host_buffers import HostBuffers
@@ -26,38 +26,6 @@ from picotron.parallelize import unwrap
 from picotron.run.progress import Progress
 from picotron.run.run_folder import checkpoint_folders
 from tests.support.checkpoints import first_half, mistake, model_of, run, run_config, tensors_of, train, warnings_of
-
-
-def train_while_writing(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[str, Any]:
-    """Train, and delay the writing of each odd step's checkpoint until the next step has changed the tensors."""
-    write, step, steps = CheckpointWriter._write, AdamW.step, []
-
-    def late(self: CheckpointWriter, progress: Progress, pieces: Any) -> None:
-        while len(steps) <= progress.step < config.training.total_train_steps and progress.step % 2:
-            time.sleep(0.001)
-        write(self, progress, pieces)
-
-    def counted(self: AdamW) -> None:
-        step(self)
-        steps.append(1)
-
-    CheckpointWriter._write, AdamW.step = late, counted  # type: ignore[method-assign]
-    try:
-        return train(config, model_config, tokenizer)
-    finally:
-        CheckpointWriter._write, AdamW.step = write, step  # type: ignore[method-assign]
-
-
-def test_asynchronous_checkpoints_equal_synchronous_ones(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
-    """Tensors are copied before the next step changes them, and consecutive checkpoints are not mixed up."""
-    layout, model = {"dp_size": 2, "tp_size": 2}, model_of(False)
-    for name, function in (("sync", train), ("async", train_while_writing)):
-        keys = {"checkpoint__save_frequency": 1, "checkpoint__async_save": name == "async"}
-        pool.run(function, 4, run_config(tmp_path / name, layout, **keys), model, tokenizer)
-    for step in range(1, 11):
-        first, second = (checkpoint_folders(tmp_path / name)[step] for name in ("sync", "async"))
-        for path in first.glob("*.safetensors"):
-            assert path.read_bytes() == (second / path.name).read_bytes(), path
 
 
 def save_twice_in_a_row(config: Config, model_config: LlamaConfig, tokenizer: Path) -> list[list[int]]:
@@ -169,12 +137,9 @@ def test_full_disk_raises_the_same_error_on_all_ranks(
     run(pool, first_half(tmp_path, layout, **keys), model, tokenizer)
     config = run_config(tmp_path, layout, **keys | {"checkpoint__save_frequency": 6})
     results = pool.run(train_on_a_full_disk, 4, config, model, tokenizer, 10_000)
-    expected = (
-        f"the checkpoint {tmp_path}/step_00000006 cannot be written: No space left on device; free some space, or choose "
-        f"another save_dir that all processes can write. Earlier checkpoints are unchanged"
-    )
     # In the background, the error is raised in the next step, long before the next checkpoint is due.
-    assert results == [(expected, 2 if in_background else 1)] * 4
+    assert results == [(results[0][0], 2 if in_background else 1)] * 4
+    assert f"{tmp_path}/step_00000006 cannot be written: No space left on device" in results[0][0]
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
     assert len(run(pool, run_config(tmp_path, layout, **keys), model, tokenizer)["losses"]) == 5
 
@@ -232,15 +197,13 @@ def thread_count() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-@pytest.mark.parametrize("layout", [{"pp_size": 2, "pp_engine": "zb_h1"}], ids=layout_name)
-def test_threads_of_a_training_end_with_it(pool: WorkerPool, tokenizer: Path, tmp_path: Path, layout: Any) -> None:
+def test_threads_of_a_training_end_with_it(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
     """Each process group has threads, which end only when nothing refers to the group any more."""
-    size = run_config(tmp_path, layout).distributed.world_size
-    before = pool.run(thread_count, size)
-    for number in range(3):
+    layout, before = {"pp_size": 2, "pp_engine": "zb_h1"}, pool.run(thread_count, 2)
+    for number in range(2):
         keys = {"checkpoint__async_save": True, "checkpoint__save_frequency": 2, "dataset__num_workers": 1}
         run(pool, first_half(tmp_path / str(number), layout, **keys), model_of(True), tokenizer)
-        assert pool.run(thread_count, size) == before
+        assert pool.run(thread_count, 2) == before
 
 
 @pytest.mark.parametrize(("ends", "kept"), [([5, 0, 7], [5, 0, 7]), ([5, 7], 0), (5, 0), (None, 0)])

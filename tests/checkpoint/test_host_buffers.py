@@ -120,11 +120,3 @@ def test_pageable_memory_replaces_memory_that_cannot_be_pinned_with_one_warning(
     assert stream.synchronize.call_count == 2
     (message,) = caplog.messages
     assert message.startswith("host memory for checkpoints cannot be pinned (CUDA error: out of memory);")
-
-
-def test_tensors_on_the_cpu_are_copied_to_pageable_memory_without_a_wait() -> None:
-    with Recorder() as recorder, mock.patch("torch.cuda.current_stream") as current_stream:
-        HostBuffers().snapshot(random_tensors(1))
-    allocations = [call for (call, *rest) in recorder.calls if not rest]
-    assert set(allocations) == {"pageable"}
-    current_stream.assert_not_called()

@@ -14,7 +14,6 @@ from conformance.fuzz.chat_templates import CHATML
 from conformance.fuzz.tokenizer_kinds import make_tokenizer
 from conformance.oracle import tiny_llama
 from conformance.worker_pool import WorkerPool
-from picotron.model.families import FAMILIES
 from tests.support.checkpoints import first_half, run
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
@@ -22,16 +21,13 @@ PROMPT, MESSAGES = "def f(x)", [{"role": "user", "content": "hello"}]
 
 
 @pytest.mark.usefixtures("_end_process_group")
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[] if each == "qwen3" else pytest.mark.slow) for each in FAMILIES]
-)
 def test_transformers_generates_the_text_of_generate_py(
-    family: str, pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = make_tokenizer("byte-level")
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    model_config = tiny_llama(family, vocab_size=len(tokenizer), initializer_range=0.5, eos_token_id=7)
+    model_config = tiny_llama("qwen3", vocab_size=len(tokenizer), initializer_range=0.5, eos_token_id=7)
     run(pool, first_half(tmp_path / "run", {"pp_size": 2}), model_config, tmp_path / "tokenizer")
 
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, [{"prompt": PROMPT}, {"messages": MESSAGES}])))
@@ -44,7 +40,7 @@ def test_transformers_generates_the_text_of_generate_py(
     folder = tmp_path / "run" / "step_00000005"
     assert GenerationConfig.from_pretrained(folder).eos_token_id == tokenizer.eos_token_id
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert (model.config.model_type, model.dtype) == (family, torch.float64)
+    assert (model.config.model_type, model.dtype) == ("qwen3", torch.float64)
     inputs = tokenizer(PROMPT, return_tensors="pt")
     output = model.generate(**inputs, **GREEDY)[0, inputs["input_ids"].size(1) :]
     assert tokenizer.decode(output, skip_special_tokens=True) == texts[0]

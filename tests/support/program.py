@@ -29,6 +29,7 @@ def run(
 def arguments(save_dir: Path, dp: int, batch: int, **more: Any) -> list[str]:
     keys = {
         "distributed.dp_size": dp, "distributed.tp_size": 1, "distributed.pp_size": 1, "model.dtype": "float64", "model.num_hidden_layers": 2, "training.total_train_steps": 4,
+        "training.num_samples": 100,
         "training.seq_length": 64, "training.micro_batch_size": batch, "training.gradient_accumulation_steps": 2,
         "training.warmup_steps": 2, "training.eval_frequency": 2, "training.eval_steps": 1, "checkpoint.save_dir": save_dir, **more,
     }  # fmt: skip
