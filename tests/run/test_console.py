@@ -43,12 +43,6 @@ def test_programs_finish_without_a_reader(tmp_path: Path, closed_pipe: int) -> N
     assert (sweep / "metrics.csv").exists()
 
 
-def test_log_continues_without_a_reader(closed_pipe: int) -> None:
-    program = "from picotron.run.launch import logger, set_up_logging; set_up_logging()"
-    result = run(["-c", f"{program}; logger.info('one'); logger.info('two')"], closed_pipe)
-    assert (result.returncode, result.stderr) == (0, "")
-
-
 def test_programs_run_without_a_standard_output() -> None:
     """Closed, as by some daemons: the log is dropped, and errors are still printed."""
     program = "from picotron.run.launch import exit_on_error, logger, set_up_logging; set_up_logging()"
@@ -67,14 +61,8 @@ def test_jobs_run_after_the_reader_has_gone(make_job: Callable[..., Job], tmp_pa
     assert [job.status for job in jobs] == ["fail", "fail"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["train.py", "--config", "docs/small.json", "--explain"]],
-)
-def test_output_that_cannot_be_written_is_reported(words: list[object]) -> None:
+def test_output_that_cannot_be_written_is_reported() -> None:
     with open("/dev/full", "w") as full:
-        result = run(words, full.fileno())
-    assert (result.returncode, result.stderr) == (
-        0,
-        "the standard output cannot be written: No space left on device; the rest of it is dropped\n",
-    )
+        result = run(["train.py", "--config", "docs/small.json", "--explain"], full.fileno())
+    assert result.returncode == 0
+    assert result.stderr.startswith("the standard output cannot be written: No space left on device")
