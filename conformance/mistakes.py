@@ -373,7 +373,7 @@ MISTAKES: dict[str, Mistake] = {
     # ----------------------------------------------------------------------------- config, sweeps, plans and forecasts
     "check_of_decay_forgotten": Mistake(CONFIG_CHECKS, "    check_decay,\n", "", ("tests/test_config.py",)),
     "unknown_keys_accepted": Mistake("picotron/config.py", 'extra="forbid"', 'extra="ignore"', ("tests/test_config.py",)),
-    "duplicate_keys_accepted": Mistake("picotron/files.py", "    if len(data) < len(pairs):", "    if False:", ("tests/test_config_reader.py",)),
+    "duplicate_keys_accepted": Mistake("picotron/files.py", "    if len(data) < len(pairs):", "    if False:", ("tests/data/test_documents.py",)),
     "layouts_with_fewer_processes": Mistake(
         "picotron/sweep/combinations.py", "if math.prod(layout.values()) in world_sizes]", "if math.prod(layout.values()) <= max(world_sizes)]",
         ("tests/sweep/test_create_config.py",),

@@ -71,6 +71,21 @@ def test_bfloat16_weights_have_float32_master_weights(fused: bool) -> None:
     assert half[0, 0] < 1.0  # 1 - 1e-4 is 1 in bfloat16, but 1 - 50e-4 is not
 
 
+def test_moments_of_bfloat16_weights_are_those_of_torch_in_float32() -> None:
+    config, model = training(learning_rate=1e-2, weight_decay=0.0), nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    gradients, theirs = torch.linspace(0.5, 1.5, 16).view(4, 4), nn.Parameter(model.weight.detach().float())
+    set_main_grad(model.weight, gradients)
+    betas = config.adam_beta1, config.adam_beta2
+    reference = torch.optim.AdamW([theirs], config.learning_rate, betas, config.adam_eps, weight_decay=0.0)
+    optimizer, start = AdamW(model.parameters(), config, fused=False), theirs.detach().clone()
+    for step in range(5):
+        main_grad(model.weight).copy_(gradients := gradients.roll(1, 0) * (1 + step))
+        theirs.grad = gradients
+        optimizer.step()
+        reference.step()
+    assert_close(optimizer.masters[model.weight] - start, theirs.detach() - start, 1e-4)
+
+
 def test_parameters_of_two_dtypes_are_updated() -> None:
     model = nn.ModuleList([nn.Linear(4, 4, bias=False, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)])
     before = [parameter.clone() for parameter in model.parameters()]

@@ -50,9 +50,8 @@ def test_a_run_that_resumes_on_more_data_keeps_its_bpe(home: Path, tmp_path: Pat
 def test_user_error_ends_the_program_with_one_line(home: Path, tmp_path: Path) -> None:
     result = run(home, 0, *arguments(tmp_path, 1, 1, **{"training.lr": 1}))
     assert result.returncode != 0
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("[rank 0] error: ")
-    assert "unknown key training.lr" in line
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("[rank 0] error: unknown key training.lr")
 
 
 BROKEN = """
