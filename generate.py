@@ -33,8 +33,9 @@ from picotron.generation.rotation import Completion, check_prompt, generate
 from picotron.generation.sampling import Sampling
 from picotron.model.families import differences
 from picotron.model.model_config import end_tokens, load_model_config
-from picotron.parallelize import build_stage, check_layout
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+from picotron.parallelize import build_stage
+from picotron.pipeline_parallel.engine import check_layout
+from picotron.pipeline_parallel.modules import LlamaStages
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import exit_on_error, init_process_group, set_up_device
 from picotron.run.run_folder import checkpoint_folders
@@ -60,7 +61,7 @@ def read_model_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> PipelineParallel:
+def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> LlamaStages:
     """Load this rank's part of the model in a folder, in the dtype of its config. Connects the processes that torchrun
     has started.
 
@@ -99,7 +100,8 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> PipelinePara
             f"some ranks read {names[0]} and others {other}, because a run is writing checkpoints; name one of them"
         )
     weights = Checkpoint(folder, weights_only=True).weights()
-    return build_stage(config, model_config, plan, device, model_config.dtype, weights)
+    stage: Any = build_stage(config, model_config, plan, device, model_config.dtype, weights)
+    return stage
 
 
 def without_end(completion: Completion, ends: tuple[int, ...]) -> Completion:
@@ -185,7 +187,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def complete(
-    model: PipelineParallel,
+    model: LlamaStages,
     encoder: Encoder,
     records: list[Prompt],
     prompts: list[list[int]],
@@ -217,7 +219,7 @@ def complete(
         print_line(f"{len(prompts) * sampling.num_return_sequences:,} completions in {options.output}")
 
 
-def chat(model: PipelineParallel, encoder: Encoder, sampling: Sampling) -> None:
+def chat(model: LlamaStages, encoder: Encoder, sampling: Sampling) -> None:
     """Hold a conversation with the user, until the input ends (Ctrl-D)."""
     is_first = dist.get_rank() == 0
     # A separate group with a long timeout, because users may think longer than the default timeout of collectives.

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedConfig
 
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.command_line import parse_command_line, parse_config
+from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
 from picotron.data.token_files import has_token_files, load_token_files, targets_and_bytes
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, make_scheduler, update_weights
-from picotron.parallelize import build_model, check_model, check_run, unwrap
-from picotron.pipeline_parallel.recorder import record_steps
+from picotron.parallelize import build_model, check_run, unwrap
+from picotron.pipeline_parallel.stages import PipelinePlan
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import (
     StopSignals,
@@ -31,7 +33,17 @@ from picotron.run.launch import (
 from picotron.run.metrics import Metrics, evaluation_record
 from picotron.run.progress import Progress
 from picotron.run.run_folder import begin_run, claim_save_dir
-from picotron.train_step import make_evaluation, make_train_step
+
+
+def check(config: Config) -> tuple[PreTrainedConfig, PipelinePlan]:
+    """Check that the model, the layout and the processes fit together. Returns the model's config, and the plan of the
+    pipeline: AFAB or 1F1B with one stage on each rank, unless the config asks for what only the workbench has.
+    """
+    if config.needs_workbench:
+        from picotron.pipeline_parallel.planning import plan_pipeline
+
+        return check_run(config, plan_pipeline)
+    return check_run(config)
 
 
 def main() -> None:
@@ -40,11 +52,12 @@ def main() -> None:
     # Config. Most user errors are found here, before anything expensive starts.
     options = parse_command_line(sys.argv[1:])
     if options.explain:
-        from picotron.explain.explain import explain  # training needs none of it
+        from picotron.explain.explain import explain
+        from picotron.pipeline_parallel.engine import check_model
 
         return explain(parse_config(options.data, check_model), options.hardware, options.gib, options.json)
-    config = parse_config(options.data, check_run)
-    model_config, plan = check_run(config)
+    config = parse_config(options.data, check)
+    model_config, plan = check(config)
     layout, training, dtype = config.distributed, config.training, getattr(torch, config.model.dtype)
     claim_save_dir(config)
     device = set_up_device(config)
@@ -84,17 +97,14 @@ def main() -> None:
     # Outputs. Files of an earlier run are archived, except those up to the step from which this run resumes.
     resumed = checkpoint.state_in(config.checkpoint.save_dir) if checkpoint else None
     dist.barrier()  # no rank still reads the files of an earlier run
-    searched = plan.schedule if plan.expectation else None
-    records = begin_run(config, resumed.step if resumed else None, searched) if dist.get_rank() == 0 else []
+    records = begin_run(config, resumed.step if resumed else None, plan.searched) if dist.get_rank() == 0 else []
     metrics = Metrics(config, model_config, device, dtype, records, resumed.wandb_run_id if resumed else None)
     writer = CheckpointWriter(
         config, model_config, unwrap(model), optimizer, tokenizer, fingerprint, metrics.wandb_run_id, held_out
     )
 
     # Training loop. A stop signal ends it after the current step, with a checkpoint.
-    step = make_train_step(config, plan, device, dtype)
-    train_step = record_steps(step, config, model_config, plan, device, progress.step)
-    evaluate = make_evaluation(config, plan, device)
+    train_step, evaluate = plan.make_steps(config, model_config, device, dtype, progress.step)
     signals, stop = StopSignals(), 0
     with writer:
         while not stop and not progress.is_end(training):

@@ -26,7 +26,7 @@ from picotron.explain.errors import ERRORS, Errors, kinds_of
 from picotron.explain.forecast import Clock, Forecast, forecast
 from picotron.explain.hardware import HARDWARE
 from picotron.model.flops import PEAK_BF16_FLOPS, model_cost
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.planning import plan_pipeline
 
 RUNS = Path(__file__).with_name("published.json")
 ENGINES = {0: "bucket", 1: "zero1", 3: "zero3"}

@@ -42,7 +42,7 @@ from picotron.explain.hardware import HARDWARE, Hardware
 from picotron.model.flops import model_cost
 from picotron.model.model_config import load_model_config
 from picotron.optimizer import clip_grad_norm
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.run.metrics import peak_flops
 
 BATCHES = {  # a micro-batch of 8,192 tokens

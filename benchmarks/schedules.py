@@ -26,7 +26,7 @@ from picotron.console import number
 from picotron.optimizer import AdamW
 from picotron.pipeline_parallel import executor, recorder
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.pipeline_parallel.plan import training_schedule
+from picotron.pipeline_parallel.planning import training_schedule
 from picotron.schedules.simulate import Span, Timeline, measured_costs, simulate
 
 TIMED: dict[str, list[tuple[Any, str, str]]] = {
@@ -38,7 +38,7 @@ TIMED: dict[str, list[tuple[Any, str, str]]] = {
     ],
     "picotron": [
         (PipelineParallel, "forward", "forward"),
-        (PipelineParallel, "backward", "backward"),
+        (executor, "backward", "backward"),
         (executor, "run_deferred", "backward"),
         (AdamW, "step", "AdamW"),
     ],

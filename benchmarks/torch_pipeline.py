@@ -13,8 +13,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from benchmarks.workload import MICRO_BATCH, ON_GPU, SEQ_LENGTH, device_of, loader_of, run_config, stage_of, torch_adamw
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.pipeline_parallel.plan import training_schedule
+from picotron.pipeline_parallel.modules import LlamaStages
+from picotron.pipeline_parallel.planning import training_schedule
 from picotron.tensor_parallel.cross_entropy import LinearCrossEntropy
 
 PP = 2
@@ -40,7 +40,7 @@ class TorchStage(nn.Module):
     On a GPU its weights are float32, like picotron's master weights, and it computes under bfloat16 autocast.
     """
 
-    def __init__(self, held: PipelineParallel, number: int) -> None:
+    def __init__(self, held: LlamaStages, number: int) -> None:
         super().__init__()
         self.stage, llama = held.stages[number], held.module
         self.layers = nn.ModuleList(llama.model.layers[str(i)] for i in self.stage.layers)

@@ -26,12 +26,13 @@ from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucke
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, update_weights
 from picotron.parallelize import build_model
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.engine import make_train_step
+from picotron.pipeline_parallel.modules import LlamaStages
+from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import keep_freed_memory
 from picotron.run.metrics import global_mean
-from picotron.train_step import Step, make_train_step
+from picotron.train_step import Step
 
 ON_GPU = torch.cuda.is_available()
 TINY = "--tiny" in sys.argv  # also in the processes that a benchmark starts: they have its arguments
@@ -107,7 +108,7 @@ def model_of(
         return build_model(config, shape, plan_pipeline(config, shape), device, dtype, weights)
 
 
-def stage_of(config: Config, device: torch.device, dtype: torch.dtype, layers: int = LAYERS) -> PipelineParallel:
+def stage_of(config: Config, device: torch.device, dtype: torch.dtype, layers: int = LAYERS) -> LlamaStages:
     """Build the model without data parallelism, for torch's trainers, which read `grad` instead of `main_grad`."""
     return model_of(config, device, dtype, layers, wrapper=lambda stage: stage)
 

@@ -202,8 +202,8 @@ MISTAKES: dict[str, Mistake] = {
     # ------------------------------------------------------------------------------------------ pipeline parallelism
     "micro_batches_not_divided": Mistake(
         PIPELINE,
-        "            output_tensor = output_tensor / data_loader.grad_acc_steps\n            losses.append(output_tensor.detach())\n",
-        "            losses.append(output_tensor.detach() / data_loader.grad_acc_steps)\n",
+        "        output_tensor = output_tensor / data_loader.grad_acc_steps\n        losses.append(output_tensor.detach())\n",
+        "        losses.append(output_tensor.detach() / data_loader.grad_acc_steps)\n",
         ("fuzz", "step pp2"), "pipeline_parallel",
         "forward_step divides the logged loss by the number of micro-batches, but not the loss that backward starts at.",
     ),
@@ -217,7 +217,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "executor_does_not_divide": Mistake(EXECUTOR, "y = y / self.schedule.micro_batches", "y = y / 1", FUZZ),
     "groups_by_operation": Mistake(
-        "picotron/pipeline_parallel/pp_communications.py",
+        EXECUTOR,
         "grid.pp_group if sender < receiver else", 'grid.pp_group if operation == "send" else',
         ("tests/pipeline_parallel/test_nccl_order.py",),
     ),

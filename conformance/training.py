@@ -21,11 +21,12 @@ from picotron.data_parallel.owned_slices import owned_slice
 from picotron.model.weights import main_grad, parameters_and_shards
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model, unwrap
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.engine import make_train_step
+from picotron.pipeline_parallel.modules import LlamaStages
+from picotron.pipeline_parallel.planning import plan_pipeline
+from picotron.pipeline_parallel.stages import PipelinePlan, plan_stages
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.progress import Progress
-from picotron.train_step import make_train_step
 
 CPU = torch.device("cpu")
 
@@ -55,8 +56,18 @@ def pipeline_config(engine: str, pp: int, micro_batches: int = 3, **changes: Any
 # --------------------------------------------------------------------------------------------------- a rank's shard
 
 
-def wrapped(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> DataParallel:
-    """Build this rank's shard of the model as train.py does."""
+def plan_of(config: Config, model_config: PreTrainedConfig) -> PipelinePlan:
+    """Plan the pipeline as train.py does."""
+    return (plan_pipeline if config.needs_workbench else plan_stages)(config, model_config)
+
+
+def wrapped(
+    config: Config,
+    model_config: PreTrainedConfig,
+    dtype: torch.dtype = torch.float64,
+    plan_pipeline: Callable[[Config, PreTrainedConfig], PipelinePlan] = plan_pipeline,
+) -> DataParallel:
+    """Build this rank's shard of the model, by default as programs with their own loops do."""
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     weights = drawn_weights(model_config, config.training.seed)
@@ -64,13 +75,13 @@ def wrapped(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype =
     return build_model(config, model_config, plan, device, dtype, weights)
 
 
-def stage_of(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> PipelineParallel:
+def stage_of(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> LlamaStages:
     """Build the same model as `wrapped`, without the data-parallel wrapper."""
     return wrapped(config, model_config, dtype).module
 
 
 def step_of(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> Any:
-    """Return the training step of train.py."""
+    """Return the training step of programs with their own loops."""
     return make_train_step(config, plan_pipeline(config, model_config), device_of(config), dtype)
 
 
@@ -126,7 +137,8 @@ def train_steps(
     fingerprint = data_fingerprint(rows, config)
     progress = checkpoint.progress(fingerprint) if checkpoint else Progress()
     loader = MicroBatchDataLoader(rows, config, device_of(config), progress.samples)
-    take_step = step_of(config, model_config, getattr(torch, config.model.dtype))
+    dtype = getattr(torch, config.model.dtype)
+    take_step, _ = plan_of(config, model_config).make_steps(config, model_config, device_of(config), dtype)
     optimizer = AdamW(model.parameters(), config.training, fused=config.model.use_fused_adam)
     if checkpoint:
         checkpoint.restore(optimizer, llama)
@@ -158,7 +170,7 @@ def train(config: Config, model_config: PreTrainedConfig) -> dict[str, Any]:
 
     Returns losses and gradient norms, and the full gradients of the first step and full weights at the end.
     """
-    model = wrapped(config, model_config, getattr(torch, config.model.dtype))
+    model = wrapped(config, model_config, getattr(torch, config.model.dtype), plan_of)
     llama = model.module.module
     losses, norms, gradients = train_steps(model, config, model_config, lambda: all_stages(llama, "main_grad"))
     return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": all_stages(llama, "data")}

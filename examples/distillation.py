@@ -22,7 +22,7 @@ from picotron.console import UserError, number
 from picotron.data.tokens import read_tokenizer
 from picotron.generation.prompts import Encoder
 from picotron.model.llama import IGNORE_INDEX
-from picotron.parallelize import check_run
+from picotron.pipeline_parallel.engine import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
 from picotron.trainer import DATA_SET_KEYS, FrozenModel, Trainer, set_up, used_keys

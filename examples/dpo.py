@@ -28,7 +28,7 @@ from picotron.data.documents import load_documents
 from picotron.data.samples import SampleEncoder, is_conversation
 from picotron.data.tokens import convert, read_tokenizer, tokenizer_folder
 from picotron.model.llama import IGNORE_INDEX
-from picotron.parallelize import check_run
+from picotron.pipeline_parallel.engine import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.trainer import RECORD_KEYS, Data, FrozenModel, Trainer, check_used, fingerprint, set_up, used_keys
 

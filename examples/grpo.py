@@ -45,7 +45,7 @@ from picotron.generation.prompts import Encoder
 from picotron.generation.rotation import Completion, generate
 from picotron.generation.sampling import Sampling
 from picotron.model.model_config import end_tokens
-from picotron.parallelize import check_run
+from picotron.pipeline_parallel.engine import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.trainer import RECORD_KEYS, Data, Trainer, check_used, fingerprint, set_up, used_keys
 

@@ -181,7 +181,7 @@ def train_batch(
         UserError: the batches do not fit the step or each other, a loss is not a scalar, all weights are 0, or
             gradients of an earlier step are there.
     """
-    needs_weights = check_batches(step, model, batches, is_training=True, has_outputs=outputs is not None)
+    needs_weights = check_batches(model, batches, is_training=True, has_outputs=outputs is not None)
     batches = [_without_uncounted_targets(batch) for batch in batches]
     if needs_weights:
         batches = [_with_weights(batch) for batch in batches]
@@ -307,7 +307,7 @@ def forward_batch(
     Raises:
         UserError: the batches do not fit the step or each other.
     """
-    check_batches(evaluate, model, batches)
+    check_batches(model, batches)
     batches = [_without_uncounted_targets(batch) for batch in batches]
     by_batch: dict[int, Any] = {}
 

@@ -16,8 +16,7 @@ from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import IGNORE_INDEX, Llama
 from picotron.model.model_config import check_window
 from picotron.parallelize import unwrap
-from picotron.pipeline_parallel.executor import check_micro_batches
-from picotron.train_step import Step
+from picotron.pipeline_parallel.modules import sequence_shards
 
 Batch = dict[str, Any]
 LossParts = tuple[Tensor, Tensor | float, dict[str, Tensor | float]]  # loss, weight and statistics of a micro-batch
@@ -36,9 +35,9 @@ class RankBatches(NamedTuple):
 
 
 def check_batches(
-    step: Step, model: DataParallel, batches: Sequence[Batch], is_training: bool = False, has_outputs: bool = False
+    model: DataParallel, batches: Sequence[Batch], is_training: bool = False, has_outputs: bool = False
 ) -> bool:
-    """Check micro-batches before a step, see `make_train_step` and `make_evaluation`.
+    """Check micro-batches before a step.
 
     Args:
         is_training: whether the step runs backward, so that there must be no gradients yet.
@@ -56,7 +55,7 @@ def check_batches(
     def check() -> RankBatches:
         if is_training:
             _check_parameters(model)
-        return _check_rank(step, unwrap(model), batches, has_outputs)
+        return _check_rank(unwrap(model), batches, has_outputs)
 
     everyone = run_on_all_ranks(check)
     first_at: dict[tuple[int, int], tuple[int, list[dict[str, str]]]] = {}
@@ -99,7 +98,7 @@ def _check_parameters(model: DataParallel) -> None:
         )
 
 
-def _check_rank(step: Step, llama: Llama, batches: Sequence[Batch], has_outputs: bool) -> RankBatches:
+def _check_rank(llama: Llama, batches: Sequence[Batch], has_outputs: bool) -> RankBatches:
     """Check this rank's micro-batches."""
     if not isinstance(batches, Sequence):
         raise UserError(f"the micro-batches are a {type(batches).__name__}; pass a list of dicts, see split_batch")
@@ -135,8 +134,8 @@ def _check_rank(step: Step, llama: Llama, batches: Sequence[Batch], has_outputs:
             counted = ~ignored & (batch["target_weights"] != 0) if "target_weights" in batch else ~ignored
             _check_ids(batch["target_ids"][counted], "target_ids", llama.config.vocab_size, i)
             ignores |= bool(ignored.any())
-    _check_lengths(step, llama, batches)
-    _check_sharding(step, batches)
+    _check_lengths(llama, batches)
+    _check_sharding(llama, batches)
     grid = pgm.process_group_manager
     digests = [
         {name: _digest(batch[name]) for name in SHARED if isinstance(batch.get(name), Tensor)} for batch in batches
@@ -162,21 +161,21 @@ def _check_mask(batch: Batch, where: str) -> None:
         )
 
 
-def _check_sharding(step: Step, batches: Sequence[Batch]) -> None:
+def _check_sharding(llama: Llama, batches: Sequence[Batch]) -> None:
     """Check that no positions are those of the other sharding. (A program may have positions of its own.)"""
-    if pgm.process_group_manager.cp_world_size == 1:
+    sharding: Any = next((each.cp_sharding for each in llama.modules() if hasattr(each, "cp_sharding")), None)
+    if sharding is None:  # cp_size is 1, or this rank has no layers
         return
-    other = "contiguous" if step.cp_sharding == "zigzag" else "zigzag"
+    other = "contiguous" if sharding == "zigzag" else "zigzag"
     for i, batch in enumerate(batches):
         positions, rows = batch["position_ids"].cpu().long(), batch | {"cu_seqlens": None}
         right, wrong = (  # positions count from the beginning of a document, or of a row
-            any(_positions(each, sharding).equal(positions) for each in (batch, rows))
-            for sharding in (step.cp_sharding, other)
+            any(_positions(each, kind).equal(positions) for each in (batch, rows)) for kind in (sharding, other)
         )
         if wrong and not right:
             raise UserError(
-                f"micro-batch {i} was split with cp_sharding={other!r}, but the config has {step.cp_sharding!r}; pass "
-                f"cp_sharding={step.cp_sharding!r} to split_batch or pack_sequences"
+                f"micro-batch {i} was split with cp_sharding={other!r}, but the config has {sharding!r}; pass "
+                f"cp_sharding={sharding!r} to split_batch or pack_sequences"
             )
 
 
@@ -211,11 +210,9 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
 
 
-def _check_lengths(step: Step, llama: Llama, batches: Sequence[Batch]) -> None:
-    """Check the lengths for sequence parallelism and for the model's window, and the number of micro-batches."""
-    grid = pgm.process_group_manager
-    is_sharded = any(getattr(module, "sequence_parallel", False) for module in llama.modules())
-    shards = grid.tp_world_size if is_sharded else 1
+def _check_lengths(llama: Llama, batches: Sequence[Batch]) -> None:
+    """Check the lengths for sequence parallelism and for the model's window."""
+    grid, shards = pgm.process_group_manager, sequence_shards(llama)
     for i, batch in enumerate(batches):
         tokens = batch["input_ids"].size(1)
         if tokens % shards:
@@ -226,8 +223,6 @@ def _check_lengths(step: Step, llama: Llama, batches: Sequence[Batch]) -> None:
         boundaries = batch.get("cu_seqlens")
         length = tokens * grid.cp_world_size if boundaries is None else int(boundaries.diff().max())
         check_window(llama.config, length, f"micro-batch {i}: a sequence of {length} tokens")
-    if step.micro_batches is not None:
-        check_micro_batches(step.micro_batches, len(batches))
 
 
 def _check_boundaries(cu_seqlens: Tensor, sequences: int, tokens: int, where: str) -> None:

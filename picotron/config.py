@@ -21,16 +21,25 @@ from pydantic import (
 )
 
 from picotron.console import InvalidValue
-from picotron.schedules.schedules import SCHEDULES, check_name
 
 Positive = Annotated[int, Field(gt=0, le=2**40)]
 NonNegative = Annotated[int, Field(ge=0, le=2**40)]
 Processes = Annotated[int, Field(gt=0, le=4096)]
 Weight = Annotated[float, Field(gt=0, le=1e18)]  # so that a sum of weights is finite
-ScheduleName = Annotated[
+PP_ENGINES = ("afab", "1f1b", "looped_bfs", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev", "v_min", "auto")
+
+
+def check_engine(name: str) -> str:
+    """Return `name` if it is a pp_engine: one of PP_ENGINES, or csv:FILE. Raises ValueError if it is none."""
+    if name in PP_ENGINES or re.match("csv:.", name):
+        return name
+    raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(PP_ENGINES)}, or csv:FILE")
+
+
+Engine = Annotated[
     str,
-    AfterValidator(check_name),
-    WithJsonSchema({"anyOf": [{"enum": [*SCHEDULES, "auto"]}, {"type": "string", "pattern": "^csv:."}]}),
+    AfterValidator(check_engine),
+    WithJsonSchema({"anyOf": [{"enum": [*PP_ENGINES]}, {"type": "string", "pattern": "^csv:."}]}),
 ]
 
 
@@ -81,7 +90,7 @@ class Distributed(Section):
     """number of data-parallel ranks, each of which trains on different sequences of the batch"""
     dp_engine: Literal["naive", "bucket", "zero1", "zero3"] = "bucket"
     """state that data-parallel ranks shard: zero1 the optimizer; zero3 also weights and gradients; the others none"""
-    pp_engine: ScheduleName = "1f1b"
+    pp_engine: Engine = "1f1b"
     """pipeline schedule for pp_size > 1: a name, auto to search for the fastest one, or csv:FILE to read a file"""
     pp_chunks: Positive | None = None
     """stages per pipeline rank, for interleaved_1f1b, looped_bfs and zb_h1; null: the default of the schedule"""
@@ -277,6 +286,15 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
     environment: Environment = Environment()
+
+    @property
+    def needs_workbench(self) -> bool:
+        """Whether the pipeline is none that AFAB or 1F1B runs: it has another schedule, or keeps some activations, or
+        its actions are recorded or logged.
+        """
+        layout, watches = self.distributed, self.logging.trace_steps or self.logging.level == "debug"
+        other = layout.pp_engine not in ("afab", "1f1b") or layout.pp_keep_activations > 0
+        return layout.pp_size > 1 and bool(other or watches)
 
     @property
     def held_out_sequences(self) -> int:

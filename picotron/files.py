@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -50,6 +51,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def trace_files(run_dir: Path) -> dict[int, Path]:
+    """Return the traces of steps in a run's folder by step, in ascending order."""
+    matches = (re.fullmatch(r"trace_step_([0-9]{8})\.jsonl", path.name) for path in run_dir.glob("trace_step_*"))
+    return dict(sorted((int(match[1]), run_dir / match[0]) for match in matches if match))
 
 
 def parse_json(text: str | bytes, source: str) -> Any:

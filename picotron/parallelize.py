@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import Problems, UserError
 from picotron.context_parallel.context_parallel import apply_context_parallel, check_context_parallel
@@ -22,15 +23,22 @@ from picotron.model.model_config import check_window, load_model_config
 from picotron.model.recompute import recompute_cheap_results
 from picotron.model.weights import ReadTensor, materialise
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.pipeline_parallel.plan import PipelinePlan, plan_pipeline
+from picotron.pipeline_parallel.stages import PipelinePlan, plan_stages
 from picotron.run.launch import check_world_size
 from picotron.run.metrics import check_wandb
 from picotron.tensor_parallel.cross_entropy import chunk_loss
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 
+PlanPipeline = Callable[[Config, PreTrainedConfig], PipelinePlan]
 
-def check_layout(config: Config, model_config: PreTrainedConfig) -> PipelinePlan:
+
+def check_layout(
+    config: Config, model_config: PreTrainedConfig, plan_pipeline: PlanPipeline = plan_stages
+) -> PipelinePlan:
     """Check that the model can run in the config's layout, and return the plan of its pipeline.
+
+    Args:
+        plan_pipeline: that of the workbench, if `config.needs_workbench`.
 
     Raises:
         UserError: some of the parallelisms do not fit the model.
@@ -49,7 +57,7 @@ def check_layout(config: Config, model_config: PreTrainedConfig) -> PipelinePlan
         if config.model.float8:
             check_float8(config, model_config)
     problems.report()
-    if config.model.float8 and plan.schedule.splits_backward:
+    if config.model.float8 and plan.splits_backward:
         raise UserError(
             f"model.float8=true cannot split a backward, as distributed.pp_engine={config.distributed.pp_engine!r} "
             f"requires; use another pp_engine, such as '1f1b', or float8=false"
@@ -91,10 +99,10 @@ def build_stage(
         llama = Llama(model_config, attention_fn, config.training.activation_checkpointing == "full").to(dtype)
 
         llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)  # replaces layers by their shards
-        stage = PipelineParallel(llama, plan, config.distributed.sequence_parallel)  # removes other stages' layers
+        stage = plan.wrap(llama, pgm.process_group_manager.pp_rank)  # removes other stages' layers
         apply_context_parallel(stage, config.distributed)  # swaps the attention function
     if config.training.activation_checkpointing == "selective":
-        recompute_cheap_results(llama, config.distributed.tp_size > 1 or plan.schedule.splits_backward)
+        recompute_cheap_results(llama, config.distributed.tp_size > 1 or plan.splits_backward)
     materialise(llama, device, weights)
     return stage
 
@@ -159,7 +167,7 @@ def unwrap(model: nn.Module) -> Llama:
     return next(module for module in model.modules() if isinstance(module, Llama))
 
 
-def check_model(config: Config) -> tuple[PreTrainedConfig, PipelinePlan]:
+def check_model(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tuple[PreTrainedConfig, PipelinePlan]:
     """Load the model's config, and check that the model can run in the config's layout.
 
     Returns:
@@ -169,10 +177,10 @@ def check_model(config: Config) -> tuple[PreTrainedConfig, PipelinePlan]:
         UserError: `load_model_config` or `check_layout` fails.
     """
     model_config = load_model_config(config.model)
-    return model_config, check_layout(config, model_config)
+    return model_config, check_layout(config, model_config, plan_pipeline)
 
 
-def check_run(config: Config) -> tuple[PreTrainedConfig, PipelinePlan]:
+def check_run(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tuple[PreTrainedConfig, PipelinePlan]:
     """Check the number of processes that torchrun has started, wandb, and the model as `check_model` does."""
     problems = Problems()
     with problems:
@@ -180,6 +188,6 @@ def check_run(config: Config) -> tuple[PreTrainedConfig, PipelinePlan]:
     with problems:
         check_wandb(config)
     with problems:
-        found = check_model(config)
+        found = check_model(config, plan_pipeline)
     problems.report()
     return found

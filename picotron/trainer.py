@@ -36,13 +36,13 @@ from picotron.data.token_files import has_token_files, load_token_files
 from picotron.data.tokens import prepare
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, make_scheduler, update_weights
-from picotron.parallelize import build_model, build_stage, check_model, check_run, unwrap
+from picotron.parallelize import build_model, build_stage, unwrap
+from picotron.pipeline_parallel.engine import check_model, check_run, make_evaluation, make_train_step
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import StopSignals, check_same_config, exit_after_signal, init_process_group, set_up_device
 from picotron.run.metrics import check_finite, max_over_ranks
 from picotron.run.progress import Progress
 from picotron.run.run_folder import begin_run, claim_save_dir, release_save_dir, user_error_on_failure
-from picotron.train_step import make_evaluation, make_train_step
 
 KEYS_WITH_EFFECT = """
     distributed environment model checkpoint logging.level logging.log_frequency dataset.name dataset.shuffle training.seed

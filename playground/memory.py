@@ -9,7 +9,7 @@ from typing import Any
 
 from picotron.explain.estimate import rank_memory
 from picotron.model.flops import model_cost
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.planning import plan_pipeline
 from playground.requests import FieldError, of_field
 
 

@@ -11,7 +11,8 @@ import traceback
 from collections.abc import Iterator
 
 from picotron.console import UserError
-from picotron.pipeline_parallel.stages import count_layers, count_stages, parse_stages
+from picotron.pipeline_parallel.layouts import count_layers, count_stages
+from picotron.pipeline_parallel.stages import parse_stages
 from picotron.schedules import actions, schedules
 from picotron.schedules.actions import Action, AnyAction, Overlapped, rank_of
 from picotron.schedules.checker import check

@@ -2,7 +2,7 @@
 
 import shlex
 
-from picotron.pipeline_parallel.stages import count_layers
+from picotron.pipeline_parallel.layouts import count_layers
 from picotron.schedules.actions import Schedule
 from picotron.schedules.schedules import SCHEDULES
 from playground.requests import Request

@@ -14,9 +14,9 @@ from picotron.batches import cross_entropy, forward_batch, split_batch, train_ba
 from picotron.console import UserError
 from picotron.model.weights import main_grad
 from picotron.optimizer import AdamW, update_weights
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.engine import make_evaluation
+from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.sequences import pack_sequences
-from picotron.train_step import make_evaluation
 
 MODEL = tiny_llama(num_hidden_layers=6)
 

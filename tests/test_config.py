@@ -8,7 +8,7 @@ import pytest
 from picotron.command_line import parse_config
 from picotron.config import Distributed
 from picotron.console import UserError
-from picotron.parallelize import check_run
+from picotron.pipeline_parallel.engine import check_run
 from picotron.run.launch import check_world_size
 
 MINIMAL: dict[str, Any] = {"model": {"name": "template/tiny-llama"}, "dataset": {"name": "python-stdlib"}}

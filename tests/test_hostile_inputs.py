@@ -15,7 +15,7 @@ from conformance.oracle import tiny_llama
 from picotron.checkpoint.safetensors_folder import SafetensorsFolder
 from picotron.command_line import leaf_keys, load_config, type_of
 from picotron.model.model_config import load_model_config
-from picotron.parallelize import check_layout
+from picotron.pipeline_parallel.engine import check_layout
 from tests.support.hostile import CONFIG_FILES, assert_rejected
 
 TINY: dict[str, Any] = json.loads(Path("template/tiny-llama/config.json").read_text())

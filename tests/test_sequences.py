@@ -19,10 +19,10 @@ from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.batches import forward_batch, train_batch
 from picotron.console import UserError
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.engine import make_evaluation
+from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.sequences import pack_sequences
-from picotron.train_step import make_evaluation
 
 MODEL = tiny_llama(num_hidden_layers=4)
 LENGTHS = (9, 3, 14, 1, 7, 30, 2, 11, 5, 6, 13, 4, 8, 1, 10, 12, 3, 17)

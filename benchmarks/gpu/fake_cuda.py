@@ -45,9 +45,11 @@ from picotron.explain.fake_group import fake_rank
 from picotron.model.llama import rope_frequencies
 from picotron.model.weights import Index
 from picotron.optimizer import AdamW, make_scheduler
-from picotron.pipeline_parallel.plan import PipelinePlan
+from picotron.pipeline_parallel.engine import check_layout
+from picotron.pipeline_parallel.plan import SchedulePlan
+from picotron.pipeline_parallel.stages import plan_stages
 from picotron.run.metrics import Metrics
-from picotron.train_step import Step, make_evaluation, make_train_step
+from picotron.train_step import Step
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 LIBRARY = "libpicotron_fake_cuda.so"
@@ -106,7 +108,7 @@ class FakeRun:
 
     config: Config
     model_config: LlamaConfig
-    plan: PipelinePlan
+    plan: SchedulePlan
     model: DataParallel
     optimizer: AdamW
     scheduler: Any
@@ -155,7 +157,9 @@ def fake_cuda_rank(
     """
     assert not config.distributed.use_cpu
     config = config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})
-    plan, dtype = parallelize.check_layout(config, model_config), getattr(torch, config.model.dtype)
+    plan: SchedulePlan = check_layout(config, model_config)
+    run_plan = plan if config.needs_workbench else plan_stages(config, model_config)  # as in train.py
+    dtype = getattr(torch, config.model.dtype)
     kernels = define_kernels()
     with contextlib.ExitStack() as stack:
         # The functions that would call the driver.
@@ -177,9 +181,10 @@ def fake_cuda_rank(
             materialise(*arguments)
 
         with mock.patch.object(parallelize, "materialise", materialise_as_fake):
-            model = parallelize.build_model(config, model_config, plan, DEVICE, dtype, fake_weights)
+            model = parallelize.build_model(config, model_config, run_plan, DEVICE, dtype, fake_weights)
         optimizer = AdamW(model.parameters(), config.training, config.model.use_fused_adam)
         length = config.training.seq_length
+        train_step, evaluate = run_plan.make_steps(config, model_config, DEVICE, dtype)
         one_row = TextRows(np.zeros(length + 1, np.uint16), length)  # used again for every sample
         yield FakeRun(
             config=config,
@@ -190,7 +195,7 @@ def fake_cuda_rank(
             scheduler=make_scheduler(optimizer, config.training),
             data_loader=MicroBatchDataLoader(one_row, config, DEVICE),
             metrics=Metrics(config, model_config, DEVICE, dtype),
-            train_step=make_train_step(config, plan, DEVICE, dtype),
-            evaluate=make_evaluation(config, plan, DEVICE),
+            train_step=train_step,
+            evaluate=evaluate,
         )
     del kernels

@@ -20,7 +20,7 @@ from picotron.generation.sampling import Sampling
 from picotron.model.weights import set_main_grad
 from picotron.optimizer import AdamW
 from picotron.parallelize import build_model
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.cross_entropy import VocabularyShard, chunk_loss, linear_cross_entropy
 

@@ -29,11 +29,11 @@ from picotron.model.model_config import check_supported
 from picotron.model.weights import Index, ReadTensor
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.engine import make_train_step
+from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.metrics import Metrics, peak_flops
 from picotron.run.progress import Progress
-from picotron.train_step import make_train_step
 
 ROWS = 16  # sequences of a step
 MICRO_BATCH_SIZES = (4, 8, 16)

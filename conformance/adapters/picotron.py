@@ -25,7 +25,8 @@ from picotron.generation.rotation import generate
 from picotron.generation.sampling import Sampling
 from picotron.model.weights import Shard, main_grad, parameters_and_shards
 from picotron.optimizer import update_weights
-from picotron.parallelize import check_run, unwrap
+from picotron.parallelize import unwrap
+from picotron.pipeline_parallel.engine import check_run
 from picotron.run.run_folder import checkpoint_folders
 from picotron.schedules.schedules import SCHEDULES
 from picotron.trainer import Data, Trainer, set_up

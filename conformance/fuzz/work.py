@@ -30,13 +30,13 @@ from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.model.model_config import load_model_config
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
-from picotron.parallelize import check_layout, unwrap
+from picotron.parallelize import unwrap
+from picotron.pipeline_parallel.engine import check_layout
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import check_world_size
 from picotron.run.metrics import global_mean
 from picotron.run.progress import Progress
 from picotron.sequences import pack_sequences
-from picotron.train_step import make_evaluation, make_train_step
 
 CPU = torch.device("cpu")
 
@@ -57,10 +57,11 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     layout, training = config.distributed, config.training
     check_world_size(layout, dist.get_world_size())
     model_config = load_model_config(config.model)
-    plan = check_layout(config, model_config)
+    is_own = case["data"]["kind"] == "own"
+    # A program with its own batches has a plan of the workbench in any case; train.py, only if it needs one.
+    plan: Any = (check_layout if is_own or config.needs_workbench else parallelize.check_layout)(config, model_config)
     grid = setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     checkpoint = find_checkpoint(config, model_config)
-    is_own = case["data"]["kind"] == "own"
     fingerprint, tokenizer, eval_loader, held_out = "", Path(config.model.name), None, 0
     if not is_own:
         data, tokenizer = load_token_files(prepare(config, model_config), config, model_config)
@@ -93,7 +94,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
         checkpoint.restore(optimizer, llama)
     scheduler = make_scheduler(optimizer, training, progress.step)
     writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, fingerprint, None, held_out)
-    step, evaluate = make_train_step(config, plan, CPU, torch.float64), make_evaluation(config, plan, CPU)
+    step, evaluate = plan.make_steps(config, model_config, CPU, torch.float64)
 
     def give_up(how: str, batches: list[dict[str, Any]], loss_fn: Any) -> None:
         """Begin a step, and give it up: complete, before its reduction, or in its last micro-batch."""

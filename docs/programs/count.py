@@ -21,7 +21,7 @@ from picotron.console import text_table
 from picotron.explain.explain import run_rank
 from picotron.explain.fake_group import fake_rank
 from picotron.model.model_config import load_model_config
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.planning import plan_pipeline
 
 MIB = 2**20
 CONFIG = quickstart()

@@ -12,28 +12,29 @@ from typing import Any
 from unittest import mock
 
 import train
+from picotron.pipeline_parallel.stages import PipelinePlan
 
 
 def main() -> None:
     """Train for three steps on one process, and watch the calls of the second one."""
     folder, used, steps = Path("picotron").resolve(), set[Path](), iter(range(3))
-    make_train_step: Any = train.make_train_step
+    make_steps: Any = PipelinePlan.make_steps
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         used.add(Path(frame.f_code.co_filename))
 
     def watched(*arguments: Any) -> Any:
-        step = make_train_step(*arguments)
+        step, evaluate = make_steps(*arguments)
 
         def run(*inputs: Any) -> Any:
             sys.setprofile(note if next(steps) == 1 else None)  # until the third step begins
             return step(*inputs)
 
-        return run
+        return run, evaluate
 
     sys.argv = ["train.py", "--config", "docs/small.json", "--training.total_train_steps", "3"]
     quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-    with mock.patch.object(train, "make_train_step", watched), quiet[0], quiet[1]:
+    with mock.patch.object(PipelinePlan, "make_steps", watched), quiet[0], quiet[1]:
         train.main()
     files = [path for path in folder.rglob("*.py") if path.name != "__init__.py"]
     imported = {Path(getattr(module, "__file__", None) or "") for module in sys.modules.values()}

@@ -20,7 +20,7 @@ from picotron.console import text_table
 from picotron.explain.estimate import GIB, Memory, rank_memory
 from picotron.explain.hardware import HARDWARE
 from picotron.model.model_config import load_model_config
-from picotron.parallelize import check_layout
+from picotron.pipeline_parallel.engine import check_layout
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
 FULL = {"activation_checkpointing": "full"}

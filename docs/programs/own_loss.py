@@ -14,7 +14,7 @@ from picotron import process_group_manager as pgm
 from picotron.batches import Batch, forward_batch
 from picotron.command_line import load_config
 from picotron.console import print_line
-from picotron.parallelize import check_run
+from picotron.pipeline_parallel.engine import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.trainer import Data, set_up
 

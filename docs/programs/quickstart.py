@@ -14,8 +14,8 @@ from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.model_config import load_model_config
 from picotron.model.weights import initial_weights
 from picotron.parallelize import build_model
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.modules import LlamaStages
+from picotron.pipeline_parallel.planning import plan_pipeline
 
 CPU = torch.device("cpu")
 
@@ -41,8 +41,8 @@ def model_of(config: Config) -> DataParallel:
     return build_model(config, model_config, plan_pipeline(config, model_config), CPU, torch.float32, weights)
 
 
-def stage_of(config: Config) -> PipelineParallel:
+def stage_of(config: Config) -> LlamaStages:
     """Build this rank's part of the model, without the wrapper of data parallelism."""
     stage = model_of(config).module
-    assert isinstance(stage, PipelineParallel)
+    assert isinstance(stage, LlamaStages)
     return stage

@@ -15,9 +15,10 @@ from picotron.drawing.draw_svg import lighter
 from picotron.explain.fake_group import fake_rank
 from picotron.model.model_config import load_model_config
 from picotron.model.weights import parameters_and_shards
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.pipeline_parallel.plan import plan_pipeline
-from picotron.pipeline_parallel.stages import Stage, stage_weights
+from picotron.pipeline_parallel.layouts import stage_weights
+from picotron.pipeline_parallel.modules import LlamaStages
+from picotron.pipeline_parallel.planning import plan_pipeline
+from picotron.pipeline_parallel.stages import Stage
 from picotron.schedules.simulate import Costs, simulate
 
 
@@ -27,7 +28,7 @@ def contents(stage: Stage) -> str:
     return "embedding, " * stage.has_embedding + layers + ", head" * stage.has_head
 
 
-def held_heads(stage: PipelineParallel) -> str:
+def held_heads(stage: LlamaStages) -> str:
     """Return the attention heads of this rank."""
     config = stage.module.config
     shard = next(shard for name, _, shard in parameters_and_shards(stage.module) if name.endswith("q_proj.weight"))

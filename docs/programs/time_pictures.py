@@ -28,7 +28,8 @@ from picotron.drawing.score import MEMORY, SHAPES, Setting, lower_bound, peak, p
 from picotron.explain.explain import run_step
 from picotron.explain.fake_group import Message, fake_rank, message
 from picotron.model.model_config import load_model_config
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.engine import make_train_step
+from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.schedules.actions import Schedule
 from picotron.schedules.schedules import SCHEDULES, build
 from picotron.schedules.simulate import Costs, memory_curves, simulate, summary
@@ -243,7 +244,7 @@ def calls_of(rank: int, replacements: dict[str, Any]) -> list[Message]:
         for _ in range(3):
             called.clear()
             with contextlib.suppress(Stuck):
-                run_step(model, loader, config, model_config, plan)
+                run_step(model, loader, config, make_train_step(config, plan, CPU, torch.float32))
     return called
 
 

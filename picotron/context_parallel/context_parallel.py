@@ -241,6 +241,7 @@ def apply_context_parallel(model: nn.Module, layout: Distributed) -> None:
         if isinstance(module, Attention):
             # torch.compile cannot overlap the messages and does not know the kernels. The rest of a layer is compiled.
             module.attention_fn = torch.compiler.disable(attend_across_ranks(layout, module.attention_fn))
+            module.cp_sharding = layout.cp_sharding  # type: ignore[assignment]  # of batches that programs split
 
 
 def attend_across_ranks(layout: Distributed, attention_fn: AttentionFn) -> AttentionFn:

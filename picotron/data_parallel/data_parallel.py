@@ -103,7 +103,7 @@ class DataParallel(nn.Module):
     Attributes:
         require_backward_grad_sync: whether the next backward reduces the gradients. With several micro-batches, only
             the last backward should, so that the sum is reduced once. The flag must be the same on all ranks of a
-            `cp_dp` group.
+            `cp_dp` group. A group of one rank begins with False: there is nothing to reduce.
         trained: parameters that have never been frozen at the end of a step, nor when the module was wrapped.
         existing: all wrappers, for `AdamW.zero_grad`, which gets only parameters.
     """
@@ -116,7 +116,7 @@ class DataParallel(nn.Module):
         check_equal({name: parameter for name, parameter, _ in weights}, grid.cp_dp_group)
         check_equal({name: parameter for name, parameter, shard in weights if shard is None}, grid.tp_group)
         self.module, self.bucket_mb, self.layout = module, bucket_mb, str(grid)
-        self.require_backward_grad_sync = True
+        self.require_backward_grad_sync = grid.cp_dp_world_size > 1
         self.trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
         self.existing.add(self)
         self.buckets_by_stage: dict[int, list[Bucket]] = {}
@@ -138,6 +138,11 @@ class DataParallel(nn.Module):
                 f"a model in the layout {self.layout} cannot run in {grid}; use one layout in a process at a time"
             )
         return self.module(*args, **kwargs)
+
+    def backward(self, input_tensor: Tensor | None, output_tensor: Any, output_tensor_grad: Tensor | None) -> Any:
+        """Run the backward of a pipeline stage, see `PipelineParallel.backward`."""
+        stage: Any = self.module
+        return stage.backward(input_tensor, output_tensor, output_tensor_grad)
 
     def _parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
         """Return the parameters of each pipeline stage on this rank, which are complete together, see
@@ -204,7 +209,8 @@ class DataParallel(nn.Module):
             self._reduce(bucket)
 
     def finish_grad_sync(self) -> None:
-        """Wait until every gradient is the average, and sum those that are partial, see `sum_partial_gradients`.
+        """Wait until every gradient is the average, and sum those that are partial, see `sum_partial_gradients`, or of
+        which other pipeline stages have a part, see `PipelineParallel.sum_tied_gradients`.
 
         Buckets that are still pending are reduced first: a parameter that got no gradient in the last backward may hold
         one from an earlier micro-batch.
@@ -214,6 +220,9 @@ class DataParallel(nn.Module):
         self._end_reductions()
         self.trained = {parameter for parameter in self.trained if parameter.requires_grad}
         sum_partial_gradients(self.module)
+        sum_tied: Any = getattr(self.module, "sum_tied_gradients", None)
+        if sum_tied is not None:
+            sum_tied()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to zero, wherever they are: also those of a step that was given up, whose reductions may

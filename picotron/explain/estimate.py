@@ -83,8 +83,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from picotron.model.families import differences, head_size
 from picotron.model.flops import part_parameters
-from picotron.pipeline_parallel.plan import PipelinePlan
-from picotron.pipeline_parallel.stages import Stage, stage_weights
+from picotron.pipeline_parallel.layouts import stage_weights
+from picotron.pipeline_parallel.plan import SchedulePlan
+from picotron.pipeline_parallel.stages import Stage
 from picotron.schedules.actions import Action
 from picotron.schedules.schedules import LOOPS
 from picotron.schedules.simulate import Costs, peak_activations, simulate
@@ -301,7 +302,7 @@ def state_bytes(config: "Config", s: Sizes, parameters: int) -> tuple[int, int, 
 Unit = tuple[int, bool]  # a stage, and whether a micro-batch keeps its activations there instead of recomputing them
 
 
-def activation_peaks(config: "Config", model: "PreTrainedConfig", plan: PipelinePlan, rank: int) -> tuple[int, int]:
+def activation_peaks(config: "Config", model: "PreTrainedConfig", plan: SchedulePlan, rank: int) -> tuple[int, int]:
     """Peak of the bytes that a rank's micro-batches save, and the peak of these and of temporary tensors together."""
     s, kept, zero3 = sizes(config, model), plan.kept_activations(rank), config.distributed.dp_engine == "zero3"
     configs = {False: config}  # of forwards that drop activations as the config says, and of those that keep them all
@@ -330,7 +331,7 @@ def activation_peaks(config: "Config", model: "PreTrainedConfig", plan: Pipeline
     )
 
 
-def rank_memory(config: "Config", model: "PreTrainedConfig", plan: PipelinePlan) -> list[Memory]:
+def rank_memory(config: "Config", model: "PreTrainedConfig", plan: SchedulePlan) -> list[Memory]:
     """Return the memory of each pp rank. All tp, cp and dp ranks of a pp rank need the same amount."""
     s, memories, layout = sizes(config, model), [], config.distributed
     zero3, by_executor = layout.dp_engine == "zero3", layout.pp_size > 1 and layout.pp_engine not in LOOPS
@@ -353,7 +354,7 @@ def rank_memory(config: "Config", model: "PreTrainedConfig", plan: PipelinePlan)
     return memories
 
 
-def bubble(config: "Config", model: "PreTrainedConfig", plan: PipelinePlan) -> float:
+def bubble(config: "Config", model: "PreTrainedConfig", plan: SchedulePlan) -> float:
     """Return the idle fraction of all ranks' time, 0 to 1, if the time of a stage is proportional to its FLOPs."""
     weights = stage_weights(model, plan.stages, config.training.seq_length, plan.schedule.pp)
     return simulate(plan.schedule, Costs(weights=weights)).bubble

@@ -17,6 +17,7 @@ run: evaluations, checkpoints, and the check for stop signals.
 import itertools
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,11 +39,11 @@ from picotron.explain.measure import find_hardware, on_hardware
 from picotron.model.model_config import load_model_config
 from picotron.model.weights import Index
 from picotron.optimizer import AdamW, update_weights
-from picotron.parallelize import build_model, check_layout, unwrap
-from picotron.pipeline_parallel.plan import PipelinePlan
+from picotron.parallelize import build_model, unwrap
+from picotron.pipeline_parallel.engine import check_layout, make_train_step
+from picotron.pipeline_parallel.plan import SchedulePlan
 from picotron.run.metrics import global_mean, max_over_ranks
 from picotron.schedules.schedules import SCHEDULES, build
-from picotron.train_step import make_train_step
 
 META = torch.device("meta")
 
@@ -58,13 +59,10 @@ class Step(NamedTuple):
     messages: Counter[Message]
 
 
-def run_step(
-    model: DataParallel, data_loader: Any, config: Config, model_config: PreTrainedConfig, plan: PipelinePlan
-) -> Step:
+def run_step(model: DataParallel, data_loader: Any, config: Config, train_step: Callable[[Any, Any], Tensor]) -> Step:
     """Run a training step of this rank, and count its bytes and messages."""
     parameters = list(model.parameters())
     first = parameters[0]
-    train_step = make_train_step(config, plan, first.device, first.dtype)
     optimizer = AdamW(parameters, config.training, fused=False)  # there is no fused kernel for the meta device
 
     weights, gradients = model.bytes_held()
@@ -84,22 +82,23 @@ def run_step(
     )
 
 
-def run_rank(rank: int, config: Config, model_config: PreTrainedConfig, plan: PipelinePlan) -> Step:
+def run_rank(rank: int, config: Config, model_config: PreTrainedConfig, plan: SchedulePlan) -> Step:
     """Play a rank, and run its training step."""
     with fake_rank(rank, config.distributed):
         return build_and_run(config, model_config, plan)
 
 
-def build_and_run(config: Config, model_config: PreTrainedConfig, plan: PipelinePlan) -> Step:
+def build_and_run(config: Config, model_config: PreTrainedConfig, plan: SchedulePlan) -> Step:
     """Build the model of the rank that is played, and run its training step."""
-    model = build_model(config, model_config, plan, META, getattr(torch, config.model.dtype), meta_weights)
+    dtype = getattr(torch, config.model.dtype)
+    model = build_model(config, model_config, plan, META, dtype, meta_weights)
     length = config.training.seq_length
     tokens = np.broadcast_to(np.uint16(0), config.global_batch_size * length + 1)  # one token in memory
     data_loader = MicroBatchDataLoader(TextRows(tokens, length), config, META, shuffle=False)
-    return run_step(model, data_loader, config, model_config, plan)
+    return run_step(model, data_loader, config, make_train_step(config, plan, META, dtype))
 
 
-def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, plan: PipelinePlan) -> Step:
+def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, plan: SchedulePlan) -> Step:
     """Play a rank with one micro-batch and with two. Every further one has the messages that the second one adds."""
     layout, count = config.distributed, config.training.gradient_accumulation_steps
     searched = layout.pp_size > 1 and layout.pp_engine not in SCHEDULES  # or read from a file
@@ -112,13 +111,13 @@ def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, 
             training = config.training.model_copy(update={"gradient_accumulation_steps": each})
             brief = config.model_copy(update={"training": training})
             schedule = build(engine, layout.pp_size, each, plan.schedule.chunks)
-            steps.append(build_and_run(brief, model_config, PipelinePlan(schedule, plan.stages)))
+            steps.append(build_and_run(brief, model_config, SchedulePlan(plan.stages, schedule)))
     fewer, more = (step.messages for step in steps)
     messages = {each: fewer[each] + (more[each] - fewer[each]) * (count - 1) for each in more}
     return steps[0]._replace(messages=Counter(messages))
 
 
-def run_stages(config: Config, model_config: PreTrainedConfig, plan: PipelinePlan) -> list[Step]:
+def run_stages(config: Config, model_config: PreTrainedConfig, plan: SchedulePlan) -> list[Step]:
     """Return the step of one rank for each pp rank. Of pp ranks that do not differ, only the first one is played."""
     # Compilation and data-loader workers do not change the messages, so they are switched off.
     changes = {"training": {"compile": False}, "dataset": {"num_workers": 0}}
@@ -131,7 +130,7 @@ def run_stages(config: Config, model_config: PreTrainedConfig, plan: PipelinePla
     return [played[kind] for kind in kinds]
 
 
-def kind_of_rank(plan: PipelinePlan, rank: int) -> tuple[Any, ...]:
+def kind_of_rank(plan: SchedulePlan, rank: int) -> tuple[Any, ...]:
     """Return what the step of a pp rank depends on: its stages and their neighbours, the number of its actions, and how
     many of them keep their activations.
     """

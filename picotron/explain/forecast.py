@@ -42,7 +42,7 @@ from picotron.config import Config
 from picotron.explain.estimate import count_parameters, loss_chunk, sizes
 from picotron.explain.hardware import Hardware
 from picotron.model.flops import model_cost, part_parameters
-from picotron.pipeline_parallel.plan import PipelinePlan
+from picotron.pipeline_parallel.plan import SchedulePlan
 from picotron.pipeline_parallel.stages import Stage
 from picotron.schedules.schedules import LOOPS
 from picotron.schedules.simulate import Costs, Timeline, simulate
@@ -283,7 +283,7 @@ class Clock:
         reduction = self.collective("dp", 2 * s.wide * once, buckets, all_reduce=True)
         return DpMessages(reduction, reduction if engine == "naive" else reduction / buckets, 0.0)
 
-    def exposed_dp(self, plan: PipelinePlan, timeline: Timeline) -> float:
+    def exposed_dp(self, plan: SchedulePlan, timeline: Timeline) -> float:
         """Seconds of messages over dp that computations do not hide, on the rank where they end last."""
         ends = [timeline.step_time]
         for spans in timeline.spans:
@@ -303,7 +303,7 @@ class Clock:
         return self.collective("pp", self.s.vocabulary * self.s.D * self.s.wide)
 
 
-def forecast(config: Config, model: "PreTrainedConfig", plan: PipelinePlan, hardware: Hardware) -> Forecast:
+def forecast(config: Config, model: "PreTrainedConfig", plan: SchedulePlan, hardware: Hardware) -> Forecast:
     """Forecast the time of a training step. Raises a UserError if the hardware has no rate for the model's dtype."""
     layout, pp = config.distributed, config.distributed.pp_size
     clock, kept = Clock(config, model, hardware, plan.kept_fraction), plan.all_kept_activations

@@ -36,7 +36,7 @@ from picotron.console import UserError
 from picotron.generation.kv_cache import KVCache
 from picotron.generation.sampling import Sampling, draw, mask_logits
 from picotron.model.model_config import check_window
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+from picotron.pipeline_parallel.modules import LlamaStages
 from picotron.pipeline_parallel.recorder import record_action
 from picotron.schedules.actions import Action
 from picotron.schedules.generation import GenerationSchedule, generation
@@ -56,7 +56,7 @@ class Completion(NamedTuple):
 
 @torch.no_grad()
 def generate(
-    model: PipelineParallel,
+    model: LlamaStages,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     first: int = 0,
@@ -205,7 +205,7 @@ class Rotation:
         rounds: maximum number of rounds of a group.
     """
 
-    def __init__(self, model: PipelineParallel, schedule: GenerationSchedule, groups: list[Group], rounds: int) -> None:
+    def __init__(self, model: LlamaStages, schedule: GenerationSchedule, groups: list[Group], rounds: int) -> None:
         self.model, self.schedule, self.groups, self.rounds = model, schedule, groups, rounds
         layers: dict[str, Any] = dict(model.module.model.layers)
         self.attentions = {int(name): layer.self_attn for name, layer in layers.items()}
@@ -297,7 +297,7 @@ class Rotation:
 
 
 @contextlib.contextmanager
-def generating(model: PipelineParallel) -> Iterator[None]:
+def generating(model: LlamaStages) -> Iterator[None]:
     """Prepare a model for `Rotation`, and restore it at the end: its attention functions change. Sequence parallelism
     and torch.compile are off, because one token cannot be divided, and because every length would be compiled.
     """
@@ -334,7 +334,7 @@ def check_prompt(name: str, prompt: Sequence[int], config: PreTrainedConfig, sam
     check_window(config, read, f"{name} of {len(prompt)} tokens, with max_new_tokens={sampling.max_new_tokens},")
 
 
-def _check(model: PipelineParallel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+def _check(model: LlamaStages, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
     for number, prompt in enumerate(prompts):
         check_prompt(f"prompts[{number}]", prompt, model.module.config, sampling)
     if any(parameter.untyped_storage().nbytes() < parameter.nbytes for parameter in model.parameters()):

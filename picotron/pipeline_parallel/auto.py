@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from picotron.console import UserError
 from picotron.model.families import differences, head_size
-from picotron.pipeline_parallel.plan import PipelinePlan, settings_of, stages_for
-from picotron.pipeline_parallel.stages import count_stages, stage_weights
+from picotron.pipeline_parallel.layouts import count_stages, stage_weights
+from picotron.pipeline_parallel.plan import SchedulePlan, layout_stages, settings_of
 from picotron.schedules.search import Found, Shape, fastest_schedule, shapes
 from picotron.schedules.simulate import Costs, simulate, summary
 from picotron.schedules.trace import check_recording, recorded_costs
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ESTIMATED_MESSAGE = 0.02  # in forwards of a micro-batch on a rank; an assumption, where nothing is measured
 
 
-def search_schedule(config: "Config", model_config: "PreTrainedConfig") -> PipelinePlan:
+def search_schedule(config: "Config", model_config: "PreTrainedConfig") -> SchedulePlan:
     """Find the fastest schedule for the times of a recorded run, or for times that are estimated by FLOPs.
 
     Raises:
@@ -43,8 +43,8 @@ def search_schedule(config: "Config", model_config: "PreTrainedConfig") -> Pipel
         f"with times {source}: step time {facts.pop('step time')} {unit} ({found.quality}), "
         f"{', '.join(f'{name} {value}' for name, value in facts.items())} (limit {memory:g})"
     )
-    stages = stages_for(config, model_config, (schedule.chunks, schedule.placement))
-    return PipelinePlan(schedule, stages, expectation=expectation)
+    stages = layout_stages(config, model_config, (schedule.chunks, schedule.placement))
+    return SchedulePlan(stages, schedule, expectation=expectation)
 
 
 def _search_with_estimates(config: "Config", model_config: "PreTrainedConfig", memory: float) -> Found:
@@ -55,7 +55,7 @@ def _search_with_estimates(config: "Config", model_config: "PreTrainedConfig", m
     recompute = training.activation_checkpointing == "full"
 
     def costs_of(shape: Shape) -> Costs:
-        stages = stages_for(config, model_config, shape)
+        stages = layout_stages(config, model_config, shape)
         weights = stage_weights(model_config, stages, training.seq_length, layout.pp_size)
         return Costs(B=2.0 + recompute, I=1.0 + recompute, weights=weights, p2p=ESTIMATED_MESSAGE)
 
@@ -79,7 +79,7 @@ def _search_with_recording(config: "Config", model_config: "PreTrainedConfig", m
                 f"the run in pp_recording={layout.pp_recording!r} has {key}={theirs}, but the config has {ours}; make them equal"
             )
     shape = recorded.chunks, recorded.placement
-    check_recording(layout.pp_recording, settings_of(config, model_config, stages_for(config, model_config, shape)))
+    check_recording(layout.pp_recording, settings_of(config, model_config, layout_stages(config, model_config, shape)))
     micro_batches, deferred = config.training.gradient_accumulation_steps, deferred_fraction(config, model_config)
     return fastest_schedule(layout.pp_size, micro_batches, memory, {shape: costs}, deferred)
 

@@ -9,6 +9,7 @@ starts a message; R only starts the reduction of a stage's gradients.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,10 +19,17 @@ from torch import Tensor
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.model.split_backward import DeferredGrads, defer_weight_grads, run_deferred
-from picotron.pipeline_parallel.modules import Graph, Message, PipelineStages, graph_of, tensors, with_gradients
-from picotron.pipeline_parallel.pipeline_parallel import finish_step, sum_losses
-from picotron.pipeline_parallel.pp_communications import check_message, start_message
-from picotron.pipeline_parallel.recorder import record_action
+from picotron.pipeline_parallel.modules import (
+    Graph,
+    Message,
+    PipelineStages,
+    backward,
+    graph_of,
+    tensors,
+    with_gradients,
+)
+from picotron.pipeline_parallel.pipeline_parallel import sum_losses
+from picotron.pipeline_parallel.recorder import Recorder, record_action
 from picotron.schedules.actions import Action, AnyAction, Schedule
 from picotron.schedules.checker import add_communication
 
@@ -39,13 +47,14 @@ class Executor:
         self.schedule = schedule
         self.program = add_communication(schedule)[pgm.process_group_manager.pp_rank]
 
-    def __call__(self, model: Any, data_loader: Any, device: torch.device) -> Tensor:
+    def __call__(self, model: Any, data_loader: Any, device: torch.device, recorder: Recorder | None = None) -> Tensor:
         """Run one step.
 
         Args:
             model: a `PipelineStages` in a `DataParallel`; for an evaluation, also without.
             data_loader: the micro-batches of this rank's pipeline, see `BatchList`.
             device: where messages arrive.
+            recorder: gets the times of the actions.
 
         Returns:
             See `train_step_pipeline_afab`.
@@ -57,12 +66,14 @@ class Executor:
         forward_only = self.schedule.forward_only
         batches = [next(data_loader) for _ in range(self.schedule.micro_batches)]
         model.require_backward_grad_sync = False  # R starts the reductions instead
-        step = StepState(self.schedule, model, batches, device)
+        step = StepState(self.schedule, model, batches, device, recorder)
         with torch.set_grad_enabled(not forward_only):
             for action in self.program:
                 step.run(action)
         step.finish()
-        return sum_losses(step.losses, device) if forward_only else finish_step(model, step.losses, device)
+        if not forward_only:
+            model.finish_grad_sync()
+        return sum_losses(step.losses, device)
 
 
 def check_micro_batches(expected: int, count: int) -> None:
@@ -82,6 +93,32 @@ def check_outputs(stage: int, outputs: tuple[Tensor, ...], likes: tuple[Tensor, 
         check_message(y, like.shape, device, like.dtype)
 
 
+def check_message(tensor: Tensor, shapes: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError if `tensor` does not fit into the buffer that the receiver has allocated for it."""
+    if (tuple(tensor.shape), tensor.device.type, tensor.dtype) != (tuple(shapes), device.type, dtype):
+        raise ValueError(
+            f"pp rank {pgm.process_group_manager.pp_rank} cannot send {tensor.dtype} {list(tensor.shape)} on {tensor.device}: "
+            f"the receiver expects {dtype} {list(shapes)} on {device}; change the stage's output, or `receives`"
+        )
+
+
+def start_message(operation: str, tensors: Sequence[Tensor], rank: int) -> list[dist.Work]:
+    """Start to send tensors, or to receive into them, in one batch. Returns the handles to wait for.
+
+    Messages to lower pp ranks have a separate group. NCCL runs the operations of a group one after the other, so in a
+    single group, a message that waits for its peer would also delay this rank's later messages in the other direction.
+
+    Args:
+        operation: "send" or "recv".
+        rank: pp rank at the other end.
+    """
+    grid, kinds = pgm.process_group_manager, {"send": dist.isend, "recv": dist.irecv}
+    sender, receiver = (grid.pp_rank, rank) if operation == "send" else (rank, grid.pp_rank)
+    group = grid.pp_group if sender < receiver else grid.pp_reverse_group
+    batch = [dist.P2POp(kinds[operation], tensor, grid.pp_group_ids[rank], group) for tensor in tensors]
+    return dist.batch_isend_irecv(batch) if batch else []
+
+
 class StepState:
     """The state of one step on one rank, and a method for each kind of action.
 
@@ -94,8 +131,16 @@ class StepState:
         pending_sends: messages that have been started, with their tensors, by receiving pp rank.
     """
 
-    def __init__(self, schedule: Schedule, model: Any, batches: list[dict[str, Any]], device: torch.device) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        model: Any,
+        batches: list[dict[str, Any]],
+        device: torch.device,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.schedule, self.model, self.batches, self.device = schedule, model, batches, device
+        self.recorder = recorder
         self.pipeline: Any = model if isinstance(model, PipelineStages) else model.module
         self.losses: list[Tensor] = []
         self.results: dict[Action, tuple[Tensor, ...]] = {}
@@ -126,7 +171,7 @@ class StepState:
         parts = action.parts[::-1]
         for part in parts:
             self.wait_for_input(part)  # outside of the action's recorded time
-        with record_action(str(action)):
+        with record_action(str(action), self.recorder):
             for part in parts:
                 self.run_kind[part.kind](part)
 
@@ -162,7 +207,7 @@ class StepState:
         _, stage, i = action
         is_last = stage == self.schedule.num_stages - 1
         dy = (None,) if is_last else self.take_input(action)
-        dx = self.pipeline.backward(*self.activations.pop((stage, i)), dy)
+        dx = backward(*self.activations.pop((stage, i)), dy)
         if stage > 0:
             self.results[action.result] = dx
 

@@ -1,4 +1,5 @@
-"""A pipeline of any modules, such as the two halves of an encoder-decoder.
+"""Pipelines for the executor: several stages of a Llama on a rank, or any modules, such as the two halves of an
+encoder-decoder.
 
     stages = {0: Encoder(), 1: Decoder()}                            # of all ranks, or of this one
     pipeline = Pipeline(stages, receives, build("1f1b", 2, 8))
@@ -26,8 +27,12 @@ from torch.autograd.graph import GradientEdge
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce, check_equal
 from picotron.console import UserError
+from picotron.model.llama import Llama
 from picotron.model.split_backward import gradient_edges, split_backward
 from picotron.model.weights import main_grad, mark_tied
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+from picotron.pipeline_parallel.plan import SchedulePlan
+from picotron.pipeline_parallel.stages import Stage
 from picotron.process_group_manager import new_groups
 from picotron.schedules.actions import Schedule
 
@@ -57,7 +62,7 @@ def graph_of(outputs: Message) -> Graph:
 
 
 class PipelineStages(nn.Module):
-    """This rank's stages of a pipeline: what `Pipeline`, of any modules, and `PipelineParallel`, of a Llama, share.
+    """This rank's stages of a pipeline: what `Pipeline`, of any modules, and `LlamaStages` share.
 
     Attributes:
         stages: this rank's stages, by number.
@@ -71,10 +76,6 @@ class PipelineStages(nn.Module):
 
     def receives(self, stage: int, batch: dict[str, Any]) -> Message:
         """Return tensors on the meta device like those that a stage receives, see `Receives`."""
-        raise NotImplementedError
-
-    def sum_tied_gradients(self) -> None:
-        """Add the gradients of parameters that stages on several ranks share."""
         raise NotImplementedError
 
     def parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
@@ -93,20 +94,73 @@ class PipelineStages(nn.Module):
         uses = Counter(parameter for number in map(int, self.stages) for parameter in self.parameters_of(number))
         return {parameter for parameter, count in uses.items() if count > 1}
 
-    def backward(
-        self, inputs: Sequence[Tensor], outputs: Graph, output_grads: Sequence[Tensor | None]
-    ) -> tuple[Tensor, ...]:
-        """Add one micro-batch's gradients to those of the parameters, and return those of the stage's inputs.
 
-        Args:
-            inputs: the tensors of the message from the previous stage; none on the first stage.
-            outputs: edges of the result of `forward`, see `graph_of`.
-            output_grads: their gradients, from the next stage; (None,) on the last stage, whose output is the loss.
+def backward(inputs: Sequence[Tensor], outputs: Graph, output_grads: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Add one micro-batch's gradients to those of the parameters, and return those of the stage's inputs.
+
+    Args:
+        inputs: the tensors of the message from the previous stage; none on the first stage.
+        outputs: edges of the result of `forward`, see `graph_of`.
+        output_grads: their gradients, from the next stage; (None,) on the last stage, whose output is the loss.
+    """
+    pairs = [(edge, dy) for edge, dy in zip(outputs, output_grads, strict=True) if edge is not None]
+    if pairs:  # not so on a first stage whose weights are all frozen
+        torch.autograd.backward([edge for edge, _ in pairs], [dy for _, dy in pairs])
+    return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad)
+
+
+def sequence_shards(model: nn.Module) -> int:
+    """Return the number of tp ranks over which sequence parallelism shards the hidden states between layers, or 1."""
+    is_sharded = any(getattr(module, "sequence_parallel", False) for module in model.modules())
+    return pgm.process_group_manager.tp_world_size if is_sharded else 1
+
+
+class LlamaStages(PipelineStages, PipelineParallel):
+    """This rank's stages of a Llama.
+
+    Attributes:
+        stages: contents of the stages, by number.
+        kept_activations: (stage, micro-batch) of the forwards whose activations are not recomputed in backward.
+
+    Args:
+        model: a Llama on the meta device, from which the modules of other ranks are removed.
+        plan: the stages of the pipeline, their ranks and the schedule.
+        rank: this process's pp rank.
+    """
+
+    def __init__(self, model: Llama, plan: SchedulePlan, rank: int) -> None:
+        stages = plan.stages_of(rank)
+        layers = [i for stage in stages.values() for i in stage.layers]
+        ends = (any(stage.has_embedding for stage in stages.values()), any(stage.has_head for stage in stages.values()))
+        super().__init__(model, Stage(layers, *ends), plan.last_rank)
+        self.plan, self.stages, self.kept_activations = plan, stages, plan.kept_activations(rank)
+        self.dtype, self.shards = next(model.parameters()).dtype, sequence_shards(model)
+        if plan.schedule.splits_backward:
+            split_backward(model)
+
+    def forward(  # type: ignore[override]
+        self, *, stage: int | None = None, micro_batch: int | None = None, **batch: Any
+    ) -> Tensor:
+        """Run a stage, by default this rank's first one, see `PipelineParallel.forward`."""
+        number = min(self.stages) if stage is None else stage
+        keep = (number, micro_batch) in self.kept_activations
+        y: Tensor = super().forward(**batch, stage=self.stages[number], keep=keep)
+        return y
+
+    def receives(self, stage: int, batch: dict[str, Any]) -> Tensor:
+        """Return a tensor on the meta device like the hidden states of a micro-batch: (B, T/cp, D), or (B, T/cp/tp, D)
+        with sequence parallelism.
         """
-        pairs = [(edge, dy) for edge, dy in zip(outputs, output_grads, strict=True) if edge is not None]
-        if pairs:  # not so on a first stage whose weights are all frozen
-            torch.autograd.backward([edge for edge, _ in pairs], [dy for _, dy in pairs])
-        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad)
+        B, T = batch["position_ids"].shape
+        shape = B, T // self.shards, self.module.config.hidden_size
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    def parameters_of(self, number: int) -> list[nn.Parameter]:
+        stage, decoder = self.stages[number], self.module.model
+        modules: list[nn.Module] = [decoder.embed_tokens] if stage.has_embedding else []
+        modules += [decoder.layers[str(i)] for i in stage.layers]
+        modules += [decoder.norm, self.module.lm_head] if stage.has_head else []
+        return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
 
 
 class Pipeline(PipelineStages):

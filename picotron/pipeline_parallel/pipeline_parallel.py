@@ -24,21 +24,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.model.llama import Llama
-from picotron.model.split_backward import split_backward
 from picotron.model.weights import main_grad, mark_tied
-from picotron.pipeline_parallel.modules import Graph, PipelineStages, graph_of, tensors
-from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
-from picotron.pipeline_parallel.recorder import record_action
+from picotron.pipeline_parallel.stages import Stage
 from picotron.process_group_manager import new_groups
 
 
-class PipelineParallel(PipelineStages):
-    """This rank's stages of a Llama: layers, the embedding on the first stage, the final norm and head on the last.
+class PipelineParallel(nn.Module):
+    """This rank's part of a Llama: layers, the embedding on the first stage, the final norm and head on the last.
 
     If the embedding's matrix is also the head's (tied) but they are on different ranks, each rank holds a replica. Each
     replica gets the gradient of its own use, and `sum_tied_gradients` adds them. The replicas start equal and get equal
@@ -46,82 +44,79 @@ class PipelineParallel(PipelineStages):
 
     Args:
         model: a Llama on the meta device, from which the modules of other ranks are removed.
-        plan: the stages of the pipeline, and their ranks.
-        sequence_parallel: whether hidden states are sharded over the tp ranks along the sequence.
-
-    Attributes:
-        stages: contents of this rank's stages, by number. With one stage per rank, its number is the pp rank.
-        kept_activations: (stage, micro-batch) of the forwards whose activations are not recomputed in backward.
+        stage: what this rank keeps.
+        last_rank: the pp rank that holds the head, by default the last one.
     """
 
-    def __init__(self, model: Llama, plan: PipelinePlan, sequence_parallel: bool = False) -> None:
+    def __init__(self, model: Llama, stage: Stage, last_rank: int | None = None) -> None:
         super().__init__()
+        self.module, self.stage = model, stage
         grid = pgm.process_group_manager
-        self.module, self.plan = model, plan
-        self.stages = plan.stages_of(grid.pp_rank)
-        self.kept_activations = plan.kept_activations(grid.pp_rank)
-        has_embedding = any(stage.has_embedding for stage in self.stages.values())
-        has_head = any(stage.has_head for stage in self.stages.values())
-        has_replica = model.config.tie_word_embeddings and plan.last_rank != 0  # the first stage is always on pp rank 0
+        last_rank = grid.pp_world_size - 1 if last_rank is None else last_rank
+        has_replica = model.config.tie_word_embeddings and last_rank != 0  # the embedding is always on pp rank 0
 
         untyped: Any = model  # its class declares modules that may be None from here on
-        layers = {i for stage in self.stages.values() for i in stage.layers}
-        for i in set(range(model.config.num_hidden_layers)) - layers:
+        for i in set(range(model.config.num_hidden_layers)) - set(stage.layers):
             del untyped.model.layers[str(i)]
-        if not has_head:
+        if not stage.has_head:
             untyped.model.norm = untyped.lm_head = None
-        if has_replica and (has_embedding or has_head):
-            mark_tied(untyped.model.embed_tokens, "weight", is_replica=not has_embedding)
-        elif not has_embedding:
+        if has_replica and (stage.has_embedding or stage.has_head):
+            mark_tied(untyped.model.embed_tokens, "weight", is_replica=not stage.has_embedding)
+        elif not stage.has_embedding:
             untyped.model.embed_tokens = None
-        ends = grid.grid.movedim(1, -1)[..., [0, plan.last_rank]]  # (dp, cp, tp, 2), the ends of each pipeline
+        ends = grid.grid.movedim(1, -1)[..., [0, last_rank]]  # (dp, cp, tp, 2), the ends of each pipeline
         self.embedding_group = new_groups(ends.reshape(-1, 2).tolist()) if has_replica else None
-        self.dtype, self.shards = next(model.parameters()).dtype, grid.tp_world_size if sequence_parallel else 1
-        if plan.schedule.splits_backward:
-            split_backward(model)
 
     def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        hidden_states: Tensor | None,
+        hidden_states: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        stage: int | None = None,
-        micro_batch: int | None = None,
+        stage: Stage | None = None,
+        keep: bool = False,
         **loss: Any,
     ) -> Tensor:
-        """Run a stage. The first one reads input_ids (B, T/cp), the others hidden_states, see `receives`.
+        """Run a stage. The first one reads input_ids (B, T/cp), the others hidden_states (B, T/cp, D), or a shard of
+        them, (B, T/cp/tp, D), with sequence parallelism.
 
         Args:
             cu_seqlens, loss: boundaries of documents, and arguments of the loss, see `Llama.forward`.
-            stage, micro_batch: numbers of the stage (by default this rank's first one) and of the micro-batch.
+            stage: by default, all that this rank holds.
+            keep: whether to keep all activations, even if activation checkpointing is on.
 
         Returns:
-            Hidden states for the next stage. On the last stage, the loss or the logits.
+            Hidden states for the next stage. On the last stage, the loss, or the logits if there are no targets.
         """
-        stage = min(self.stages) if stage is None else stage
-        contents, keep = self.stages[stage], (stage, micro_batch) in self.kept_activations
-        x = self.module.embed(input_ids) if contents.has_embedding else hidden_states
+        stage = stage or self.stage
+        x = self.module.embed(input_ids) if stage.has_embedding else hidden_states
         assert x is not None
-        y = self.module.run_layers(x, position_ids, contents.layers, cu_seqlens, keep)
-        if contents.has_head:
-            return self.module.logits_or_loss(y, **loss)
-        return y
+        y = self.module.run_layers(x, position_ids, stage.layers, cu_seqlens, keep)
+        return self.module.logits_or_loss(y, **loss) if stage.has_head else y
 
-    def receives(self, stage: int, batch: dict[str, Any]) -> Tensor:
-        """Return a tensor on the meta device like the hidden states of a micro-batch: (B, T/cp, D), or (B, T/cp/tp, D)
-        with sequence parallelism.
+    def backward(
+        self, input_tensor: Tensor | None, output_tensor: Tensor | GradientEdge, output_tensor_grad: Tensor | None
+    ) -> Tensor | None:
+        """Add one micro-batch's gradients to those of the parameters.
+
+        Args:
+            input_tensor: the `hidden_states` of its forward; None on the first stage.
+            output_tensor: the result of its forward, or the edge of this in the graph, which needs no memory.
+            output_tensor_grad: gradient of the output, from the next stage; None on the last stage, whose output is a
+                scalar, the loss.
+
+        Returns:
+            Gradient of the input, for the previous stage; None on the first stage.
         """
-        B, T = batch["position_ids"].shape
-        shape = B, T // self.shards, self.module.config.hidden_size
-        return torch.empty(shape, dtype=self.dtype, device="meta")
+        if not isinstance(output_tensor, Tensor) or output_tensor.requires_grad:  # not so if a first stage is frozen
+            torch.autograd.backward(output_tensor, output_tensor_grad)
+        if input_tensor is None:
+            return None
+        return torch.zeros_like(input_tensor) if input_tensor.grad is None else input_tensor.grad
 
-    def parameters_of(self, number: int) -> list[nn.Parameter]:
-        stage, decoder = self.stages[number], self.module.model
-        modules: list[nn.Module] = [decoder.embed_tokens] if stage.has_embedding else []
-        modules += [decoder.layers[str(i)] for i in stage.layers]
-        modules += [decoder.norm, self.module.lm_head] if stage.has_head else []
-        return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+    def used_twice(self) -> set[nn.Parameter]:
+        """Return the parameters that two stages of this rank use: none if it has only one."""
+        return set()
 
     def sum_tied_gradients(self) -> None:
         """Add the two gradients of the tied matrix: one of its use as embedding, one of its use as head."""
@@ -129,41 +124,30 @@ class PipelineParallel(PipelineStages):
             all_reduce(main_grad(weight), self.embedding_group)
 
 
-def forward_step(model: Any, data_loader: Any, input_tensor: Tensor | None, i: int, losses: list[Tensor]) -> Tensor:
-    """Run forward of micro-batch i. Every stage loads it, for its position_ids.
+def forward_step(model: Any, data_loader: Any, input_tensor: Tensor | None, losses: list[Tensor]) -> Tensor:
+    """Run forward of the next micro-batch. Every stage loads it, for its position_ids.
 
     Returns:
         The stage's output. On the last stage, it is the mean loss divided by the number of micro-batches, so that the
         gradients add up to those of the mean over all micro-batches; it is also appended to `losses`.
     """
-    batch = next(data_loader) | {"hidden_states": input_tensor}
-    with record_action(f"F{i}"):
-        output_tensor = model(**batch, micro_batch=i)
-        if pgm.process_group_manager.pp_is_last_stage:
-            output_tensor = output_tensor / data_loader.grad_acc_steps
-            losses.append(output_tensor.detach())
+    output_tensor: Tensor = model(**next(data_loader) | {"hidden_states": input_tensor})
+    if pgm.process_group_manager.pp_is_last_stage:
+        output_tensor = output_tensor / data_loader.grad_acc_steps
+        losses.append(output_tensor.detach())
     return output_tensor
 
 
-def backward_step(
-    model: Any, input_tensor: Tensor | None, graph: Graph, output_tensor_grad: Tensor | None, i: int
-) -> Tensor | None:
-    """Run backward of micro-batch i, named Bi, see `PipelineStages.backward`."""
-    with record_action(f"B{i}"):
-        dx = model.module.backward(tensors(input_tensor), graph, (output_tensor_grad,))
-    return dx[0] if dx else None
+def graph_of(y: Tensor) -> Tensor | GradientEdge:
+    """Return what backward needs of an output: its edge in the graph, so that its memory is free once it is sent.
+    (Megatron-LM's `deallocate_pipeline_outputs` frees as much.)
+    """
+    return get_gradient_edge(y) if y.requires_grad else y
 
 
 def shapes_of(tensor_shapes: Sequence[Any], micro_batches: int) -> Sequence[Sequence[int]]:
     """Return a shape for each micro-batch, given one shape for all of them or a list of shapes."""
     return [tensor_shapes] * micro_batches if isinstance(tensor_shapes[0], int) else tensor_shapes
-
-
-def finish_step(model: Any, losses: list[Tensor], device: torch.device) -> Tensor:
-    """Complete a step's gradients: average over dp and cp ranks, and add the tied ones. Returns the step's loss."""
-    model.finish_grad_sync()
-    model.module.sum_tied_gradients()
-    return sum_losses(losses, device)
 
 
 def sum_losses(losses: list[Tensor], device: torch.device) -> Tensor:
@@ -193,12 +177,12 @@ def train_step_pipeline_afab(
     micro_batches = data_loader.grad_acc_steps
     shapes = shapes_of(tensor_shapes, micro_batches)
     losses: list[Tensor] = []
-    activations: deque[tuple[Tensor | None, Graph]] = deque()  # x, and the graph of y, before the backward
+    activations: deque[tuple[Tensor | None, Any]] = deque()  # x, and the graph of y, before the backward
 
     for i in range(micro_batches):
         x = pipeline_communicate("recv_forward", device, dtype, shapes=shapes[i])
-        y = forward_step(model, data_loader, x, i, losses)
-        pipeline_communicate("send_forward", device, dtype, y, shapes[i])
+        y = forward_step(model, data_loader, x, losses)
+        pipeline_communicate("send_forward", device, dtype, y)
         activations.append((x, graph_of(y)))
         del y  # backward needs only its graph
 
@@ -207,10 +191,11 @@ def train_step_pipeline_afab(
         # previous stages, which receive dx later, are still computing.
         model.require_backward_grad_sync = i == micro_batches - 1
         dy = pipeline_communicate("recv_backward", device, dtype, shapes=shapes[i])
-        dx = backward_step(model, *activations.popleft(), dy, i)
-        pipeline_communicate("send_backward", device, dtype, dx, shapes[i])
+        dx = model.backward(*activations.popleft(), dy)
+        pipeline_communicate("send_backward", device, dtype, dx)
 
-    return finish_step(model, losses, device)
+    model.finish_grad_sync()
+    return sum_losses(losses, device)
 
 
 def train_step_pipeline_1f1b(
@@ -220,13 +205,13 @@ def train_step_pipeline_1f1b(
     grid, micro_batches = pgm.process_group_manager, data_loader.grad_acc_steps
     shapes = shapes_of(tensor_shapes, micro_batches)
     losses: list[Tensor] = []
-    activations: deque[tuple[Tensor | None, Graph]] = deque()  # x, and the graph of y, before the backward
+    activations: deque[tuple[Tensor | None, Any]] = deque()  # x, and the graph of y, before the backward
     warmup = min(grid.pp_world_size - grid.pp_rank - 1, micro_batches)
 
     for i in range(warmup):  # forwards only, until the first gradient can arrive
         x = pipeline_communicate("recv_forward", device, dtype, shapes=shapes[i])
-        y = forward_step(model, data_loader, x, i, losses)
-        pipeline_communicate("send_forward", device, dtype, y, shapes[i])
+        y = forward_step(model, data_loader, x, losses)
+        pipeline_communicate("send_forward", device, dtype, y)
         activations.append((x, graph_of(y)))
         del y
 
@@ -234,22 +219,36 @@ def train_step_pipeline_1f1b(
         x = pipeline_communicate("recv_forward", device, dtype, shapes=shapes[warmup])
     for i in range(micro_batches - warmup):  # steady state: forward of the newest, then backward of the oldest
         new = warmup + i
-        y = forward_step(model, data_loader, x, new, losses)
-        dy = bidirectional_pipeline_communicate("send_fwd_recv_bwd", y, shapes[i], device, dtype, shapes[new])
+        y = forward_step(model, data_loader, x, losses)
+        dy = bidirectional_pipeline_communicate("send_fwd_recv_bwd", y, shapes[i], device, dtype)
         activations.append((x, graph_of(y)))
         del y
         model.require_backward_grad_sync = i == micro_batches - 1  # only on the last stage, which has no cool-down
-        dx = backward_step(model, *activations.popleft(), dy, i)
+        dx = model.backward(*activations.popleft(), dy)
         if new < micro_batches - 1:
-            x = bidirectional_pipeline_communicate("send_bwd_recv_fwd", dx, shapes[new + 1], device, dtype, shapes[i])
+            x = bidirectional_pipeline_communicate("send_bwd_recv_fwd", dx, shapes[new + 1], device, dtype)
         else:
-            pipeline_communicate("send_backward", device, dtype, dx, shapes[i])
+            pipeline_communicate("send_backward", device, dtype, dx)
         del dy, dx  # frees their memory before the next forward
 
     for i in range(micro_batches - warmup, micro_batches):  # cool-down: the remaining backwards
         model.require_backward_grad_sync = i == micro_batches - 1  # the stage's last backward, as in AFAB
         dy = pipeline_communicate("recv_backward", device, dtype, shapes=shapes[i])
-        dx = backward_step(model, *activations.popleft(), dy, i)
-        pipeline_communicate("send_backward", device, dtype, dx, shapes[i])
+        dx = model.backward(*activations.popleft(), dy)
+        pipeline_communicate("send_backward", device, dtype, dx)
 
-    return finish_step(model, losses, device)
+    model.finish_grad_sync()
+    return sum_losses(losses, device)
+
+
+@torch.no_grad()
+def evaluate_pipeline(
+    model: Any, data_loader: Any, tensor_shapes: Sequence[Any], device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Run the forwards only, also without a pipeline. Returns the mean loss as AFAB does."""
+    shapes, losses = shapes_of(tensor_shapes, data_loader.grad_acc_steps), list[Tensor]()
+    for shape in shapes:
+        x = pipeline_communicate("recv_forward", device, dtype, shapes=shape)
+        y = forward_step(model, data_loader, x, losses)
+        pipeline_communicate("send_forward", device, dtype, y)
+    return sum_losses(losses, device)

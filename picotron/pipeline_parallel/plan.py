@@ -1,47 +1,45 @@
-"""The pipeline of a config: the schedule of a training step, and the layers of each stage. No torch."""
+"""The plan of a pipeline with any schedule: the schedule of a training step, and the layers of each stage. No torch."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from picotron.console import UserError
 from picotron.model.families import architecture
-from picotron.pipeline_parallel.stages import (
-    Stage,
-    balanced_stages,
-    format_stages,
-    parse_stages,
-)
-from picotron.schedules.actions import AnyAction, Schedule
-from picotron.schedules.checker import check
-from picotron.schedules.schedule_csv import read_csv
-from picotron.schedules.schedules import build
+from picotron.pipeline_parallel.stages import PipelinePlan, Stage, format_stages, stages_for
+from picotron.schedules.actions import AnyAction, Schedule, rank_of
+from picotron.schedules.schedule_csv import as_csv
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig
 
     from picotron.config import Config
+    from picotron.model.llama import Llama
+    from picotron.pipeline_parallel.modules import LlamaStages
     from picotron.schedules.search import Shape
+    from picotron.train_step import Step
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelinePlan:
-    """The schedule and the stages of a pipeline. Prints as a table of the layers of each rank.
+class SchedulePlan(PipelinePlan):
+    """The stages of a pipeline and the schedule of a training step. Prints as a table of the layers of each rank.
 
     Args:
-        schedule: the schedule of a training step.
         stages: all stages of the pipeline, by number.
+        schedule: the schedule of a training step.
         keep_activations: number of forwards in flight on a rank that keep their activations, see `kept_activations`.
         expectation: why a search chose the schedule, in a sentence; None if the config names the schedule.
     """
 
     schedule: Schedule
-    stages: list[Stage]
     keep_activations: int = 0
     expectation: str | None = None
 
+    def __str__(self) -> str:
+        table = format_stages(self.stages, [self.schedule.rank_of(i) for i in range(len(self.stages))])
+        return table if self.expectation is None else f"{table}\n{self.expectation}"
+
     def stages_of(self, rank: int) -> dict[int, Stage]:
-        """Return the stages of a rank, by number."""
         return {number: self.stages[number] for number in self.schedule.stages_of(rank)}
 
     def kept_activations(self, rank: int) -> set[tuple[int, int]]:
@@ -58,74 +56,47 @@ class PipelinePlan:
         """The fraction of all forwards that keep their activations."""
         return len(self.all_kept_activations) / (self.schedule.num_stages * self.schedule.micro_batches)
 
-    def __str__(self) -> str:
-        table = format_stages(self.stages, self.schedule.pp, self.schedule.placement)
-        return table if self.expectation is None else f"{table}\n{self.expectation}"
-
     @property
     def last_rank(self) -> int:
         """The rank with the last stage. In a V, it also has the first one."""
         return self.schedule.rank_of(len(self.stages) - 1)
 
+    @property
+    def splits_backward(self) -> bool:
+        return self.schedule.splits_backward
 
-def training_schedule(config: "Config") -> Schedule:
-    """Return the schedule that a config names, checked. A pipeline of one rank has one stage, whatever pp_engine is.
+    @property
+    def identity(self) -> str:
+        return as_csv(self.schedule.programs)
 
-    Raises:
-        UserError: the schedule does not work with these numbers, or its CSV file has a fault or does not match them.
-    """
-    layout, micro_batches = config.distributed, config.training.gradient_accumulation_steps
-    if layout.pp_size == 1:
-        return build("1f1b", 1, micro_batches)
-    if layout.pp_engine.startswith("csv:"):
-        return _from_file(layout.pp_engine.removeprefix("csv:"), layout.pp_size, micro_batches, layout.pp_chunks)
-    schedule = build(layout.pp_engine, layout.pp_size, micro_batches, layout.pp_chunks, layout.pp_group_size)
-    check(schedule)
-    return schedule
+    @property
+    def searched(self) -> str | None:
+        return self.identity if self.expectation else None
 
+    def wrap(self, model: "Llama", rank: int) -> "LlamaStages":
+        from picotron.pipeline_parallel.modules import LlamaStages  # a plan needs no torch
 
-def _from_file(path: str, pp: int, micro_batches: int, chunks: int | None) -> Schedule:
-    schedule = read_csv(path)
-    for key, in_file, in_config in (
-        ("distributed.pp_size", schedule.pp, pp),
-        ("training.gradient_accumulation_steps", schedule.micro_batches, micro_batches),
-        ("distributed.pp_chunks", schedule.chunks, chunks),
-    ):
-        if in_config not in (in_file, None):
-            raise UserError(
-                f"the schedule {path!r} is for {key}={in_file}, but the config has {in_config}; make them equal"
-            )
-    return schedule
+        return LlamaStages(model, self, rank)
 
+    def make_steps(
+        self,
+        config: "Config",
+        model_config: "PreTrainedConfig",
+        device: "torch.device",
+        dtype: "torch.dtype",
+        done: int = 0,
+    ) -> "tuple[Step, Step]":
+        from picotron.pipeline_parallel.engine import make_evaluation, make_train_step
+        from picotron.pipeline_parallel.recorder import record_steps
 
-def plan_pipeline(config: "Config", model_config: "PreTrainedConfig") -> PipelinePlan:
-    """Choose the schedule and the stages of a config's pipeline.
-
-    Raises:
-        UserError: `training_schedule` or `search_schedule` fails, or the stages do not fit the model.
-    """
-    layout, keep = config.distributed, config.distributed.pp_keep_activations
-    if layout.pp_engine == "auto" and layout.pp_size > 1:
-        from picotron.pipeline_parallel.auto import search_schedule  # other engines need none of it
-
-        plan = dataclasses.replace(search_schedule(config, model_config), keep_activations=keep)
-    else:
-        schedule = training_schedule(config)
-        plan = PipelinePlan(schedule, stages_for(config, model_config, (schedule.chunks, schedule.placement)), keep)
-    for rank in range(layout.pp_size):
-        if not any(str(stage) for stage in plan.stages_of(rank).values()):
-            raise UserError(
-                f"pp_layout={layout.pp_layout!r} gives pp rank {rank} nothing; give it a layer, the embedding or the head"
-            )
-    return plan
+        step = make_train_step(config, self, device, dtype)
+        return record_steps(step, config, model_config, self, device, done), make_evaluation(config, self, device)
 
 
-def stages_for(config: "Config", model_config: "PreTrainedConfig", shape: "Shape") -> list[Stage]:
-    """Return the stages of a config's pp_layout, or the balanced ones."""
-    (chunks, placement), layout = shape, config.distributed
-    if layout.pp_layout is None:
-        return balanced_stages(model_config, config.training.seq_length, layout.pp_size, chunks, placement)
-    return parse_stages(layout.pp_layout, model_config.num_hidden_layers, layout.pp_size * chunks)
+def layout_stages(config: "Config", model_config: "PreTrainedConfig", shape: "Shape") -> list[Stage]:
+    """Return the stages of a config for a number of chunks and their placement. Raises a UserError as `stages_for`."""
+    (chunks, placement), pp = shape, config.distributed.pp_size
+    return stages_for(config, model_config, [rank_of(stage, pp, placement) for stage in range(pp * chunks)])
 
 
 def kept_activations(program: Sequence[AnyAction], limit: int) -> set[tuple[int, int]]:

@@ -31,32 +31,6 @@ def _peer(operation: str) -> int | None:
     }[operation]
 
 
-def check_message(tensor: Tensor, shapes: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ValueError if `tensor` does not fit into the buffer that the receiver has allocated for it."""
-    if (tuple(tensor.shape), tensor.device.type, tensor.dtype) != (tuple(shapes), device.type, dtype):
-        raise ValueError(
-            f"pp rank {pgm.process_group_manager.pp_rank} cannot send {tensor.dtype} {list(tensor.shape)} on {tensor.device}: "
-            f"the receiver expects {dtype} {list(shapes)} on {device}; change the stage's output, or `receives`"
-        )
-
-
-def start_message(operation: str, tensors: Sequence[Tensor], rank: int) -> list[dist.Work]:
-    """Start to send tensors, or to receive into them, in one batch. Returns the handles to wait for.
-
-    Messages to lower pp ranks have a separate group. NCCL runs the operations of a group one after the other, so in a
-    single group, a message that waits for its peer would also delay this rank's later messages in the other direction.
-
-    Args:
-        operation: "send" or "recv".
-        rank: pp rank at the other end.
-    """
-    grid, kinds = pgm.process_group_manager, {"send": dist.isend, "recv": dist.irecv}
-    sender, receiver = (grid.pp_rank, rank) if operation == "send" else (rank, grid.pp_rank)
-    group = grid.pp_group if sender < receiver else grid.pp_reverse_group
-    batch = [dist.P2POp(kinds[operation], tensor, grid.pp_group_ids[rank], group) for tensor in tensors]
-    return dist.batch_isend_irecv(batch) if batch else []
-
-
 def _exchange(messages: list[tuple[str, Tensor]]) -> None:
     """Start all messages, given as (operation, tensor), in one batch, and wait for them.
 
@@ -69,6 +43,16 @@ def _exchange(messages: list[tuple[str, Tensor]]) -> None:
     ]
     for handle in dist.batch_isend_irecv(batch):
         handle.wait()
+
+
+def checked(tensor: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a tensor to send. Raises ValueError if the receiver expects another one, and would wait for ever."""
+    if tensor is None or (tensor.device.type, tensor.dtype) != (device.type, dtype):
+        found = "nothing" if tensor is None else f"{tensor.dtype} on {tensor.device}"
+        raise ValueError(
+            f"pp rank {pgm.process_group_manager.pp_rank} cannot send {found}: the receiver expects {dtype} on {device}"
+        )
+    return tensor.contiguous()
 
 
 def pipeline_communicate(
@@ -84,13 +68,13 @@ def pipeline_communicate(
         operation: `recv_forward`, `send_forward`, `recv_backward` or `send_backward`.
         device, dtype: those of the message.
         tensor: tensor to send.
-        shapes: shape of the message: required to receive; to send, by default that of `tensor`.
+        shapes: shape of the message to receive.
 
     Returns:
         The received tensor, else None. If gradients are enabled, received activations require one, to be sent back.
 
     Raises:
-        ValueError: `tensor` does not have this device, dtype and shape.
+        ValueError: `tensor` is on another device or has another dtype than the receiver expects.
     """
     if _peer(operation) is None:
         return None
@@ -99,9 +83,7 @@ def pipeline_communicate(
         received = torch.empty(shapes, dtype=dtype, device=device)
         _exchange([(operation, received)])
         return received.requires_grad_(operation == "recv_forward" and torch.is_grad_enabled())
-    assert tensor is not None
-    check_message(tensor, tensor.shape if shapes is None else shapes, device, dtype)
-    _exchange([(operation, tensor.contiguous())])
+    _exchange([(operation, checked(tensor, device, dtype))])
     return None
 
 
@@ -111,7 +93,6 @@ def bidirectional_pipeline_communicate(
     recv_shapes: Sequence[int],
     device: torch.device,
     dtype: torch.dtype,
-    send_shapes: Sequence[int] | None = None,
 ) -> Tensor | None:
     """Send to a neighbour and receive from the same neighbour: `send_fwd_recv_bwd` or `send_bwd_recv_fwd`.
 
@@ -120,14 +101,14 @@ def bidirectional_pipeline_communicate(
 
     Args:
         send_tensor: tensor to send.
-        recv_shapes, send_shapes: shapes of the two messages, by default the same; micro-batches may differ.
+        recv_shapes: shape of the message to receive.
         device, dtype: those of both messages.
 
     Returns:
         The received tensor, as from `pipeline_communicate`.
 
     Raises:
-        ValueError: `send_tensor` does not have this device, dtype and shape.
+        ValueError: as `pipeline_communicate`.
     """
     send, receive = {
         "send_fwd_recv_bwd": ("send_forward", "recv_backward"),
@@ -135,8 +116,6 @@ def bidirectional_pipeline_communicate(
     }[operation]
     if _peer(send) is None:
         return None
-    assert send_tensor is not None
-    check_message(send_tensor, recv_shapes if send_shapes is None else send_shapes, device, dtype)
     received = torch.empty(recv_shapes, dtype=dtype, device=device)
-    _exchange([(send, send_tensor.contiguous()), (receive, received)])
+    _exchange([(send, checked(send_tensor, device, dtype)), (receive, received)])
     return received.requires_grad_(receive == "recv_forward")

@@ -17,7 +17,7 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.files import write_atomically
-from picotron.pipeline_parallel.plan import PipelinePlan, settings_of
+from picotron.pipeline_parallel.plan import SchedulePlan, settings_of
 from picotron.schedules.actions import parse_action
 from picotron.schedules.simulate import Span
 from picotron.schedules.trace import settings_line, trace_line, trace_path
@@ -43,30 +43,24 @@ class Recorder:
         return time.perf_counter() - self.start_time
 
 
-recorder: Recorder | None = None  # None in steps that are not recorded
-
-
 @contextlib.contextmanager
-def record_action(name: str) -> Iterator[None]:
-    """Log and record an action: 2F3 is the forward of micro-batch 3 on stage 2, or F3 if the rank has one stage."""
-    grid = pgm.process_group_manager
-    has_stage = not name[0].isalpha()
-    logger.debug("[rank %d%s] %s", grid.global_rank, "" if has_stage else f", stage {grid.pp_rank}", name)
+def record_action(name: str, recorder: Recorder | None = None) -> Iterator[None]:
+    """Log an action, name it in profiles, and record its times: 2F3 is the forward of micro-batch 3 on stage 2."""
+    logger.debug("[rank %d] %s", pgm.process_group_manager.global_rank, name)
     with record_function(name):
         if recorder is None:
             yield
             return
         start = recorder.now()
         yield
-        action = parse_action(name if has_stage else f"{grid.pp_rank}{name}")
-        recorder.spans.append(Span(action, start, recorder.now()))
+        recorder.spans.append(Span(parse_action(name), start, recorder.now()))
 
 
 def record_steps(
     take_step: Callable[..., Tensor],
     config: Config,
     model_config: PreTrainedConfig,
-    plan: PipelinePlan,
+    plan: SchedulePlan,
     device: torch.device,
     done: int,
 ) -> Callable[..., Tensor]:
@@ -74,22 +68,18 @@ def record_steps(
     their times to a file, see `trace`.
 
     Args:
-        plan: see `check_layout`.
+        take_step: a step that also takes a recorder, see `Executor`.
         done: number of steps completed before.
     """
     numbers, settings = itertools.count(done + 1), settings_of(config, model_config, plan.stages)
 
     def step(*arguments: Any) -> Tensor:
-        global recorder
         number = next(numbers)
         if number not in (config.logging.trace_steps or ()):
             return take_step(*arguments)
         recorder = Recorder(device)
-        try:
-            loss = take_step(*arguments)
-            write_trace(config.checkpoint.save_dir, number, recorder.spans, settings)
-        finally:
-            recorder = None
+        loss = take_step(*arguments, recorder=recorder)
+        write_trace(config.checkpoint.save_dir, number, recorder.spans, settings)
         return loss
 
     return step

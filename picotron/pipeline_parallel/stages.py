@@ -7,8 +7,7 @@ first stage reads the tokens and the last one computes the loss, so if they are 
 
     Et*3|(tt|)*5L       seven stages: the embedding and three layers, five times two layers, the head alone
 
-With several chunks per rank, the stages of chunk 0 on all ranks come first, then those of chunk 1, ..., see
-`actions.rank_of`.
+A pipeline has one stage on each rank. Those of the workbench can have several, the chunks of the rank.
 """
 
 import dataclasses
@@ -19,24 +18,107 @@ from typing import TYPE_CHECKING
 
 from picotron.console import UserError, text_table
 from picotron.model.flops import Cost, part_costs
-from picotron.schedules.actions import Placement, rank_of
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a plan needs no torch
+    import torch
     from transformers import PreTrainedConfig
+
+    from picotron.config import Config
+    from picotron.model.llama import Llama
+    from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+    from picotron.train_step import Step
 
 MAX_SYMBOLS = 10_000  # in one repetition of a pp_layout, written out
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """The contents of a stage. Prints in the notation above."""
+    """The contents of a stage: numbers of layers, in order. Prints in the notation above."""
 
-    layers: range
+    layers: Sequence[int]
     has_embedding: bool = False
     has_head: bool = False
 
     def __str__(self) -> str:
         return "E" * self.has_embedding + "t" * len(self.layers) + "L" * self.has_head
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinePlan:
+    """The stages of a pipeline with one stage on each pp rank, which AFAB or 1F1B runs; a single one is the whole
+    model. Prints as a table.
+
+    The workbench has plans of all other pipelines, with the same methods.
+    """
+
+    stages: list[Stage]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from the other ones."""
+        return False
+
+    @property
+    def identity(self) -> str:
+        """Text that differs between ranks if they would run different schedules."""
+        return ""
+
+    @property
+    def searched(self) -> str | None:
+        """The schedule as a CSV file, if the plan is the result of a search."""
+        return None
+
+    def __str__(self) -> str:
+        return format_stages(self.stages, range(len(self.stages)))
+
+    def stages_of(self, rank: int) -> dict[int, Stage]:
+        """Return the stages of a rank, by number."""
+        return {rank: self.stages[rank]}
+
+    def wrap(self, model: "Llama", rank: int) -> "PipelineParallel":
+        """Reduce a Llama to the stages of this process, whose pp rank is `rank`."""
+        from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+
+        return PipelineParallel(model, self.stages[rank])
+
+    def make_steps(
+        self,
+        config: "Config",
+        model_config: "PreTrainedConfig",
+        device: "torch.device",
+        dtype: "torch.dtype",
+        done: int = 0,
+    ) -> "tuple[Step, Step]":
+        """Return the training step and the evaluation of a run that has completed `done` steps."""
+        from picotron.train_step import make_steps
+
+        return make_steps(config, model_config, device, dtype)
+
+
+def plan_stages(config: "Config", model_config: "PreTrainedConfig") -> PipelinePlan:
+    """Plan a pipeline with one stage on each rank. Raises a UserError as `stages_for`."""
+    return PipelinePlan(stages_for(config, model_config, range(config.distributed.pp_size)))
+
+
+def stages_for(config: "Config", model_config: "PreTrainedConfig", ranks: Sequence[int]) -> list[Stage]:
+    """Return the stages of a config's pp_layout, or the balanced ones.
+
+    Args:
+        ranks: the rank of each stage.
+
+    Raises:
+        UserError: the stages do not fit the model, or a rank would hold nothing.
+    """
+    layout = config.distributed.pp_layout
+    if layout is None:
+        return balanced_stages(model_config, config.training.seq_length, ranks)
+    stages = parse_stages(layout, model_config.num_hidden_layers, len(ranks))
+    for rank in sorted(set(ranks)):
+        if not any(str(stage) for stage, other in zip(stages, ranks, strict=True) if other == rank):
+            raise UserError(
+                f"pp_layout={layout!r} gives pp rank {rank} nothing; give it a layer, the embedding or the head"
+            )
+    return stages
 
 
 def balanced_layers(
@@ -78,33 +160,23 @@ def _assign_layers(
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
-def balanced_stages(
-    config: "PreTrainedConfig", seq_length: int, pp: int, chunks: int = 1, placement: Placement = "loop"
-) -> list[Stage]:
+def balanced_stages(config: "PreTrainedConfig", seq_length: int, ranks: Sequence[int]) -> list[Stage]:
     """Return the default stages of a model, see `balanced_layers`.
+
+    Args:
+        ranks: the rank of each stage.
 
     Raises:
         UserError: there are fewer layers than stages.
     """
-    num_stages = pp * chunks
+    num_stages, pp = len(ranks), len(set(ranks))
     if config.num_hidden_layers < num_stages:
         raise UserError(
-            f"pp_size={pp} with {chunks} chunk(s) per pp rank needs at least {num_stages} layers, one per stage, but "
-            f"num_hidden_layers={config.num_hidden_layers}; use fewer stages, or a pp_layout with empty ones"
+            f"pp_size={pp} with {num_stages // pp} chunk(s) per pp rank needs at least {num_stages} layers, one per stage, "
+            f"but num_hidden_layers={config.num_hidden_layers}; use fewer stages, or a pp_layout with empty ones"
         )
-    ranks = [rank_of(stage, pp, placement) for stage in range(num_stages)]
     layers = balanced_layers(config, num_stages, seq_length, ranks)
     return [Stage(each, i == 0, i == num_stages - 1) for i, each in enumerate(layers)]
-
-
-def count_stages(text: str) -> int:
-    """Count the stages in text in the notation above. Raises as `parse_stages` does."""
-    return _expand(text).count("|") + 1
-
-
-def count_layers(text: str) -> int:
-    """Count the layers in text in the notation above. Raises as `parse_stages` does."""
-    return _expand(text).count("t")
 
 
 def parse_stages(text: str, num_layers: int, num_stages: int) -> list[Stage]:
@@ -113,7 +185,7 @@ def parse_stages(text: str, num_layers: int, num_stages: int) -> list[Stage]:
     Raises:
         UserError: the text is not in that notation, or does not fit the model or the number of stages.
     """
-    symbols = _expand(text)
+    symbols = expand(text)
     stages = symbols.split("|")
     if "m" in symbols:
         why = "has m (multi-token prediction), which these models do not support; remove it"
@@ -132,7 +204,7 @@ def parse_stages(text: str, num_layers: int, num_stages: int) -> list[Stage]:
     raise UserError(f"pp_layout={text!r} {why}")
 
 
-def _expand(text: str) -> str:
+def expand(text: str) -> str:
     """Write out repetitions and groups, and drop commas and spaces: `E,(t|)*2L` is `Et|t|L`."""
     groups = [""]  # the expanded text so far, then that of each open group
     last = ""  # the text that a * would repeat
@@ -160,27 +232,23 @@ def _expand(text: str) -> str:
     return groups[0]
 
 
-def format_stages(stages: Sequence[Stage], pp: int, placement: Placement = "loop") -> str:
-    """Return a table of the layers of each rank in each chunk."""
-    rows = [["", *(f"chunk {chunk}" for chunk in range(len(stages) // pp))]]
-    for rank in range(pp):
-        held = [stage for stage in range(len(stages)) if rank_of(stage, pp, placement) == rank]
-        rows.append([f"pp {rank}", *(f"stage {stage}: {_contents(stages[stage])}" for stage in held)])
+def format_stages(stages: Sequence[Stage], ranks: Sequence[int]) -> str:
+    """Return a table of the layers of each rank, given the rank of each stage."""
+    held = {rank: [stage for stage in range(len(stages)) if ranks[stage] == rank] for rank in sorted(set(ranks))}
+    rows = [["", *(f"chunk {chunk}" for chunk in range(len(held[0])))]]
+    for rank, numbers in held.items():
+        rows.append([f"pp {rank}", *(f"stage {stage}: {_contents(stages[stage])}" for stage in numbers)])
     return text_table(rows)
 
 
 def _contents(stage: Stage) -> str:
-    first, last = stage.layers.start, stage.layers.stop - 1
-    layers = {0: "", 1: f"layer {first}"}.get(len(stage.layers), f"layers {first}-{last}")
+    count = len(stage.layers)
+    layers = (
+        ""
+        if count == 0
+        else f"layer {stage.layers[0]}"
+        if count == 1
+        else f"layers {stage.layers[0]}-{stage.layers[-1]}"
+    )
     parts = ["embedding" * stage.has_embedding, layers, "head" * stage.has_head]
     return ", ".join(filter(None, parts)) or "nothing"
-
-
-def stage_weights(config: "PreTrainedConfig", stages: Sequence[Stage], seq_length: int, pp: int) -> list[float]:
-    """Return the relative times of the stages by their FLOPs, for `simulate.Costs`; the ranks' average is 1.
-
-    `Costs` assumes that W takes as long as I. This is true of matrices, but not of attention, which has no weights.
-    """
-    layer, embedding, head = (cost.flops for cost in part_costs(config, seq_length))
-    flops = [len(stage.layers) * layer + stage.has_embedding * embedding + stage.has_head * head for stage in stages]
-    return [pp * each / sum(flops) for each in flops]

@@ -24,12 +24,11 @@ from picotron.console import LinePrinter, UserError, first_line, print_line
 from picotron.files import write_atomically
 from picotron.model.families import architecture
 from picotron.run.run_folder import parse_load_path
-from picotron.schedules.schedule_csv import as_csv
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from picotron.pipeline_parallel.plan import PipelinePlan
+    from picotron.pipeline_parallel.stages import PipelinePlan
 
 logger = logging.getLogger("picotron")
 
@@ -156,7 +155,7 @@ def check_same_config(
         files = architecture(model_config) | {key: getattr(model_config, key) for key in OF_MODEL}
         files = {f"the model's {key}": value for key, value in files.items()}
     if plan is not None:
-        files["the schedule's SHA-256"] = hashlib.sha256(as_csv(plan.schedule.programs).encode()).hexdigest()[:24]
+        files["the schedule's SHA-256"] = hashlib.sha256(plan.identity.encode()).hexdigest()[:24]
     first, *others = run_on_all_ranks(
         lambda: {key: value for key, value in own.items() if key not in OF_MACHINES.split()} | files
     )

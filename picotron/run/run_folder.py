@@ -22,10 +22,7 @@ from typing import IO, Any
 
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.files import parse_json, write_atomically
-from picotron.schedules.actions import Schedule
-from picotron.schedules.schedule_csv import as_csv
-from picotron.schedules.trace import traces
+from picotron.files import parse_json, trace_files, write_atomically
 
 logger = logging.getLogger("picotron")
 
@@ -184,13 +181,14 @@ def new_archive_folder(folder: Path) -> Path:
     return archive
 
 
-def begin_run(config: Config, resumed_step: int | None, schedule: Schedule | None = None) -> list[dict[str, Any]]:
+def begin_run(config: Config, resumed_step: int | None, searched: str | None = None) -> list[dict[str, Any]]:
     """Write config.json and schedule.csv, and archive the files of an earlier run in a folder `earlier.N`.
 
     Args:
         resumed_step: step of the checkpoint in save_dir from which this run resumes; files up to that step stay in
             place. None if this run does not resume an earlier one.
-        schedule: the pipeline schedule, if it was searched. It can be drawn, and used again with pp_engine "csv:FILE".
+        searched: contents of schedule.csv, if the pipeline's schedule was searched. The file can be drawn, and used
+            again with pp_engine "csv:FILE".
 
     Returns:
         The records of metrics.jsonl up to `resumed_step`. The file keeps only these; the archived copy has all records.
@@ -200,11 +198,10 @@ def begin_run(config: Config, resumed_step: int | None, schedule: Schedule | Non
     """
     save_dir = Path(config.checkpoint.save_dir)
     metrics, config_file, schedule_file = (save_dir / n for n in ("metrics.jsonl", "config.json", "schedule.csv"))
-    by_step = [*checkpoint_folders(save_dir).items(), *traces(save_dir).items()]
+    by_step = [*checkpoint_folders(save_dir).items(), *trace_files(save_dir).items()]
     old = [path for step, path in by_step if resumed_step is None or step > resumed_step]
     if resumed_step is None:
         old += [path for path in (metrics, config_file, schedule_file) if path.exists()]
-    searched = None if schedule is None else as_csv(schedule.programs)
     with user_error_on_failure(save_dir):
         if resumed_step is not None and schedule_file.exists() and schedule_file.read_text() != searched:
             old.append(schedule_file)

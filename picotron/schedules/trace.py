@@ -14,14 +14,13 @@ import dataclasses
 import itertools
 import json
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
 from picotron.console import UserError
-from picotron.files import parse_json
+from picotron.files import parse_json, trace_files
 from picotron.schedules.actions import Schedule, parse_action
 from picotron.schedules.order import Event
 from picotron.schedules.schedule_csv import assemble
@@ -30,12 +29,6 @@ from picotron.schedules.simulate import Costs, Span, Timeline, computes, measure
 
 def trace_path(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir, f"trace_step_{step:08d}.jsonl")
-
-
-def traces(run_dir: Path) -> dict[int, Path]:
-    """Return the traces in a run's folder by step, in ascending order."""
-    matches = (re.fullmatch(r"trace_step_([0-9]{8})\.jsonl", path.name) for path in run_dir.glob("trace_step_*"))
-    return dict(sorted((int(match[1]), run_dir / match[0]) for match in matches if match))
 
 
 def trace_line(rank: int, span: Span) -> str:
@@ -68,7 +61,7 @@ def read_settings(run_dir: str | Path) -> dict[str, Any]:
 
 
 def _read(run_dir: str | Path, step: int | None = None) -> tuple[int, Path, bytes]:
-    steps = list(traces(Path(run_dir)))
+    steps = list(trace_files(Path(run_dir)))
     if not steps:
         raise UserError(
             f"{str(run_dir)!r} has no traces, files like trace_step_00000005.jsonl; record a step with logging.trace_steps"

@@ -20,8 +20,8 @@ from picotron.explain.hardware import USABLE, Hardware, fits
 from picotron.explain.measure import on_hardware
 from picotron.files import write_atomically
 from picotron.model.model_config import load_model_config
-from picotron.parallelize import check_layout
-from picotron.pipeline_parallel.plan import PipelinePlan
+from picotron.pipeline_parallel.engine import check_layout
+from picotron.pipeline_parallel.plan import SchedulePlan
 from picotron.schedules.schedules import SCHEDULES
 from picotron.sweep.combinations import FLAGS, GLOBAL_BATCH, Combination, canonical_json
 from picotron.sweep.jobs import Job
@@ -116,7 +116,7 @@ def load_cached(section: ModelSection) -> PreTrainedConfig | UserError:
         return error
 
 
-def check_cached(config: Config) -> tuple[PreTrainedConfig, PipelinePlan]:
+def check_cached(config: Config) -> tuple[PreTrainedConfig, SchedulePlan]:
     """Do the same as `check_model`, but load each model's config only once."""
     model_config = load_cached(config.model)
     if isinstance(model_config, UserError):

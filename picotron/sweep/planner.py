@@ -13,7 +13,8 @@ from picotron.console import UserError
 from picotron.explain.estimate import GIB, rank_memory, stage_bytes, state_bytes
 from picotron.explain.forecast import Clock, Work, forecast
 from picotron.explain.hardware import Hardware, fits
-from picotron.pipeline_parallel.plan import PipelinePlan, plan_pipeline, stages_for
+from picotron.pipeline_parallel.plan import SchedulePlan, layout_stages
+from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.pipeline_parallel.stages import Stage
 from picotron.schedules.actions import Placement, rank_of
 from picotron.schedules.schedules import SCHEDULES, action_kinds
@@ -67,11 +68,11 @@ class Planner:
 
     def __init__(self, model: "PreTrainedConfig", hardware: Hardware) -> None:
         self.model, self.hardware = model, hardware
-        self.plans: dict[Any, PipelinePlan | None] = {}
+        self.plans: dict[Any, SchedulePlan | None] = {}
         self.placed: dict[Any, Placed] = {}
         self.works: dict[Any, dict[tuple[int, bool, bool, str], Work]] = {}
 
-    def plan(self, config: Config) -> PipelinePlan | None:
+    def plan(self, config: Config) -> SchedulePlan | None:
         """Return the plan of a config; None if it has none, for example if a schedule has too many forwards."""
         training, layout = config.training, config.distributed
         pipeline = [value for name, value in layout if name.startswith("pp_")]
@@ -95,7 +96,7 @@ class Planner:
         clock.works = self.works.setdefault(key, clock.works)
         return clock
 
-    def gib(self, config: Config, plan: PipelinePlan) -> float:
+    def gib(self, config: Config, plan: SchedulePlan) -> float:
         """Return the memory of the rank that needs most."""
         return max(each.total for each in rank_memory(config, self.model, plan)) / GIB
 
@@ -138,7 +139,7 @@ class Planner:
         chunks = layout.pp_chunks if layout.pp_chunks and recipe.any_chunks else recipe.chunks
         key = layout.pp_layout, layout.pp_size, chunks, recipe.placement, config.training.seq_length
         if key not in self.placed:
-            stages = stages_for(config, self.model, (chunks, recipe.placement))
+            stages = layout_stages(config, self.model, (chunks, recipe.placement))
             ranks = [rank_of(i, layout.pp_size, recipe.placement) for i in range(len(stages))]
             same = dict[Any, Stage]()
             stages = [same.setdefault((len(each.layers), each.has_embedding, each.has_head), each) for each in stages]

@@ -13,7 +13,7 @@ from picotron.explain.estimate import GIB, Memory, rank_memory
 from picotron.explain.forecast import Forecast, forecast
 from picotron.explain.hardware import HARDWARE, fits, usable
 from picotron.model.model_config import load_model_config
-from picotron.parallelize import check_layout
+from picotron.pipeline_parallel.engine import check_layout
 from puzzles.group import Group
 from puzzles.report import Report, Score, kind
 from puzzles.solutions.p16_layout import layout

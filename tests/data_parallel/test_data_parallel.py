@@ -244,7 +244,7 @@ def test_unused_model_is_freed(pool: WorkerPool, wrapper: type[DataParallel]) ->
 
 
 def two_reductions() -> None:
-    setup_process_group_manager(1, 1, 1, 1)
+    setup_process_group_manager(1, 1, 1, 2)
     model = DataParallelBucket(nn.Linear(2, 2))
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
@@ -252,7 +252,7 @@ def two_reductions() -> None:
 
 def test_second_backward_without_finish_grad_sync_raises(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match=r"UserError: a parameter \[2\] has a second gradient after it was ready"):
-        pool.run(two_reductions, 1)
+        pool.run(two_reductions, 2)
 
 
 @pytest.mark.parametrize(("dp", "mib"), [(2, 25), (16, 64)])

@@ -18,7 +18,7 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.data_parallel.zero3 import Unit
 from picotron.explain.explain import Step, run_rank, run_stages
 from picotron.model.flops import part_parameters
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.planning import plan_pipeline
 from tests.explain.test_explain import total
 
 MICRO_BATCHES, LAYERS = 3, 4

@@ -17,11 +17,11 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.explain.estimate import layer_bytes, loss_chunk, rank_memory, sizes
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW
-from picotron.parallelize import build_model, check_layout
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.parallelize import build_model
+from picotron.pipeline_parallel.engine import check_layout, make_train_step
+from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.cross_entropy import LinearCrossEntropy, chunk_tokens
-from picotron.train_step import make_train_step
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 import train
 from conformance.oracle import make_config, random_rows, tiny_llama
-from conformance.training import CPU, layout_name, wrapped
+from conformance.training import CPU, layout_name, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
@@ -20,7 +20,7 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.explain.explain import Step, run_rank, run_stages, run_step
 from picotron.explain.fake_group import Message, message
 from picotron.model.llama import Llama
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.planning import plan_pipeline
 
 LAYERS, B, T, D = 3, 2, 16, 32  # of tiny_llama and make_config
 
@@ -68,7 +68,7 @@ def really(config: Config, model_config: LlamaConfig) -> tuple[int, Step]:
     model = wrapped(config, model_config)
     loader = MicroBatchDataLoader(random_rows(config), config, CPU)
     with Watch() as watch:
-        step = run_step(model, loader, config, model_config, plan_pipeline(config, model_config))
+        step = run_step(model, loader, config, step_of(config, model_config))
     return pgm.process_group_manager.pp_rank, step._replace(messages=watch.messages)
 
 

@@ -17,7 +17,7 @@ from picotron.console import UserError
 from picotron.explain.explain import run_rank, run_stages
 from picotron.explain.hardware import fits, usable
 from picotron.explain.measure import find_hardware
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.planning import plan_pipeline
 from tests.explain.test_explain import config_of
 
 

@@ -16,7 +16,7 @@ from picotron.explain.explain import run_stages
 from picotron.explain.forecast import Clock, Forecast, forecast
 from picotron.explain.hardware import HARDWARE, Hardware, read_hardware
 from picotron.model.flops import model_cost
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.schedules.order import run_order
 
 MODEL = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}

@@ -15,7 +15,8 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.generation.rotation import Group, Rotation, generating
 from picotron.generation.sampling import Sampling
-from picotron.parallelize import build_stage, check_layout
+from picotron.parallelize import build_stage
+from picotron.pipeline_parallel.engine import check_layout
 from picotron.schedules.actions import Action
 from picotron.schedules.generation import generation
 from picotron.schedules.simulate import simulate

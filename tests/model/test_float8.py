@@ -12,7 +12,7 @@ from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from picotron.model.float8 import E4M3, E5M2, float8_linear, float8_product, quantise, use_float8
 from picotron.model.llama import rope
-from picotron.parallelize import check_layout
+from picotron.pipeline_parallel.engine import check_layout
 
 MODEL = tiny_llama(intermediate_size=64)
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}

@@ -20,7 +20,7 @@ from picotron.model.flops import model_cost
 from picotron.model.llama import rope
 from picotron.model.model_config import check_supported, load_model_config
 from picotron.model.weights import ALL, initial_weights
-from picotron.parallelize import check_layout
+from picotron.pipeline_parallel.engine import check_layout
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -12,7 +12,7 @@ from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.pipeline_parallel.plan import training_schedule
+from picotron.pipeline_parallel.planning import training_schedule
 
 BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "pad_token_id": 3}
 

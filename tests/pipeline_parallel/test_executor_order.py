@@ -16,7 +16,7 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.pipeline_parallel.executor import MAX_SENDS_IN_FLIGHT, Executor, StepState
-from picotron.pipeline_parallel.plan import training_schedule
+from picotron.pipeline_parallel.planning import training_schedule
 from picotron.schedules.actions import Action
 from picotron.schedules.checker import add_communication
 from picotron.schedules.schedules import SCHEDULES

@@ -10,7 +10,7 @@ from conformance.oracle import tiny_llama
 from conformance.training import layout_name, pipeline_config
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.pipeline_parallel.plan import training_schedule
+from picotron.pipeline_parallel.planning import training_schedule
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import LOOPS, SCHEDULES, build
 from picotron.schedules.simulate import simulate

@@ -8,7 +8,7 @@ import pytest
 
 from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import build
 

@@ -14,19 +14,13 @@ from picotron.process_group_manager import setup_process_group_manager
 
 def wrong_message(kind: str) -> None:
     setup_process_group_manager(1, 1, 2, 1)
-    x = torch.zeros(2, 3, dtype=torch.float64 if kind == "dtype" else torch.float32)
+    x = torch.zeros(2, 3, dtype=torch.float64)
     if kind == "both ways":
-        bidirectional_pipeline_communicate("send_fwd_recv_bwd", x, (2, 4), CPU, torch.float32)
-    pipeline_communicate("send_forward", CPU, torch.float32, x, (2, 3))
+        bidirectional_pipeline_communicate("send_fwd_recv_bwd", x, (2, 3), CPU, torch.float32)
+    pipeline_communicate("send_forward", CPU, torch.float32, x)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("dtype", r"torch.float64 \[2, 3\] on cpu: the receiver expects torch.float32 \[2, 3\] on cpu"),
-        ("both ways", r"the receiver expects torch.float32 \[2, 4\] on cpu"),
-    ],
-)
-def test_mismatched_tensors_are_not_sent(pool: WorkerPool, kind: str, message: str) -> None:
-    with pytest.raises(WorkerError, match=message):
+@pytest.mark.parametrize("kind", ["one way", "both ways"])
+def test_mismatched_tensors_are_not_sent(pool: WorkerPool, kind: str) -> None:
+    with pytest.raises(WorkerError, match="float64 on cpu"):
         pool.run(wrong_message, 2, kind)

@@ -10,7 +10,8 @@ from conformance.oracle import tiny_llama
 from conformance.training import Loader, batches, pipeline_config, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
-from picotron.pipeline_parallel.plan import kept_activations, plan_pipeline
+from picotron.pipeline_parallel.plan import kept_activations
+from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.schedules.schedules import SCHEDULES, build
 
 FULL = {"training__activation_checkpointing": "full"}

@@ -15,7 +15,7 @@ from conformance.training import CPU, Loader, batches, pipeline_config, step_of,
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.drawing.__main__ import main
-from picotron.pipeline_parallel.plan import plan_pipeline, training_schedule
+from picotron.pipeline_parallel.planning import plan_pipeline, training_schedule
 from picotron.pipeline_parallel.recorder import record_steps
 from picotron.schedules.checker import add_communication
 from picotron.schedules.trace import read_trace
@@ -49,13 +49,12 @@ def test_trace_of_a_step_equals_its_schedule_and_profile(
     assert step == 5
     schedule = training_schedule(config)
     assert timeline.programs == list(map(list, schedule.programs))
-    if engine != "1f1b":
-        assert [[span.action for span in rank] for rank in timeline.spans] == add_communication(schedule)
+    assert [[span.action for span in rank] for rank in timeline.spans] == add_communication(schedule)
     for rank in timeline.spans:  # a rank runs one action at a time
         assert all(first.end <= second.start for first, second in itertools.pairwise(rank))
     ranks = [0, 2] if "tp_size" in more else [0, 1]  # ranks of the first pipeline
     for rank, program in zip(ranks, schedule.programs, strict=True):
-        assert names[rank] == [str(action).lstrip("01") if engine == "1f1b" else str(action) for action in program]
+        assert names[rank] == list(map(str, program))
     searching = pipeline_config("auto", 2, 6, pp_recording=str(tmp_path), **more)
     assert plan_pipeline(searching, model_config).schedule.micro_batches == 6
     main(["measured", str(tmp_path), "--step", "5"])

@@ -5,11 +5,8 @@ import pytest
 from conformance.oracle import tiny_llama
 from picotron.console import UserError
 from picotron.model.flops import Cost, part_costs
-from picotron.pipeline_parallel.stages import (
-    _assign_layers,
-    parse_stages,
-    stage_weights,
-)
+from picotron.pipeline_parallel.layouts import stage_weights
+from picotron.pipeline_parallel.stages import _assign_layers, parse_stages
 from picotron.schedules.actions import rank_of
 
 

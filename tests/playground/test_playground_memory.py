@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from picotron.command_line import parse_config
 from picotron.console import UserError
 from picotron.explain.estimate import rank_memory
-from picotron.parallelize import check_layout
+from picotron.pipeline_parallel.engine import check_layout
 from playground.memory import MODEL, MemoryRequest
 from tests.playground.test_playground import ask
 

@@ -21,7 +21,7 @@ from conformance.oracle import make_config, tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.parallelize import check_model
+from picotron.pipeline_parallel.engine import check_model
 from picotron.run import launch
 from picotron.run.launch import check_same_config, init_process_group, missing_ranks, sentence_of, set_up_device
 from tests.support.program import TORCHRUN

@@ -17,7 +17,8 @@ from picotron.console import UserError
 from picotron.drawing.__main__ import main
 from picotron.explain import estimate
 from picotron.pipeline_parallel.auto import deferred_fraction
-from picotron.pipeline_parallel.plan import plan_pipeline, settings_of
+from picotron.pipeline_parallel.plan import settings_of
+from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.pipeline_parallel.stages import Stage
 from picotron.schedules import search
 from picotron.schedules.actions import Schedule

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig
 
-from conformance.training import CPU
+from conformance.training import CPU, plan_of
 from picotron import parallelize
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
@@ -31,10 +31,10 @@ from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.explain.explain import run_step
 from picotron.explain.fake_group import OPERATIONS, call_site
 from picotron.model.weights import Index
-from picotron.pipeline_parallel import recorder
+from picotron.pipeline_parallel import pipeline_parallel, recorder
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.metrics import global_mean
-from picotron.train_step import make_evaluation
 from tests.support.nccl_calls import Compute, Operation, Part, Program, Wait
 
 SmallBuckets = functools.partial(DataParallelBucket, bucket_mb=0.02)  # several for each stage of a tiny model
@@ -105,10 +105,20 @@ def record_batch(messages: list[dist.P2POp]) -> list[dist.Work]:
     return [messages[0].group.record(*parts)]
 
 
-def record_computation(_: str, rank: int, stage: str, action: str) -> None:
+def record_computation(_: str, rank: int, action: str) -> None:
     """Record a forward or backward that `record_action` logs. (It also logs messages and reductions.)"""
     if not re.search("SEND|R", action):
         RecordingGroup.program.append(Compute(action))
+
+
+def recorded(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """Return a function of the loops, AFAB and 1F1B, that records its calls as forwards or backwards."""
+
+    def call(*arguments: Any) -> Any:
+        RecordingGroup.program.append(Compute(kind))
+        return function(*arguments)
+
+    return call
 
 
 class WithoutCuda(TorchFunctionMode):
@@ -135,6 +145,8 @@ def recorded_rank(rank: int, config: Config) -> Iterator[Program]:
             mock.patch.object(parallelize, "DataParallelBucket", SmallBuckets),
             mock.patch.object(parallelize, "DataParallelZero1", SmallSlicedBuckets),
             mock.patch.object(recorder.logger, "debug", record_computation),
+            mock.patch.object(pipeline_parallel, "forward_step", recorded(pipeline_parallel.forward_step, "F")),
+            mock.patch.object(PipelineParallel, "backward", recorded(PipelineParallel.backward, "B")),
         ):
             yield program
     finally:
@@ -143,7 +155,7 @@ def recorded_rank(rank: int, config: Config) -> Iterator[Program]:
 
 def record_rank(rank: int, config: Config, model_config: LlamaConfig, device: torch.device = CPU) -> Program:
     """Record a training step, with clipping, optimizer and metrics, and the evaluation after it."""
-    plan, dtype = parallelize.check_layout(config, model_config), getattr(torch, config.model.dtype)
+    plan, dtype = plan_of(config, model_config), getattr(torch, config.model.dtype)
 
     def weights(name: str, shape: torch.Size, index: Index) -> Tensor:
         return torch.zeros(shape, device=device)[index]
@@ -152,8 +164,9 @@ def record_rank(rank: int, config: Config, model_config: LlamaConfig, device: to
         model = parallelize.build_model(config, model_config, plan, device, dtype, weights)
         length = config.training.seq_length
         loader = MicroBatchDataLoader(TextRows(np.zeros(length + 1, np.uint16), length), config, device)
-        run_step(model, loader, config, model_config, plan)
-        global_mean(make_evaluation(config, plan, device)(model, loader))
+        train_step, evaluate = plan.make_steps(config, model_config, device, dtype)
+        run_step(model, loader, config, train_step)
+        global_mean(evaluate(model, loader))
     return program
 
 

@@ -13,7 +13,7 @@ from picotron.console import UserError
 from picotron.explain.estimate import GIB, rank_memory
 from picotron.explain.forecast import forecast
 from picotron.explain.hardware import HARDWARE, USABLE, Hardware
-from picotron.pipeline_parallel.plan import plan_pipeline
+from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.schedules import search
 from picotron.schedules.schedule_csv import as_csv
 from picotron.schedules.schedules import build
