@@ -38,12 +38,12 @@ import torch
 
 from picotron.command_line import leaf_keys, read_config, read_value, type_of, unknown_key
 from picotron.console import UserError, number, print_line
-from picotron.explain.hardware import Hardware, usable
-from picotron.explain.measure import find_hardware
 from picotron.files import read_object, write_atomically
 from picotron.model.model_config import load_model_config
 from picotron.run.run_folder import new_archive_folder
-from picotron.sweep.combinations import (
+from workbench.explain.hardware import Hardware, usable
+from workbench.explain.measure import find_hardware
+from workbench.sweep.combinations import (
     FLAGS,
     GLOBAL_BATCH,
     Choices,
@@ -53,9 +53,9 @@ from picotron.sweep.combinations import (
     folder_names,
     short_name,
 )
-from picotron.sweep.jobs import ACTIVE, Job
-from picotron.sweep.planned_jobs import PlannedJob, candidates, make_config, plan_job, table, what_fits
-from picotron.sweep.planner import best_configs
+from workbench.sweep.jobs import ACTIVE, Job
+from workbench.sweep.planned_jobs import PlannedJob, candidates, make_config, plan_job, table, what_fits
+from workbench.sweep.planner import best_configs
 
 TEMPLATE = "template/base_config.json"
 
@@ -242,7 +242,7 @@ def header(planned: Sequence[PlannedJob], hardware: Hardware, taken: dict[str, A
     lines = [f"Forecast in {dtypes} on {hardware.name}:"]
     if hardware.cores is None:
         overlap = "where another computation hides them, except in ZeRO-3"
-        lines.insert(0, f"Forecasts assume that messages cost nothing {overlap} (picotron/explain/forecast.py).")
+        lines.insert(0, f"Forecasts assume that messages cost nothing {overlap} (workbench/explain/step_time.py).")
     if taken:
         values = ", ".join(f"{key} {value}" for key, value in taken.items())
         lines.insert(0, f"From {TEMPLATE}, since there is no --config: {values}.")
@@ -289,7 +289,7 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
     print_line(table(planned, brief=options.best is not None, gib=memory_of(options, hardware)))
     print_line(
         f"({'' if options.best else 'sequences/step: dp x micro-batch x micro-batches. '}GiB/rank, on the rank that needs most: "
-        f"weights, gradients and\noptimizer + activations and temporary tensors; formulas in picotron/explain/estimate.py)\n\n"
+        f"weights, gradients and\noptimizer + activations and temporary tensors; formulas in workbench/explain/memory.py)\n\n"
         f"{len(planned)} configs in {folder}: {len(planned) - unchanged} written, "
         f"{unchanged} unchanged; {len(chosen) - len(planned)} of {len(chosen)} combinations left out. "
         f"To {'run them on this machine' if runs_here(planned) else 'submit them to Slurm'}:"

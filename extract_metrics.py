@@ -28,8 +28,8 @@ from picotron.config import Config
 from picotron.console import UserError, number, print_line, text_table
 from picotron.files import read_object, write_atomically
 from picotron.run.run_folder import LARGEST, parse_load_path, read_records
-from picotron.sweep.combinations import canonical_json
-from picotron.sweep.jobs import Job, find_jobs
+from workbench.sweep.combinations import canonical_json
+from workbench.sweep.jobs import Job, find_jobs
 
 logger = logging.getLogger("picotron")
 

@@ -28,17 +28,17 @@ from picotron.collectives import run_on_all_ranks
 from picotron.command_line import parse_config
 from picotron.config import Model
 from picotron.console import Parser, UserError, number, print_line
-from picotron.generation.prompts import CompletionPrinter, Encoder, Prompt, read_prompts
-from picotron.generation.rotation import Completion, check_prompt, generate
-from picotron.generation.sampling import Sampling
 from picotron.model.families import differences
 from picotron.model.model_config import end_tokens, load_model_config
 from picotron.parallelize import build_stage
-from picotron.pipeline_parallel.engine import check_layout
-from picotron.pipeline_parallel.modules import LlamaStages
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import exit_on_error, init_process_group, set_up_device
 from picotron.run.run_folder import checkpoint_folders
+from workbench.generation.prompts import CompletionPrinter, Encoder, Prompt, read_prompts
+from workbench.generation.rotation import Completion, check_prompt, generate
+from workbench.generation.sampling import Sampling
+from workbench.pipelines.engine import check_layout
+from workbench.pipelines.modules import LlamaStages
 
 logger = logging.getLogger("picotron")
 

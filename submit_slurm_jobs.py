@@ -3,7 +3,7 @@
     python submit_slurm_jobs.py --inp_dir sweeps/sizes --time 02:00:00
     python submit_slurm_jobs.py --inp_dir sweeps/sizes --local
 
-Each folder with a config.json is a job, see picotron/sweep/jobs.py. Jobs that have never run are submitted, or with
+Each folder with a config.json is a job, see workbench/sweep/jobs.py. Jobs that have never run are submitted, or with
 --only the jobs of other statuses, which resume from their newest checkpoint. Jobs that are pending or running are
 never submitted again. Set other options of sbatch by its environment variables, such as SBATCH_MEM_PER_NODE.
 """
@@ -18,9 +18,9 @@ from picotron.command_line import load_config
 from picotron.config import Config
 from picotron.console import UserError, number, print_line
 from picotron.files import write_atomically
-from picotron.sweep.jobs import ACTIVE, STATUSES, Job, find_jobs
-from picotron.sweep.local_jobs import run_local_jobs
-from picotron.sweep.slurm import (
+from workbench.sweep.jobs import ACTIVE, STATUSES, Job, find_jobs
+from workbench.sweep.local_jobs import run_local_jobs
+from workbench.sweep.slurm import (
     SlurmResources,
     cancel,
     log_file,

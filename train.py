@@ -40,7 +40,7 @@ def check(config: Config) -> tuple[PreTrainedConfig, PipelinePlan]:
     pipeline: AFAB or 1F1B with one stage on each rank, unless the config asks for what only the workbench has.
     """
     if config.needs_workbench:
-        from picotron.pipeline_parallel.planning import plan_pipeline
+        from workbench.pipelines.planning import plan_pipeline
 
         return check_run(config, plan_pipeline)
     return check_run(config)
@@ -52,8 +52,8 @@ def main() -> None:
     # Config. Most user errors are found here, before anything expensive starts.
     options = parse_command_line(sys.argv[1:])
     if options.explain:
-        from picotron.explain.explain import explain
-        from picotron.pipeline_parallel.engine import check_model
+        from workbench.explain.explain import explain
+        from workbench.pipelines.engine import check_model
 
         return explain(parse_config(options.data, check_model), options.hardware, options.gib, options.json)
     config = parse_config(options.data, check)
@@ -72,7 +72,7 @@ def main() -> None:
     checkpoint = find_checkpoint(config, model_config)
     folder = Path(config.dataset.name)
     if not has_token_files(folder):
-        from picotron.data.tokens import prepare  # needed for text only, which one process per machine tokenises
+        from workbench.prepare.tokens import prepare  # needed for text only, which one process per machine tokenises
 
         folder = prepare(config, model_config, checkpoint.tokenizer if checkpoint else None)
     data, tokenizer = load_token_files(folder, config, model_config)

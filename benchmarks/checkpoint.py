@@ -32,15 +32,15 @@ from picotron import process_group_manager as pgm
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.collectives import all_reduce
-from picotron.data.tokens import train_bpe
 from picotron.model.weights import copy_shard, initial_weights, parameters_and_shards
 from picotron.optimizer import AdamW
 from picotron.parallelize import build_model, unwrap
-from picotron.pipeline_parallel.engine import make_train_step
-from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.progress import Progress
 from picotron.run.run_folder import checkpoint_folder
+from workbench.pipelines.engine import make_train_step
+from workbench.pipelines.planning import plan_pipeline
+from workbench.prepare.tokens import train_bpe
 
 LAYOUTS = {"dp 1": {}, "tp 2": {"tp_size": 2}, "pp 2": {"pp_size": 2}}
 MODEL = model_config() if TINY else LlamaConfig(  # 125 million parameters; 12 bytes each, with the optimizer's state

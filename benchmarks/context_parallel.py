@@ -33,8 +33,8 @@ from benchmarks.workload import (
 )
 from picotron.context_parallel.context_parallel import attend_across_ranks
 from picotron.context_parallel.positions import visible_blocks
-from picotron.explain.fake_group import fake_rank
 from picotron.model.llama import Llama, fused_attention
+from workbench.explain.fake_group import fake_rank
 
 CP = 2
 LENGTHS = (32, 128) if TINY else (2048, 8192)

@@ -13,9 +13,9 @@ from unittest import mock
 from benchmarks.forecast import rank_correlation
 from benchmarks.side_by_side import Measurement, Variant, check_same_losses, measure, print_markdown
 from benchmarks.workload import TINY, arguments, model_config, picotron_step, require_gpus, run_config
-from picotron.explain.forecast import forecast
-from picotron.explain.measure import find_hardware
-from picotron.pipeline_parallel.planning import plan_pipeline
+from workbench.explain.measure import find_hardware
+from workbench.explain.step_time import forecast
+from workbench.pipelines.planning import plan_pipeline
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # keys of the sections distributed and training
     "one process": ({}, {}),

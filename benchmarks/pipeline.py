@@ -16,10 +16,10 @@ from torch import Tensor
 from benchmarks.schedules import PP, recorded
 from benchmarks.side_by_side import gather, print_markdown
 from benchmarks.workload import ON_GPU, arguments, run_config, training_of
-from picotron.explain.fake_group import fake_rank
-from picotron.pipeline_parallel.modules import graph_of
 from picotron.pipeline_parallel.pipeline_parallel import forward_step
-from picotron.schedules.simulate import Timeline
+from workbench.explain.fake_group import fake_rank
+from workbench.pipelines.modules import graph_of
+from workbench.schedules.simulate import Timeline
 
 MODULE = "picotron.pipeline_parallel.pipeline_parallel"
 

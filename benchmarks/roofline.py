@@ -36,14 +36,14 @@ from benchmarks.shapes import SHAPES
 from picotron.command_line import apply_overrides, parse_config
 from picotron.config import Config
 from picotron.console import UserError, text_table
-from picotron.explain.fake_group import FakeGroup
-from picotron.explain.forecast import forecast
-from picotron.explain.hardware import HARDWARE, Hardware
 from picotron.model.flops import model_cost
 from picotron.model.model_config import load_model_config
 from picotron.optimizer import clip_grad_norm
-from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.run.metrics import peak_flops
+from workbench.explain.fake_group import FakeGroup
+from workbench.explain.hardware import HARDWARE, Hardware
+from workbench.explain.step_time import forecast
+from workbench.pipelines.planning import plan_pipeline
 
 BATCHES = {  # a micro-batch of 8,192 tokens
     "smollm-1.7b": {"seq_length": 2048, "micro_batch_size": 4},

@@ -24,10 +24,10 @@ from benchmarks.torch_pipeline import PP, TORCH_CLASSES, config_of, torch_step
 from benchmarks.workload import ON_GPU, TINY, arguments, device_of, picotron_step, require_gpus, training_of
 from picotron.console import number
 from picotron.optimizer import AdamW
-from picotron.pipeline_parallel import executor, recorder
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.pipeline_parallel.planning import training_schedule
-from picotron.schedules.simulate import Span, Timeline, measured_costs, simulate
+from workbench.pipelines import executor, recorder
+from workbench.pipelines.planning import training_schedule
+from workbench.schedules.simulate import Span, Timeline, measured_costs, simulate
 
 TIMED: dict[str, list[tuple[Any, str, str]]] = {
     "torch": [

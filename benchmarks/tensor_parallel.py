@@ -36,11 +36,11 @@ from benchmarks.workload import (
     run_config,
     torch_adamw,
 )
-from picotron.explain.fake_group import FakeGroup, fake_rank
 from picotron.model.llama import Llama
 from picotron.model.weights import initial_weights, materialise
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
+from workbench.explain.fake_group import FakeGroup, fake_rank
 
 TP = 2
 

@@ -25,9 +25,9 @@ from benchmarks.side_by_side import CONTEXT, DifferentResults, print_markdown
 from benchmarks.workload import TINY, add_tiny
 from conformance.oracle import make_config, tiny_llama
 from picotron.console import number
-from picotron.data.documents import python_stdlib
-from picotron.data.text import PIECE
-from picotron.data.tokens import train_bpe, write_tokens
+from workbench.prepare.documents import python_stdlib
+from workbench.prepare.text import PIECE
+from workbench.prepare.tokens import train_bpe, write_tokens
 
 VOCABULARY, BPE_FILES = (300, 10) if TINY else (4096, 600)
 

@@ -13,9 +13,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from benchmarks.workload import MICRO_BATCH, ON_GPU, SEQ_LENGTH, device_of, loader_of, run_config, stage_of, torch_adamw
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.pipeline_parallel.modules import LlamaStages
-from picotron.pipeline_parallel.planning import training_schedule
 from picotron.tensor_parallel.cross_entropy import LinearCrossEntropy
+from workbench.pipelines.modules import LlamaStages
+from workbench.pipelines.planning import training_schedule
 
 PP = 2
 TORCH_CLASSES = {

@@ -26,13 +26,13 @@ from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucke
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, update_weights
 from picotron.parallelize import build_model
-from picotron.pipeline_parallel.engine import make_train_step
-from picotron.pipeline_parallel.modules import LlamaStages
-from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import keep_freed_memory
 from picotron.run.metrics import global_mean
 from picotron.train_step import Step
+from workbench.pipelines.engine import make_train_step
+from workbench.pipelines.modules import LlamaStages
+from workbench.pipelines.planning import plan_pipeline
 
 ON_GPU = torch.cuda.is_available()
 TINY = "--tiny" in sys.argv  # also in the processes that a benchmark starts: they have its arguments

@@ -21,7 +21,7 @@ from conformance.check import Checker
 from conformance.compare import LIMIT
 from conformance.oracle import make_config, relative_error, tiny_llama
 from picotron.config import Config
-from picotron.schedules.schedules import SCHEDULES
+from workbench.schedules.schedules import SCHEDULES
 
 ADAPTER = Path("conformance/adapters/picotron.py").resolve()
 REPORT = Path("docs/reference/parity.md")

@@ -35,17 +35,17 @@ TENSOR_PARALLEL = "picotron/tensor_parallel/tensor_parallel.py"
 TP_COMMUNICATIONS = "picotron/tensor_parallel/tp_communications.py"
 CROSS_ENTROPY = "picotron/tensor_parallel/cross_entropy.py"
 PIPELINE = "picotron/pipeline_parallel/pipeline_parallel.py"
-EXECUTOR = "picotron/pipeline_parallel/executor.py"
+EXECUTOR = "workbench/pipelines/executor.py"
 POSITIONS = "picotron/context_parallel/positions.py"
 CONTEXT_PARALLEL = "picotron/context_parallel/context_parallel.py"
 RING = "picotron/context_parallel/cp_communications.py"
-LLAMA, BATCHES, LOADER = "picotron/model/llama.py", "picotron/batches.py", "picotron/data/loader.py"
+LLAMA, BATCHES, LOADER = "picotron/model/llama.py", "workbench/own_loops/batches.py", "picotron/data/loader.py"
 CHECKPOINT, WRITER = "picotron/checkpoint/checkpoint.py", "picotron/checkpoint/writer.py"
 SAFETENSORS = "picotron/checkpoint/safetensors_folder.py"
-CACHE, SAMPLING = "picotron/generation/kv_cache.py", "picotron/generation/sampling.py"
-ROTATION, SCHEDULES = "picotron/generation/rotation.py", "picotron/schedules/schedules.py"
+CACHE, SAMPLING = "workbench/generation/kv_cache.py", "workbench/generation/sampling.py"
+ROTATION, SCHEDULES = "workbench/generation/rotation.py", "workbench/schedules/schedules.py"
 CONFIG_CHECKS, RUN_FOLDER = "picotron/config_checks.py", "picotron/run/run_folder.py"
-LOCAL_JOBS, JOBS = "picotron/sweep/local_jobs.py", "picotron/sweep/jobs.py"
+LOCAL_JOBS, JOBS = "workbench/sweep/local_jobs.py", "workbench/sweep/jobs.py"
 ADAPTER = "conformance/adapters/picotron.py"
 DDP, OWN_ZERO1, OWN_PIPELINE, OWN_RING = (
     f"conformance/examples/{name}.py" for name in ("ddp", "zero1", "pipeline", "ring")
@@ -71,7 +71,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "schedule_one_step_late": Mistake(
         OPTIMIZER, "    def factor(step: int) -> float:\n", "    def factor(step: int) -> float:\n        step -= 1\n",
-        ("fuzz", "tests/test_optimizer.py"), "training_step",
+        ("fuzz", "tests/picotron/test_optimizer.py"), "training_step",
         "The learning-rate schedule is one step late, so the first step has a learning rate of 0.",
     ),
     "same_sequences": Mistake(
@@ -101,7 +101,7 @@ MISTAKES: dict[str, Mistake] = {
         "torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])",
         "torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])\n"
         "                torch._foreach_copy_([self.masters[p] for p in rounded], [owned_weight(p) for p in rounded])",
-        ("tests/test_optimizer.py", "mixed dp2"),
+        ("tests/picotron/test_optimizer.py", "mixed dp2"),
     ),
     "moments_in_bfloat16": Mistake(
         OPTIMIZER,
@@ -109,7 +109,7 @@ MISTAKES: dict[str, Mistake] = {
         "            for each in self.state.values() if masters[0].dtype == torch.float32 else ():\n"
         '                _ = [each[n].copy_(each[n].bfloat16()) for n in ("exp_avg", "exp_avg_sq") if n in each]\n'
         "            super().step()  # skips",
-        ("tests/test_optimizer.py",),
+        ("tests/picotron/test_optimizer.py",),
     ),
     # ---------------------------------------------------------------------------------------------- data parallelism
     "gradients_not_divided": Mistake(
@@ -178,7 +178,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "log_softmax_in_bfloat16": Mistake(
         CROSS_ENTROPY, "        wide = accumulation_dtype(logits)\n        if shard", "        wide = logits.dtype\n        if shard",
-        ("tests/tensor_parallel/test_cross_entropy.py",),
+        ("tests/picotron/tensor_parallel/test_cross_entropy.py",),
     ),
     # ------------------------------------------------------------------------------------------------------- families
     "head_norms_not_summed": Mistake(
@@ -219,17 +219,17 @@ MISTAKES: dict[str, Mistake] = {
     "groups_by_operation": Mistake(
         EXECUTOR,
         "grid.pp_group if sender < receiver else", 'grid.pp_group if operation == "send" else',
-        ("tests/pipeline_parallel/test_nccl_order.py",),
+        ("tests/workbench/pipelines/test_nccl_order.py",),
     ),
     "receives_not_waited_for": Mistake(
         EXECUTOR, "            work.wait()\n\n    def take_input", "            pass\n\n    def take_input",
-        ("tests/pipeline_parallel/test_nccl_order.py",),
+        ("tests/workbench/pipelines/test_nccl_order.py",),
     ),
     "reduced_at_the_end": Mistake(
-        EXECUTOR, "        self.model.start_grad_sync(action.stage)\n", "        pass\n", ("tests/pipeline_parallel/test_executor_order.py",)
+        EXECUTOR, "        self.model.start_grad_sync(action.stage)\n", "        pass\n", ("tests/workbench/pipelines/test_executor_order.py",)
     ),
     "uneven_stages": Mistake(
-        "picotron/pipeline_parallel/stages.py", "    costs[-1] += head\n", "", ("tests/pipeline_parallel/test_stages.py",)
+        "picotron/pipeline_parallel/stages.py", "    costs[-1] += head\n", "", ("tests/picotron/pipeline_parallel/test_stages.py",)
     ),
     # ------------------------------------------------------------------------------------------- context parallelism
     "cp_not_averaged": Mistake(
@@ -255,7 +255,7 @@ MISTAKES: dict[str, Mistake] = {
         "        ranges.append((row, first, last))\n    return ranges\n\n\nzigzag_blocks = visible_blocks\n\n\n"
         "def chunk_count(cp_size, sharding):\n    return cp_size\n\n\n"
         'def visible_blocks(source, tokens, sharding):\n    return zigzag_blocks(source, tokens, "contiguous")\n',
-        ("tests/context_parallel/test_context_parallel.py",), "context_parallel",
+        ("tests/picotron/context_parallel/test_context_parallel.py",), "context_parallel",
         "Data loader and attention use contiguous shards: the results are correct, but the last rank has the most work.",
     ),
     "shifted_mask": Mistake(
@@ -288,7 +288,7 @@ MISTAKES: dict[str, Mistake] = {
         "start = min(i * (self.seq_length + 1), len(self.tokens) - 1 - self.seq_length)\n", FUZZ,
     ),
     "parts_tokenised_separately": Mistake(
-        "picotron/data/spans.py", "        if not self.is_fast:\n            return [",
+        "workbench/prepare/spans.py", "        if not self.is_fast:\n            return [",
         "        if any(places):\n"
         "            cut = [[text[a:b] for a, b in zip([0, *p], [*p, None])] for text, p in zip(texts, places)]\n"
         "            ids = [self._encode(parts)['input_ids'] for parts in cut]\n"
@@ -308,53 +308,53 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "resumed_one_sample_late": Mistake(CHECKPOINT, "samples = self.state.samples if", "samples = self.state.samples + 1 if", FUZZ),
     "tensors_not_flushed": Mistake(
-        SAFETENSORS, "            os.fsync(self.file.fileno())\n", "            pass\n", ("tests/checkpoint/test_checkpoint_writer.py",)
+        SAFETENSORS, "            os.fsync(self.file.fileno())\n", "            pass\n", ("tests/picotron/checkpoint/test_checkpoint_writer.py",)
     ),
-    "files_not_flushed": Mistake("picotron/files.py", "            os.fsync(file.fileno())\n", "", ("tests/test_files.py",)),
+    "files_not_flushed": Mistake("picotron/files.py", "            os.fsync(file.fileno())\n", "", ("tests/picotron/test_files.py",)),
     "keeps_one_fewer": Mistake(
-        WRITER, "[:-keep] if keep else []", "[: 1 - keep or None] if keep else []", ("tests/checkpoint/test_checkpoint_writer.py",)
+        WRITER, "[:-keep] if keep else []", "[: 1 - keep or None] if keep else []", ("tests/picotron/checkpoint/test_checkpoint_writer.py",)
     ),
     "final_name_too_early": Mistake(
-        WRITER, "folder = final.with_name(final.name + UNFINISHED)", "folder = final", ("tests/checkpoint/test_checkpoint_writer.py",)
+        WRITER, "folder = final.with_name(final.name + UNFINISHED)", "folder = final", ("tests/picotron/checkpoint/test_checkpoint_writer.py",)
     ),
     "checksums_not_compared": Mistake(
-        SAFETENSORS, "if checksum.hexdigest() != expected.xxh3:", "if False:", ("tests/checkpoint/test_checkpoint_mistakes.py",)
+        SAFETENSORS, "if checksum.hexdigest() != expected.xxh3:", "if False:", ("tests/picotron/checkpoint/test_checkpoint_mistakes.py",)
     ),
     "ranges_checked_by_nobody": Mistake(
-        CHECKPOINT, "all_ranges[share::shares]", "all_ranges[share : share + 1]", ("tests/checkpoint/test_checkpoint_mistakes.py",)
+        CHECKPOINT, "all_ranges[share::shares]", "all_ranges[share : share + 1]", ("tests/picotron/checkpoint/test_checkpoint_mistakes.py",)
     ),
     "records_after_the_checkpoint_stay": Mistake(
-        RUN_FOLDER, 'if record["step"] <= (resumed_step or 0)]', "]", ("tests/run/test_metrics.py",)
+        RUN_FOLDER, 'if record["step"] <= (resumed_step or 0)]', "]", ("tests/picotron/run/test_metrics.py",)
     ),
     "earlier_checkpoints_stay": Mistake(
-        RUN_FOLDER, "if resumed_step is None or step > resumed_step]", "if step == resumed_step]", ("tests/run/test_metrics.py",)
+        RUN_FOLDER, "if resumed_step is None or step > resumed_step]", "if step == resumed_step]", ("tests/picotron/run/test_metrics.py",)
     ),
     "stop_signal_of_own_rank": Mistake(
-        "picotron/run/metrics.py", "return record, int(any_stop)", "return record, int(stop)", ("tests/checkpoint/test_resume.py",)
+        "picotron/run/metrics.py", "return record, int(any_stop)", "return record, int(stop)", ("tests/picotron/checkpoint/test_resume.py",)
     ),
     # ----------------------------------------------------------------------------------------------------- generation
     "every_token_is_the_first": Mistake(
         ROTATION, "[len(sequence) - 1 for sequence in self.sequences]", "[0 for _ in self.sequences]",
-        ("tests/generation/test_generation.py", "generation pp2"), "generation",
+        ("tests/workbench/generation/test_generation.py", "generation pp2"), "generation",
         "Every new token has the position 0, because it is the only token of its row.",
     ),
     "empty_columns_seen": Mistake(
-        CACHE, "        if any(self.starts):", "        if False:", ("tests/generation/test_generation.py",), "generation",
+        CACHE, "        if any(self.starts):", "        if False:", ("tests/workbench/generation/test_generation.py",), "generation",
         "New tokens of short prompts attend to the empty columns of the cache, too, because there is no mask.",
     ),
     "one_stream_of_draws": Mistake(
         ROTATION, '{number: random.Random(f"{sampling.seed} {first + number}") for number in prompts}',
-        'dict.fromkeys(prompts, random.Random(f"{sampling.seed} {first}"))', ("tests/generation/test_generation.py",), "generation",
+        'dict.fromkeys(prompts, random.Random(f"{sampling.seed} {first}"))', ("tests/workbench/generation/test_generation.py",), "generation",
         "All prompts of a group draw from one stream of random numbers.",
     ),
     "mask_hides_one_more": Mistake(
-        CACHE, "torch.arange(self.length) < torch.tensor", "torch.arange(self.length) <= torch.tensor", ("tests/generation/test_generation.py",)
+        CACHE, "torch.arange(self.length) < torch.tensor", "torch.arange(self.length) <= torch.tensor", ("tests/workbench/generation/test_generation.py",)
     ),
-    "unused_columns_kept": Mistake(CACHE, "unused = min(self.starts, default=0)", "unused = 0", ("tests/generation/test_kv_cache.py",)),
-    "top_p_cuts_the_last": Mistake(SAMPLING, "ranked[before >= ", "ranked[before + ranked >= ", ("tests/generation/test_sampling.py",)),
-    "top_k_keeps_one_more": Mistake(SAMPLING, "ranked[:, top_k:] = 0", "ranked[:, top_k + 1 :] = 0", ("tests/generation/test_sampling.py",)),
+    "unused_columns_kept": Mistake(CACHE, "unused = min(self.starts, default=0)", "unused = 0", ("tests/workbench/generation/test_kv_cache.py",)),
+    "top_p_cuts_the_last": Mistake(SAMPLING, "ranked[before >= ", "ranked[before + ranked >= ", ("tests/workbench/generation/test_sampling.py",)),
+    "top_k_keeps_one_more": Mistake(SAMPLING, "ranked[:, top_k:] = 0", "ranked[:, top_k + 1 :] = 0", ("tests/workbench/generation/test_sampling.py",)),
     "ends_before_min_new_tokens": Mistake(
-        SAMPLING, "    if new < sampling.min_new_tokens:\n", "    if False:\n", ("tests/generation/test_generation.py",)
+        SAMPLING, "    if new < sampling.min_new_tokens:\n", "    if False:\n", ("tests/workbench/generation/test_generation.py",)
     ),
     "prompts_without_last_token": Mistake(
         ADAPTER, "case.prompts(), Sampling", "[each[:-1] for each in case.prompts()], Sampling", ("generation pp2",)
@@ -362,38 +362,38 @@ MISTAKES: dict[str, Mistake] = {
     # ------------------------------------------------------------------------------------------------------ schedules
     "one_warm_up_too_many": Mistake(
         SCHEDULES, "    for _ in range(pp - rank - 1): program.forward(rank)\n", "    for _ in range(pp - rank): program.forward(rank)\n",
-        ("tests/schedules/test_simulate.py",),
+        ("tests/workbench/schedules/test_simulate.py",),
     ),
     "weight_gradients_not_delayed": Mistake(
-        SCHEDULES, "program.backward_weight(keep=rank)", "program.backward_weight()", ("tests/schedules/test_simulate.py",)
+        SCHEDULES, "program.backward_weight(keep=rank)", "program.backward_weight()", ("tests/workbench/schedules/test_simulate.py",)
     ),
     "interleaved_warms_up_longer": Mistake(
-        SCHEDULES, "group_size, warmup_per_rank=2)", "group_size, warmup_per_rank=3)", ("tests/schedules/test_simulate.py",)
+        SCHEDULES, "group_size, warmup_per_rank=2)", "group_size, warmup_per_rank=3)", ("tests/workbench/schedules/test_simulate.py",)
     ),
     # ----------------------------------------------------------------------------- config, sweeps, plans and forecasts
-    "check_of_decay_forgotten": Mistake(CONFIG_CHECKS, "    check_decay,\n", "", ("tests/test_config.py",)),
-    "unknown_keys_accepted": Mistake("picotron/config.py", 'extra="forbid"', 'extra="ignore"', ("tests/test_config.py",)),
-    "duplicate_keys_accepted": Mistake("picotron/files.py", "    if len(data) < len(pairs):", "    if False:", ("tests/data/test_documents.py",)),
+    "check_of_decay_forgotten": Mistake(CONFIG_CHECKS, "    check_decay,\n", "", ("tests/picotron/test_config.py",)),
+    "unknown_keys_accepted": Mistake("picotron/config.py", 'extra="forbid"', 'extra="ignore"', ("tests/picotron/test_config.py",)),
+    "duplicate_keys_accepted": Mistake("picotron/files.py", "    if len(data) < len(pairs):", "    if False:", ("tests/workbench/prepare/test_documents.py",)),
     "layouts_with_fewer_processes": Mistake(
-        "picotron/sweep/combinations.py", "if math.prod(layout.values()) in world_sizes]", "if math.prod(layout.values()) <= max(world_sizes)]",
-        ("tests/sweep/test_create_config.py",),
+        "workbench/sweep/combinations.py", "if math.prod(layout.values()) in world_sizes]", "if math.prod(layout.values()) <= max(world_sizes)]",
+        ("tests/workbench/sweep/test_create_config.py",),
     ),
     "timeouts_called_cancelled": Mistake(
-        LOCAL_JOBS, 'stopped = "cancelled" if interrupt.received else "timeout"', 'stopped = "cancelled"', ("tests/sweep/test_local_jobs.py",)
+        LOCAL_JOBS, 'stopped = "cancelled" if interrupt.received else "timeout"', 'stopped = "cancelled"', ("tests/workbench/sweep/test_local_jobs.py",)
     ),
     "start_of_job_ignored": Mistake(
-        JOBS, 'f"latest or {start}" if start else "latest"', '"latest"', ("tests/sweep/test_local_jobs.py",)
+        JOBS, 'f"latest or {start}" if start else "latest"', '"latest"', ("tests/workbench/sweep/test_local_jobs.py",)
     ),
     "bound_above_the_value": Mistake(
-        "picotron/sweep/planner.py", "len(saved[0]) * min(m, layout.pp_size) * min(saved[0])", "len(saved[0]) * m * min(saved[0])",
-        ("tests/sweep/test_planner.py",),
+        "workbench/sweep/planner.py", "len(saved[0]) * min(m, layout.pp_size) * min(saved[0])", "len(saved[0]) * m * min(saved[0])",
+        ("tests/workbench/sweep/test_planner.py",),
     ),
     "estimate_forgets_an_input": Mistake(
-        "picotron/explain/estimate.py", "norms + 2 * s.F * s.number)", "norms + s.F * s.number)", ("tests/explain/test_estimate.py",)
+        "workbench/explain/memory.py", "norms + 2 * s.F * s.number)", "norms + s.F * s.number)", ("tests/workbench/explain/test_memory.py",)
     ),
     "half_an_all_reduce": Mistake(
-        "picotron/explain/forecast.py", "self.collective(\"dp\", 2 * s.wide * once", "self.collective(\"dp\", s.wide * once",
-        ("tests/explain/test_forecast.py",),
+        "workbench/explain/step_time.py", "self.collective(\"dp\", 2 * s.wide * once", "self.collective(\"dp\", s.wide * once",
+        ("tests/workbench/explain/test_step_time.py",),
     ),
     # --------------------------------------------------------------------------- evaluation, in picotron's adapter
     "evaluation_of_one_rank": Mistake(ADAPTER, "    all_reduce(total, pgm.process_group_manager.cp_dp_group)\n", "", ("evaluation dp2",)),

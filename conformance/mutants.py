@@ -129,7 +129,8 @@ def planted(mistake: Mistake, folder: Path) -> Iterator[None]:
 def room_of(file: str) -> str:
     """Return the tests of a file's room: a folder, or the file of the same name; "" if there are none."""
     parts = Path(file).with_suffix("").parts
-    tests = f"tests/{parts[1]}" if len(parts) > 2 else f"tests/test_{parts[-1]}.py"
+    floor = f"tests/{parts[0]}"
+    tests = f"{floor}/{parts[1]}" if len(parts) > 2 else f"{floor}/test_{parts[-1]}.py"
     return tests if (ROOT / tests).exists() else ""
 
 

@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
-from picotron.batches import Batch
 from picotron.checkpoint.safetensors_folder import find_folder
 from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.command_line import config_parser, load_config
 from picotron.config import Config
 from picotron.console import UserError, number
-from picotron.data.tokens import read_tokenizer
-from picotron.generation.prompts import Encoder
 from picotron.model.llama import IGNORE_INDEX
-from picotron.pipeline_parallel.engine import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
-from picotron.trainer import DATA_SET_KEYS, FrozenModel, Trainer, set_up, used_keys
+from workbench.generation.prompts import Encoder
+from workbench.own_loops.batches import Batch
+from workbench.own_loops.trainer import DATA_SET_KEYS, FrozenModel, Trainer, set_up, used_keys
+from workbench.pipelines.engine import check_run
+from workbench.prepare.tokens import read_tokenizer
 
 
 def divergence(head: Any, x: Tensor, batch: Batch, temperature: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -20,17 +20,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from picotron.batches import Batch, sum_over_sequence
 from picotron.command_line import config_parser, load_config
 from picotron.config import Config
 from picotron.console import UserError, number
-from picotron.data.documents import load_documents
-from picotron.data.samples import SampleEncoder, is_conversation
-from picotron.data.tokens import convert, read_tokenizer, tokenizer_folder
 from picotron.model.llama import IGNORE_INDEX
-from picotron.pipeline_parallel.engine import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
-from picotron.trainer import RECORD_KEYS, Data, FrozenModel, Trainer, check_used, fingerprint, set_up, used_keys
+from workbench.own_loops.batches import Batch, sum_over_sequence
+from workbench.own_loops.trainer import (
+    RECORD_KEYS,
+    Data,
+    FrozenModel,
+    Trainer,
+    check_used,
+    fingerprint,
+    set_up,
+    used_keys,
+)
+from workbench.pipelines.engine import check_run
+from workbench.prepare.documents import load_documents
+from workbench.prepare.samples import SampleEncoder, is_conversation
+from workbench.prepare.tokens import convert, read_tokenizer, tokenizer_folder
 
 logger = logging.getLogger("picotron")
 

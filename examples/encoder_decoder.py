@@ -39,12 +39,12 @@ from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.model.llama import IGNORE_INDEX
 from picotron.optimizer import AdamW, make_scheduler, update_weights
-from picotron.pipeline_parallel.executor import Executor
-from picotron.pipeline_parallel.modules import Message, Pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import exit_on_error, init_process_group, set_up_device
-from picotron.schedules.actions import Schedule
-from picotron.schedules.schedules import SCHEDULES, build, forward_only
+from workbench.pipelines.executor import Executor
+from workbench.pipelines.modules import Message, Pipeline
+from workbench.schedules.actions import Schedule
+from workbench.schedules.schedules import SCHEDULES, build, forward_only
 
 PAD, END, FIRST_NUMBER, NUMBERS = 0, 1, 2, 30  # tokens; PAD also begins the decoder's input
 SHORTEST, LONGEST = 5, 10  # sources

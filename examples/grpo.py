@@ -32,22 +32,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron.batches import Batch
 from picotron.collectives import run_on_all_ranks
 from picotron.command_line import config_parser, load_config
 from picotron.config import Config
 from picotron.console import UserError, number
-from picotron.data.documents import load_documents
-from picotron.data.samples import tools_of
-from picotron.data.text import check_characters
-from picotron.data.tokens import convert, read_tokenizer, tokenizer_folder
-from picotron.generation.prompts import Encoder
-from picotron.generation.rotation import Completion, generate
-from picotron.generation.sampling import Sampling
 from picotron.model.model_config import end_tokens
-from picotron.pipeline_parallel.engine import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
-from picotron.trainer import RECORD_KEYS, Data, Trainer, check_used, fingerprint, set_up, used_keys
+from workbench.generation.prompts import Encoder
+from workbench.generation.rotation import Completion, generate
+from workbench.generation.sampling import Sampling
+from workbench.own_loops.batches import Batch
+from workbench.own_loops.trainer import RECORD_KEYS, Data, Trainer, check_used, fingerprint, set_up, used_keys
+from workbench.pipelines.engine import check_run
+from workbench.prepare.documents import load_documents
+from workbench.prepare.samples import tools_of
+from workbench.prepare.text import check_characters
+from workbench.prepare.tokens import convert, read_tokenizer, tokenizer_folder
 
 logger = logging.getLogger("picotron")
 

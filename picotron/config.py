@@ -191,7 +191,7 @@ class Training(Section):
 class Dataset(Section):
     name: str
     """hub id, folder, pattern, .txt, .jsonl, .json, .csv or .parquet file; python-stdlib: the sources of Python; or a
-    folder that `python -m picotron.data.tokens` has written"""
+    folder that `python -m workbench.prepare.tokens` has written"""
     mixture: Annotated[dict[str, Weight], Field(min_length=1)] | None = None
     """weights of several data sets to mix, such as {"a.jsonl": 3, "b.jsonl": 1}; `name` has weight 1, unless listed"""
     subset_name: str | None = None

@@ -10,18 +10,18 @@ import json
 from typing import Any
 
 from picotron.console import UserError
-from picotron.drawing.draw_svg import COLOURS, MEANING
-from picotron.schedules.order import Deadlock
-from picotron.schedules.schedule_csv import as_csv
-from picotron.schedules.schedules import SCHEDULES
-from picotron.schedules.search import ROUNDING
-from picotron.schedules.simulate import Costs, simulate_events
-from picotron.schedules.trace import parse_trace, timeline_costs
 from playground.drawing import Drawing, Structure, sketch, times, waits
 from playground.memory import memory
 from playground.requests import FieldError, Request, stage_costs, structure
 from playground.score import score
 from playground.training import training_command
+from workbench.drawing.draw_svg import COLOURS, MEANING
+from workbench.schedules.order import Deadlock
+from workbench.schedules.schedule_csv import as_csv
+from workbench.schedules.schedules import SCHEDULES
+from workbench.schedules.search import ROUNDING
+from workbench.schedules.simulate import Costs, simulate_events
+from workbench.schedules.trace import parse_trace, timeline_costs
 
 
 def call(function: str, argument: str) -> str:

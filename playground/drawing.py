@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from picotron.drawing.draw_svg import COLOURS, lighter
-from picotron.schedules.actions import AnyAction, Schedule
-from picotron.schedules.order import Event, run_order
-from picotron.schedules.search import stage_sizes
-from picotron.schedules.simulate import Timeline, activations, computes
-from picotron.schedules.trace import waited_for
+from workbench.drawing.draw_svg import COLOURS, lighter
+from workbench.schedules.actions import AnyAction, Schedule
+from workbench.schedules.order import Event, run_order
+from workbench.schedules.search import stage_sizes
+from workbench.schedules.simulate import Timeline, activations, computes
+from workbench.schedules.trace import waited_for
 
 Drawing = dict[str, Any]
 

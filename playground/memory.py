@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from picotron.explain.estimate import rank_memory
 from picotron.model.flops import model_cost
-from picotron.pipeline_parallel.planning import plan_pipeline
 from playground.requests import FieldError, of_field
+from workbench.explain.memory import rank_memory
+from workbench.pipelines.planning import plan_pipeline
 
 
 @dataclasses.dataclass(frozen=True)

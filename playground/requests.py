@@ -11,16 +11,16 @@ import traceback
 from collections.abc import Iterator
 
 from picotron.console import UserError
-from picotron.pipeline_parallel.layouts import count_layers, count_stages
 from picotron.pipeline_parallel.stages import parse_stages
-from picotron.schedules import actions, schedules
-from picotron.schedules.actions import Action, AnyAction, Overlapped, rank_of
-from picotron.schedules.checker import check
-from picotron.schedules.schedule_csv import arrange, parse_csv
-from picotron.schedules.schedules import SCHEDULES, build
-from picotron.schedules.search import Found, Shape, fastest_schedule, shapes
-from picotron.schedules.simulate import Costs
 from playground.drawing import Structure
+from workbench.pipelines.layouts import count_layers, count_stages
+from workbench.schedules import actions, schedules
+from workbench.schedules.actions import Action, AnyAction, Overlapped, rank_of
+from workbench.schedules.checker import check
+from workbench.schedules.schedule_csv import arrange, parse_csv
+from workbench.schedules.schedules import SCHEDULES, build
+from workbench.schedules.search import Found, Shape, fastest_schedule, shapes
+from workbench.schedules.simulate import Costs
 
 EDITOR = "<editor>"
 MAX_ACTIONS = 2**15  # of the reader's own schedule, so that the page stays fast

@@ -6,9 +6,9 @@ from typing import Any
 
 from docs.programs.scoreboard import entries
 from picotron.console import UserError
-from picotron.drawing.score import MAX_CHUNKS, Setting, bound, peak, published, ranking, settings
-from picotron.schedules.actions import Schedule
 from playground.requests import Request, structure
+from workbench.drawing.score import MAX_CHUNKS, Setting, bound, peak, published, ranking, settings
+from workbench.schedules.actions import Schedule
 
 OWN = "yours"
 

@@ -2,10 +2,10 @@
 
 import shlex
 
-from picotron.pipeline_parallel.layouts import count_layers
-from picotron.schedules.actions import Schedule
-from picotron.schedules.schedules import SCHEDULES
 from playground.requests import Request
+from workbench.pipelines.layouts import count_layers
+from workbench.schedules.actions import Schedule
+from workbench.schedules.schedules import SCHEDULES
 
 CONFIG = "template/base_config.json"
 LAYERS = 4  # of the model in CONFIG

@@ -204,7 +204,7 @@ PUZZLES = [
             "Rank r: min(p - 1 - r, m) forwards; then pairs of a forward and a backward until the forwards are used up; then "
             "the remaining backwards.",
         ),
-        "picotron/schedules/schedules.py one_f_one_b is this schedule; train_step_pipeline_1f1b runs it as a loop.",
+        "workbench/schedules/schedules.py one_f_one_b is this schedule; train_step_pipeline_1f1b runs it as a loop.",
     ),
     Puzzle(
         "p13_bubble",
@@ -218,9 +218,9 @@ PUZZLES = [
             "What does this do to the end of the step? Then do the same on the other ranks, with fewer W.",
             "Par: rank r runs its last r W after its last I, and every other W directly after its I. To get further, delay "
             "other W, too, run W only when nothing else can run, and watch the activations; compare with `python -m "
-            "picotron.drawing schedule zb_h1 --pp 4 --micro_batches 8`.",
+            "workbench.drawing schedule zb_h1 --pp 4 --micro_batches 8`.",
         ),
-        "picotron/schedules/schedules.py zb_h1 is a schedule with the best known bubble.",
+        "workbench/schedules/schedules.py zb_h1 is a schedule with the best known bubble.",
     ),
     Puzzle(
         "p14_messages",
@@ -235,7 +235,7 @@ PUZZLES = [
             "Rank r: min(m, 1 + k (p - 1 - r)) forwards, with k = ceil(1 + 2/3 p2p); then a backward and a forward in turn. "
             "So messages of up to 1.5 forwards need twice as long a warm-up as messages that take no time.",
         ),
-        "picotron/schedules/search.py fastest_schedule runs ahead as far as messages and memory ask for: pp_engine auto trains with its result.",
+        "workbench/schedules/search.py fastest_schedule runs ahead as far as messages and memory ask for: pp_engine auto trains with its result.",
     ),
     Puzzle(
         "p15_zero1",
@@ -265,7 +265,7 @@ PUZZLES = [
             "Divide sequences over more ranks than matrices: a cp_size of 4 and a tp_size of 2. Then weights and optimizer "
             "take more memory on a rank: choose a dp_engine that shards them.",
         ),
-        "picotron/sweep/planner.py best_configs searches all layouts, for create_config.py --best.",
+        "workbench/sweep/planner.py best_configs searches all layouts, for create_config.py --best.",
     ),
 ]
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from conformance.oracle import tiny_llama
 from conformance.worker_pool import WorkerPool
-from picotron.data.tokens import train_bpe
-from picotron.sweep.jobs import Job
 from tests.support import checkpoints
 from tests.support.samples import write_tokenizer
+from workbench.prepare.tokens import train_bpe
+from workbench.sweep.jobs import Job
 
 STARTS_PROCESSES = {"pool", "home", "checkpoint_at_step_5"}  # fixtures
 # tests of which a worker gets one at a time, instead of all of a file

@@ -14,7 +14,7 @@ from benchmarks.gpu.report import Check, Content, Options, Outcome, Part
 from benchmarks.gpu.training import TWO_RANKS, layout_checks, layout_run
 from conformance.grid import LAYOUTS, settings
 from conformance.worker_pool import WorkerPool
-from picotron.pipeline_parallel.engine import check_layout
+from workbench.pipelines.engine import check_layout
 
 CPU = Options(on_gpu=False, compiled=False)
 ROWS = {"transformers": 5, "machine": 8, "speed": 8, "rates": 16, "trace": 20}  # at least

@@ -16,8 +16,8 @@ from picotron.console import UserError
 from picotron.files import parse_json, read_object
 from picotron.pipeline_parallel.stages import parse_stages
 from picotron.run.run_folder import read_records
-from picotron.schedules.schedule_csv import read_csv
-from picotron.schedules.trace import read_settings, read_trace
+from workbench.schedules.schedule_csv import read_csv
+from workbench.schedules.trace import read_settings, read_trace
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 JSON = st.recursive(VALUES, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(max_size=6), v, max_size=4))

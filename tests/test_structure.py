@@ -1,35 +1,41 @@
 """The rules of the code base that a program can check."""
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = sorted(Path("picotron").rglob("*.py"))
+PACKAGE = sorted([*Path("picotron").rglob("*.py"), *Path("workbench").rglob("*.py")])
+FOLDERS = ("picotron", "workbench", "tests", "docs", "benchmarks", "examples", "playground", "puzzles", "conformance")
+ALL_FILES = sorted([*Path().glob("*.py"), *(path for folder in FOLDERS for path in Path(folder).rglob("*.py"))])
 PARALLEL = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel")
-# Layers of the package, from bottom to top. A module or folder imports only from lower lines, or from its own folder.
+# Layers, from bottom to top: the trainer, and the workbench on it. A room, which is a module or a folder of modules,
+# imports only from lower lines, or from itself.
 LAYERS = """
-    console
-    files
-    schedules
-    drawing config
-    config_checks process_group_manager collectives
-    command_line
-    model
-    run
-    tensor_parallel context_parallel pipeline_parallel data_parallel
-    data optimizer
-    parallelize train_step
-    checkpoint check_batches
-    batches generation
-    sequences trainer
-    explain
-    sweep
+    picotron.console
+    picotron.files
+    picotron.config
+    picotron.config_checks picotron.process_group_manager picotron.collectives
+    picotron.command_line
+    picotron.model
+    picotron.run
+    picotron.tensor_parallel picotron.context_parallel picotron.data_parallel
+    picotron.data picotron.optimizer
+    picotron.train_step
+    picotron.pipeline_parallel
+    picotron.parallelize
+    picotron.checkpoint
+
+    workbench.schedules workbench.prepare
+    workbench.drawing workbench.pipelines
+    workbench.own_loops workbench.generation
+    workbench.explain
+    workbench.sweep
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
+IN_TRAIN = {"workbench.prepare", "workbench.pipelines", "workbench.explain"}  # the doors from the trainer
 
 
 class WithoutTypes(ast.NodeTransformer):
@@ -49,41 +55,76 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def rooms(path: Path) -> set[str]:
-    """The modules and folders of the package that a file imports from."""
-    return {name.split(".")[1] for name in imports(path) if name.startswith("picotron.")}
+    """The rooms of both floors that a file imports from."""
+    names = (name.split(".") for name in imports(path))
+    return {f"{name[0]}.{name[1]}" for name in names if name[0] in ("picotron", "workbench")}
 
 
 def room_of(path: Path) -> str:
-    return path.relative_to("picotron").parts[0].removesuffix(".py")
+    return f"{path.parts[0]}.{path.parts[1].removesuffix('.py')}"
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {room_of(path) for path in PACKAGE} - {"picotron.__init__", "workbench.__init__"} == LEVEL.keys()
 
 
 @pytest.mark.parametrize("path", [path for path in PACKAGE if path.read_text()], ids=str)
 def test_imports_point_down(path: Path) -> None:
     room = room_of(path)
-    assert {other for other in rooms(path) - {room} if LEVEL[other] >= LEVEL[room]} == set()
+    if not room.endswith("__init__"):
+        assert {other for other in rooms(path) - {room} if LEVEL[other] >= LEVEL[room]} == set()
 
 
 def test_parallel_folders_do_not_import_each_other() -> None:
     for path in PACKAGE:
-        if room_of(path) in PARALLEL:
-            assert rooms(path) & set(PARALLEL) <= {room_of(path)}, path
+        if (room := room_of(path)).removeprefix("picotron.") in PARALLEL:
+            assert rooms(path) & {f"picotron.{name}" for name in PARALLEL} <= {room}, path
 
 
 def test_schedules_import_only_the_standard_library() -> None:
     """So schedules can be built, checked, timed and drawn wherever Python runs."""
-    for path in [*Path("picotron/schedules").glob("*.py"), *Path("picotron/drawing").glob("*.py")]:
-        others = {name.split(".")[0] for name in imports(path)} - {"picotron"}
+    allowed = {"picotron.console", "picotron.files", "workbench.schedules", "workbench.drawing"}
+    for path in [*Path("workbench/schedules").glob("*.py"), *Path("workbench/drawing").glob("*.py")]:
+        others = {name.split(".")[0] for name in imports(path)} - {"picotron", "workbench"}
         assert others <= sys.stdlib_module_names, path
-        assert rooms(path) <= {"console", "files", "schedules", "drawing"}, path
+        assert rooms(path) <= allowed, path
 
 
-@pytest.mark.processes
+def test_train_opens_the_workbench_inside_three_ifs() -> None:
+    tree = ast.parse(Path("train.py").read_text())
+    doors = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "workbench" in ast.unparse(node.body)]
+    inside = [name for node in doors for name in ast.walk(node) if isinstance(name, ast.ImportFrom)]
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "workbench" in (node.module or "")]
+    assert len(doors) == 3
+    assert {id(node) for node in found} <= {id(node) for node in inside}
+    assert {".".join((node.module or "").split(".")[:2]) for node in found} == IN_TRAIN
+
+
 def test_light_programs_do_not_import_torch() -> None:
     """Programs that read what runs have written, or estimate, start without torch."""
-    light = "picotron.explain.estimate, picotron.explain.forecast, picotron.sweep.combinations, extract_metrics"
-    program = f"import sys, picotron.drawing.__main__, {light}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert not {"torch", "transformers", "numpy", "matplotlib"} & set(done.stdout.split())
+    heavy = {"torch", "transformers", "numpy", "matplotlib", "picotron.process_group_manager"}
+    seen: set[str] = set()
+    waiting = [
+        "workbench.explain.memory",
+        "workbench.explain.step_time",
+        "workbench.sweep.combinations",
+        "extract_metrics",
+        "workbench.drawing.__main__",
+    ]
+    while waiting:
+        module = waiting.pop()
+        path = Path(module.replace(".", "/") + ".py")
+        if module in seen or not path.exists():
+            continue
+        seen.add(module)
+        for node in ast.parse(path.read_text()).body:  # imports of the module itself; those in functions come later
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            else:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not heavy & {name.split(".")[0] for name in names} | (heavy & set(names)), module
+            waiting += names
+    assert {"picotron.config", "workbench.schedules.simulate", "picotron.run.run_folder"} <= seen
 
 
 def test_only_torchrun_and_secrets_come_from_the_environment() -> None:

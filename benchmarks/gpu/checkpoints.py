@@ -17,12 +17,12 @@ from picotron.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
 from picotron.data.loader import data_fingerprint
-from picotron.data.tokens import train_bpe
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.optimizer import AdamW
 from picotron.parallelize import build_model, unwrap
-from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
+from workbench.pipelines.planning import plan_pipeline
+from workbench.prepare.tokens import train_bpe
 
 STEPS, SAVED = 8, 4  # steps of a run, and the step after which a second run resumes
 RUNS: dict[str, dict[str, Any]] = {

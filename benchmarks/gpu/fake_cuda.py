@@ -41,15 +41,15 @@ from picotron.context_parallel.context_parallel import sequence_order
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.explain.fake_group import fake_rank
 from picotron.model.llama import rope_frequencies
 from picotron.model.weights import Index
 from picotron.optimizer import AdamW, make_scheduler
-from picotron.pipeline_parallel.engine import check_layout
-from picotron.pipeline_parallel.plan import SchedulePlan
 from picotron.pipeline_parallel.stages import plan_stages
 from picotron.run.metrics import Metrics
 from picotron.train_step import Step
+from workbench.explain.fake_group import fake_rank
+from workbench.pipelines.engine import check_layout
+from workbench.pipelines.plan import SchedulePlan
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 LIBRARY = "libpicotron_fake_cuda.so"

@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 
 from benchmarks.gpu.fake_cuda import fake_cuda_rank
 from picotron.config import Config
-from picotron.explain.estimate import rank_memory, sizes
 from picotron.optimizer import clip_grad_norm
+from workbench.explain.memory import rank_memory, sizes
 
 BLOCK = 512  # torch's allocator rounds the size of a tensor up to a multiple of it
 

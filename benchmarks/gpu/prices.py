@@ -13,7 +13,7 @@ from benchmarks import roofline
 from benchmarks.gpu.fake_cuda import obstacle, restart_with_fake_cuda
 from benchmarks.gpu.report import Options
 from benchmarks.gpu.speed import PRICES, Workload, micro_batches, workloads
-from picotron.explain.hardware import HARDWARE, Hardware
+from workbench.explain.hardware import HARDWARE, Hardware
 
 
 def price(workload: Workload, hardware: Hardware) -> dict[str, float]:

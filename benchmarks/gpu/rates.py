@@ -14,15 +14,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.report import Content, Options, Part, header, seconds_per_call, synchronize, table_row
 from benchmarks.gpu.speed import Workload, free_memory, random_weights, workloads
 from picotron.config import Training
-from picotron.explain.hardware import Hardware
-from picotron.generation.rotation import generate
-from picotron.generation.sampling import Sampling
 from picotron.model.weights import set_main_grad
 from picotron.optimizer import AdamW
 from picotron.parallelize import build_model
-from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.cross_entropy import VocabularyShard, chunk_loss, linear_cross_entropy
+from workbench.explain.hardware import Hardware
+from workbench.generation.rotation import generate
+from workbench.generation.sampling import Sampling
+from workbench.pipelines.planning import plan_pipeline
 
 LIMIT, COMPILATION = 30.0, 60.0  # seconds of a row
 BF16 = torch.bfloat16
@@ -204,7 +204,7 @@ def rates(options: Options) -> Iterator[Part]:
 def rates_section(options: Options) -> Content:
     """Return the section of the report."""
     return [
-        "What single operations reach in bfloat16, and the rates that [hardware.py](../../picotron/explain/hardware.py) assumes for them.",
+        "What single operations reach in bfloat16, and the rates that [hardware.py](../../workbench/explain/hardware.py) assumes for them.",
         "Forecasts and priced steps are computed from the assumed rates, so the last column shows which of them to correct. A",
         "loss is far below the rate of products, because it also moves the logits; generation reads all weights for each token.",
         *header("operation", "size", "ms", "measured", "assumed", "measured / assumed"),

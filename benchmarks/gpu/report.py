@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from conformance.worker_pool import WorkerError
-from picotron.explain.hardware import HARDWARE, Hardware
+from workbench.explain.hardware import HARDWARE, Hardware
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,18 +22,18 @@ from picotron.command_line import parse_config
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
-from picotron.explain.estimate import rank_memory
-from picotron.explain.forecast import forecast
 from picotron.model.flops import model_cost
 from picotron.model.model_config import check_supported
 from picotron.model.weights import Index, ReadTensor
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model
-from picotron.pipeline_parallel.engine import make_train_step
-from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.metrics import Metrics, peak_flops
 from picotron.run.progress import Progress
+from workbench.explain.memory import rank_memory
+from workbench.explain.step_time import forecast
+from workbench.pipelines.engine import make_train_step
+from workbench.pipelines.planning import plan_pipeline
 
 ROWS = 16  # sequences of a step
 MICRO_BATCH_SIZES = (4, 8, 16)

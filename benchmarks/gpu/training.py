@@ -22,7 +22,7 @@ from conformance.oracle import make_config, oracle_training, random_tokens, rela
 from conformance.training import train
 from conformance.worker_pool import CONTEXT, WorkerPool
 from picotron.config import Config
-from picotron.schedules.schedules import SCHEDULES
+from workbench.schedules.schedules import SCHEDULES
 
 
 def errors_of(result: dict[str, Any], reference: dict[str, Any]) -> list[float]:

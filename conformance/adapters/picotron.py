@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from conformance import Case, NotOffered, Part, Result
 from conformance.case import Batch, weights_of
 from picotron import process_group_manager as pgm
-from picotron.batches import Loss, cross_entropy, forward_batch, train_batch
 from picotron.collectives import all_reduce
 from picotron.command_line import parse_config
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data_parallel.owned_slices import owned_slice
-from picotron.generation.rotation import generate
-from picotron.generation.sampling import Sampling
 from picotron.model.weights import Shard, main_grad, parameters_and_shards
 from picotron.optimizer import update_weights
 from picotron.parallelize import unwrap
-from picotron.pipeline_parallel.engine import check_run
 from picotron.run.run_folder import checkpoint_folders
-from picotron.schedules.schedules import SCHEDULES
-from picotron.trainer import Data, Trainer, set_up
+from workbench.generation.rotation import generate
+from workbench.generation.sampling import Sampling
+from workbench.own_loops.batches import Loss, cross_entropy, forward_batch, train_batch
+from workbench.own_loops.trainer import Data, Trainer, set_up
+from workbench.pipelines.engine import check_run
+from workbench.schedules.schedules import SCHEDULES
 
 LAYOUTS = (
     *(f"pp2 {name}" for name in SCHEDULES if name != "1f1b"),  # the default

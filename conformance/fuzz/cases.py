@@ -9,7 +9,7 @@ from conformance.fuzz.chat_templates import TEMPLATES
 from conformance.fuzz.modules import Case, draw_modules, smaller_modules
 from conformance.fuzz.tokenizer_kinds import KINDS
 from conformance.models import FAMILIES
-from picotron.schedules.schedules import SCHEDULES
+from workbench.schedules.schedules import SCHEDULES
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 19, 23)
 LONG_LENGTHS = (17, 29, 37, 47, 48, 59, 61, 64)  # of rows for samples, of which a short row holds the prompt only

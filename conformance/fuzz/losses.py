@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conformance.training import Fails, Failure
-from picotron import batches
 from picotron import process_group_manager as pgm
 from picotron.model.llama import IGNORE_INDEX
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
+from workbench.own_loops import batches
 
 Batch = dict[str, Any]
 

@@ -8,7 +8,7 @@ import re
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from picotron.data.tokens import train_bpe
+from workbench.prepare.tokens import train_bpe
 
 WORDS = (
     "What is 2 + 2? It is 4. Paris, the capital of France! hello Hello world I'm <|user|> <|assistant|> <|im_end|> "

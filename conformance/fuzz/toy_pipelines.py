@@ -16,13 +16,13 @@ from picotron.data_parallel.data_parallel import DataParallelBucket, DataParalle
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.data_parallel.zero3 import DataParallelZero3
 from picotron.optimizer import AdamW, update_weights
-from picotron.pipeline_parallel.executor import Executor
-from picotron.pipeline_parallel.modules import Message, Pipeline
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.schedules.actions import Schedule
-from picotron.schedules.schedules import SCHEDULES, build
-from picotron.schedules.search import fastest_schedule
-from picotron.schedules.simulate import Costs
+from workbench.pipelines.executor import Executor
+from workbench.pipelines.modules import Message, Pipeline
+from workbench.schedules.actions import Schedule
+from workbench.schedules.schedules import SCHEDULES, build
+from workbench.schedules.search import fastest_schedule
+from workbench.schedules.simulate import Costs
 
 D, V = 6, 11
 TRAINING = make_config(training__max_grad_norm=0.5, training__weight_decay=0.1).training

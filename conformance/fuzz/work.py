@@ -18,25 +18,25 @@ from conformance.fuzz.modules import train_stages
 from conformance.oracle import drawn_weights
 from conformance.training import Failure, all_stages
 from picotron import parallelize
-from picotron.batches import MODEL_INPUTS, cross_entropy, forward_batch, split_batch, train_batch
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
 from picotron.data.token_files import load_token_files
-from picotron.data.tokens import prepare
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.model.model_config import load_model_config
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import unwrap
-from picotron.pipeline_parallel.engine import check_layout
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import check_world_size
 from picotron.run.metrics import global_mean
 from picotron.run.progress import Progress
-from picotron.sequences import pack_sequences
+from workbench.own_loops.batches import MODEL_INPUTS, cross_entropy, forward_batch, split_batch, train_batch
+from workbench.own_loops.sequences import pack_sequences
+from workbench.pipelines.engine import check_layout
+from workbench.prepare.tokens import prepare
 
 CPU = torch.device("cpu")
 

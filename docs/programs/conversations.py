@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from picotron.data.tokens import train_bpe
 from picotron.files import write_atomically
+from workbench.prepare.tokens import train_bpe
 
 MODULES = (math, random, statistics, textwrap)
 VOCAB_SIZE = 1024

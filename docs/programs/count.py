@@ -2,7 +2,7 @@
 
     python -m docs.programs.count data_parallel        (or tensor_parallel, context_parallel, zero)
 
-The step is that of train.py, run by one rank in a fake process group (`picotron.explain.fake_group`). Numbers are
+The step is that of train.py, run by one rank in a fake process group (`workbench.explain.fake_group`). Numbers are
 float32. In the formulas, a micro-batch has B sequences of T tokens; the model has L layers, hidden size D, intermediate
 size F, H query heads and K key/value heads of size d, and P parameters.
 """
@@ -18,10 +18,10 @@ from benchmarks.tensor_parallel import kept_by
 from docs.programs.quickstart import quickstart, stage_of
 from picotron.config import Config
 from picotron.console import text_table
-from picotron.explain.explain import run_rank
-from picotron.explain.fake_group import fake_rank
 from picotron.model.model_config import load_model_config
-from picotron.pipeline_parallel.planning import plan_pipeline
+from workbench.explain.explain import run_rank
+from workbench.explain.fake_group import fake_rank
+from workbench.pipelines.planning import plan_pipeline
 
 MIB = 2**20
 CONFIG = quickstart()

@@ -17,10 +17,10 @@ from docs.programs.svg import LINE, TENSORS, WIDTH, Svg, main
 from picotron.command_line import parse_config
 from picotron.config import Model
 from picotron.console import text_table
-from picotron.explain.estimate import GIB, Memory, rank_memory
-from picotron.explain.hardware import HARDWARE
 from picotron.model.model_config import load_model_config
-from picotron.pipeline_parallel.engine import check_layout
+from workbench.explain.hardware import HARDWARE
+from workbench.explain.memory import GIB, Memory, rank_memory
+from workbench.pipelines.engine import check_layout
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
 FULL = {"activation_checkpointing": "full"}

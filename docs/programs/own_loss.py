@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
-from picotron.batches import Batch, forward_batch
 from picotron.command_line import load_config
 from picotron.console import print_line
-from picotron.pipeline_parallel.engine import check_run
 from picotron.run.launch import exit_on_error, set_up_logging
-from picotron.trainer import Data, set_up
+from workbench.own_loops.batches import Batch, forward_batch
+from workbench.own_loops.trainer import Data, set_up
+from workbench.pipelines.engine import check_run
 
 
 def focal_loss(head: Any, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -8,9 +8,9 @@ from docs.programs.collectives import COLLECTIVES, before_and_after
 from docs.programs.quickstart import quickstart, stage_of
 from docs.programs.svg import LINE, RANKS, WIDTH, Svg, main
 from picotron.context_parallel.positions import local_positions, visible_blocks
-from picotron.drawing.draw_svg import lighter
-from picotron.explain.fake_group import fake_rank
 from picotron.model.weights import Shard, parameters_and_shards
+from workbench.drawing.draw_svg import lighter
+from workbench.explain.fake_group import fake_rank
 
 
 def collectives(n: int = 4) -> str:

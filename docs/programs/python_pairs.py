@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from picotron.data.documents import python_stdlib
 from picotron.files import write_atomically
+from workbench.prepare.documents import python_stdlib
 
 CHARACTERS = range(80, 500)  # of a pair, so that it fits into a short sequence
 DOCSTRING_LINES = 4

@@ -14,8 +14,8 @@ from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.model_config import load_model_config
 from picotron.model.weights import initial_weights
 from picotron.parallelize import build_model
-from picotron.pipeline_parallel.modules import LlamaStages
-from picotron.pipeline_parallel.planning import plan_pipeline
+from workbench.pipelines.modules import LlamaStages
+from workbench.pipelines.planning import plan_pipeline
 
 CPU = torch.device("cpu")
 

@@ -11,15 +11,15 @@ from docs.programs.quickstart import quickstart, stage_of
 from docs.programs.svg import LINE, RANKS, WIDTH, Svg, main
 from picotron import process_group_manager as pgm
 from picotron.command_line import load_config
-from picotron.drawing.draw_svg import lighter
-from picotron.explain.fake_group import fake_rank
 from picotron.model.model_config import load_model_config
 from picotron.model.weights import parameters_and_shards
-from picotron.pipeline_parallel.layouts import stage_weights
-from picotron.pipeline_parallel.modules import LlamaStages
-from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.pipeline_parallel.stages import Stage
-from picotron.schedules.simulate import Costs, simulate
+from workbench.drawing.draw_svg import lighter
+from workbench.explain.fake_group import fake_rank
+from workbench.pipelines.layouts import stage_weights
+from workbench.pipelines.modules import LlamaStages
+from workbench.pipelines.planning import plan_pipeline
+from workbench.schedules.simulate import Costs, simulate
 
 
 def contents(stage: Stage) -> str:

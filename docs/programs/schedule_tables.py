@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from picotron.console import text_table
-from picotron.schedules.actions import Schedule
-from picotron.schedules.schedule_csv import read_csv
-from picotron.schedules.schedules import SCHEDULES, build
-from picotron.schedules.search import fastest_schedule, shapes
-from picotron.schedules.simulate import Costs, peak_activations, simulate
 from tests.support.torch_schedules import CLASSES, torch_schedule
 from tests.support.zero_bubble import CASES
+from workbench.schedules.actions import Schedule
+from workbench.schedules.schedule_csv import read_csv
+from workbench.schedules.schedules import SCHEDULES, build
+from workbench.schedules.search import fastest_schedule, shapes
+from workbench.schedules.simulate import Costs, peak_activations, simulate
 
 SIZES = ((2, 4), (2, 16), (4, 8), (4, 64), (8, 8), (8, 32), (16, 16), (16, 64))  # p, m
 ENGINES = [

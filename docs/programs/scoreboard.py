@@ -1,4 +1,4 @@
-"""Tables of the fastest schedules under the settings of `picotron.drawing.score`.
+"""Tables of the fastest schedules under the settings of `workbench.drawing.score`.
 
     python -m docs.programs.scoreboard
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from picotron.console import UserError, first_line, text_table
-from picotron.drawing.score import SIZES, Setting, bound, published, ranking, settings
-from picotron.schedules.actions import Schedule
-from picotron.schedules.schedule_csv import read_csv
+from workbench.drawing.score import SIZES, Setting, bound, published, ranking, settings
+from workbench.schedules.actions import Schedule
+from workbench.schedules.schedule_csv import read_csv
 
 FOLDER = Path("docs/schedules")
 HEADER = ["memory", "message", "times", "at least", "fastest", "step time", "idle", "activations", "next"]

@@ -11,8 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from picotron.drawing.draw_svg import COLOURS, MEANING, STYLE, boxes, kinds
-from picotron.schedules.simulate import Timeline
+from workbench.drawing.draw_svg import COLOURS, MEANING, STYLE, boxes, kinds
+from workbench.schedules.simulate import Timeline
 
 WIDTH, MARGIN = 960, 12  # pixels, as all sizes here; GitHub shows a README 830 px wide
 LINE, CHARACTER = 23, 9.2  # height of a line of text, and the mean width of a character in a wide font

@@ -23,16 +23,16 @@ from picotron.command_line import load_config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
-from picotron.drawing.draw_svg import COLOURS, lighter
-from picotron.drawing.score import MEMORY, SHAPES, Setting, lower_bound, peak, published
-from picotron.explain.explain import run_step
-from picotron.explain.fake_group import Message, fake_rank, message
 from picotron.model.model_config import load_model_config
-from picotron.pipeline_parallel.engine import make_train_step
-from picotron.pipeline_parallel.planning import plan_pipeline
-from picotron.schedules.actions import Schedule
-from picotron.schedules.schedules import SCHEDULES, build
-from picotron.schedules.simulate import Costs, memory_curves, simulate, summary
+from workbench.drawing.draw_svg import COLOURS, lighter
+from workbench.drawing.score import MEMORY, SHAPES, Setting, lower_bound, peak, published
+from workbench.explain.explain import run_step
+from workbench.explain.fake_group import Message, fake_rank, message
+from workbench.pipelines.engine import make_train_step
+from workbench.pipelines.planning import plan_pipeline
+from workbench.schedules.actions import Schedule
+from workbench.schedules.schedules import SCHEDULES, build
+from workbench.schedules.simulate import Costs, memory_curves, simulate, summary
 
 # Assumed for the clock of `buckets`: of a rank in FLOP/s, of its link in bytes/s, and of a collective in seconds.
 SPEED, BANDWIDTH, LATENCY = 100e9, 250e6, 0.3e-3
@@ -236,7 +236,7 @@ def calls_of(rank: int, replacements: dict[str, Any]) -> list[Message]:
         called.append(message(*arguments))
         return called[-1]
 
-    noting = {"picotron.explain.fake_group.message": note}
+    noting = {"workbench.explain.fake_group.message": note}
     rows = TextRows(np.zeros(length * config.global_batch_size + 1, np.uint16), length)
     with fake_rank(rank, config.distributed), replaced(SMALL_BUCKETS | replacements | noting):
         model, plan = model_of(config), plan_pipeline(config, model_config)

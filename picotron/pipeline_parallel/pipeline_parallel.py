@@ -18,9 +18,10 @@ Both have the same bubble. But a micro-batch's activations stay in memory from i
 up to m micro-batches, and 1F1B holds up to p - (pp rank).
 """
 
+import functools
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
+from picotron.config import Config
 from picotron.model.llama import Llama
 from picotron.model.weights import main_grad, mark_tied
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
 from picotron.pipeline_parallel.stages import Stage
 from picotron.process_group_manager import new_groups
+from picotron.train_step import Step, train_step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class PipelineParallel(nn.Module):
@@ -252,3 +258,20 @@ def evaluate_pipeline(
         y = forward_step(model, data_loader, x, losses)
         pipeline_communicate("send_forward", device, dtype, y)
     return sum_losses(losses, device)
+
+
+LOOPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
+
+
+def make_steps(
+    config: Config, model_config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype
+) -> tuple[Step, Step]:
+    """Return the training step and the evaluation of a config whose pipeline has one stage on each rank."""
+    layout, training = config.distributed, config.training
+    shards = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
+    shape = training.micro_batch_size, training.seq_length // shards, model_config.hidden_size
+    messages: dict[str, Any] = {"tensor_shapes": shape, "device": device, "dtype": dtype}
+    evaluate = functools.partial(evaluate_pipeline, **messages)
+    if layout.pp_size == 1:
+        return functools.partial(train_step, device=device), evaluate
+    return functools.partial(LOOPS[layout.pp_engine], **messages), evaluate

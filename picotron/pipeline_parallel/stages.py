@@ -90,7 +90,7 @@ class PipelinePlan:
         done: int = 0,
     ) -> "tuple[Step, Step]":
         """Return the training step and the evaluation of a run that has completed `done` steps."""
-        from picotron.train_step import make_steps
+        from picotron.pipeline_parallel.pipeline_parallel import make_steps
 
         return make_steps(config, model_config, device, dtype)
 

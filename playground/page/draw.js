@@ -1,4 +1,4 @@
-// Painting of a timeline on a canvas, in the style of picotron/drawing/draw_svg.py.
+// Painting of a timeline on a canvas, in the style of workbench/drawing/draw_svg.py.
 
 import { computes, parts } from "./action.js";
 import { number } from "./dom.js";

@@ -63,7 +63,7 @@ test("an endless loop is stopped, and the page goes on", async () => {
   await until("#a .figures", /Step time45/);
 });
 
-// A trace like those of picotron/schedules/trace.py: 1F1B on two ranks, with messages.
+// A trace like those of workbench/schedules/trace.py: 1F1B on two ranks, with messages.
 const SPANS = [
   [0, "0F0", 0, 0.01], [0, "0SEND_F0", 0.01, 0.012], [0, "0F1", 0.01, 0.021], [0, "0SEND_F1", 0.021, 0.022], [0, "0B0", 0.05, 0.07], [0, "0B1", 0.081, 0.1],
   [1, "1RECV_F0", 0.01, 0.013], [1, "1F0", 0.013, 0.023], [1, "1B0", 0.023, 0.045], [1, "1F1", 0.045, 0.056], [1, "1B1", 0.056, 0.078],

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from picotron.command_line import load_config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
-from picotron.explain.fake_group import fake_rank
 from puzzles.group import Group
 from puzzles.pictures import Cell, colour_of, rows
 from puzzles.report import RED, Report
+from workbench.explain.fake_group import fake_rank
 
 Place = tuple[int, int, int, int]
 STEPS = 2

@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 from docs.programs.quickstart import quickstart, stage_of
 from docs.programs.svg import LINE, WIDTH, Svg
-from picotron.explain.fake_group import fake_rank
 from picotron.model.weights import parameters_and_shards
 from puzzles.group import Group
 from puzzles.pictures import colour_of
 from puzzles.report import RED, Report
+from workbench.explain.fake_group import fake_rank
 
 Part = tuple[int, int, int]
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

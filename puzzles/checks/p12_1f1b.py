@@ -4,12 +4,12 @@ import itertools
 from types import ModuleType
 
 from picotron.console import UserError
-from picotron.drawing.draw_svg import as_svg
-from picotron.schedules.actions import Action, AnyAction, Schedule, parse_action
-from picotron.schedules.checker import check as check_schedule
-from picotron.schedules.simulate import peak_activations, simulate
 from puzzles.group import Group
 from puzzles.report import Report, kind
+from workbench.drawing.draw_svg import as_svg
+from workbench.schedules.actions import Action, AnyAction, Schedule, parse_action
+from workbench.schedules.checker import check as check_schedule
+from workbench.schedules.simulate import peak_activations, simulate
 
 
 def parsed(group: Group, programs: list[list[str]], m: int, where: str) -> list[list[AnyAction]]:

@@ -2,13 +2,13 @@
 
 from types import ModuleType
 
-from picotron.drawing.draw_svg import as_svg
-from picotron.schedules.actions import Schedule
-from picotron.schedules.schedules import build
-from picotron.schedules.simulate import peak_activations, simulate
 from puzzles.checks.p12_1f1b import parsed
 from puzzles.group import Group
 from puzzles.report import Report, Score
+from workbench.drawing.draw_svg import as_svg
+from workbench.schedules.actions import Schedule
+from workbench.schedules.schedules import build
+from workbench.schedules.simulate import peak_activations, simulate
 
 P, M, MOST = 4, 8, 4
 PAR = 5 / 29  # rank r delays its last r W, as in the solution

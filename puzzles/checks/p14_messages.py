@@ -2,13 +2,13 @@
 
 from types import ModuleType
 
-from picotron.drawing.draw_svg import as_svg
-from picotron.schedules.actions import Schedule
-from picotron.schedules.schedules import build
-from picotron.schedules.simulate import Costs, peak_activations, simulate
 from puzzles.checks.p12_1f1b import only_forwards_and_backwards, parsed
 from puzzles.group import Group
 from puzzles.report import Report, Score
+from workbench.drawing.draw_svg import as_svg
+from workbench.schedules.actions import Schedule
+from workbench.schedules.schedules import build
+from workbench.schedules.simulate import Costs, peak_activations, simulate
 
 CASES = [(2, 8, 0.0), (2, 8, 2.0), (4, 2, 1.0), (1, 3, 1.0), (3, 12, 2.5), (8, 24, 0.4), (4, 16, 1.0)]  # p, m, p2p
 PAR = 16  # 1 + 3 + 5 + 7

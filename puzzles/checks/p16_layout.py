@@ -9,14 +9,14 @@ from docs.programs.svg import COLOURS, LINE, TENSORS, WIDTH, Svg
 from picotron.command_line import load_config
 from picotron.config import Config, Distributed, Training
 from picotron.console import UserError
-from picotron.explain.estimate import GIB, Memory, rank_memory
-from picotron.explain.forecast import Forecast, forecast
-from picotron.explain.hardware import HARDWARE, fits, usable
 from picotron.model.model_config import load_model_config
-from picotron.pipeline_parallel.engine import check_layout
 from puzzles.group import Group
 from puzzles.report import Report, Score, kind
 from puzzles.solutions.p16_layout import layout
+from workbench.explain.hardware import HARDWARE, fits, usable
+from workbench.explain.memory import GIB, Memory, rank_memory
+from workbench.explain.step_time import Forecast, forecast
+from workbench.pipelines.engine import check_layout
 
 GPU = HARDWARE["H100"]
 MODEL, GPUS, SEQUENCES, TOKENS = "docs/llama-3.1-8b", 64, 32, 131_072

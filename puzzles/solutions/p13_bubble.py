@@ -1,6 +1,6 @@
 """Solution of puzzle 13: 1F1B with split backwards, whose last W are delayed. The best one known is ZB-H1:
 
-python -m picotron.drawing schedule zb_h1 --pp 4 --micro_batches 8
+python -m workbench.drawing schedule zb_h1 --pp 4 --micro_batches 8
 """
 
 P, M = 4, 8

@@ -11,7 +11,7 @@ import torch
 from conformance.check import Checker
 from conformance.grid import ADAPTER, LAYOUTS, LIMIT, errors_of, features, largest_errors
 from picotron.model.families import FAMILIES
-from picotron.schedules.schedules import SCHEDULES
+from workbench.schedules.schedules import SCHEDULES
 
 SOME = "pp2 x cp2 zb_h1 contiguous ring zero1 untied kv1 qwen3"
 

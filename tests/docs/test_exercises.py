@@ -20,13 +20,13 @@ from docs.solutions.cache_bytes import cache_bytes
 from docs.solutions.min_p import min_p
 from docs.solutions.striped import pairs, striped_positions
 from docs.solutions.z_loss import log_z
-from picotron.batches import split_batch, train_batch
 from picotron.config import Training
 from picotron.console import UserError
 from picotron.context_parallel.positions import local_positions
 from picotron.optimizer import learning_rate_factor
-from picotron.schedules.actions import AnyAction, parse_action
-from picotron.schedules.schedule_csv import read_csv
+from workbench.own_loops.batches import split_batch, train_batch
+from workbench.schedules.actions import AnyAction, parse_action
+from workbench.schedules.schedule_csv import read_csv
 
 SOLUTIONS = Path("docs/solutions")
 

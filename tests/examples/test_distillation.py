@@ -16,10 +16,10 @@ from examples.distillation import check_tokenizers, divergence, learn, read_conf
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.rows import TextRows
-from picotron.data.tokens import train_bpe
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.trainer import Data
 from tests.support.examples import make_trainer, results, save_model, words
+from workbench.own_loops.trainer import Data
+from workbench.prepare.tokens import train_bpe
 
 ROWS, LENGTH, TEMPERATURE = 8, 16, 3.0
 

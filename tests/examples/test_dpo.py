@@ -17,10 +17,10 @@ from conformance.worker_pool import WorkerPool
 from examples.dpo import batch_of, learn, read_config, read_pairs
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.data.tokens import tokenizer_folder
-from picotron.trainer import Data, fingerprint
 from tests.support.examples import make_trainer, results, save_model, words
 from tests.support.samples import messages, with_template, write_jsonl
+from workbench.own_loops.trainer import Data, fingerprint
+from workbench.prepare.tokens import tokenizer_folder
 
 BETA, LENGTH = 0.3, 24
 SOME_MARKED = """{%- for message in messages -%}

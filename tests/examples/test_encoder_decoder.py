@@ -15,7 +15,7 @@ from picotron.model.llama import IGNORE_INDEX
 from picotron.model.weights import main_grad
 from picotron.optimizer import AdamW, update_weights
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.schedules.schedules import build, forward_only
+from workbench.schedules.schedules import build, forward_only
 
 V, SEQUENCES, MICRO_BATCHES, STEPS = 17, 24, 6, 3
 TRAINING = make_config().training

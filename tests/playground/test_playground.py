@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from picotron.schedules.schedules import SCHEDULES, build
-from picotron.schedules.simulate import Costs, memory_curves, simulate
-from picotron.schedules.trace import trace_line
 from playground.bridge import call
+from workbench.schedules.schedules import SCHEDULES, build
+from workbench.schedules.simulate import Costs, memory_curves, simulate
+from workbench.schedules.trace import trace_line
 
 
 def ask(function: str, **request: Any) -> Any:

@@ -8,10 +8,10 @@ from transformers import LlamaConfig
 
 from picotron.command_line import parse_config
 from picotron.console import UserError
-from picotron.explain.estimate import rank_memory
-from picotron.pipeline_parallel.engine import check_layout
 from playground.memory import MODEL, MemoryRequest
 from tests.playground.test_playground import ask
+from workbench.explain.memory import rank_memory
+from workbench.pipelines.engine import check_layout
 
 SECTIONS = {
     "distributed": ("tp_", "cp_", "pp_", "dp_", "sequence_parallel"),

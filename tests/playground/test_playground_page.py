@@ -14,10 +14,10 @@ import pytest
 
 from picotron.command_line import load_config
 from picotron.model.model_config import load_model_config
-from picotron.pipeline_parallel.planning import plan_pipeline
 from playground.build import CDN, PYODIDE_FILES, ROOT, python_files
 from playground.build import build as build_page
 from tests.playground.test_playground import ask
+from workbench.pipelines.planning import plan_pipeline
 
 
 @pytest.mark.parametrize(

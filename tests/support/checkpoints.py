@@ -17,8 +17,8 @@ from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.parallelize import build_model, unwrap
-from picotron.pipeline_parallel.planning import plan_pipeline
 from picotron.process_group_manager import setup_process_group_manager
+from workbench.pipelines.planning import plan_pipeline
 
 BATCH = 8  # sequences in a global batch, in every layout
 LAYOUTS: list[dict[str, Any]] = [

@@ -12,8 +12,8 @@ from conformance.oracle import our_model, tiny_llama
 from conformance.training import CPU, all_stages
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.trainer import Data, Trainer
 from tests.support.samples import write_tokenizer
+from workbench.own_loops.trainer import Data, Trainer
 
 
 def save_weights(folder: Path, config: PreTrainedConfig, seed: int = 0) -> None:

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from benchmarks.shapes import SHAPES
 from conformance.oracle import make_config, tiny_llama
 from picotron.config import Config, Distributed
-from picotron.schedules.schedules import SCHEDULES
+from workbench.schedules.schedules import SCHEDULES
 
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 FULL = {"training__activation_checkpointing": "full"}

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from picotron.sweep import slurm
-from picotron.sweep.jobs import Job
+from workbench.sweep import slurm
+from workbench.sweep.jobs import Job
 
 SHELL_SYNTAX = "it's $(touch executed) `touch executed` \"; touch executed; \\ %j & *"
 """a name that creates a file `executed` where a shell command contains it without quotes"""

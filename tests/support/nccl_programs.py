@@ -28,14 +28,15 @@ from picotron.data.rows import TextRows
 from picotron.data_parallel import data_parallel
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
-from picotron.explain.explain import run_step
-from picotron.explain.fake_group import OPERATIONS, call_site
 from picotron.model.weights import Index
-from picotron.pipeline_parallel import pipeline_parallel, recorder
+from picotron.pipeline_parallel import pipeline_parallel
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.metrics import global_mean
 from tests.support.nccl_calls import Compute, Operation, Part, Program, Wait
+from workbench.explain.explain import run_step
+from workbench.explain.fake_group import OPERATIONS, call_site
+from workbench.pipelines import recorder
 
 SmallBuckets = functools.partial(DataParallelBucket, bucket_mb=0.02)  # several for each stage of a tiny model
 SmallSlicedBuckets = functools.partial(DataParallelZero1, bucket_mb=0.02)

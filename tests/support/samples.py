@@ -11,7 +11,7 @@ from conformance.oracle import make_config, tiny_llama
 from picotron.config import Config
 from picotron.data.rows import Samples
 from picotron.data.token_files import map_token_files
-from picotron.data.tokens import train_bpe, write_tokens
+from workbench.prepare.tokens import train_bpe, write_tokens
 
 PROMPTS = {"dataset__prompt_column": "q", "dataset__completion_column": "a"}
 CHAT = {"dataset__messages_column": "chat"}

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from picotron.schedules.schedules import build
-from picotron.schedules.search import fastest_schedule
-from picotron.schedules.simulate import Costs, Timeline, simulate
+from workbench.schedules.schedules import build
+from workbench.schedules.search import fastest_schedule
+from workbench.schedules.simulate import Costs, Timeline, simulate
 
 
 class Case(NamedTuple):

@@ -1,0 +1,268 @@
+"""Buckets: parameters that some ranks do not use, sums in float32, their order and sizes, and steps given up."""
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from conformance.oracle import (
+    assert_close,
+    make_config,
+    tiny_llama,
+)
+from conformance.training import Fails, Failure, full_tensor
+from conformance.worker_pool import WorkerError, WorkerPool
+from picotron.config import Training
+from picotron.console import UserError
+from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
+from picotron.data_parallel.zero1 import DataParallelZero1
+from picotron.data_parallel.zero3 import DataParallelZero3
+from picotron.model.llama import Llama
+from picotron.model.weights import main_grad
+from picotron.optimizer import AdamW, clip_grad_norm
+from picotron.process_group_manager import setup_process_group_manager
+from workbench.explain.fake_group import fake_rank
+
+WRAPPERS = {
+    "naive": DataParallelNaive,
+    "bucket": DataParallelBucket,
+    "zero1": DataParallelZero1,
+}
+
+
+def different_weights(wrapper: str, tp: int, dtype: torch.dtype) -> None:
+    grid = setup_process_group_manager(tp, 1, 1, 2 // tp)
+    module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)).to(dtype)
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, 0.1)
+    module[1].bias.data[1] += grid.global_rank * 2**-8
+    with pytest.raises(UserError, match=r"^1\.bias differs between ranks \[0, 1\]"):
+        {**WRAPPERS, "zero3": DataParallelZero3}[wrapper](module)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "tp", "dtype"),
+    [("bucket", 2, torch.bfloat16), ("zero3", 1, torch.float64)],
+)
+def test_ranks_that_start_with_different_weights_are_an_error(
+    pool: WorkerPool, wrapper: str, tp: int, dtype: torch.dtype
+) -> None:
+    pool.run(different_weights, 2, wrapper, tp, dtype)
+
+
+def run_in_another_layout() -> None:
+    for wrapper in (DataParallelBucket, DataParallelZero3):
+        setup_process_group_manager(1, 1, 1, 2)
+        model = wrapper(nn.Linear(2, 2))
+        setup_process_group_manager(2, 1, 1, 1)
+        with pytest.raises(UserError, match="dp 2 x pp 1 x cp 1 x tp 1 cannot run in dp 1 x pp 1 x cp 1 x tp 2"):
+            model(torch.ones(1, 2))
+        setup_process_group_manager(1, 1, 1, 2)  # a second grid of the same layout is as good as the first
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_model_of_another_layout_is_an_error(pool: WorkerPool) -> None:
+    pool.run(run_in_another_layout, 2)
+
+
+class Branches(nn.Module):
+    """A model that uses `common` and one branch per micro-batch; `never` gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.common = nn.Linear(5, 5, dtype=torch.float64)
+        self.branches = nn.ModuleList(nn.Linear(5, 3, dtype=torch.float64) for _ in range(4))
+        self.never = nn.Linear(2, 2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.branches[branch](self.common(x)).square().mean()
+
+
+# The branch that each rank uses in micro-batches 0, 1, 2. Ranks differ, and some branches are not in the last one.
+ROUTES = [(0, 1, 2), (3, 2, 2)]
+
+
+def inputs(rank: int, i: int) -> torch.Tensor:
+    return torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * rank + i))
+
+
+def branch_gradients(wrapper: str) -> list[torch.Tensor]:
+    rank = setup_process_group_manager(1, 1, 1, 2).dp_rank
+    model = WRAPPERS[wrapper](Branches())
+    for _ in range(2):  # the second step must not depend on the first
+        model.zero_grad()
+        for i in (0, 1, 2):
+            model.require_backward_grad_sync = i == 2
+            model(inputs(rank, i), ROUTES[rank][i]).backward()
+        model.finish_grad_sync()
+    assert all(p.grad is None for p in model.parameters())
+    return [full_tensor(p, "main_grad") for p in model.parameters()]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_parameters_without_gradient_on_some_ranks_are_averaged(pool: WorkerPool, wrapper: str) -> None:
+    model = Branches()
+    for rank in (0, 1):
+        for i in range(3):
+            (model(inputs(rank, i), ROUTES[rank][i]) / 2).backward()
+    expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    for gradients in pool.run(branch_gradients, 2, wrapper):
+        for gradient, right in zip(gradients, expected, strict=True):
+            assert_close(gradient, right)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(5, 5, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(Fails.apply(x) if fails and i == 2 else x).tanh()
+        return x.square().mean()
+
+
+def norms(wrapper: str, how: str) -> list[float]:
+    """Return the gradient norms of two steps, between which a step is given up."""
+    rank = setup_process_group_manager(1, 1, 1, 2).dp_rank
+    model = {**WRAPPERS, "zero3": DataParallelZero3}[wrapper](Chain())
+    optimizer, found = AdamW(model.parameters(), Training(), fused=False), []
+    for step in ("first", *(["given up"] if how else []), "second"):
+        for i in range(2):
+            model.require_backward_grad_sync = i == 1
+            loss = model(
+                inputs(rank, i + len(step)), fails=step == "given up" and how == "last backward fails" and i == 1
+            )
+            if i == 0 and how == "zeroed after the first forward":
+                optimizer.zero_grad()
+            with contextlib.suppress(Failure):
+                loss.backward()
+            if step == "given up" and how == "dropped after a backward":
+                break
+        if step == "given up":
+            (model if how == "dropped before the reduction" else optimizer).zero_grad()
+        else:
+            model.finish_grad_sync()
+            found.append(clip_grad_norm(model, None).item())
+            optimizer.step()
+            if how != "zeroed after the first forward":
+                optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("wrapper", ["bucket", "zero1", "zero3"])
+def test_zero_grad_forgets_a_step_that_was_given_up(pool: WorkerPool, wrapper: str) -> None:
+    expected = pool.run(norms, 2, wrapper, "")
+    for how in (
+        "dropped after a backward", "dropped before the reduction", "last backward fails", "zeroed after the first forward"
+    ):  # fmt: skip
+        assert pool.run(norms, 2, wrapper, how) == expected, how
+
+
+def bfloat16_gradients(wrapper: str) -> tuple[torch.dtype, torch.Tensor]:
+    setup_process_group_manager(1, 1, 1, 2)
+    module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    model = WRAPPERS[wrapper](module)
+    for i in range(300):  # a gradient of 1 each time; in bfloat16 the sum would stop at 256
+        model.require_backward_grad_sync = i == 299
+        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    model.finish_grad_sync()
+    return main_grad(module.weight).dtype, full_tensor(module.weight, "main_grad")
+
+
+@pytest.mark.parametrize("wrapper", ["naive", "bucket"])
+def test_bfloat16_gradients_accumulate_in_float32(pool: WorkerPool, wrapper: str) -> None:
+    for dtype, gradient in pool.run(bfloat16_gradients, 2, wrapper):
+        assert dtype == torch.float32
+        assert gradient.item() == 300
+
+
+def weights_after_changes() -> list[float]:
+    setup_process_group_manager(1, 1, 1, 2)
+    module = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    model = DataParallelZero1(module)
+    optimizer = AdamW(model.parameters(), Training(learning_rate=1e-3, warmup_steps=0, weight_decay=0.0), fused=False)
+    module.load_state_dict({"weight": torch.full((4, 4), 3.0)})
+    for step in range(9):  # an update of 0.001 is less than half of the distance to the next number, 0.0156
+        if step == 1:
+            with torch.no_grad():
+                module.weight[1] = 2.0
+        model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sorted({weight.item() for weight in module.weight.flatten()})
+
+
+def test_weights_that_are_changed_after_the_optimizer_was_made_are_kept(pool: WorkerPool) -> None:
+    assert pool.run(weights_after_changes, 2) == [[1.9921875, 2.984375]] * 2
+
+
+def launches() -> list[str]:
+    """Return the events of one step in order: each layer's backward, each bucket's launch and each wait."""
+    setup_process_group_manager(1, 1, 1, 2)
+    events: list[str] = []
+    layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    for i, layer in enumerate(layers):
+        layer.register_full_backward_hook(lambda *_, i=i: events.append(f"backward {i}"))
+    model = DataParallelBucket(layers, bucket_mb=2 * 64 * 65 * 4 / 2**20)  # two layers fill a bucket
+    for k, bucket in enumerate(model.buckets):
+        launch, wait = bucket.launch, bucket.wait
+        bucket.launch = lambda k=k, launch=launch: (events.append(f"launch {k}"), launch())
+        bucket.wait = lambda k=k, wait=wait: (events.append(f"wait {k}"), wait())
+    model(torch.ones(2, 64, requires_grad=True)).sum().backward()
+    events.append("end of backward")
+    model.finish_grad_sync()
+    return events
+
+
+def test_buckets_are_reduced_during_backward(pool: WorkerPool) -> None:
+    events = pool.run(launches, 2)[0]
+    assert events.index("launch 0") < events.index("backward 1")  # layers 3 and 2 are reduced during 1
+    rest = [e for e in events if not e.startswith("backward")]
+    assert rest == ["launch 0", "launch 1", "end of backward", "wait 0", "wait 1"]
+
+
+def outlives_its_last_reference(wrapper: type[DataParallel]) -> bool:
+    setup_process_group_manager(1, 1, 1, 1)
+    model = wrapper(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    watch = weakref.ref(model.module)
+    del model
+    gc.collect()
+    return watch() is not None
+
+
+@pytest.mark.parametrize("wrapper", [DataParallelBucket, DataParallelZero3])
+def test_unused_model_is_freed(pool: WorkerPool, wrapper: type[DataParallel]) -> None:
+    assert pool.run(outlives_its_last_reference, 1, wrapper) == [False]
+
+
+def two_reductions() -> None:
+    setup_process_group_manager(1, 1, 1, 2)
+    model = DataParallelBucket(nn.Linear(2, 2))
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_second_backward_without_finish_grad_sync_raises(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match=r"UserError: a parameter \[2\] has a second gradient after it was ready"):
+        pool.run(two_reductions, 2)
+
+
+@pytest.mark.parametrize(("dp", "mib"), [(2, 25), (16, 64)])
+def test_buckets_have_a_minimum_size_that_grows_with_the_group(dp: int, mib: int) -> None:
+    config = tiny_llama(hidden_size=1024, intermediate_size=8192, num_attention_heads=8, num_hidden_layers=6)
+    with fake_rank(0, make_config(distributed__dp_size=dp).distributed), torch.device("meta"):
+        model = DataParallelBucket(Llama(config))
+    in_order = [p for bucket in model.buckets for p in bucket.parameters]
+    assert in_order == list(model.parameters())[::-1]
+    sizes = [bucket.buffer.nbytes / 2**20 for bucket in model.buckets]
+    assert len(sizes) > 3
+    assert mib <= min(sizes[:-1])
+    assert max(sizes) < mib + 33  # the largest matrix has 32 MiB, and the vectors before it are in its bucket

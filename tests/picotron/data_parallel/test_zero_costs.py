@@ -1,0 +1,156 @@
+"""Costs of ZeRO: bytes sent and held equal the formulas, and full weights exist only while they are used."""
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import LlamaConfig
+
+from conformance.oracle import make_config, random_rows, tiny_llama
+from conformance.training import CPU, step_of, wrapped
+from conformance.worker_pool import WorkerPool
+from picotron import process_group_manager as pgm
+from picotron.config import Config
+from picotron.data.loader import MicroBatchDataLoader
+from picotron.data_parallel.zero3 import Unit
+from picotron.model.flops import part_parameters
+from tests.workbench.explain.test_explain import total
+from workbench.explain.explain import Step, run_rank, run_stages
+from workbench.pipelines.planning import plan_pipeline
+
+MICRO_BATCHES, LAYERS = 3, 4
+MODEL = tiny_llama(num_hidden_layers=LAYERS)
+LAYER, EMBEDDING, HEAD = part_parameters(MODEL)
+ALL = EMBEDDING + LAYERS * LAYER + HEAD
+
+
+@pytest.fixture(autouse=True)
+def _no_grid_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pgm, "process_group_manager", None)
+
+
+def config_of(engine: str, **layout: Any) -> Config:
+    keys = {key if "__" in key else f"distributed__{key}": value for key, value in layout.items()}
+    keys |= {"training__gradient_accumulation_steps": MICRO_BATCHES, "distributed__dp_engine": engine}
+    return make_config(**{"model__dtype": "bfloat16"} | keys)
+
+
+def step_of_engine(engine: str, **layout: Any) -> Step:
+    config = config_of(engine, **layout)
+    return run_stages(config, MODEL, plan_pipeline(config, MODEL))[0]
+
+
+def sent(step: Step) -> int:
+    """Bytes that a rank sends for gradients and weights."""
+    everything, scalars = (total(step, "cp_dp", lambda each: each.sent, **which) for which in ({}, {"shape": ()}))
+    return everything - scalars
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_bytes_sent_equal_the_formulas(n: int) -> None:
+    """Layers are gathered twice per micro-batch, except the last one, whose backward follows its forward."""
+    weights_gathered = EMBEDDING + (2 * LAYERS - 1) * LAYER + HEAD
+    expected = {
+        "bucket": (4 + 4) * ALL,
+        "zero1": (4 + 2) * ALL,
+        "zero3": MICRO_BATCHES * (2 * weights_gathered + 4 * ALL),
+    }
+    for engine, full in expected.items():
+        step = step_of_engine(engine, dp_size=n)
+        assert sent(step) == pytest.approx(full * (n - 1) / n, rel=0.001)  # buffers are padded
+        assert sent(step) == sent(step_of_engine(engine, cp_size=n // 2, dp_size=2)), "cp ranks count like dp ranks"
+
+
+@pytest.mark.parametrize(("n", "dtype", "bytes_each"), [(2, "bfloat16", (2, 4, 12)), (8, "float32", (4, 4, 8))])
+def test_bytes_held_equal_the_formulas(n: int, dtype: str, bytes_each: tuple[int, int, int]) -> None:
+    weight, gradient, optimizer = (size * ALL for size in bytes_each)
+    expected = {
+        "bucket": (weight, gradient, optimizer),
+        "zero1": (weight, gradient, optimizer / n),
+        "zero3": (weight / n, gradient / n, optimizer / n),
+    }
+    for engine, sizes in expected.items():
+        step = step_of_engine(engine, dp_size=n, model__dtype=dtype)
+        assert (step.weights, step.gradients, step.optimizer) == pytest.approx(sizes, rel=0.001)
+
+
+def test_weights_are_gathered_once_per_step_in_a_pipeline() -> None:
+    config = config_of("zero3", dp_size=2, pp_size=2)
+    for step in run_stages(config, MODEL, plan_pipeline(config, MODEL)):
+        parameters = 2 * step.parameters  # of which this rank holds half
+        assert total(step, "cp_dp", lambda each: each.size, operation="all-gather") == 2 * parameters
+        reduced = total(step, "cp_dp", lambda each: each.size, operation="reduce-scatter")
+        assert reduced == MICRO_BATCHES * 4 * parameters
+
+
+@pytest.mark.parametrize(
+    ("engine", "pp", "tied"),
+    [("zb_h1", 4, False), ("zbv", 2, True)],
+)
+def test_every_unit_is_reduced_once_per_micro_batch(engine: str, pp: int, tied: bool) -> None:
+    """Also if gradients of norms come earlier than others. A tied matrix is used twice by rank 0 of a V."""
+    config = make_config(
+        distributed__dp_engine="zero3",
+        distributed__dp_size=2,
+        distributed__pp_size=pp,
+        distributed__pp_engine=engine,
+        training__gradient_accumulation_steps=(micro_batches := 8),
+        model__dtype="bfloat16",
+    )
+    model_config = LlamaConfig(**MODEL.to_dict() | {"tie_word_embeddings": tied})
+    plan = plan_pipeline(config, model_config)
+    for rank in range(pp):
+        step = run_rank(rank, config, model_config, plan)
+        reduced = total(step, "cp_dp", lambda each: each.size, operation="reduce-scatter")
+        assert reduced == micro_batches * 4 * 2 * step.parameters  # of which this rank holds half
+
+
+def full_weights(config: Config, model_config: LlamaConfig) -> tuple[int, int]:
+    """Return the most bytes of full weights that exist at the same time in a step, and those after the step."""
+    model, most = wrapped(config, model_config), 0
+    start_gather = Unit.start_gather
+
+    def existing() -> int:
+        return sum(unit.full.untyped_storage().nbytes() for unit in model.units)
+
+    def watched(unit: Unit) -> None:
+        nonlocal most
+        start_gather(unit)
+        most = max(most, existing())
+
+    assert existing() == 0
+    with mock.patch.object(Unit, "start_gather", watched):
+        step_of(config, model_config)(model, MicroBatchDataLoader(random_rows(config), config, CPU))
+    return most, existing()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_full_weights_of_two_units_exist_at_the_same_time(pool: WorkerPool, checkpointing: str) -> None:
+    """Those of the unit that computes and of the one after it, in forward and in backward."""
+    config = config_of("zero3", dp_size=2, model__dtype="float64", training__activation_checkpointing=checkpointing)
+    for most, after in pool.run(full_weights, 2, config, MODEL):
+        assert most == 8 * (LAYER + max(LAYER, EMBEDDING, HEAD))
+        assert after == 0
+
+
+def graphs_of_compiled_layers(config: Config) -> dict[str, int]:
+    """Run two steps with compiled layers. Returns torch's counters of graphs and graph breaks."""
+    torch._dynamo.reset()
+    counters.clear()
+    with mock.patch("torch.compile", functools.partial(torch.compile, backend="eager")):
+        model = wrapped(config, MODEL)
+    step, loader = step_of(config, MODEL), MicroBatchDataLoader(random_rows(config), config, CPU)
+    for _ in range(2):
+        step(model, loader)
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": counters["graph_break"].total()}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_all_layers_share_one_compiled_graph_and_the_loss_has_another(pool: WorkerPool, checkpointing: str) -> None:
+    """The hooks that gather weights are not compiled."""
+    keys = {"training__compile": True, "training__activation_checkpointing": checkpointing}
+    config = config_of("zero3", dp_size=2, model__dtype="float64", **keys)
+    assert pool.run(graphs_of_compiled_layers, 2, config) == [{"graphs": 2, "breaks": 0}] * 2

@@ -1,0 +1,197 @@
+"""The model: logits and gradients equal those of transformers' LlamaForCausalLM with the same weights, in float64."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from conformance.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama, with_exact_norms
+from picotron.config import Model
+from picotron.console import UserError
+from picotron.model import weights
+from picotron.model.families import FAMILIES, differences
+from picotron.model.flops import model_cost
+from picotron.model.llama import rope
+from picotron.model.model_config import check_supported, load_model_config
+from picotron.model.weights import ALL, initial_weights
+from workbench.pipelines.engine import check_layout
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.randint(61, (3, 24), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1], ids[:, 1:], torch.arange(7, 30).expand(3, -1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_equal_transformers(family: str) -> None:
+    config = tiny_llama(family)
+    ours = our_model(config)
+    theirs = oracle_model(config, ours.state_dict())
+    ids, targets, position_ids = batch()
+    logits = ours(ids, position_ids)
+    expected = theirs(input_ids=ids, position_ids=position_ids, use_cache=False).logits
+    assert_close(logits, expected, what="logits")
+    for each in (logits, expected):
+        F.cross_entropy(each.flatten(0, 1), targets.flatten()).backward()
+    their_gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    assert their_gradients.keys() == {name for name, _ in ours.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        assert_close(parameter.grad, their_gradients[name], what=name)
+
+
+def test_shards_are_slices_of_the_same_initial_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank draws only the tiles that its shard overlaps."""
+    monkeypatch.setattr(weights, "TILE", 8)
+    name, shape = "model.embed_tokens.weight", torch.Size([37, 21])
+    draw = initial_weights(tiny_llama(pad_token_id=20), seed=3)
+    full = draw(name, shape, ())
+    assert full[20].count_nonzero() == 0
+    last = initial_weights(tiny_llama(pad_token_id=-1, vocab_size=37), seed=3)(name, shape, ())
+    assert [row.count_nonzero().item() for row in last[-2:]] == [21, 0]
+    assert len({full[i, j].item() for i in range(0, 37, 8) for j in range(0, 21, 8)}) == 5 * 3
+    for first, last in itertools.combinations((0, 3, 8, 19, 20, 21, 24, 37), 2):
+        assert torch.equal(draw(name, shape, (slice(first, last),)), full[first:last])
+    for first, last in itertools.combinations((0, 5, 8, 21), 2):
+        assert torch.equal(draw(name, shape, (ALL, slice(first, last))), full[:, first:last])
+    drawn: list[int] = []
+    normal = torch.normal
+    monkeypatch.setattr(
+        torch, "normal", lambda *args, **kwargs: (drawn.append(args[2].numel()), normal(*args, **kwargs))[1]
+    )
+    draw(name, shape, (slice(8, 16),))
+    assert sum(drawn) == 8 * 21
+
+
+def test_initial_weights_have_the_distribution_of_transformers() -> None:
+    config = tiny_llama(hidden_size=128, intermediate_size=256, vocab_size=500, initializer_range=0.02, pad_token_id=7)
+    draw = initial_weights(config, seed=3)
+    weight = draw("model.embed_tokens.weight", torch.Size([500, 128]), ())
+    assert weight.mean().abs() < 4 * 0.02 / weight.numel() ** 0.5
+    assert (weight.std() / 0.02 - 1).abs() < 0.02
+    assert weight[7].count_nonzero() == 0
+    assert torch.equal(draw("model.norm.weight", torch.Size([9]), ()), torch.ones(9))
+    assert torch.equal(draw("model.layers.0.mlp.up_proj.bias", torch.Size([9]), ()), torch.zeros(9))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_key_value_heads", 3, r"num_key_value_heads=3 .* use one of \[1, 2, 4\]"),
+        ("hidden_act", "relu", "hidden_act='relu'"),
+        ("quantization_config", {"quant_method": "awq"}, "quantization_config="),
+        ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "rope_type='dynamic'"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "factor=0.5"),
+    ],
+)
+def test_check_supported_rejects_unsupported_settings(key: str, value: Any, message: str) -> None:
+    config = tiny_llama()
+    setattr(config, key, value)  # afterwards, because the constructor of LlamaConfig rejects some of these values
+    with pytest.raises(UserError, match=message):
+        check_supported(config)
+
+
+def test_load_model_config_reads_a_folder_and_applies_overrides(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    plain = load_model_config(Model(name=str(tmp_path)))
+    assert (plain.num_hidden_layers, plain.num_key_value_heads, plain.head_dim) == (3, 2, 8)
+    changed = load_model_config(Model(name=str(tmp_path), num_hidden_layers=5, num_key_value_heads=4))
+    assert (changed.num_hidden_layers, changed.num_key_value_heads) == (5, 4)
+    # Without head_dim in config.json, the head size is hidden_size / num_attention_heads, also with an override.
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}'
+    )
+    assert load_model_config(Model(name=str(tmp_path), num_attention_heads=8)).head_dim == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("not json", "has no readable config.json"),
+        ('{"model_type": "gpt2"}', "model_type='gpt2'"),
+        ('{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}', "30.*not a multiple"),
+    ],
+)
+def test_load_model_config_rejects_unusable_folders(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_model_config(Model(name=str(tmp_path)))
+
+
+SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "linear in type": {"rope_theta": 100.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "llama3 in rope_parameters": {"rope_parameters": LLAMA3},
+    "llama3, original length at the top": {
+        "rope_theta": 100.0,
+        "rope_scaling": {"rope_type": "llama3", **SCALED},
+        "original_max_position_embeddings": 16,
+    },
+    "two values of theta": {"rope_theta": 100.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "a key without effect": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2]}},
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_rope_of_a_config_file_equals_transformers(spelling: str, tmp_path: Path) -> None:
+    """Both read the file themselves."""
+    keys = tiny_llama().to_dict()
+    del keys["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(keys | SPELLINGS[spelling]))
+    theirs = with_exact_norms(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).double())
+    ours = our_model(load_model_config(Model(name=str(tmp_path))))
+    ours.load_state_dict(theirs.state_dict())
+    ids = torch.randint(61, (2, 48), generator=torch.Generator().manual_seed(1))
+    assert_close(ours(ids), theirs(input_ids=ids, use_cache=False).logits, what="logits")
+
+
+@pytest.mark.parametrize("changes", [{}, {"rope_parameters": LLAMA3}], ids=["default", "llama3"])
+def test_rotary_angles_of_distant_positions_equal_transformers(changes: dict[str, Any]) -> None:
+    config = tiny_llama(**changes)
+    position_ids = torch.arange(2**17)[None]
+    expected = LlamaRotaryEmbedding(config)(torch.zeros(1), position_ids)
+    for ours, theirs in zip(rope(config, position_ids), expected, strict=True):
+        assert torch.equal(ours[:, :, 0], theirs[..., : config.head_dim // 2])
+
+
+def test_window_is_accepted_where_it_cannot_act(tmp_path: Path) -> None:
+    """transformers' logits are those without a window up to its length, and differ beyond it."""
+    config = tiny_llama("mistral", sliding_window=12)
+    model = our_model(config)
+    ids = batch()[0]
+    for length, same in ((12, True), (13, False)):
+        expected = oracle_model(config, model.state_dict())(input_ids=ids[:, :length], use_cache=False).logits
+        assert torch.allclose(model(ids[:, :length]), expected, rtol=1e-9) == same
+    check_layout(make_config(training__seq_length=12), config)
+    with pytest.raises(UserError, match=r"seq_length=13 .* sliding_window=12"):
+        check_layout(make_config(training__seq_length=13), config)
+
+
+@pytest.mark.parametrize(("key", "layers"), [("layer_types", 5), ("no_rope_layers", 2)])
+def test_number_of_layers_can_be_changed_beside_a_list_of_layers(tmp_path: Path, key: str, layers: int) -> None:
+    tiny_llama("smollm3", num_hidden_layers=3).save_pretrained(tmp_path)
+    assert len(json.loads((tmp_path / "config.json").read_text())[key]) == 3
+    config = load_model_config(Model(name=str(tmp_path), num_hidden_layers=layers))
+    assert len(getattr(config, key)) == config.num_hidden_layers == layers
+    assert differences(config).unrotated == tuple(range(1, layers, 2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_as_many_as_in_transformers(family: str) -> None:
+    config = tiny_llama(family)
+    parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+    assert model_cost(config, 16).parameters == parameters

@@ -1,0 +1,233 @@
+"""Errors and hangs that concern other ranks are reported in one sentence, a signal shows where a process is, and freed
+memory is kept.
+"""
+
+import datetime
+import os
+import platform
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from conformance.oracle import make_config, tiny_llama
+from conformance.worker_pool import WorkerPool
+from picotron.config import Config
+from picotron.console import UserError
+from picotron.run import launch
+from picotron.run.launch import check_same_config, init_process_group, missing_ranks, sentence_of, set_up_device
+from tests.support.program import TORCHRUN
+from workbench.pipelines.engine import check_model
+
+COUNT_FAULTS = """
+import resource, sys, torch
+from picotron.run.launch import keep_freed_memory
+if "keep" in sys.argv:
+    keep_freed_memory()
+for step in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(2**20 + 4096 * step * i) for i in range(25)]  # over 100 MiB, of other sizes in each step
+    del tensors
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def with_config_of_its_own(*changes: dict[str, Any]) -> str:
+    try:
+        check_same_config(make_config(**changes[dist.get_rank()]))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_configs_are_an_error(pool: WorkerPool) -> None:
+    """Replicas that start from other weights, or update them otherwise, would train without an error."""
+    for error in pool.run(with_config_of_its_own, 2, {}, {"training__seed": 7}):
+        assert "rank 1 has training.seed=7, but rank 0 has 42" in error
+    other_places = {"dataset__name": "/elsewhere", "checkpoint__save_dir": "/there", "environment__OMP_NUM_THREADS": 3}
+    assert pool.run(with_config_of_its_own, 2, {}, other_places) == ["", ""]
+    starts = [{"checkpoint__load_path": f"latest or /{name}"} for name in ("one", "two")]
+    assert pool.run(with_config_of_its_own, 2, *starts) == ["", ""]
+    assert (
+        "rank 1 has checkpoint.load_path='latest or a folder', but"
+        in pool.run(with_config_of_its_own, 2, {}, starts[1])[0]
+    )
+
+
+def with_files_of_its_own(*configs: Config) -> str:
+    config = configs[dist.get_rank()]
+    try:
+        check_same_config(config, *check_model(config))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_files_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
+    """Files of one name, on machines of their own: another model or another schedule would train without an error."""
+    models = [{}, {"rms_norm_eps": 0.1}, {"initializer_range": 0.5}]
+    for i, changes in enumerate(models):
+        tiny_llama(**changes).save_pretrained(tmp_path / f"model {i}")
+    for i, order in enumerate(("1F0,1F1", "1F1,1F0")):
+        (tmp_path / f"{i}.csv").write_text(f"0F0,0F1,0B0,0B1\n{order},1B0,1B1\n")
+    keys = {"distributed__pp_size": 2, "training__gradient_accumulation_steps": 2}
+    names = ["model 0 0.csv", "model 1 0.csv", "model 2 0.csv", "model 0 1.csv"]
+    configs = [
+        make_config(model__name=f"{tmp_path}/{name[:7]}", distributed__pp_engine=f"csv:{tmp_path}/{name[8:]}", **keys)
+        for name in names
+    ]
+    found = [pool.run(with_files_of_its_own, 2, configs[0], config) for config in configs]
+    assert found[0] == ["", ""]
+    starts = ("the model's rms_norm_eps=0.1, but", "the model's initializer_range=0.5, but", "the schedule's SHA-256='")
+    for texts, start in zip(found[1:], starts, strict=True):
+        assert texts == [texts[0]] * 2
+        assert texts[0].startswith(f"rank 1 has {start}")
+        assert texts[0].endswith("; copy the same files to all machines")
+
+
+def call_alone(group: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+def wait_for_others() -> str | None:
+    """Let rank 0 call a collective that rank 1 does not call. Returns the sentence of rank 0."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        return None
+    try:
+        call_alone(group)
+    except RuntimeError as error:
+        return missing_ranks(error)
+    raise AssertionError("the collective succeeded on one rank")
+
+
+def test_a_rank_that_waits_in_vain_says_where(pool: WorkerPool) -> None:
+    sentence, nothing = pool.run(wait_for_others, 2)
+    assert sentence is not None
+    assert nothing is None
+    assert sentence.startswith("timed out: other ranks did not reach call_alone (tests/picotron/run/test_launch.py:")
+    assert "), called by wait_for_others (tests/picotron/run/test_launch.py:" in sentence
+
+
+def test_own_errors_are_not_taken_for_those_of_others() -> None:
+    for error in (ValueError("Timed out waiting for a friend"), RuntimeError("out of memory"), OSError("by peer")):
+        assert missing_ranks(error) is None
+
+
+def test_a_rank_that_lost_its_peer_names_itself_as_the_consequence() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("writev [::1]:2: Broken pipe")
+    assert "another rank has ended" in str(missing_ranks(caught.value))
+
+
+class Killed(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.processes
+def test_a_killed_data_worker_is_one_sentence() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        next(iter(DataLoader(Killed(), num_workers=1, multiprocessing_context="fork")))
+    sentence = sentence_of(caught.value)
+    assert sentence is not None
+    assert sentence.startswith("a process that reads data has ended (DataLoader worker (pid")
+    assert "use fewer dataset.num_workers" in sentence
+
+
+def torchrun(*words: str) -> tuple[str, list[str]]:
+    """Run a program as two processes, which fails. Returns its standard error, and the report in its last lines."""
+    command = [*TORCHRUN, "2", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 1
+    lines = done.stderr.rstrip().splitlines()
+    return done.stderr, lines[lines.index("Root Cause (first observed failure):") :]
+
+
+@pytest.mark.processes
+def test_torchrun_ends_with_the_error_of_the_user() -> None:
+    """The error is printed by one rank, and again in torchrun's report, below its traceback."""
+    output, report = torchrun("train.py", "--config", "template/base_config.json")
+    assert output.count("needs 8 processes, but 2 started") == 2
+    assert "needs 8 processes, but 2 started" in report[-2]
+
+
+@pytest.mark.processes
+def test_sigusr2_prints_the_stack_and_the_process_continues() -> None:
+    program = (
+        "import signal; from picotron.run.launch import set_up_logging; set_up_logging()\n"
+        "def here(): signal.raise_signal(signal.SIGUSR2)\n"
+        "here(); print('continues')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "continues\n"
+    assert 'File "<string>", line 2 in here' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, None)],
+    ids=str,
+)
+def test_gpu_memory_grows_in_place_unless_the_user_has_settings(
+    environment: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(index))
+    real = torch._C._accelerator_setAllocatorSettings
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: calls.append(text) or real(text))
+    assert set_up_device(make_config(distributed__use_cpu=False)) == torch.device("cuda", 0)
+    assert calls == ([] if expected is None else [expected]) + [0]  # before the device gets its first memory
+
+
+@pytest.mark.parametrize("with_torchrun", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "device", "expected"),
+    [
+        (None, torch.device("cuda", 0), torch.device("cuda", 0)),
+        ("gloo", torch.device("cuda", 0), None),
+        (None, torch.device("cpu"), None),
+    ],
+)
+def test_only_nccl_is_bound_to_its_device(
+    backend: str | None,
+    device: torch.device,
+    expected: torch.device | None,
+    with_torchrun: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if with_torchrun:
+        monkeypatch.setenv("RANK", "0")
+    with mock.patch.object(dist, "init_process_group") as init, mock.patch.object(launch, "check_same_config"):
+        init_process_group(make_config(distributed__backend=backend, distributed__use_cpu=False), device)
+    assert init.call_args.args == (backend or ("nccl" if device.type == "cuda" else "gloo"),)
+    assert init.call_args.kwargs["device_id"] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    """Without the setting, the third step takes 100 MiB from the kernel again, page by page."""
+    faults = [
+        int(subprocess.run([sys.executable, "-c", COUNT_FAULTS, word], capture_output=True, check=True).stdout)
+        for word in ("default", "keep")
+    ]
+    assert faults[1] < faults[0] / 5

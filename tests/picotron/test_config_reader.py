@@ -1,0 +1,87 @@
+"""Reading a config from files (including those of other trainers) and the command line; its schema and its help."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from picotron.command_line import json_schema, leaf_keys, load_config, parse_config
+from picotron.console import UserError
+from tests.picotron.test_config import MINIMAL, changed
+
+# what Hugging Face's picotron has, and this config does not
+OTHER_TRAINERS = {
+    "model": {"name": "HuggingFaceTB/SmolLM-360M-Instruct", "num_hidden_layers": 16, "use_fused_adam": True},
+    "training": {"micro_batch_size": 32, "num_samples": 400000, "max_tokens": None},
+    "dataset": {"name": "roneneldan/TinyStories", "subset_name": None, "num_workers": 0, "num_proc": 4},
+    "checkpoint": {"save_dir": "ckpt", "save_frequency": 300, "load_path": ""},
+    "environment": {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "FLASH_ATTEN": "1",
+        "HF_TOKEN": "hf_abcdefghijklmnop",
+    },
+}
+
+
+def write(folder: Path, data: object) -> str:
+    """Write a config file, and return its path."""
+    path = folder / "config.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no config given"),
+        (["--config", "FILE", "--training.seed", "--training.seq_length", "8"], r"--training\.seed needs a value"),
+        (["--config", "FILE", "--seed", "1"], "unexpected argument '--seed'"),
+        (["--config", "FILE", "extra"], "unexpected argument without a key"),
+    ],
+)
+def test_command_line_rejects_bad_arguments(tmp_path: Path, arguments: list[str], message: str) -> None:
+    path = write(tmp_path, MINIMAL)
+    with pytest.raises(UserError, match=message):
+        load_config([path if word == "FILE" else word for word in arguments])
+
+
+def test_overrides_have_the_types_of_their_keys(tmp_path: Path) -> None:
+    config = load_config([
+        "--config", write(tmp_path, MINIMAL), "--training.learning_rate", "1e-3", "--distributed.use_cpu=true",
+        "--model.name", "some/folder", "--training.max_grad_norm", "null", "--checkpoint.save_dir=a=b", "--logging.run_name", "42",
+    ])  # fmt: skip
+    assert config.training.learning_rate == 1e-3
+    assert config.distributed.use_cpu is True
+    assert (config.model.name, config.training.max_grad_norm) == ("some/folder", None)
+    assert config.checkpoint.save_dir == "a=b"
+    assert config.logging.run_name == "42"
+
+
+def test_config_of_another_trainer_loads_with_warnings_and_without_its_secret(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = parse_config(json.loads(json.dumps(OTHER_TRAINERS)))
+    assert [line.split(" ")[0].split("=")[0] for line in caplog.messages] == [
+        "environment.TOKENIZERS_PARALLELISM",
+        "environment.FLASH_ATTEN",
+        "environment.HF_TOKEN",
+    ]
+    assert config.model.num_hidden_layers == 16
+    assert config.environment.OMP_NUM_THREADS == 1
+    assert "hf_abc" not in caplog.text + config.model_dump_json()
+    with pytest.raises(UserError) as error:  # an error does not print the value of a misspelt key either
+        parse_config(changed(environment__HFTOKEN="hf_abcdefghijklmnop"))
+    assert "hf_abc" not in str(error.value)
+
+
+def test_schema_file_is_up_to_date() -> None:
+    written = json.loads(Path("template/config.schema.json").read_text())
+    assert written == json.loads(json.dumps(json_schema())), "out of date; run `make schema`"
+
+
+def test_help_lists_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"--{key} " in text for key in leaf_keys())

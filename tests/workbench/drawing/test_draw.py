@@ -1,0 +1,170 @@
+"""Drawings show the simulated or measured timeline as text, picture, page and trace, and on the command line."""
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from picotron.console import UserError
+from workbench.drawing import __main__ as drawing
+from workbench.drawing.draw import as_trace
+from workbench.drawing.draw_svg import CURVE, LEFT, as_page, as_svg
+from workbench.drawing.draw_text import as_text
+from workbench.schedules.schedule_csv import read_csv
+from workbench.schedules.schedules import SCHEDULES, build
+from workbench.schedules.simulate import Costs, Timeline, peak_activations, simulate
+from workbench.schedules.trace import read_trace, trace_line, trace_path
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def timeline_of(name: str, pp: int = 3, micro_batches: int = 5) -> Timeline:
+    return simulate(build(name, pp, micro_batches))
+
+
+def write_trace(run_dir: Path, step: int, timeline: Timeline) -> None:
+    """Write the lines of all ranks out of order, as concurrent ranks can."""
+    lines = [trace_line(rank, span) for rank, spans in enumerate(timeline.spans) for span in spans]
+    trace_path(run_dir, step).write_text("\n".join(reversed(lines)) + "\n")
+
+
+def run(*arguments: object) -> None:
+    drawing.main([str(argument) for argument in arguments])
+
+
+# ----------------------------------------------------------------------------------------------------------- text
+
+
+def test_text_shows_names_if_they_fit() -> None:
+    assert as_text(timeline_of("1f1b", 3, 4)).splitlines()[:-1] == [
+        "pp 0  0F0 0F1 0F2 ................0B0---- 0F3 0B1---- ....0B2---- ....0B3----",
+        "      ▃▃▃▃▆▆▆▆████████████████████████████████████████▆▆▆▆▆▆▆▆▆▆▆▆▃▃▃▃▃▃▃▃▃▃▃",
+        "pp 1  ....1F0 1F1 ........1B0---- 1F2 1B1---- 1F3 1B2---- ....1B3---- ........",
+        "          ▃▃▃▃▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▃▃▃▃▃▃▃▃▃▃▃▃",
+        "pp 2  ........2F0 2B0---- 2F1 2B1---- 2F2 2B2---- 2F3 2B3---- ................",
+        "              ▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃",
+        "time  0                   5                   10                  15",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- pictures and pages
+
+
+def test_svg_has_a_rectangle_for_every_action_and_a_memory_curve() -> None:
+    timeline = timeline_of("dualpipev")
+    root = ElementTree.fromstring(as_svg(timeline, width=1000))
+    scale = (1000 - LEFT - 12) / timeline.step_time
+    expected = [
+        (f"{action}, pp rank {rank}, {start:.6g} to {end:.6g}", LEFT + start * scale, (end - start) * scale)
+        for rank, spans in enumerate(timeline.spans)
+        for action, start, end in spans
+        for _ in action.parts
+    ]
+    rectangles = [each for each in root.iter(f"{SVG}rect") if each.get("class") == "action"]
+    for rectangle, (title, x, width) in zip(rectangles, expected, strict=True):
+        assert rectangle.findtext(f"{SVG}title") == title
+        assert float(rectangle.get("x", "")) == pytest.approx(x, abs=0.01)
+        assert float(rectangle.get("width", "")) == pytest.approx(width, abs=0.01)
+    peaks = [peak_activations(program) / 2 for program in timeline.programs]
+    for peak, polygon in zip(peaks, root.iter(f"{SVG}polygon"), strict=True):
+        heights = [float(point.split(",")[1]) for point in polygon.get("points", "").split()]
+        assert max(heights) - min(heights) == pytest.approx(CURVE * peak / max(peaks), abs=0.02)
+
+
+# ---------------------------------------------------------------------------------------------------------- traces
+
+
+def test_chrome_trace_has_an_event_for_every_action() -> None:
+    timeline = timeline_of("dualpipev", 2, 5)
+    events = json.loads(as_trace(timeline))["traceEvents"]
+    found = [(e["tid"] // 2, e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"]
+    assert found == [(rank, str(a), s, e) for rank, spans in enumerate(timeline.spans) for a, s, e in spans]
+
+
+def test_trace_round_trip_keeps_the_timeline(tmp_path: Path) -> None:
+    old, new = (simulate(build("dualpipev", 3, m), Costs(F=0.0123456789, p2p=0.001)) for m in (4, 7))
+    write_trace(tmp_path, 99, old)
+    write_trace(tmp_path, 100, new)
+    assert read_trace(tmp_path) == (100, new)
+    assert read_trace(tmp_path, 99) == (99, old)
+    with pytest.raises(UserError, match=r"step 4; .*\[99, 100\]"):
+        read_trace(tmp_path, 4)
+    with pytest.raises(UserError, match="trace_steps"):
+        read_trace(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ('{"rank": 1, "action": "0F0", "start": 0, "end": 1}', r"incomplete: .*\[1\]"),
+        ('{"rank": 0, "action": "0R", "start": 0, "end": 1}', "no forward or backward"),
+        ("nonsense", "line 1 is 'nonsense'"),
+        ('{"rank": 0, "action": "0F0", "start": 2, "end": 1}', "line 1"),
+        ('{"rank": 0, "action": "0F0", "start": NaN, "end": 1}', "line 1"),
+    ],
+)
+def test_malformed_traces_are_refused(content: str, part: str, tmp_path: Path) -> None:
+    trace_path(tmp_path, 5).write_text(content)
+    with pytest.raises(UserError, match=part):
+        read_trace(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- command line
+
+
+def test_draw_writes_every_format(tmp_path: Path) -> None:
+    timeline = simulate(build("zbv", 3, 4), Costs(weights=[0.5] * 6, p2p=0.25))
+    for suffix, expected in (
+        ("svg", as_svg(timeline)),
+        ("json", as_trace(timeline)),
+        ("html", as_page("Pipeline schedules", {"zbv, pp=3, micro_batches=4, chunks=2": timeline})),
+    ):
+        run("schedule", "zbv", "--pp", 3, "--micro_batches", 4, "--p2p", 0.25, "--out", tmp_path / f"out.{suffix}")
+        assert (tmp_path / f"out.{suffix}").read_text() == expected
+    run("schedule", "zbv", "--pp", 3, "--micro_batches", 4, "--out", tmp_path / "out.csv")
+    assert [list(program) for program in read_csv(tmp_path / "out.csv").programs] == timeline.programs
+
+
+def test_draw_prints_all_schedules_files_and_measured_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("all")
+    assert capsys.readouterr().out.count("bubble") == len(SCHEDULES)
+    (tmp_path / "own.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    run("csv", tmp_path / "own.csv")
+    assert "own.csv, pp=2, micro_batches=1, chunks=1\npp 0  0F0 " in capsys.readouterr().out
+    write_trace(tmp_path, 7, timeline_of("1f1b", 2, 2))
+    run("measured", tmp_path)
+    assert f"{tmp_path}, step 7, in seconds\npp 0  0F0 0F1 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        ("schedule zb_h1 --pp 2 --micro_batches 4 --activations 10 30 --deferred 0.5", "by pp rank 20 45"),
+        ("schedule afab --pp 2 --micro_batches 4 --transfer 2 --p2p 0.5", "step time 35"),
+        ("search --pp 2 --micro_batches 4 --memory 1 --deferred 3 --chunks 1", "peak activations by pp rank 1 1"),
+        ("generation --pp 2 --tokens 3", "step time 7, bubble 14.3%"),
+    ],
+)
+def test_options_change_the_result(arguments: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(*arguments.split())
+    assert printed in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ("schedule 1f1b --activations 1 2", "--activations has 2 sizes"),
+        ("csv nowhere.csv", "'nowhere.csv'"),
+        ("schedule 1f1b --out a.gif", r"--out a\.gif"),
+        ("schedule 1f1b --out nowhere/a.svg", r"--out nowhere/a\.svg"),
+        ("schedule 1f1b --memory 2", "--memory 2"),  # an option without effect
+        ("schedule 1f1b --p2p 1e308", "--p2p: '1e308'"),
+        ("search --memory 2 --chunks 1 --activations 1 2", "--activations: not allowed with argument --chunks"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        run(*arguments.split())
+    assert re.search(part, f"{exit.value}\n{capsys.readouterr().err}")

@@ -1,0 +1,82 @@
+"""The scoreboard of schedules: hand-worked figures, bounds that hold, errors in one sentence, and valid entries."""
+
+from pathlib import Path
+
+import pytest
+
+from docs.programs.scoreboard import FOLDER, read_entry
+from picotron.console import UserError
+from workbench.drawing import __main__ as drawing
+from workbench.drawing.score import MESSAGES, TIMES, Score, Setting, bound, published, ranking, settings
+from workbench.schedules.actions import Schedule
+from workbench.schedules.checker import check
+from workbench.schedules.schedule_csv import as_csv
+from workbench.schedules.schedules import build
+
+
+def written(schedule: Schedule, folder: Path) -> Path:
+    path = folder / "own.csv"
+    path.write_text(as_csv(schedule.programs))
+    return path
+
+
+def test_ranking_by_hand() -> None:
+    """Each rank works for 8 x 3. To this, 1F1B adds 3 (p - 1), ZB-H1 p - 1, ZB-V and ZB-H1 with two stages half of it,
+    and V-Min (4 p - 5) / 2. (AFAB holds 8 micro-batches, interleaved 1F1B and DualPipeV hold more than 4.)
+    """
+    setting = Setting(4, 8, "p", 0.0, "equal")
+    assert ranking(setting, published(setting)) == [
+        Score(1, "zb_h1 (v 2)", 25.5, pytest.approx(1.5 / 25.5), 4),
+        Score(1, "zbv (v 2)", 25.5, pytest.approx(1.5 / 25.5), 4),
+        Score(3, "zb_h1 (v 1)", 27, pytest.approx(3 / 27), 4),
+        Score(4, "v_min (v 2)", 29.5, pytest.approx(5.5 / 29.5), 2),
+        Score(5, "1f1b (v 1)", 33, pytest.approx(9 / 33), 4),
+    ]
+
+
+def test_bound_by_hand() -> None:
+    """The last rank starts after three forwards of a half, and works for 8 x 3. In a third of the memory, there is room
+    for one micro-batch. In a V with 8 stages, the first one holds it for 4 forwards, 4 backwards and a W of a half, the
+    last one for 1.5, and each holds half of it: (8.5 + 1.5) / 2 = 5 for each of 8 micro-batches.
+    """
+    assert bound(Setting(4, 8, "p", 0.0, "equal")) == 1.5 + 8 * 3
+    assert bound(Setting(4, 8, "p", 0.1, "equal")) == pytest.approx(1.5 + 0.3 + 8 * 3)
+    assert bound(Setting(4, 8, "p/3", 0.0, "equal")) == 1.5 + 8 * 5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "part"),
+    [
+        (build("1f1b", 2, 4), "no setting has pp=2 and micro_batches=4"),
+        (build("afab", 4, 16), "up to 16 micro-batches"),
+    ],
+)
+def test_other_programs_are_refused(schedule: Schedule, part: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=f"error: .*{part}"):
+        drawing.main(["score", str(written(schedule, tmp_path))])
+
+
+def check_entry(path: Path) -> None:
+    entry = read_entry(path)
+    check(entry.schedule)
+    pp, micro_batches = map(int, path.stem.split("_")[-2:])
+    claimed = [setting for setting in settings(pp, micro_batches) if setting.memory == entry.memory]
+    assert len(claimed) == len(MESSAGES) * len(TIMES)
+    assert all(setting.admits(entry.schedule) for setting in claimed)
+    assert entry.name
+    assert entry.author
+    assert entry.link.startswith("https://")
+
+
+def test_entries_fit_the_settings_that_they_claim() -> None:
+    for path in FOLDER.glob("*.csv"):
+        check_entry(path)
+
+
+def test_entries_need_their_description(tmp_path: Path) -> None:
+    (tmp_path / "mine_4_8.csv").write_text(as_csv(build("v_min", 4, 8).programs))
+    (tmp_path / "mine.json").write_text('{"name": "mine"}')
+    with pytest.raises(UserError, match=r"mine_4_8.csv needs .*mine.json"):
+        read_entry(tmp_path / "mine_4_8.csv")
+    (tmp_path / "mine.json").write_text('{"name": "a", "author": "b", "link": "https://c", "memory": "p/2"}')
+    check_entry(tmp_path / "mine_4_8.csv")

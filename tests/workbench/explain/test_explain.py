@@ -1,0 +1,209 @@
+"""`train.py --explain`: memory and traffic equal those of a real run and of the formulas."""
+
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+
+import train
+from conformance.oracle import make_config, random_rows, tiny_llama
+from conformance.training import CPU, layout_name, step_of, wrapped
+from conformance.worker_pool import WorkerPool
+from picotron import process_group_manager as pgm
+from picotron.config import Config
+from picotron.data.loader import MicroBatchDataLoader
+from picotron.model.llama import Llama
+from workbench.explain.explain import Step, run_rank, run_stages, run_step
+from workbench.explain.fake_group import Message, message
+from workbench.pipelines.planning import plan_pipeline
+
+LAYERS, B, T, D = 3, 2, 16, 32  # of tiny_llama and make_config
+
+
+@pytest.fixture(autouse=True)
+def _no_grid_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pgm, "process_group_manager", None)
+
+
+def config_of(micro_batches: int = 4, **layout: Any) -> Config:
+    keys = {key if "__" in key else f"distributed__{key}": value for key, value in layout.items()}
+    return make_config(training__gradient_accumulation_steps=micro_batches, **keys)
+
+
+def explained(config: Config, model_config: LlamaConfig) -> list[Step]:
+    return run_stages(config, model_config, plan_pipeline(config, model_config))
+
+
+# -------------------------------------------------------------------------------------------- comparison with real runs
+
+
+NAMES = {
+    "allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter",
+    "alltoall_base_": "all-to-all", "send": "send", "recv_": "receive",
+}  # fmt: skip
+
+
+class Watch(TorchDispatchMode):
+    """Counter of all torch.distributed operations, whichever code calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: Counter[Message] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            name = NAMES[function._schema.name.removeprefix("c10d::")]
+            group = dist.ProcessGroup.unbox(next(each for each in args if isinstance(each, torch.ScriptObject)))
+            self.messages[message(name, args, group, sys._getframe(1))] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def really(config: Config, model_config: LlamaConfig) -> tuple[int, Step]:
+    """Run one real step. Returns the pp rank of this process and its step."""
+    model = wrapped(config, model_config)
+    loader = MicroBatchDataLoader(random_rows(config), config, CPU)
+    with Watch() as watch:
+        step = run_step(model, loader, config, step_of(config, model_config))
+    return pgm.process_group_manager.pp_rank, step._replace(messages=watch.messages)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp_size": 2, "tp_size": 2, "sequence_parallel": True},
+        {"cp_size": 2, "pp_size": 2, "pp_engine": "zb_h1"},
+        {"dp_size": 2, "cp_size": 2, "cp_engine": "ulysses", "cp_sharding": "contiguous"},
+        {"tp_size": 4},
+    ],
+    ids=layout_name,
+)
+def test_explain_equals_a_real_run(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    """The layouts include tied embeddings, activation checkpointing, and key/value heads shared by two tp ranks."""
+    config, model_config = config_of(2, **layout), tiny_llama(tie_word_embeddings="sequence_parallel" in layout)
+    if "tp_size" in layout:
+        training = config.training.model_copy(update={"activation_checkpointing": "full"})
+        config = config.model_copy(update={"training": training})
+    expected = explained(config, model_config)
+    for pp_rank, step in pool.run(really, 4, config, model_config):
+        assert step == expected[pp_rank]
+
+
+def test_ranks_of_a_stage_have_identical_steps() -> None:
+    config = config_of(1, dp_size=2, cp_size=2, pp_size=2, tp_size=2, sequence_parallel=True, cp_sharding="contiguous")
+    model_config = tiny_llama(num_hidden_layers=2)  # the vocabulary of 61 is padded on tp rank 1
+    plan = plan_pipeline(config, model_config)
+    steps = [run_rank(rank, config, model_config, plan) for rank in range(16)]
+    for rank, step in enumerate(steps):
+        assert step == steps[rank // 4 % 2 * 4]
+    assert steps[0] != steps[4]
+
+
+# ------------------------------------------------------------------------------------------------------------- formulas
+
+
+def total(step: Step, axis: str, value: Any = lambda each: 1, **fields: Any) -> int:
+    """Sum a value over the messages on an axis that have these fields."""
+    return sum(
+        value(each) * times
+        for each, times in step.messages.items()
+        if each.axis == axis and all(getattr(each, name) == field for name, field in fields.items())
+    )
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_parallel_traffic_equals_the_formulas(tp: int) -> None:
+    """Shoeybi et al. 2019: four all-reduces per layer, two for embedding and head, 3 numbers per token for the loss.
+
+    Korthikanti et al. 2022: with sequence parallelism, an all-gather and a reduce-scatter replace each all-reduce, and
+    each layer has two more all-gathers.
+    """
+    m, whole = 4, (B, T, D)
+    (plain,) = explained(config_of(m, tp_size=tp), tiny_llama())
+    assert total(plain, "tp", shape=whole, operation="all-reduce") == m * (4 * LAYERS + 2)
+    assert total(plain, "tp", lambda each: each.size, call_site="cross_entropy.py Softmax.of") == m * 3 * B * T * 8
+    (split,) = explained(config_of(m, tp_size=tp, sequence_parallel=True), tiny_llama())
+    shards = (B * tp, T // tp, D)  # their layout in memory
+    assert total(split, "tp", shape=shards, operation="all-gather") == m * (6 * LAYERS + 2)
+    assert total(split, "tp", shape=shards, operation="reduce-scatter") == m * (4 * LAYERS + 2)
+    for step, shape, of_a_layer in ((plain, whole, 8), (split, shards, 10)):
+        sent = total(step, "tp", lambda each: each.sent, shape=shape)
+        assert sent == m * (of_a_layer * LAYERS + 4) * B * T * D * 8 * (tp - 1) // tp
+
+
+@pytest.mark.parametrize("layout", [{"dp_size": 4}, {"dp_size": 2, "cp_size": 2}, {"dp_size": 2, "pp_size": 3}])
+def test_every_gradient_is_averaged_once(layout: dict[str, Any]) -> None:
+    for step in explained(config_of(3, **layout), tiny_llama()):
+        numbers = total(step, "cp_dp", lambda each: each.size) - total(step, "cp_dp", lambda each: each.size, shape=())
+        assert numbers == step.gradients == step.weights == 8 * step.parameters
+
+
+@pytest.mark.parametrize(
+    ("engine", "boundaries"),
+    [
+        ("1f1b", 2),
+        ("interleaved_1f1b", 5),
+        ("zbv", 4),
+    ],
+)
+def test_pipelines_send_each_micro_batch_forward_and_backward(engine: str, boundaries: int) -> None:
+    """Messages cross each boundary between two ranks. The middle boundary of a V is within one rank, so it has none."""
+    m = 3
+    steps = explained(config_of(m, pp_size=3, pp_engine=engine), tiny_llama(num_hidden_layers=6))
+    for operation in ("send", "receive"):
+        assert sum(total(step, "pp", operation=operation) for step in steps) == 2 * m * boundaries
+
+
+@pytest.mark.parametrize(
+    ("engine", "operation", "times"),
+    [
+        ("ring", "send", 3 + 3 + 4),  # keys and values in forward and backward; their gradients also return home
+        ("all_gather", "all-gather", 1 + 1),
+        ("all_gather", "reduce-scatter", 1),
+        ("ulysses", "all-to-all", 4 + 4),  # q, k, v and the output; then their gradients
+    ],
+)
+def test_context_parallel_traffic_equals_the_formulas(engine: str, operation: str, times: int) -> None:
+    m, cp, model_config = 3, 4, tiny_llama(num_key_value_heads=4)
+    (step,) = explained(config_of(m, cp_size=cp, cp_engine=engine), model_config)
+    assert total(step, "cp", operation=operation) == m * LAYERS * times
+    part = B * T // cp * D * 8  # a shard of q, k, v or the output
+    whole = {"ring": 2 * part, "all_gather": cp * 2 * part, "ulysses": part}[engine]
+    assert {each.size for each in step.messages if each.axis == "cp"} == {whole}
+
+
+@pytest.mark.parametrize(("dtype", "sizes"), [("float64", (8, 8, 16)), ("bfloat16", (2, 4, 12))])
+def test_memory_of_a_rank_equals_the_formulas(dtype: str, sizes: tuple[int, int, int]) -> None:
+    config, model_config = config_of(pp_size=3), tiny_llama(num_hidden_layers=4)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    steps = explained(config, model_config)
+    assert [step.layers for step in steps] == [1, 2, 1]
+    for step in steps:
+        assert (step.weights, step.gradients, step.optimizer) == tuple(n * step.parameters for n in sizes)
+    with torch.device("meta"):
+        assert sum(step.parameters for step in steps) == sum(p.numel() for p in Llama(model_config).parameters())
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+def test_explain_prints_a_layout_of_4096_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This runs on one process, without GPUs or data, and writes nothing."""
+    monkeypatch.setattr(train, "set_up_logging", lambda: None)
+    sizes = {"dp": 64, "pp": 4, "cp": 2, "tp": 8}
+    layout = [word for axis, size in sizes.items() for word in (f"--distributed.{axis}_size", str(size))]
+    more = ["--distributed.use_cpu", "false", "--dataset.name", "nowhere", "--checkpoint.save_dir", "/nowhere"]
+    more += ["--distributed.pp_engine", "afab", "--model.num_key_value_heads", "4", "--training.compile", "true"]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--explain", "--config", "template/base_config.json", *layout, *more])
+    train.main()
+    rows = {tuple(line.split()) for line in capsys.readouterr().out.splitlines()}
+    (found,) = (row for row in rows if row[1:] and row[1] == "RowParallelLinear.forward")
+    assert found[2:] == ("tp", "8", "all-reduce", "float32", "2", "x", "128", "x", "128", "128", "KiB", "8", "8", "8")
+    within = [row for row in rows if "within" in row and "tp" in row]
+    assert {row[4] for row in within if row[1] == "sum_partial_gradients"} == {"2"}  # two ranks share a key/value head

@@ -1,0 +1,108 @@
+"""`train.py --explain` and its options: what is played, JSON, memory that fits or does not, and hardware."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import train
+from conformance.oracle import tiny_llama
+from picotron.command_line import parse_command_line
+from picotron.console import UserError
+from tests.workbench.explain.test_explain import config_of
+from workbench.explain.explain import run_rank, run_stages
+from workbench.explain.hardware import fits, usable
+from workbench.explain.measure import find_hardware
+from workbench.pipelines.planning import plan_pipeline
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout"),
+    [
+        ("1f1b", {"pp_size": 4, "tp_size": 2, "sequence_parallel": True}),
+        pytest.param("zbv", {"pp_size": 3, "dp_size": 2, "dp_engine": "zero3"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_brief_steps_equal_full_ones(engine: str, layout: dict[str, Any]) -> None:
+    """`run_stages` plays only pp ranks that differ, with few micro-batches; here, all are played with all."""
+    config, model_config = config_of(9, pp_engine=engine, **layout), tiny_llama(num_hidden_layers=10)
+    plan = plan_pipeline(config, model_config)
+    per_stage = config.distributed.cp_size * config.distributed.tp_size
+    full = [run_rank(rank * per_stage, config, model_config, plan) for rank in range(config.distributed.pp_size)]
+    assert run_stages(config, model_config, plan) == full
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    with mock.patch.object(sys, "argv", ["train.py", "--explain", "--json", "--config", *words]):
+        train.main()
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def _no_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "set_up_logging", lambda *_: None)
+
+
+@pytest.mark.usefixtures("_no_logging")
+def test_json_has_the_numbers_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    base, bf16 = "template/base_config.json", ("--model.dtype", "bfloat16")
+    found = as_json(capsys, base, *bf16, "--hardware", "H100")
+    for rank in found["ranks"]:
+        assert rank["weights"] == 2 * rank["parameters"]
+        parts = rank["weights"] + rank["gradients"] + rank["optimizer"] + rank["activations"]
+        assert parts < rank["peak"] < 2 * parts
+    assert sum(found["seconds"].values()) == pytest.approx(found["step_time"])
+    assert found["tokens_per_second"] == pytest.approx(2 * 2 * 4 * 256 / found["step_time"])
+    assert 0 < found["mfu"] < 1
+    without = as_json(capsys, base, *bf16)
+    assert without["step_time"] is None
+    assert without["messages"] == found["messages"]
+    assert 0 < without["bubble"] < 1
+
+
+def test_a_plan_leaves_memory_for_what_the_estimate_leaves_out() -> None:
+    """The CUDA context, the buffers of NCCL and fragmentation."""
+    assert fits(0.91 * 80, 80)
+    assert not fits(0.93 * 80, 80)
+    assert usable(79.1) == "92 % of 79.1 GiB"
+
+
+@pytest.mark.parametrize("option", [["--gib", "80"], ["--hardware", "H100"], ["--json"]])
+def test_options_of_explain_need_it(option: list[str]) -> None:
+    with pytest.raises(UserError, match="needs --explain"):
+        parse_command_line(["--config", "template/base_config.json", *option])
+
+
+@pytest.mark.usefixtures("_no_logging")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("B300", "none of H100, "), ("mine.json", "cannot read mine.json"), ("this", "no CUDA device")],
+)
+def test_unknown_hardware_is_rejected(name: str, message: str) -> None:
+    words = ["train.py", "--explain", "--config", "template/base_config.json", "--hardware", name]
+    with (
+        mock.patch.object(sys, "argv", [*words, "--distributed.use_cpu", "false"]),
+        pytest.raises(UserError, match=message),
+    ):
+        train.main()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_rates_of_this_machine_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = config_of(1)
+    start = time.perf_counter()
+    measured = find_hardware("this", config)
+    assert time.perf_counter() - start < 60
+    assert measured.cores == len(os.sched_getaffinity(0))
+    assert 1e9 < measured.products["float32"] < 1e12
+    assert 0.05 < measured.attention < 2
+    with mock.patch("subprocess.run", side_effect=AssertionError("measured again")):
+        assert find_hardware("this", config) == measured

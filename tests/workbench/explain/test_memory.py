@@ -1,0 +1,176 @@
+"""Estimates of memory, checked against the bytes that models, optimizers and autograd hold."""
+
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from conformance.oracle import make_config, random_rows, tiny_llama
+from conformance.worker_pool import WorkerPool
+from picotron import process_group_manager as pgm
+from picotron.config import Config
+from picotron.data.loader import MicroBatchDataLoader
+from picotron.model.weights import initial_weights
+from picotron.optimizer import AdamW
+from picotron.parallelize import build_model
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.tensor_parallel.cross_entropy import LinearCrossEntropy, chunk_tokens
+from workbench.explain.memory import layer_bytes, loss_chunk, rank_memory, sizes
+from workbench.pipelines.engine import check_layout, make_train_step
+from workbench.pipelines.planning import plan_pipeline
+
+CPU = torch.device("cpu")
+
+
+class SavedBytes:
+    """Counter of the bytes that autograd saves for backward. Each storage counts once, with the bytes it has when the
+    next tensor is saved or read: selective recomputation empties storages.
+
+    Args:
+        model: module whose weights do not count. (ZeRO-3 replaces them by gathered ones while modules run.)
+
+    Attributes:
+        current: bytes saved now.
+        peak: maximum of `current`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.uses: Counter[int] = Counter()
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.peak = 0
+
+    @property
+    def current(self) -> int:
+        return sum(self.storages[key].nbytes() for key, uses in self.uses.items() if uses)
+
+    def pack(self, tensor: Tensor) -> Any:
+        self.peak = max(self.peak, self.current)
+        storage = tensor.untyped_storage()
+        weights = (weight for module in self.model.modules() for weight in module._parameters.values())
+        if any(storage._cdata == w.untyped_storage()._cdata for w in weights if w is not None) or storage.nbytes() == 0:
+            return tensor
+        return SavedTensor(self, tensor)
+
+    def unpack(self, saved: Any) -> Tensor:
+        self.peak = max(self.peak, self.current)
+        return saved.tensor if isinstance(saved, SavedTensor) else saved
+
+
+class SavedTensor:
+    """A tensor that counts from now until autograd releases it."""
+
+    def __init__(self, counter: SavedBytes, tensor: Tensor) -> None:
+        self.counter, self.tensor, storage = counter, tensor, tensor.untyped_storage()
+        self.key = storage._cdata
+        counter.storages[self.key] = storage
+        counter.uses[self.key] += 1
+
+    def __del__(self) -> None:
+        self.counter.uses[self.key] -= 1
+        if self.counter.uses[self.key] == 0:
+            del self.counter.storages[self.key], self.counter.uses[self.key]
+
+
+class CountedPair(tuple):
+    """A pair of tensors with an attribute, which exists as long as the pair."""
+
+    counters: list[Any]
+
+
+def count_gradients_of_loss(saved: SavedBytes) -> Any:
+    """Let `saved` count what the loss keeps from forward to backward without autograd, which the hooks do not see."""
+    forward = LinearCrossEntropy.forward
+
+    def forward_and_count(ctx: Any, *arguments: Any) -> Tensor:
+        loss = forward(ctx, *arguments)
+        ctx.gradients = CountedPair(ctx.gradients)
+        ctx.gradients.counters = [saved.pack(tensor) for tensor in ctx.gradients]
+        saved.peak = max(saved.peak, saved.current)
+        return loss
+
+    return mock.patch.object(LinearCrossEntropy, "forward", staticmethod(forward_and_count))
+
+
+def measure_rank(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
+    """Run a training step. Returns the bytes that this rank holds afterwards, and the peak of its activations."""
+    layout, dtype = config.distributed, getattr(torch, config.model.dtype)
+    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    plan = plan_pipeline(config, model_config)
+    model = build_model(config, model_config, plan, CPU, dtype, initial_weights(model_config, config.training.seed))
+    parameters = list(model.parameters())
+    optimizer = AdamW(parameters, config.training, fused=True)
+    step = make_train_step(config, plan, CPU, dtype)
+    saved = SavedBytes(model)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), count_gradients_of_loss(saved):
+        step(model, MicroBatchDataLoader(random_rows(config, vocab_size=model_config.vocab_size), config, CPU))
+    assert saved.current == 0
+    optimizer.step()
+    weights, gradients = model.bytes_held()
+    return {
+        "rank": pgm.process_group_manager.pp_rank,
+        "parameters": weights // dtype.itemsize,
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": sum(tensor.nbytes for p in parameters for tensor in optimizer.state_of(p).values()),
+        "activations": saved.peak,
+    }
+
+
+MODEL = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 127,
+}
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [  # changes of the config, changes of the model
+    ({"model__dtype": "float32"}, {"tie_word_embeddings": True}),
+    ({"model__dtype": "bfloat16", "distributed__tp_size": 2}, {"num_key_value_heads": 1}),
+    ({"distributed__tp_size": 2, "distributed__sequence_parallel": True}, {"attention_bias": True, "mlp_bias": True}),
+    ({"distributed__cp_size": 2, "model__dtype": "bfloat16"}, {}),
+    ({"distributed__cp_size": 2, "distributed__cp_engine": "ulysses"}, {"family": "qwen2"}),
+    ({"distributed__tp_size": 2, "model__dtype": "bfloat16"}, {"family": "qwen3", "num_key_value_heads": 1}),
+    ({"distributed__pp_size": 2, "distributed__pp_engine": "1f1b"}, {"tie_word_embeddings": True}),
+    ({"training__activation_checkpointing": "full", "distributed__pp_size": 2, "distributed__pp_keep_activations": 1}, {}),
+    ({"training__activation_checkpointing": "selective", "distributed__tp_size": 2, "distributed__sequence_parallel": True}, {}),
+    ({"training__activation_checkpointing": "selective", "distributed__pp_size": 2, "distributed__pp_engine": "zbv"}, {}),
+    ({"model__use_flash_attention": False, "model__dtype": "bfloat16"}, {}),
+    ({"distributed__dp_size": 2, "distributed__dp_engine": "zero3", "model__dtype": "bfloat16"}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "model"), CASES, ids=str)
+def test_estimated_memory_matches_measured_bytes(
+    pool: WorkerPool, changes: dict[str, Any], model: dict[str, Any]
+) -> None:
+    config = make_config(training__seq_length=64, training__gradient_accumulation_steps=5, **changes)
+    model_config = tiny_llama(num_hidden_layers=4, **MODEL | model)
+    estimates = rank_memory(config, model_config, check_layout(config, model_config))
+    for measured in pool.run(measure_rank, config.distributed.world_size, config, model_config):
+        estimate = estimates[measured["rank"]]
+        padding = 0.001 if config.distributed.dp_engine.startswith("zero") else 0
+        for field in ("parameters", "weights", "gradients", "optimizer"):
+            assert getattr(estimate, field) == pytest.approx(measured[field], rel=padding, abs=0), field
+        assert estimate.activations == pytest.approx(measured["activations"], rel=0.02)
+
+
+def test_layer_bytes_on_a_gpu_follow_the_formula_of_the_docstring() -> None:
+    """Measured bytes are those of the CPU, where norms are not fused. This checks the formula for a GPU in bfloat16."""
+    config = make_config(distributed__use_cpu=False, model__dtype="bfloat16")
+    model = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+    D, heads, kv, F = 4096, 32 * 128, 8 * 128, 14336
+    per_token = 2 * (4 * D + 2 * heads + 2 * kv + 4 * F) + 4 * (2 + 32)
+    assert layer_bytes(config, sizes(config, model)) == 2 * 16 * per_token
+
+
+@pytest.mark.parametrize("vocabulary", [127, 128256])
+@pytest.mark.parametrize("use_cpu", [True, False])
+def test_estimated_chunks_are_those_of_the_loss(use_cpu: bool, vocabulary: int) -> None:
+    config = make_config(distributed__use_cpu=use_cpu)
+    device = "cpu" if use_cpu else "cuda"
+    assert loss_chunk(config, sizes(config, tiny_llama(vocab_size=vocabulary))) == chunk_tokens(device, vocabulary)

@@ -1,0 +1,249 @@
+"""Times of a step by formulas: FLOPs and bytes are those that other code counts, and published runs are met."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.forecast import RUNS, by_kind, rows
+from conformance.oracle import make_config, tiny_llama
+from conformance.training import layout_name
+from picotron.console import UserError
+from picotron.model.flops import model_cost
+from workbench.explain.explain import run_stages
+from workbench.explain.forecast_errors import ERRORS
+from workbench.explain.hardware import HARDWARE, Hardware, read_hardware
+from workbench.explain.step_time import Clock, Forecast, forecast
+from workbench.pipelines.planning import plan_pipeline
+from workbench.schedules.order import run_order
+
+MODEL = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+ONLY_LINKS = Hardware(  # computations and latencies take no time, so that nothing hides a message: seconds are bytes
+    name="links", peak=0.0, gib=1.0, products={"bfloat16": 1e30, "float64": 1e30}, attention=1.0, attention_backward=1.0,
+    memory=1e30, link=1.0, network=1.0, latency=0.0, network_latency=0.0, layer_launch=0.0, step_launch=0.0,
+    step_wait=0.0, contention=0.0,
+)  # fmt: skip
+ONLY_PRODUCTS = dataclasses.replace(ONLY_LINKS, products={"float64": 1.0}, link=1e30, network=1e30)
+
+
+def times(hardware: Hardware, model: dict[str, Any] | None = None, **changes: Any) -> Forecast:
+    config, model_config = make_config(**changes), tiny_llama(**MODEL | (model or {}))
+    return forecast(config, model_config, plan_pipeline(config, model_config), hardware)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp_size": 2},
+        {"tp_size": 4, "sequence_parallel": True, "checkpointing": "full"},
+        {"cp_size": 2, "checkpointing": "full"},
+        {"cp_size": 2, "cp_engine": "all_gather"},
+        {"cp_size": 4, "cp_engine": "ulysses"},
+        {"dp_size": 4, "dp_engine": "naive"},
+        {"dp_size": 4, "dp_engine": "zero3"},
+        {"dp_size": 2, "cp_size": 2, "tp_size": 2, "sequence_parallel": True, "dp_engine": "zero1"},
+    ],
+    ids=layout_name,
+)
+def test_bytes_that_nothing_hides_are_those_of_the_played_step(layout: dict[str, Any]) -> None:
+    """The played step also sends three numbers per token for the loss, norms of gradients and the like: here, they are
+    left out.
+    """
+    keys = {f"distributed__{key}": value for key, value in layout.items() if key != "checkpointing"}
+    keys |= {"training__activation_checkpointing": layout.get("checkpointing", "none")}
+    keys |= {"training__gradient_accumulation_steps": 2}
+    config, model_config = make_config(model__dtype="bfloat16", **keys), tiny_llama(**MODEL)
+    plan = plan_pipeline(config, model_config)
+    found = forecast(config, model_config, plan, ONLY_LINKS).seconds
+    (step,) = run_stages(config, model_config, plan)
+    small = ("Softmax.of", "clip_grad_norm", "max_over_ranks", "global_mean", "sum_partial_gradients")
+    sent = {"tp": 0.0, "cp": 0.0, "cp_dp": 0.0}
+    for message, count in step.messages.items():
+        if not message.call_site.endswith(small):
+            sent[message.axis] += message.sent * count
+    assert found.tp == pytest.approx(sent["tp"], rel=0.01)
+    assert found.cp == pytest.approx(sent["cp"], rel=0.01)
+    assert found.dp == pytest.approx(sent["cp_dp"], rel=0.03)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_flops_are_those_of_the_model(recomputed: bool) -> None:
+    """Fused causal attention takes half of the FLOPs that MFU counts in forward (2 T H d instead of 4), and 5 T H d
+    instead of 8 in backward, where it computes the scores again.
+    """
+    T, sequences = 16, 2 * 4
+    changes = {"training__activation_checkpointing": "full" if recomputed else "none"}
+    found = times(ONLY_PRODUCTS, training__gradient_accumulation_steps=4, **changes)
+    model = tiny_llama(**MODEL)
+    attention, layers = 64 * T, model.num_hidden_layers
+    expected = model_cost(model, T).flops - layers * (12 - 7) * attention
+    expected -= 6 * (2 * layers + 1) * 64  # MFU counts the weights of norms
+    if recomputed:  # forward again without down_proj, a third of the MLP
+        layer = 64 * (64 * 2 + 32 * 2) + 2 * 64 * model.intermediate_size
+        expected += layers * (2 * layer + 2 * attention)
+    assert found.seconds.compute == pytest.approx(expected * T * sequences, rel=1e-6)
+    assert found.step_time == pytest.approx(found.seconds.compute, rel=1e-6)
+
+
+def test_bubble_and_messages_of_a_pipeline_follow_the_formulas() -> None:
+    """Equal stages of 1F1B idle for (p - 1)/(m + p - 1) of a step. In ring order, p - 1 messages delay the first
+    micro-batch on its way there, and as many on its way back.
+    """
+    pipeline = {"distributed__pp_size": 4, "training__gradient_accumulation_steps": 8, "distributed__pp_engine": "1f1b"}
+    found = times(ONLY_PRODUCTS, {"vocab_size": 1}, **pipeline)
+    assert found.seconds.bubble / found.step_time == pytest.approx(3 / 11, rel=0.02)
+    message = 2 * 16 * 64 * 8
+    slow = dataclasses.replace(ONLY_PRODUCTS, link=message / (0.01 * found.step_time))  # a message: 1 % of a step
+    assert times(slow, {"vocab_size": 1}, **pipeline).seconds.pp >= 0.06 * found.step_time * (1 - 1e-9)
+
+
+def test_a_tied_embedding_is_summed_over_the_first_and_the_last_stage() -> None:
+    keys = {"distributed__pp_size": 2, "training__gradient_accumulation_steps": 4, "model__dtype": "bfloat16"}
+    tied, untied = (times(ONLY_LINKS, {"tie_word_embeddings": tied}, **keys).seconds.dp for tied in (True, False))
+    model = tiny_llama(**MODEL)
+    assert (tied, untied) == (4 * model.vocab_size * model.hidden_size, 0)
+    in_a_v = times(ONLY_LINKS, {"tie_word_embeddings": True}, **keys, distributed__pp_engine="zbv")
+    assert in_a_v.seconds.dp == 0  # rank 0 has both
+
+
+@pytest.mark.parametrize("engine", ["bucket", "zero3"])
+def test_a_rank_with_both_uses_of_a_tied_matrix_sends_it_once(engine: str) -> None:
+    keys = {"distributed__pp_size": 2, "distributed__dp_size": 2, "training__gradient_accumulation_steps": 4}
+    keys |= {"distributed__pp_engine": "zbv", "distributed__dp_engine": engine, "model__dtype": "bfloat16"}
+    sizes = MODEL | {"tie_word_embeddings": True, "vocab_size": 512}
+    config, model_config = make_config(**keys), tiny_llama(**sizes)
+    steps = run_stages(config, model_config, plan_pipeline(config, model_config))
+    small = ("clip_grad_norm", "max_over_ranks", "global_mean")
+    sent = [
+        sum(
+            m.sent * count
+            for m, count in step.messages.items()
+            if m.axis == "cp_dp" and not m.call_site.endswith(small)
+        )
+        for step in steps
+    ]
+    found = times(ONLY_LINKS, sizes, **keys).seconds.dp
+    assert found == pytest.approx(max(sent), rel=0.05)  # a message of the pipeline hides some bytes
+
+
+def test_messages_between_nodes_use_one_network_card() -> None:
+    keys = {"distributed__pp_size": 4, "training__gradient_accumulation_steps": 4, "model__dtype": "bfloat16"}
+    nodes = dataclasses.replace(ONLY_LINKS, node=2)
+    assert times(nodes, **keys).seconds.pp == times(dataclasses.replace(nodes, link=1e30), **keys).seconds.pp > 0
+
+
+def test_messages_hide_behind_computation() -> None:
+    """A reduction of the gradients takes 400 P here, of which the backward of 128 P hides most of its own time."""
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1}  # several buckets
+    both = dataclasses.replace(ONLY_PRODUCTS, link=0.03)
+    exposed = times(both, wide, distributed__dp_size=4)
+    alone = times(dataclasses.replace(ONLY_LINKS, link=0.03), wide, distributed__dp_size=4).seconds.dp
+    assert alone - 0.7 * exposed.seconds.compute < exposed.seconds.dp < alone - 0.6 * exposed.seconds.compute
+    assert times(both, wide, distributed__dp_size=4, distributed__dp_engine="naive").seconds.dp == pytest.approx(alone)
+    fast = dataclasses.replace(both, link=1.0)  # hidden, except for the last bucket
+    assert times(fast, wide, distributed__dp_size=4).seconds.dp < 0.5 * alone * 0.03
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    fixed = dataclasses.replace(ONLY_LINKS, step_launch=1.0, step_wait=10.0, link=1e30, network=1e30)
+    assert times(fixed).seconds.optimizer == pytest.approx(1.0)
+    assert times(fixed, distributed__dp_size=2).seconds.optimizer == pytest.approx(11.0)
+
+
+def test_groups_across_nodes_use_the_network() -> None:
+    """tp 8 in nodes of 8 uses the links; in nodes of 4, the ring crosses nodes through four network cards."""
+    link = dataclasses.replace(ONLY_LINKS, link=1e9, network=1e6)
+    layout = {"distributed__tp_size": 8, "distributed__sequence_parallel": True}
+    model = {"num_key_value_heads": 8}
+    inside = times(link, model, **layout).seconds.tp
+    across = times(dataclasses.replace(link, node=4), model, **layout).seconds.tp
+    assert across == pytest.approx(inside * 1e9 / 4e6)
+
+
+def test_ranks_share_the_cores_of_a_machine() -> None:
+    """On one core, four data-parallel ranks take four times as long as one of them; on four cores, as long as one."""
+    alone = times(dataclasses.replace(ONLY_PRODUCTS, cores=1)).step_time
+    for cores, expected in ((1, 4.0), (2, 2.0), (4, 1.0), (8, 1.0)):
+        hardware = dataclasses.replace(ONLY_PRODUCTS, cores=cores)
+        assert times(hardware, distributed__dp_size=4).step_time == pytest.approx(expected * alone)
+
+
+# ------------------------------------------------------------------------------------------------------------- hardware
+
+
+def test_hardware_of_ones_own_begins_with_that_of_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"like": "H100", "network": 1e9, "name": "mine"}))
+    assert read_hardware(path) == dataclasses.replace(HARDWARE["H100"], network=1e9, name="mine")
+    path.write_text(json.dumps(dataclasses.asdict(HARDWARE["A100"])))
+    assert read_hardware(path) == HARDWARE["A100"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "'attention' is missing"),
+        ({"like": "H1000"}, 'like="H1000"'),
+        ({"like": "H100", "latency": -1}, "latency=-1"),
+        ({"like": "H100", "gib": float("nan")}, "gib=NaN"),
+        ({"like": "H100", "products": {"bfloat16": 0}}, "products.bfloat16=0"),
+        ({"like": "H100", "node": 0, "speed": 1}, "2 problems:"),
+    ],
+)
+def test_invalid_hardware_is_rejected(tmp_path: Path, data: dict[str, Any], message: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError) as error:
+        read_hardware(path)
+    assert message in str(error.value)
+
+
+def test_a_dtype_without_a_rate_is_rejected() -> None:
+    with pytest.raises(UserError, match="no rate of products in float32, only in bfloat16, float64"):
+        times(ONLY_LINKS, model__dtype="float32")
+
+
+# ------------------------------------------------------------------------------------------------------- published runs
+
+
+@pytest.mark.slow
+def test_errors_of_published_runs_are_those_of_the_table() -> None:
+    held_out = by_kind([row for row in rows(RUNS) if not row.run["calibration"]])
+    assert held_out.keys() == ERRORS.keys()
+    for kind, each in held_out.items():
+        assert each == pytest.approx(ERRORS[kind], abs=0.0006), kind
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.4])
+def test_hidden_messages_of_zero3_slow_the_computation_that_hides_them(fraction: float) -> None:
+    keys = {"distributed__dp_size": 4, "distributed__dp_engine": "zero3"}
+    sent = times(ONLY_LINKS, **keys).seconds.dp
+    fast = dataclasses.replace(ONLY_PRODUCTS, link=1.0, contention=fraction)  # all messages are hidden
+    found = times(fast, **keys).seconds
+    assert found.compute > 10 * sent
+    assert found.dp == pytest.approx(fraction * times(ONLY_LINKS, model__dtype="float64", **keys).seconds.dp)
+
+
+@pytest.mark.parametrize(("engine", "keep"), [("1f1b", 1), ("zbv", 4)])
+def test_only_the_micro_batches_that_recompute_take_longer(engine: str, keep: int) -> None:
+    """The last rank sets the pace of a pipeline whose first rank recomputes most, so the mean is not enough."""
+    changes = {
+        "distributed__pp_size": 4,
+        "distributed__pp_engine": engine,
+        "distributed__pp_keep_activations": keep,
+        "training__gradient_accumulation_steps": 16,
+        "training__activation_checkpointing": "full",
+    }
+    config, model = make_config(**changes), tiny_llama(**MODEL | {"num_hidden_layers": 8})
+    plan = plan_pipeline(config, model)
+    clocks = [Clock(config, model, ONLY_PRODUCTS, float(keeps)) for keeps in (False, True)]
+    free, arrivals = [0.0] * 4, list[float]()
+    for rank, action, sources, receivers in run_order(plan.schedule):
+        kept, parts = plan.kept_activations(rank), action.parts
+        times = [clocks[part[1:] in kept].work(plan.stages[part.stage], part.kind) for part in parts]
+        free[rank] = max([free[rank], *(arrivals[i] for i in sources)]) + sum(map(sum, times))
+        arrivals += [free[rank]] * len(receivers)
+    found = forecast(config, model, plan, ONLY_PRODUCTS).seconds
+    assert found.compute + found.bubble == pytest.approx(max(free), rel=1e-9)

@@ -1,0 +1,264 @@
+"""Generation in every layout: transformers' tokens and log-probabilities, the same draws, and nothing left behind."""
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conformance.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
+from conformance.training import Loader, all_stages, batches, layout_name, stage_of, step_of, wrapped
+from conformance.worker_pool import WorkerPool
+from picotron import process_group_manager as pgm
+from picotron.config import Config
+from picotron.console import UserError
+from workbench.generation import rotation as generation
+from workbench.generation.rotation import Completion, generate
+from workbench.generation.sampling import Sampling
+
+MODEL = tiny_llama(num_hidden_layers=6, max_position_embeddings=512)
+PROMPTS = [torch.randint(61, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 7, 3, 12, 5, 2, 9)]
+Prompts = list[list[int]]
+
+
+def config_of(layout: dict[str, Any], **changes: Any) -> Config:
+    return make_config(**{f"distributed__{key}": value for key, value in layout.items()}, **changes)
+
+
+def run(layout: dict[str, Any], cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:
+    stage = stage_of(config_of(layout), MODEL)
+    return [generate(stage, prompts, sampling) for prompts, sampling in cases]
+
+
+def results(pool: WorkerPool, layout: dict[str, Any], cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:
+    """Generate in a layout, check that all ranks have the same completions, and return them."""
+    first, *others = pool.run(run, config_of(layout).distributed.world_size, layout, cases)
+    assert all(other == first for other in others)
+    return first
+
+
+def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
+    assert [each.tokens for each in ours] == [each.tokens for each in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert len(one.log_probs) == len(one.tokens)
+        if other.log_probs:
+            assert_close(one.log_probs, other.log_probs)
+
+
+@functools.cache
+def reference() -> Any:
+    return oracle_model(MODEL, our_model(MODEL, seed=42).state_dict())
+
+
+def continued(prompt: Sequence[int], new: int, **options: Any) -> Completion:
+    """Generate with transformers. The log-probabilities come from a second forward, in float64."""
+    model, ids = reference(), torch.tensor([prompt])
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options)
+    with torch.no_grad():
+        log_probs = model(input_ids=text[:, :-1], use_cache=False).logits[0].log_softmax(-1)
+    log_probs = log_probs.gather(1, text[0, 1:, None])[len(prompt) - 1 :, 0]
+    return Completion(text[0, len(prompt) :].tolist(), log_probs.tolist())
+
+
+@functools.cache
+def expected(prompt: tuple[int, ...], new: int) -> Completion:
+    return continued(prompt, new)
+
+
+def greedy(sampling: Sampling) -> list[Completion]:
+    """Return the completions of PROMPTS, up to the first end token or the maximum length."""
+    completions = [expected(tuple(prompt), 70) for prompt in PROMPTS]
+    lengths = [
+        min(
+            [
+                sampling.length(len(prompt)) - len(prompt),
+                *(tokens.index(end) + 1 for end in sampling.ends if end in tokens),
+            ]
+        )
+        for prompt, (tokens, _) in zip(PROMPTS, completions, strict=True)
+    ]
+    return [Completion(each.tokens[:n], each.log_probs[:n]) for each, n in zip(completions, lengths, strict=True)]
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp_size": 2},
+    {"pp_size": 2, "pp_engine": "zbv"},
+    {"pp_size": 2, "tp_size": 2, "dp_size": 2},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+def test_tokens_equal_transformers_and_draws_those_of_one_process(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    plain = greedy(Sampling(70))
+    end, first = plain[1].tokens[3], plain[3].tokens[0]  # the second one ends a sequence with its first token
+    samplings = [Sampling(70), Sampling(15, ends=(end,)), Sampling(15, ends=(first, end))]
+    samplings += [Sampling(70, max_length=13), Sampling(15, ends=(end,), max_length=17)]  # 13: room for one or more
+    samplings += [Sampling(15, 0.9, top_k=20, top_p=0.8, seed=3, ends=(5,)), Sampling(100, 2.0, seed=1, ends=(5, 7))]
+    cases = [(PROMPTS, sampling) for sampling in samplings]
+    *found, few, none = results(pool, layout, [*cases, ([PROMPTS[3]], Sampling(6)), (PROMPTS, Sampling(0))])
+    assert_same(few, [expected(tuple(PROMPTS[3]), 6)])  # some groups are empty
+    assert none == [Completion([], [])] * len(PROMPTS)
+    for ours, sampling in zip(found[:5], samplings, strict=False):
+        assert_same(ours, greedy(sampling))
+    (alone,) = pool.run(run, 1, {}, cases[5:])
+    for ours, theirs in zip(found[5:], alone, strict=True):
+        assert_same(ours, theirs)
+    assert len({len(each.tokens) for each in found[-1]}) > 4  # sequences end at different times
+
+
+# ------------------------------------------------------------------------------------- allowed tokens, several samples
+
+
+def allowed_after(tokens: list[int]) -> list[int]:
+    """Return a third of the vocabulary, which depends on all tokens so far."""
+    return [token for token in range(61) if (token + sum(tokens)) % 3 == 0]
+
+
+def tensor_after(tokens: list[int]) -> Tensor:
+    return torch.tensor(allowed_after(tokens))
+
+
+def test_first_tokens_do_not_end_and_only_allowed_ones_are_drawn_as_in_transformers(pool: WorkerPool) -> None:
+    plain = greedy(Sampling(70))
+    ends = (plain[3].tokens[0], plain[1].tokens[3], 61)  # some tokenizers have an end token that the model lacks
+    constraints: list[dict[str, Any]] = [
+        {"min_new_tokens": 6},
+        {"allowed_tokens": allowed_after},
+        {"allowed_tokens": tensor_after, "min_new_tokens": 6},
+    ]
+    samplings = [Sampling(15, ends=ends, **each) for each in constraints]
+    samplings += [Sampling(15, 1.0, seed=2, ends=ends, **each) for each in constraints]
+    found = results(pool, {"pp_size": 2, "tp_size": 2}, [(PROMPTS, sampling) for sampling in samplings])
+    for ours, constraint in zip(found, constraints, strict=False):
+        options: dict[str, Any] = {"eos_token_id": list(ends), "min_new_tokens": constraint.get("min_new_tokens")}
+        if "allowed_tokens" in constraint:
+            options["prefix_allowed_tokens_fn"] = lambda _, ids: allowed_after(ids.tolist())
+        assert_same(ours, [continued(prompt, 15, **options) for prompt in PROMPTS])
+    for completions, sampling in zip(found, samplings, strict=True):
+        assert min(len(each.tokens) for each in completions) >= max(sampling.min_new_tokens, 1)
+        for prompt, (tokens, _) in zip(PROMPTS, completions, strict=True):
+            if sampling.allowed_tokens:
+                assert all(token in allowed_after(prompt + tokens[:i]) for i, token in enumerate(tokens))
+
+
+def test_equal_prompts_share_a_prefill() -> None:
+    group = generation.Group({0: [1, 2], 1: [1, 2], 2: [3]}, Sampling(3), 0, CPU)
+    assert group.inputs["input_ids"].tolist() == [[1, 2, 3]]
+
+
+# ------------------------------------------------------------------------------------------------------ communication
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "barrier", "broadcast")
+NEW = 9
+
+
+def count_calls(layout: dict[str, Any]) -> tuple[int, Counter[str]]:
+    """Return the pp rank, and the numbers of collectives and of tensors sent and received, by name."""
+    stage, calls = stage_of(config_of(layout), MODEL), Counter[str]()
+    start = dist.batch_isend_irecv
+
+    def start_batch(operations: list[dist.P2POp]) -> Any:
+        calls.update(operation.op.__name__ for operation in operations)
+        return start(operations)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", start_batch))
+        counted = {
+            name: stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name))) for name in COLLECTIVES
+        }
+        generate(stage, PROMPTS, Sampling(NEW))
+    return pgm.process_group_manager.pp_rank, calls + Counter({name: each.call_count for name, each in counted.items()})
+
+
+def test_no_collective_per_token(pool: WorkerPool) -> None:
+    """The tokens that travel with the hidden states say which sequences have ended; a single collective gathers the
+    completions at the end. With tensor parallelism, its layers add theirs, and the drawn tokens are broadcast.
+    """
+    forward, tokens = 2 * (1 + 2 * (NEW - 1)), 2 * (NEW - 1)  # of two groups
+    for pp_rank, calls in pool.run(count_calls, 4, {"pp_size": 2, "dp_size": 2}):
+        sent, received = ((forward, tokens), (tokens, forward))[pp_rank]
+        assert calls == {"all_gather_object": 1, "isend": sent, "irecv": received}
+    for _, calls in pool.run(count_calls, 2, {"tp_size": 2}):
+        per_forward = 1 + 2 * MODEL.num_hidden_layers  # the embedding, and each attention and MLP
+        assert calls == {"all_gather_object": 1, "broadcast": NEW, "all_reduce": per_forward * NEW}
+
+
+# ----------------------------------------------------------------------------------------------- training and memory
+
+
+def train_between(layout: dict[str, Any], generates: bool) -> list[Any]:
+    """Run two training steps, and return their losses and gradients, and the state of torch's random numbers."""
+    config = config_of(layout, training__gradient_accumulation_steps=2)
+    model, found = wrapped(config, MODEL), []
+    for _ in range(2):
+        if generates:
+            assert len(generate(model.module, PROMPTS, Sampling(5, 1.0, ends=(3,)))) == len(PROMPTS)
+        loss = step_of(config, MODEL)(model, Loader(batches(2)))
+        found += [loss, all_stages(model.module.module, "main_grad")]
+    return [*found, torch.get_rng_state()]
+
+
+def test_training_continues_as_without_generation(pool: WorkerPool) -> None:
+    layout = {"pp_size": 2, "tp_size": 2, "sequence_parallel": True, "pp_engine": "zbv"}
+    for ours, alone in zip(*(pool.run(train_between, 4, layout, each) for each in (True, False)), strict=True):
+        for one, other in zip(ours, alone, strict=True):
+            if isinstance(one, dict):
+                assert all(torch.equal(one[name], other[name]) for name in other)
+            else:
+                assert torch.equal(one, other)
+
+
+def caches_at_the_end() -> list[int]:
+    stage, groups = stage_of(config_of({}), MODEL), []
+    with mock.patch.object(generation, "Group", lambda *arguments: groups.append(group(*arguments)) or groups[-1]):
+        generate(stage, PROMPTS, Sampling(5))
+        generate(stage, PROMPTS, Sampling(50, 2.0, ends=(5,)))
+    return [each.cache.nbytes for each in groups]
+
+
+group = generation.Group
+
+
+def test_finished_groups_free_their_caches(pool: WorkerPool) -> None:
+    assert pool.run(caches_at_the_end, 1) == [[0, 0]]
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+
+def mistake(layout: dict[str, Any], prompts: Prompts, options: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as error:
+        generate(stage_of(config_of(layout), MODEL), prompts, Sampling(3, ends=(5,), **options))
+    return str(error.value)
+
+
+def nothing(tokens: list[int]) -> list[int]:
+    return [] if len(tokens) > 3 else [7]
+
+
+def end_only(tokens: list[int]) -> list[int]:
+    return [5]
+
+
+@pytest.mark.parametrize(
+    ("layout", "prompts", "options", "problem"),
+    [
+        ({"pp_size": 2}, [[1], []], {}, "prompts[1] has no tokens"),
+        ({"dp_size": 2}, [[1, 61]], {}, "prompts[0] has a token that is not in the vocabulary of 61 tokens"),
+        ({"dp_size": 2, "dp_engine": "zero3"}, [[1]], {}, "dp_engine='zero3'"),
+        ({}, [[1, 2]], {"allowed_tokens": nothing}, "allowed_tokens returned [] for a sequence of 4 tokens"),
+        ({}, [[1, 2]], {"allowed_tokens": end_only, "min_new_tokens": 1}, "min_new_tokens=1 excludes the end tokens"),
+    ],
+)
+def test_mistakes_are_errors_on_every_rank(
+    pool: WorkerPool, layout: dict[str, Any], prompts: Prompts, options: dict[str, Any], problem: str
+) -> None:
+    for found in pool.run(mistake, config_of(layout).distributed.world_size, layout, prompts, options):
+        assert problem in found

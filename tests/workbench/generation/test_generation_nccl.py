@@ -1,0 +1,91 @@
+"""Generation finishes under NCCL's rules, and takes as long as its schedule says."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conformance.oracle import CPU, tiny_llama
+from conformance.training import layout_name, pipeline_config
+from picotron import process_group_manager as pgm
+from picotron.config import Config
+from picotron.parallelize import build_stage
+from tests.support.nccl_calls import Part, Program
+from tests.support.nccl_order import Play
+from tests.support.nccl_programs import describe, recorded_rank
+from tests.workbench.pipelines.test_nccl_order import assert_finishes
+from workbench.generation.rotation import Group, Rotation, generating
+from workbench.generation.sampling import Sampling
+from workbench.pipelines.engine import check_layout
+from workbench.schedules.actions import Action
+from workbench.schedules.generation import generation
+from workbench.schedules.simulate import simulate
+
+ROUNDS = 4
+LAYOUTS: list[dict[str, Any]] = [
+    {"pp_size": 3, "pp_engine": "interleaved_1f1b"},
+    {"pp_size": 3, "pp_engine": "zbv"},
+    {"pp_size": 2, "pp_engine": "dualpipev", "tp_size": 2, "dp_size": 2},
+]
+allocate = Rotation.buffers
+
+
+@pytest.fixture(autouse=True)
+def _no_grid_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pgm, "process_group_manager", None)
+
+
+@pytest.fixture(autouse=True)
+def _fill_uninitialized_memory_with_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def zeros(rotation: Rotation, action: Action) -> list[Tensor]:
+    return [torch.zeros_like(buffer) for buffer in allocate(rotation, action)]
+
+
+def record_broadcast(tensor: Tensor, source: int, group: Any) -> None:
+    group.record(Part("broadcast", describe(tensor))).wait()
+
+
+def programs_of(config: Config) -> list[Program]:
+    """Record all ranks, which receive zeros: the first token, with which no sequence ends."""
+    programs, layers = [], max(2, check_layout(config, tiny_llama(num_hidden_layers=8)).schedule.num_stages)
+    model_config = tiny_llama(num_hidden_layers=layers)
+    plan = check_layout(config, model_config)
+    for rank in range(config.distributed.world_size):
+        with (
+            recorded_rank(rank, config) as program,
+            mock.patch.object(Rotation, "buffers", zeros),
+            mock.patch.object(dist, "broadcast", record_broadcast),
+            torch.no_grad(),
+        ):
+            stage = build_stage(
+                config, model_config, plan, CPU, torch.float64, lambda name, shape, i: torch.zeros(shape)[i]
+            )
+            schedule = generation(plan.schedule.pp, plan.schedule.pp, 1, plan.schedule.chunks, plan.schedule.placement)
+            groups = [Group({0: [1, 2], 1: [3] * (i + 1)}, Sampling(ROUNDS), 0, CPU) for i in range(schedule.pp)]
+            with generating(stage):
+                Rotation(stage, schedule, groups, ROUNDS).run()
+        programs.append(program)
+    return programs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+def test_generation_finishes_on_nccl(layout: dict[str, Any]) -> None:
+    keys = {"pp_engine": "1f1b"} | layout
+    programs = programs_of(pipeline_config(keys.pop("pp_engine"), keys.pop("pp_size"), 4, **keys))
+    assert_finishes(programs)
+
+
+@pytest.mark.parametrize("engine", ["1f1b", "looped_bfs"])
+def test_generation_takes_as_long_as_simulated(engine: str) -> None:
+    config = pipeline_config(engine, 3, 4)
+    chunks = check_layout(config, tiny_llama(num_hidden_layers=8)).schedule.chunks
+    assert Play(programs_of(config)).run() == simulate(generation(3, 3, ROUNDS, chunks)).step_time

@@ -1,0 +1,56 @@
+"""The cache of keys and values: its size, and what is left after sequences have ended."""
+
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from conformance.oracle import CPU
+from picotron.model.attention import PackedDocuments
+from workbench.generation.kv_cache import KVCache
+
+
+def test_the_cache_grows_in_blocks_and_drops_sequences() -> None:
+    heads, size, cache = 2, 8, KVCache([3, 60, 1], max_length=130)
+    cache.kv[0] = torch.randn(2, 3, heads, cache.columns, size)
+    assert cache.columns == 64
+    before = cache.kv[0].clone()
+    for length in range(61, 66):
+        cache.append(torch.float32, CPU)
+        assert cache.length == length
+    assert cache.kv[0].shape == (2, 3, heads, 128, size)
+    assert torch.equal(cache.kv[0][:, :, :, :64], before)
+    assert cache.nbytes == 2 * 3 * heads * 128 * size * 4
+    mask = cache.mask
+    assert mask is not None
+    assert [int(row.isinf().sum()) for row in mask[:, 0, 0]] == [57, 0, 59]
+    cache.keep([0, 2])  # the long one is dropped, and the columns that only it used
+    assert (cache.starts, cache.length, cache.max_length) == ([0, 2], 8, 73)
+    assert torch.equal(cache.kv[0][:, :, :, :7], before[:, [0, 2], :, 57:])
+    for _ in range(65):
+        cache.append(torch.float32, CPU)
+    assert cache.kv[0].size(3) == cache.columns == 73  # no more than will be used
+
+
+def test_a_token_never_makes_cudnn_build_a_plan() -> None:
+    """Each token adds a key, and cuDNN, torch's first choice on Hopper GPUs, needs a plan for each number of keys."""
+    real, shapes, allowed = functional.scaled_dot_product_attention, set(), set()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        shapes.add(k.shape)
+        allowed.add((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+        return real(q, k, v, **options)
+
+    cache = KVCache([5, 9], max_length=40)
+    prompts = PackedDocuments.of(torch.tensor([0, 5, 14]), CPU)
+    q, kv = torch.randn(1, 8, 14, 16), torch.randn(1, 2, 14, 16)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    cache.attention(0)(q, kv, kv, prompts)
+    with mock.patch.object(functional, "scaled_dot_product_attention", attend):
+        for _ in range(8):
+            cache.append(torch.float32, CPU)
+            q, kv = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 1, 16)
+            cache.attention(0)(q, kv, kv, None)
+    assert (len(shapes), allowed) == (8, {(False, True)})

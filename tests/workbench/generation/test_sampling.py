@@ -1,0 +1,79 @@
+"""Drawing a token: the probabilities are those of transformers' warpers, and random numbers select tokens by them."""
+
+import random
+
+import pytest
+import torch
+from transformers import MinNewTokensLengthLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from conformance.oracle import assert_close
+from picotron.console import UserError
+from workbench.generation.sampling import Sampling, draw, mask_logits, probabilities
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.6), (0.9, 12, 0.8), (1.0, 99, 0.01)]
+)
+def test_probabilities_equal_transformers(temperature: float, top_k: int, top_p: float) -> None:
+    logits = 3 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    expected = TopKLogitsWarper(top_k)(None, expected) if top_k else expected
+    expected = (TopPLogitsWarper(top_p)(None, expected) if top_p < 1 else expected).softmax(-1)
+    probs = probabilities(logits, Sampling(1, temperature, top_k, top_p))
+    assert_close(probs, expected, 1e-12)
+    assert torch.equal(probs > 0, expected > 0)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1, 1.0), Sampling(1, 0.5), Sampling(1, 2.0, top_k=3), Sampling(1, 1.0, top_p=0.9)]
+)
+def test_frequencies_of_the_draws_are_the_probabilities(sampling: Sampling) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0, -torch.inf]])
+    evenly = (torch.arange(100_000) + 0.5) / 100_000
+    tokens = draw(logits.expand(len(evenly), -1), sampling, evenly.double())
+    assert_close(tokens.bincount(minlength=5) / len(evenly), probabilities(logits, sampling)[0], 1e-4)
+
+
+def test_extreme_random_numbers_draw_possible_tokens() -> None:
+    """The smallest and the largest number that `random` returns."""
+    logits = torch.randn(1000, 7, generator=torch.Generator().manual_seed(0))
+    for sampling in (Sampling(1, 1.0), Sampling(1, 1.0, top_k=2), Sampling(1, 1.0, top_p=0.3)):
+        probs = probabilities(logits, sampling)
+        for number in (0.0, 1 - 2**-53):
+            tokens = draw(logits, sampling, torch.full((1000,), number, dtype=torch.float64))
+            assert probs.gather(1, tokens[:, None]).min() > 0
+
+
+def test_temperature_zero_takes_the_likeliest_token_and_small_ones_do_not_overflow() -> None:
+    logits = 1e4 * torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
+    for temperature in (0.0, 1e-30, 1e-6, 1e-3):
+        uniform = torch.tensor([random.random() for _ in range(30)], dtype=torch.float64)
+        assert torch.equal(draw(logits, Sampling(1, temperature), uniform), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("new", [0, 4, 5, 9])
+def test_end_tokens_are_masked_as_in_transformers(new: int) -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    processor = MinNewTokensLengthLogitsProcessor(7, 5, [3, 11])
+    expected = processor(torch.zeros(3, 7 + new, dtype=torch.int64), logits)
+    masked = mask_logits(logits, Sampling(9, ends=(3, 11), min_new_tokens=5), [[0] * (7 + new)] * 3, new)
+    assert torch.equal(masked, expected)
+    assert masked.isinf().sum() == (6 if new < 5 else 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": -2}, "top_k=-2"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"min_new_tokens": 2}, "min_new_tokens=2 .* max_new_tokens=1"),
+        ({"num_return_sequences": 0, "temperature": 1}, "num_return_sequences=0"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2 needs a temperature"),
+        ({"top_k": 5, "top_p": 0.5, "seed": 1}, "3 problems"),
+    ],
+)
+def test_numbers_out_of_range_are_errors(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Sampling(**{"max_new_tokens": 1, **arguments})  # type: ignore[arg-type]

@@ -1,0 +1,278 @@
+"""Steps and forward passes on a user's batches: losses and outputs in order, and errors that every rank raises."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
+from conformance.training import layout_name, step_of, wrapped
+from conformance.worker_pool import WorkerPool
+from picotron import process_group_manager as pgm
+from picotron.console import UserError
+from picotron.model.weights import main_grad
+from picotron.optimizer import AdamW, update_weights
+from workbench.own_loops.batches import cross_entropy, forward_batch, split_batch, train_batch
+from workbench.own_loops.sequences import pack_sequences
+from workbench.pipelines.engine import make_evaluation
+from workbench.pipelines.planning import plan_pipeline
+
+MODEL = tiny_llama(num_hidden_layers=6)
+
+
+def global_batch() -> dict[str, Any]:
+    ids = torch.randint(61, (8, 17), generator=torch.Generator().manual_seed(5))
+    return {"input_ids": ids[:, :-1], "target_ids": ids[:, 1:], "number": torch.arange(8), "factor": 0.5}
+
+
+def config_of(layout: dict[str, Any], **changes: Any) -> Any:
+    changes |= {f"distributed__{key}": value for key, value in layout.items()}
+    return make_config(
+        **{"training__gradient_accumulation_steps": 4 // layout.get("dp_size", 1), "training__eval_steps": 1} | changes
+    )
+
+
+def run_batch(config: Any) -> dict[str, Any]:
+    """Run both kinds of forward pass, then a step, on the same micro-batches."""
+    model, grid = wrapped(config, MODEL), pgm.process_group_manager
+    micro_batches = config.training.gradient_accumulation_steps
+    evaluate = make_evaluation(config, plan_pipeline(config, MODEL), CPU)
+    batches, losses = split_batch(global_batch(), micro_batches), [torch.zeros(1)]
+
+    def hook(head: Any, x: Tensor, batch: dict[str, Any]) -> dict[str, Tensor]:
+        return {"log_probs": head.log_probs(x, batch["target_ids"]), "number": batch["number"]}
+
+    def loss_fn(head: Any, x: Tensor, batch: dict[str, Any]) -> Tensor:
+        return batch["factor"] * head.log_probs(x, batch["target_ids"]).mean()
+
+    logits = forward_batch(evaluate, model, batches)
+    outputs = forward_batch(evaluate, model, batches, hook)
+    assert not any(main_grad(parameter).any() for parameter in model.parameters())
+    train_batch(step_of(config, MODEL), model, batches, loss_fn, losses)
+    return {"dp_rank": grid.dp_rank, "losses": losses, "logits": logits, "outputs": outputs}
+
+
+LAYOUTS: list[dict[str, Any]] = [  # the last stage is on the last ranks, and on the first ones
+    {"pp_size": 2, "dp_size": 2, "pp_engine": "1f1b"},
+    {"pp_size": 2, "tp_size": 2, "sequence_parallel": True, "pp_engine": "zbv"},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+def test_outputs_of_a_rank_are_those_of_its_rows_in_order(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    config, batch = config_of(layout), global_batch()
+    model = oracle_model(MODEL, our_model(MODEL, seed=42).state_dict())
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits.detach()
+    log_probs = logits.log_softmax(-1).gather(-1, batch["target_ids"][..., None])[..., 0]
+    size, holders = layout.get("dp_size", 1), 0
+    for result in pool.run(run_batch, config.distributed.world_size, config):
+        if result["logits"] is None:
+            assert result["losses"] == []
+            assert result["outputs"] is None
+            continue
+        holders += 1
+        own = torch.arange(8).view(-1, size, 2)[:, result["dp_rank"]].flatten()  # the rows of this dp rank
+        assert_close(torch.stack(result["losses"]), log_probs[own].view(-1, 32).mean(1) / 2, what="losses")
+        assert_close(result["logits"], logits[own], what="logits")
+        assert_close(result["outputs"]["log_probs"], log_probs[own], what="log_probs")
+        assert result["outputs"]["number"].tolist() == own.tolist()
+    assert holders == layout.get("tp_size", 1) * size
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def message(action: Any) -> str:
+    try:
+        action()
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def mistakes(layout: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return pairs: a part of the expected error, and the error on this rank."""
+    config = config_of(layout)
+    model, step = wrapped(config, MODEL), step_of(config, MODEL)
+    parts = split_batch(global_batch(), 4)
+    zeros = [part | {"target_weights": torch.zeros(2, 16)} for part in parts]
+    rows = torch.tensor([0, 16, 32], dtype=torch.int32)
+    left = torch.tensor([[1] * 16, [0] * 3 + [1] * 13])
+
+    def train(batches: Any, loss_fn: Any = cross_entropy, **options: Any) -> str:
+        model.zero_grad()
+        return message(lambda: train_batch(step, model, batches, loss_fn, **options))
+
+    def changed(**changes: Any) -> str:
+        return train([parts[0] | changes, *parts[1:]])
+
+    def returned(change: Any) -> str:
+        return train(parts, lambda head, x, batch: change(cross_entropy(head, x, batch)))
+
+    def names(head: Any, x: Tensor, batch: dict[str, Any]) -> Any:
+        loss = cross_entropy(head, x, batch)
+        return loss, 1.0, {f"{int(batch['number'][0])}": loss}
+
+    def split(batch: Any, micro_batches: int = 4) -> str:
+        return message(lambda: split_batch(batch, micro_batches))
+
+    found = [
+        ("there are no micro-batches", train([])),
+        ("the micro-batches are a dict", train(parts[0])),
+        ("micro-batch 0 is a list", train([[1, 2]])),
+        ("no tensor 'position_ids'", train([{"input_ids": parts[0]["input_ids"]}])),
+        ("input_ids have shape [16]", changed(input_ids=torch.arange(16))),
+        ("input_ids have shape [2, 0]", changed(input_ids=torch.zeros(2, 0, dtype=torch.int64))),
+        ("input_ids have dtype torch.float32", changed(input_ids=torch.zeros(2, 16))),
+        ("vocab_size is 61", changed(input_ids=parts[0]["input_ids"] + 30)),
+        ("target_ids have 9999", changed(target_ids=torch.full((2, 16), 9999))),
+        ("target_ids have -1", changed(target_ids=torch.full((2, 16), -1))),
+        ("target_ids have shape [2, 15]", changed(target_ids=torch.zeros(2, 15, dtype=torch.int64))),
+        ("target_ids are a list", changed(target_ids=[[1]])),
+        ("cu_seqlens are a list", changed(cu_seqlens=[0, 16, 32])),
+        ("cu_seqlens have dtype torch.float32", changed(cu_seqlens=rows.float())),
+        ("cu_seqlens have shape []", changed(cu_seqlens=torch.tensor(32))),
+        ("from 0 to 32", changed(cu_seqlens=rows[:-1])),
+        ("from 0 to 32", changed(cu_seqlens=torch.tensor([0, 20, 16, 32]))),
+        ("cu_seqlens lack 16", changed(cu_seqlens=rows[[0, 2]])),
+        ("hides tokens before others", changed(attention_mask=left)),
+        ("no error", changed(attention_mask=left.flip(1))),
+        ("0 and 3 has target_weights", train([*parts[:-1], parts[-1] | {"target_weights": torch.ones(2, 16)}])),
+        ("NaN", train([part | {"target_weights": torch.full((2, 16), torch.nan)} for part in parts])),
+        ("global batch sum to 0", train(zeros)),
+        ("global batch sum to 0", train([part | {"target_ids": torch.full((2, 16), -100)} for part in parts])),
+        ("scope='rank'", train(zeros, scope="rank")),
+        ("8 sequences", split(global_batch(), 3)),
+        ("micro_batches=0", split(global_batch(), 0)),
+        ("number has 7 sequences", split(global_batch() | {"number": torch.arange(7)})),
+        ("hides tokens before others", split(global_batch() | {"attention_mask": torch.arange(16).repeat(8, 1)})),
+        ("not a NoneType", split({"labels": torch.zeros(8, 16)})),
+        ("not of shape [16]", split({"input_ids": torch.arange(16)})),
+    ]
+    if layout:
+        return [*found, ("for 4 micro-batches, not 3", train(parts[:3]))]
+    found += [
+        ("loss of shape [2, 16]", train(parts, lambda head, x, batch: head.log_probs(x, batch["target_ids"]))),
+        ("loss as a float", returned(lambda loss: 1.0)),
+        ("a tuple of 2", returned(lambda loss: (loss, 1.0))),
+        ("without a gradient", returned(lambda loss: loss.detach())),
+        ("weight as a str", returned(lambda loss: (loss, "1", {}))),
+        ("sum to 0", returned(lambda loss: (loss, 0.0, {}))),
+        ("'rows' of shape [2]", returned(lambda loss: (loss, 1.0, {"rows": loss.expand(2)}))),
+        ("whose name is 1", returned(lambda loss: (loss, 1, {1: loss, "a": loss}))),
+        ("different names for two micro-batches", train(parts, names)),
+        ("no error", returned(lambda loss: (loss, 1, {"loss": 3.0, "weight": 5, "step": loss}))),
+        ("no target_ids", train([{key: part[key] for key in part if key != "target_ids"} for part in parts])),
+        ("no error", train(parts)),
+        ("gradients of an earlier train_batch", message(lambda: train_batch(step, model, parts))),
+    ]
+    model.requires_grad_(False)
+    return [*found, ("without a gradient", train(parts))]
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp_size": 2, "pp_engine": "interleaved_1f1b"}], ids=layout_name)
+def test_each_mistake_is_an_error_on_every_rank(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    for found in pool.run(mistakes, layout.get("pp_size", 1), layout):
+        assert [pair for pair in found if pair[0] not in pair[1]] == []
+
+
+def different_batches(layout: dict[str, Any], what: str) -> str:
+    """Return the error if rank 1 has other micro-batches than rank 0, or another loss."""
+    config = config_of(layout)
+    model, step, rank = wrapped(config, MODEL), step_of(config, MODEL), pgm.process_group_manager.global_rank
+    parts = split_batch(global_batch(), config.training.gradient_accumulation_steps)
+    if rank == 1 and what == "count":
+        parts = parts[1:]
+    elif what == "zeros":
+        parts = [part | {"target_weights": torch.full((2, 16), float(rank))} for part in parts]
+    elif rank == 1 and what in ("input_ids", "target_ids", "target_weights"):
+        new = torch.ones(2, 16) if what == "target_weights" else parts[0][what].flip(0)
+        parts = [part | {what: new} for part in parts]
+    outputs: list[Any] | None = [] if rank == 1 and what == "outputs" else None
+
+    def named(head: Any, x: Tensor, batch: dict[str, Any]) -> Any:
+        return cross_entropy(head, x, batch), 1.0, {f"n{rank}": 1.0}
+
+    loss_fn, scope = named if what == "names" else cross_entropy, "dp_rank" if what == "zeros" else "global"
+    return message(lambda: train_batch(step, model, parts, loss_fn, scope=scope, outputs=outputs))
+
+
+@pytest.mark.parametrize(
+    ("layout", "what", "expected"),
+    [
+        ({"pp_size": 2}, "input_ids", "input_ids of micro-batch 0 differ between ranks 0 and 1"),
+        ({"tp_size": 2}, "target_ids", "target_ids of micro-batch 0 differ between ranks 0 and 1"),
+        ({"dp_size": 2}, "input_ids", "no error"),
+        ({"dp_size": 2}, "count", "rank 1 has 1"),
+        ({"tp_size": 2}, "outputs", "list of outputs"),
+        ({"dp_size": 2}, "target_weights", "0 and 1 has target_weights"),
+        ({"dp_size": 2}, "zeros", "a data-parallel rank sum to 0"),
+        ({"dp_size": 2}, "names", "'n0' on some ranks only"),
+    ],
+)
+def test_batches_that_should_be_equal_are_compared(
+    pool: WorkerPool, layout: dict[str, Any], what: str, expected: str
+) -> None:
+    for found in pool.run(different_batches, 2, layout, what):
+        assert expected in found
+
+
+def unfrozen_later(dp_engine: str) -> str:
+    config = config_of({"dp_engine": dp_engine})
+    model, batches = wrapped(config, MODEL), split_batch(global_batch(), 4)
+    optimizer, weight = AdamW(model.parameters(), config.training, False), model.module.module.model.norm.weight
+    before = optimizer.masters[weight].clone()
+    weight.requires_grad_(False)
+    train_batch(step_of(config, MODEL), model, batches)
+    update_weights(model, optimizer, 1.0)
+    assert optimizer.masters[weight].equal(before)
+    weight.requires_grad_(True)
+    return message(lambda: train_batch(step_of(config, MODEL), model, batches))
+
+
+@pytest.mark.parametrize("dp_engine", ["bucket", "zero3"])
+def test_a_parameter_that_was_frozen_stays_frozen(pool: WorkerPool, dp_engine: str) -> None:
+    assert "norm.weight requires a gradient, but was frozen" in pool.run(unfrozen_later, 1, dp_engine)[0]
+
+
+def with_length(layout: dict[str, Any], model_config: Any, tokens: int, document: int) -> str:
+    """Return the error for rows of documents of a length."""
+    config = config_of(layout, training__seq_length=8)
+    model, ids = wrapped(config, model_config), torch.zeros(4, tokens, dtype=torch.int64)
+    batch = {"input_ids": ids, "target_ids": ids, "cu_seqlens": torch.arange(0, 4 * tokens + 1, document)}
+    return message(lambda: train_batch(step_of(config, model_config), model, split_batch(batch, 4)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "tokens", "document", "expected"),
+    [
+        ({"tp_size": 2, "sequence_parallel": True}, 7, 7, "7 tokens per sequence"),
+        ({}, 16, 8, "no error"),
+        ({}, 16, 16, "sliding_window=8"),
+    ],
+)
+def test_lengths_that_do_not_fit_the_layout_or_the_model_are_an_error(
+    pool: WorkerPool, layout: dict[str, Any], tokens: int, document: int, expected: str
+) -> None:
+    model_config = tiny_llama("mistral", sliding_window=8)
+    for found in pool.run(with_length, layout.get("tp_size", 1), layout, model_config, tokens, document):
+        assert expected in found
+
+
+def other_sharding(kind: str) -> str:
+    config = config_of({"cp_size": 2, "cp_sharding": "contiguous"})
+    model, batch = wrapped(config, MODEL), {key: global_batch()[key] for key in ("input_ids", "target_ids")}
+    if kind == "packed":
+        batches = pack_sequences([{key: batch[key][i] for key in batch} for i in range(8)], 4).batches
+    else:
+        rows, tokens = batch["input_ids"].shape
+        batch |= {"cu_seqlens": torch.arange(0, rows * tokens + 1, tokens // 2)} if kind == "documents" else {}
+        batches = split_batch(batch, 4)
+    return message(lambda: train_batch(step_of(config, MODEL), model, batches))
+
+
+@pytest.mark.parametrize("kind", ["rows", "documents", "packed"])
+def test_batches_that_are_sharded_unlike_the_model_are_an_error(pool: WorkerPool, kind: str) -> None:
+    for found in pool.run(other_sharding, 2, kind):
+        assert "cp_sharding='zigzag', but the config has 'contiguous'" in found

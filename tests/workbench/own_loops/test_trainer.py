@@ -1,0 +1,208 @@
+"""set_up: a loop of one's own resumes, freezes parameters, stops, and numbers its samples."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conformance.oracle import assert_close, make_config, oracle_training, random_rows, random_tokens, tiny_llama
+from conformance.training import CPU
+from conformance.worker_pool import WorkerPool
+from picotron.command_line import leaf_keys
+from picotron.config import Config
+from picotron.console import UserError
+from picotron.data.loader import epoch_order
+from picotron.model.weights import parameters_and_shards
+from picotron.parallelize import unwrap
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.launch import StopSignals
+from tests.support.examples import make_trainer, results, save_weights
+from workbench.own_loops.batches import cross_entropy
+from workbench.own_loops.trainer import (
+    DATA_SET_KEYS,
+    KEYS_WITH_EFFECT,
+    RECORD_KEYS,
+    Data,
+    FrozenModel,
+    fingerprint,
+    set_up,
+    used_keys,
+)
+
+
+def config_of(folder: Path, **keys: Any) -> Config:
+    """Return the config of four steps of a model without a tokenizer."""
+    save_weights(folder / "model", tiny_llama(), seed=42)
+    keys = {"training__total_train_steps": 4, "training__warmup_steps": 2, "model__pretrained": True, **keys}
+    return make_config(model__name=str(folder / "model"), checkpoint__save_dir=str(folder / "run"), **keys)
+
+
+def train_twice(*configs: Config) -> list[float]:
+    """Train in one process as in a notebook: with `set_up`, and again."""
+    dist.destroy_process_group()
+    batch = {"input_ids": torch.arange(64).view(4, 16) % 61, "target_ids": torch.arange(1, 65).view(4, 16) % 61}
+    losses = []
+    for config in configs:
+        with set_up(config, Data()) as trainer:
+            losses += [trainer.train(trainer.split(batch))["loss"] for _ in trainer.steps()]
+    return losses
+
+
+def test_a_process_sets_up_one_run_after_the_other(pool: WorkerPool, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"checkpoint__save_frequency": 2, "training__micro_batch_size": 4}
+    half = config_of(tmp_path, **keys, training__max_tokens=2 * 4 * 16)
+    rest, again = (config_of(tmp_path, **keys, checkpoint__load_path=path) for path in ("latest", ""))
+    (losses,) = pool.run(train_twice, 1, half, rest, again)
+    assert losses[:4] == losses[4:]
+
+
+def frozen_in_step(name: str, step: int) -> bool:
+    """The final norm is frozen in steps 0 and 1, which are one run; two matrices in the last step of a run."""
+    if name == "model.norm.weight":
+        return step < 2
+    return ("layers.1.self_attn.q_proj" in name and step == 1) or ("layers.0.mlp.down_proj" in name and step == 3)
+
+
+def train_with_frozen(config: Config) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    first = len(list(Path(config.checkpoint.save_dir).glob("step_*"))) * 2
+    trainer = make_trainer(config, Data("", None, random_rows(config)), lambda name: frozen_in_step(name, first))
+    names = {parameter: name for name, parameter, _ in parameters_and_shards(unwrap(trainer.model))}
+    for step in trainer.steps():
+        for parameter, name in names.items():
+            parameter.requires_grad_(not frozen_in_step(name, step))
+        trainer.log(trainer.train(trainer.next_batches()))
+    return results(trainer)
+
+
+def test_a_resume_restores_how_often_each_weight_was_updated(pool: WorkerPool, tmp_path: Path) -> None:
+    """Adam's bias correction depends on it: torch's AdamW counts the steps of each weight by itself."""
+    keys: dict[str, Any] = {
+        "dataset__shuffle": False,
+        "checkpoint__save_frequency": 2,
+        "training__total_train_steps": 6,
+    }
+    layouts: list[dict[str, Any]] = [
+        {"dp_size": 2, "dp_engine": "zero1"},
+        {"pp_size": 2},
+        {"tp_size": 2},
+    ]
+    for number, layout in enumerate(layouts):  # the first and the second stage have other numbers of updates
+        keys |= {"training__micro_batch_size": 4 // layout.get("dp_size", 1), "checkpoint__load_path": "latest"}
+        end = {"training__max_tokens": (number + 1) * 2 * 4 * 16} if number < 2 else {}
+        config = config_of(tmp_path, **{f"distributed__{key}": value for key, value in layout.items()}, **keys, **end)
+        assert config.global_batch_size == 4
+        records, weights = pool.run(train_with_frozen, 2, config)[0]
+    expected = oracle_training(config, tiny_llama(), random_tokens(), frozen=frozen_in_step)
+    assert_close([record["loss"] for record in records], expected["losses"])
+    assert_close([record["grad_norm"] for record in records], expected["grad_norms"])
+    for name, weight in expected["weights"].items():
+        assert_close(weights[name], weight, what=name)
+
+
+def freeze_and_stop(config: Config) -> None:
+    trainer = make_trainer(config, Data(), lambda name: "lm_head" not in name)
+    assert [hasattr(p, "main_grad") for p in trainer.model.parameters()].count(True) == 1
+    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    batch = {"input_ids": torch.arange(32).view(2, 16), "target_ids": torch.arange(1, 33).view(2, 16)}
+    for step in trainer.steps():
+        record = trainer.train(trainer.split(batch), cross_entropy)
+        assert record["step"] == step + 1
+        StopSignals.received = signal.SIGTERM if step == 1 else 0
+    changed = [name for name, parameter in trainer.model.named_parameters() if not parameter.equal(before[name])]
+    assert [name.split(".")[-2] for name in changed] == ["lm_head"]
+    assert (trainer.stop, trainer.progress.step) == (signal.SIGTERM, 2)
+    StopSignals.received = 0
+    with pytest.raises(UserError, match="'grad_norm', which every record has"):
+        trainer.train(trainer.split(batch), lambda *args: (cross_entropy(*args), 1, {"grad_norm": 1.0}))
+
+
+def test_frozen_parameters_stay_and_a_signal_ends_the_loop_with_a_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(freeze_and_stop, 1, config_of(tmp_path, training__lr_scheduler="constant", training__warmup_steps=0))
+    assert (tmp_path / "run" / "step_00000002" / "model.safetensors").exists()
+    assert not (tmp_path / "run" / "step_00000002" / "tokenizer.json").exists()
+
+
+def several_steps_per_pass(config: Config) -> list[str]:
+    trainer = make_trainer(config, Data())
+    batch = {"input_ids": torch.arange(32).view(2, 16), "target_ids": torch.arange(1, 33).view(2, 16)}
+    for _ in trainer.steps():
+        for _ in range(3):
+            trainer.train(trainer.split(batch))
+    return sorted(path.name for path in Path(config.checkpoint.save_dir).glob("step_*"))
+
+
+def test_checkpoints_are_written_when_several_steps_are_taken_in_a_pass(pool: WorkerPool, tmp_path: Path) -> None:
+    config = config_of(tmp_path, training__total_train_steps=12, checkpoint__save_frequency=5)
+    (found,) = pool.run(several_steps_per_pass, 1, config)
+    assert found == ["step_00000006", "step_00000012"]  # the first passes that end at step 5 and 10 or later
+
+
+def stopped_at_once(config: Config) -> list[Path]:
+    trainer = make_trainer(config, Data())
+    for _ in trainer.steps():
+        StopSignals.received = signal.SIGTERM
+    StopSignals.received = 0
+    assert (trainer.progress.step, trainer.stop) == (0, signal.SIGTERM)
+    return list(Path(config.checkpoint.save_dir).glob("step_*"))
+
+
+def test_a_run_that_is_stopped_before_its_first_step_writes_no_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(stopped_at_once, 1, config_of(tmp_path)) == [[]]
+
+
+def numbers_of_samples(config: Config, larger: Config) -> list[int]:
+    """Return the numbers of the samples of four steps, of which the third and the fourth have a larger batch."""
+    trainer, found = make_trainer(config, Data()), []
+    for each in (config, config, larger, larger):
+        trainer.config = each
+        found += trainer.next_samples(5, rows=2)
+        trainer.progress = trainer.progress.after_step(each)
+    return found
+
+
+def test_each_sample_occurs_once_in_an_epoch_also_if_the_batch_changes(pool: WorkerPool, tmp_path: Path) -> None:
+    sizes = [config_of(tmp_path, training__micro_batch_size=size) for size in (6, 8)]
+    (found,) = pool.run(numbers_of_samples, 1, *sizes)
+    assert found == [int(i) for epoch in range(3) for i in epoch_order(5, 42, epoch)][: 3 + 3 + 4 + 4]
+
+
+def test_fingerprints_of_long_samples_differ(tmp_path: Path) -> None:
+    config, tokens = config_of(tmp_path), torch.zeros(2, 2000, dtype=torch.long)
+    tokens[1, 1000] = 1
+    for kinds in ([{"input_ids": row} for row in tokens], [(row.numpy(),) for row in tokens]):
+        assert fingerprint(config, kinds[:1]) != fingerprint(config, kinds[1:])
+
+
+def data_of_its_own(config: Config) -> None:
+    with pytest.raises(UserError, match="rank 1 has other data than rank 0"):
+        make_trainer(config, Data(f"data of {dist.get_rank()}"))
+
+
+def test_ranks_with_other_data_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(data_of_its_own, 2, config_of(tmp_path, distributed__dp_size=2))
+
+
+def teacher_of_its_own(config: Config, *folders: str) -> None:
+    layout = config.distributed
+    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    with pytest.raises(UserError, match=r"rank 1 has the model's rms_norm_eps=0\.1"):
+        FrozenModel(config, folders[dist.get_rank()], CPU)
+
+
+def test_ranks_with_other_teachers_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+    for folder, eps in zip(folders, (1e-5, 0.1), strict=True):
+        tiny_llama(rms_norm_eps=eps).save_pretrained(folder)
+    pool.run(teacher_of_its_own, 2, config_of(tmp_path, distributed__dp_size=2), *folders)
+
+
+def test_help_lists_the_keys_that_have_an_effect() -> None:
+    keys = used_keys("training.eval_steps")
+    assert {"training.eval_steps", "distributed.dp_size"} <= set(keys)
+    assert not {"training.eval_frequency", "logging.use_wandb"} & set(keys)
+    named = {*KEYS_WITH_EFFECT.split(), *DATA_SET_KEYS.split(), *RECORD_KEYS.split()}
+    assert named <= {*leaf_keys(), *Config.model_fields}

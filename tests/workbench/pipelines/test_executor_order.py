@@ -1,0 +1,124 @@
+"""The executor frees activations and reduces gradients at the actions that the schedule specifies."""
+
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from conformance.oracle import tiny_llama
+from conformance.training import CPU, Loader, batches, pipeline_config, wrapped
+from conformance.worker_pool import WorkerPool
+from picotron import process_group_manager as pgm
+from picotron.config import Config
+from picotron.data_parallel.data_parallel import DataParallel
+from workbench.pipelines.executor import MAX_SENDS_IN_FLIGHT, Executor, StepState
+from workbench.pipelines.planning import training_schedule
+from workbench.schedules.actions import Action
+from workbench.schedules.checker import add_communication
+from workbench.schedules.schedules import SCHEDULES
+from workbench.schedules.simulate import peak_activations
+
+
+def run_observed(executor: Executor, model: DataParallel, observe: Any) -> None:
+    """Run one step, calling `observe(action)` after each action."""
+    run = StepState.run
+
+    def observed(step: StepState, action: Any) -> None:
+        run(step, action)
+        observe(action)
+
+    items = batches(executor.schedule.micro_batches)
+    with mock.patch.object(StepState, "run", observed):
+        executor(model, Loader(items), CPU)
+
+
+def alive(storages: list[Any]) -> int:
+    return sum(storage() is not None for storage in storages)
+
+
+def live_activations(config: Config, model_config: LlamaConfig) -> tuple[Any, Any]:
+    """Run one step, and record after each action which activations and how many sent outputs are in memory.
+
+    Returns:
+        For each action, the set of (stage, micro-batch) with activations saved for autograd or for a later W, and the
+        number of live outputs for other ranks; then the program of this rank.
+    """
+    model, executor = wrapped(config, model_config), Executor(training_schedule(config))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[tuple[int, int], list[Any]] = {}
+    outputs: list[Any] = []
+    forward, rank = StepState.forward, pgm.process_group_manager.pp_rank
+
+    def observed_forward(step: StepState, action: Action) -> None:
+        key = action.stage, action.micro_batch
+        kept[key] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in weights:
+                kept[key].append(weakref.ref(tensor.untyped_storage()))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            forward(step, action)
+        if action in step.results and step.schedule.rank_of(action.stage + 1) != rank:
+            outputs.append(weakref.ref(step.results[action][0].untyped_storage()))
+
+    seen = []
+
+    def observe(action: Any) -> None:
+        seen.append(({key for key, storages in kept.items() if alive(storages)}, alive(outputs)))
+
+    with mock.patch.object(StepState, "forward", observed_forward):
+        run_observed(executor, model, observe)
+    return seen, executor.program
+
+
+@pytest.mark.parametrize("engine", ["looped_bfs", "zb_h1", "zbv", "dualpipev"])
+def test_activation_lifetimes_match_the_schedule(pool: WorkerPool, engine: str) -> None:
+    model_config, config = tiny_llama(num_hidden_layers=6), pipeline_config(engine, 3, 7)
+    programs = training_schedule(config).programs
+    for rank, (seen, program) in enumerate(pool.run(live_activations, 3, config, model_config)):
+        live: set[tuple[int, int]] = set()
+        peak, receivers = 0, 2 if SCHEDULES[engine].placement == "V" else 1  # one in each direction of the V
+        for action, (really, outputs) in zip(program, seen, strict=True):
+            for part in action.parts:
+                if part.kind in "FBW":
+                    (live.add if part.kind == "F" else live.discard)((part.stage, part.micro_batch))
+            assert really == live, f"after {action} on rank {rank}"
+            assert outputs <= 1 + MAX_SENDS_IN_FLIGHT * receivers
+            peak = max(peak, len(live))
+        pairs = any(len(action.parts) == 2 for action in program)  # the executor runs their actions one after the other
+        assert peak in (peak_activations(programs[rank]), peak_activations(programs[rank]) - pairs)
+
+
+def reductions(config: Config, model_config: LlamaConfig) -> tuple[list[str], int]:
+    """Return the actions and bucket launches of a step, in the order they finish, and the number of buckets."""
+    model, executor = wrapped(config, model_config), Executor(training_schedule(config))
+    events: list[str] = []
+    for stage, buckets in model.buckets_by_stage.items():
+        for bucket in buckets:
+            launch = bucket.launch
+            bucket.launch = lambda launch=launch, stage=stage: (events.append(f"launch {stage}"), launch())
+    run_observed(executor, model, lambda action: events.append(str(action)))
+    return events, len(model.buckets)
+
+
+@pytest.mark.parametrize("engine", ["interleaved_1f1b", "zbv"])
+def test_each_stage_reduces_once_at_its_reduce_action(pool: WorkerPool, engine: str) -> None:
+    config = pipeline_config(engine, 2, 4, dp_size=2)
+    programs = add_communication(training_schedule(config))
+    for rank, (events, buckets) in enumerate(
+        pool.run(reductions, 4, config, tiny_llama(num_hidden_layers=4, tie_word_embeddings=True))
+    ):
+        assert [event for event in events if "launch" not in event] == list(map(str, programs[rank % 2]))
+        stages = [event[:-1] for event in events if event.endswith("R")]
+        assert [event for event in events if "launch" in event] == [f"launch {stage}" for stage in stages]
+        assert buckets == len(stages) == len(set(stages))
+        for stage in stages:
+            assert events[events.index(f"{stage}R") - 1] == f"launch {stage}"
+        if len(stages) == 2:
+            assert events.index(f"{stages[0]}R") < len(events) - 3  # other stages still compute

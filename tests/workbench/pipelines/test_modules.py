@@ -1,0 +1,107 @@
+"""Pipelines of modules that are not Llamas: messages of several tensors, mistakes, and split linear layers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from conformance.fuzz.toy_pipelines import (
+    ENGINES,
+    D,
+    data_of,
+    like,
+    modules_of,
+    pipeline_of,
+    received_by_half,
+    schedule_of,
+)
+from conformance.oracle import make_config
+from conformance.training import CPU
+from conformance.worker_pool import WorkerPool
+from picotron import process_group_manager as pgm
+from picotron.console import UserError
+from picotron.data.loader import BatchList
+from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.model.split_backward import defer_weight_grads, run_deferred, split_backward
+from picotron.process_group_manager import setup_process_group_manager
+from tests.support.nccl_calls import operations
+from tests.support.nccl_order import Play
+from tests.support.nccl_programs import recorded_rank
+from workbench.pipelines.executor import Executor, StepState
+from workbench.pipelines.modules import Message, Pipeline
+from workbench.schedules.actions import Action
+from workbench.schedules.schedules import build
+
+
+def mistake(kind: str) -> str:
+    grid = setup_process_group_manager(1, 1, 2, 1)
+    schedule, modules = build("1f1b", 2, 2), dict(enumerate(modules_of("encoder-decoder", 2)))
+    if kind == "missing":
+        del modules[1]
+    receives: Any = received_by_half(2)
+    if kind == "number":
+
+        def receives(stage: int, batch: dict[str, Any]) -> Message:
+            return like(2, 5, D)
+
+    elif kind == "shape":
+
+        def receives(stage: int, batch: dict[str, Any]) -> Message:
+            return received_by_half(2)(stage, batch | {"source": batch["source"][:, 1:]})
+
+    try:
+        pipeline = Pipeline(modules, receives, schedule)
+        if grid.pp_rank == 0 and kind != "missing":
+            batches = data_of("encoder-decoder", 2, False)
+            StepState(schedule, DataParallelBucket(pipeline), batches, CPU).forward(Action("F", 0, 0))
+    except (UserError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_mistakes_are_one_sentence(pool: WorkerPool) -> None:
+    assert pool.run(mistake, 2, "missing")[1] == "pp rank 1 runs stage 1, but `stages` lacks it; add its module"
+    assert "the receiver expects torch.float64 [2, 4, 6] on cpu" in pool.run(mistake, 2, "shape")[0]
+    assert pool.run(mistake, 2, "number")[0] == (
+        "stage 0 returned 2 tensors, but stage 1 receives 1; make `receives` describe what the stage returns"
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_messages_of_several_tensors_finish_on_nccl(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are one operation, and no rank waits forever, even if a GPU runs one operation at a time."""
+    monkeypatch.setattr(pgm, "process_group_manager", None)
+    m, programs = 5 if engine == "searched" else 6, []
+    for rank in range(4):
+        with recorded_rank(rank, make_config(distributed__pp_size=2, distributed__dp_size=2)) as program:
+            pipeline = pipeline_of("encoder-decoder", schedule_of(engine, 2, m))
+            model: Any = DataParallelBucket(pipeline)
+            Executor(pipeline.schedule)(model, BatchList(data_of("encoder-decoder", m, True)), CPU)
+        programs.append(program)
+    for one_at_a_time in (False, True):
+        Play(programs, one_at_a_time=one_at_a_time).run()
+    sent = [operation for operation in operations(programs[0]) if operation.is_batch]
+    assert {len(operation.parts) for operation in sent} <= {1, 2, 3}
+    masks = [part.tensor for operation in sent for part in operation.parts if "bool" in part.tensor]
+    assert len(masks) >= m  # forward only: no gradients of masks
+
+
+def test_split_linears_follow_autocast() -> None:
+    torch.manual_seed(0)
+    gradients = []
+    for splits in (False, True):
+        model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+        model.load_state_dict(
+            {name: torch.arange(p.numel()).view(p.shape) / 99 for name, p in model.named_parameters()}
+        )
+        if splits:
+            split_backward(model)
+        with torch.autocast("cpu", torch.bfloat16), defer_weight_grads() as deferred:
+            output = model(torch.arange(3.0 * D).view(3, D))
+            output.sum().backward()
+        run_deferred(deferred)
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, split in zip(*gradients, strict=True):
+        assert split.dtype == plain.dtype == torch.float32
+        assert torch.equal(split, plain)

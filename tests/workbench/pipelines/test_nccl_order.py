@@ -1,0 +1,104 @@
+"""No schedule and no layout hangs on NCCL: the calls of whole steps, recorded on all ranks, finish under its rules."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.oracle import tiny_llama
+from conformance.training import layout_name, pipeline_config
+from picotron import process_group_manager as pgm
+from picotron.config import Config
+from tests.support.nccl_calls import Event, Operation, Program, most_in_flight
+from tests.support.nccl_order import Play
+from tests.support.nccl_programs import record
+from workbench.pipelines.planning import training_schedule
+from workbench.schedules.schedule_csv import as_csv
+from workbench.schedules.schedules import LOOPS, SCHEDULES, build
+from workbench.schedules.simulate import simulate
+
+ENGINES = [*SCHEDULES, *(f"executor {name}" for name in LOOPS)]  # the executor runs all schedules except LOOPS anyway
+CHUNKS = [(engine, None) for engine in ENGINES] + [("looped_bfs", 3), ("interleaved_1f1b", 3)]
+LAYOUTS: list[dict[str, Any]] = [  # with several groups
+    {"dp_size": 4},
+    {"cp_size": 4, "dp_size": 2, "training__activation_checkpointing": "full"},
+    {"tp_size": 4, "cp_size": 2, "sequence_parallel": True},  # two tp ranks hold the same key/value head
+    {"pp_size": 2, "cp_size": 2, "dp_size": 2, "cp_engine": "all_gather", "pp_engine": "zb_h1"},
+    {"pp_size": 2, "cp_size": 2, "dp_size": 2, "cp_engine": "ulysses", "pp_engine": "dualpipev"},
+    {"pp_size": 2, "tp_size": 2, "cp_size": 2, "dp_size": 2, "sequence_parallel": True, "pp_engine": "zb_h1"},
+    *({"dp_size": 2, "tp_size": 2, "sequence_parallel": True, "dp_engine": engine} for engine in ("zero1", "zero3")),
+    *(
+        {"pp_size": 2, "cp_size": 2, "dp_size": 2, "pp_engine": schedule, "dp_engine": engine}
+        for engine in ("zero1", "zero3")
+        for schedule in ("1f1b", "zbv")
+    ),
+    {"pp_size": 4, "dp_size": 2, "pp_engine": "interleaved_1f1b", "dp_engine": "zero3"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_grid_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pgm, "process_group_manager", None)
+
+
+def recorded(config: Config, tied: bool = False) -> list[Program]:
+    """Record a step and an evaluation of a model with one layer per stage, at least two."""
+    layers = max(2, training_schedule(config).num_stages)
+    return record(config, tiny_llama(num_hidden_layers=layers, tie_word_embeddings=tied))
+
+
+def pipeline(folder: Path, engine: str, pp: int, micro_batches: int, chunks: int | None = None) -> list[Program]:
+    """Record a pipeline. "executor 1f1b" stands for a file with the schedule 1f1b, which the executor runs."""
+    if engine.startswith("executor"):
+        file = folder / f"{pp} {micro_batches}.csv"
+        file.write_text(as_csv(build(engine.removeprefix("executor "), pp, micro_batches).programs))
+        engine = f"csv:{file}"
+    return recorded(pipeline_config(engine, pp, micro_batches, pp_chunks=chunks, training__eval_steps=1))
+
+
+def several_groups(layout: dict[str, Any], micro_batches: int = 3) -> list[Program]:
+    """Record a layout. The embeddings are tied, so the ends of a pipeline form another group."""
+    keys = {"pp_engine": "1f1b", "pp_size": 1} | layout
+    config = pipeline_config(keys.pop("pp_engine"), keys.pop("pp_size"), micro_batches, training__eval_steps=1, **keys)
+    return recorded(config, tied=True)
+
+
+def assert_finishes(programs: list[Program]) -> None:
+    for one_at_a_time in (False, True):
+        Play(programs, one_at_a_time=one_at_a_time).run()
+
+
+@pytest.mark.parametrize(("engine", "chunks"), CHUNKS)
+def test_pipelines_finish(tmp_path: Path, engine: str, chunks: int | None) -> None:
+    for pp, micro_batches in ((2, 1), (2, 5), (3, 4), (4, 2), (4, 6)):
+        assert_finishes(pipeline(tmp_path, engine, pp, micro_batches, chunks))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+def test_steps_with_several_groups_finish(layout: dict[str, Any]) -> None:
+    programs = several_groups(layout)
+    assert_finishes(programs)
+    # With ZeRO-3, gradients are reduced while messages of a pipeline are in flight.
+    assert max(map(most_in_flight, programs)) <= (4 if layout.get("dp_engine") == "zero3" else 3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps_take_as_long_as_simulated(tmp_path: Path, engine: str) -> None:
+    """If messages take no time, the order of the messages costs none, either."""
+    for pp, micro_batches in ((2, 4), (4, 6)):
+        schedule = build(engine.removeprefix("executor "), pp, micro_batches)
+        programs = [until_evaluation(program) for program in pipeline(tmp_path, engine, pp, micro_batches)]
+        for one_at_a_time in (False, True):
+            assert Play(programs, forwards, one_at_a_time=one_at_a_time).run() == simulate(schedule).step_time
+
+
+def forwards(event: Event) -> float:
+    """Return the time of an event, in forwards of one micro-batch in one stage."""
+    return sum(2 if kind == "B" else 1 for kind in re.findall("[A-Z]", getattr(event, "action", "")))
+
+
+def until_evaluation(program: Program) -> Program:
+    """Return the part of a program before its metrics, which are followed by the evaluation."""
+    metrics = (i for i, event in enumerate(program) if isinstance(event, Operation) and "metrics" in event.call_site)
+    return program[: next(metrics)]

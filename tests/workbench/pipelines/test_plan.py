@@ -1,0 +1,42 @@
+"""The pipeline of a config: its schedule and stages, and mismatches between config, schedule and model."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.oracle import make_config, tiny_llama
+from picotron.console import UserError
+from workbench.pipelines.planning import plan_pipeline
+from workbench.schedules.schedule_csv import as_csv
+from workbench.schedules.schedules import build
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pp_chunks": 3, "pp_engine": "zbv"}, "zbv has 2 chunk(s) per pp rank, not 3"),
+        ({"pp_group_size": 1}, "a group of 1 micro-batches is smaller than pp_size=2"),
+        ({"pp_engine": "looped_bfs", "pp_chunks": 4}, "needs at least 8 layers"),
+        ({"pp_layout": "Ettt|tttt|L"}, "has 3 stages, but the schedule has 2"),
+        ({"pp_engine": "zbv", "pp_layout": "Et|||tttttL"}, "pp_layout='Et|||tttttL' gives pp rank 1 nothing"),
+        ({"pp_engine": "csv:FILE", "pp_size": 3}, "distributed.pp_size=2, but the config has 3"),
+        ({"pp_engine": "csv:FILE", "training__gradient_accumulation_steps": 8}, "=4, but the config has 8"),
+    ],
+)
+def test_mismatch_is_rejected_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "1f1b.csv").write_text(as_csv(build("1f1b", 2, 4).programs))
+    keys: dict[str, Any] = {"pp_engine": "zb_h1", "pp_size": 2, "training__gradient_accumulation_steps": 4, **changes}
+    keys["pp_engine"] = keys["pp_engine"].replace("FILE", f"{tmp_path}/1f1b.csv")
+    config = make_config(**{key if "__" in key else f"distributed__{key}": value for key, value in keys.items()})
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        plan_pipeline(config, tiny_llama(num_hidden_layers=6))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_single_rank_ignores_pp_engine() -> None:
+    for engine in ("zbv", "csv:nowhere.csv"):
+        plan = plan_pipeline(make_config(distributed__pp_engine=engine), tiny_llama())
+        assert list(map(str, plan.stages)) == ["EtttL"]
+        assert not plan.schedule.splits_backward

@@ -1,0 +1,211 @@
+"""Documents of a data set: which files it has, their pieces, and mixtures."""
+
+import bz2
+import gzip
+import io
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from picotron.config import Dataset
+from picotron.console import UserError
+from workbench.prepare import text as text_module
+from workbench.prepare.documents import ROWS, Documents, load_documents
+from workbench.prepare.text import PIECE, WINDOW, Piece, cut
+from workbench.prepare.tokens import convert
+
+
+def documents_of(path: Path | str, limit: int | None = None, seed: int = 0, **keys: object) -> Documents:
+    return load_documents(Dataset.model_validate({"name": str(path), **keys}), limit, seed)
+
+
+def pieces_of(documents: Documents) -> Iterator[Piece]:
+    for record in documents.records():
+        yield from convert(record, lambda value: text_module.pieces_of(value, {"text_column": "text"}))
+
+
+def texts(documents: Documents) -> Iterator[str]:
+    """Yield the documents, joined from their pieces."""
+    text = ""
+    for piece in pieces_of(documents):
+        text += piece.text
+        if piece.ends_document:
+            yield text
+            text = ""
+    assert text == ""
+
+
+# -------------------------------------------------------------------------------------------------------------- pieces
+
+
+@pytest.mark.parametrize("text", ["  deep\n    deeper\n" * 9_000, "🙂" * 200_000], ids=["indented", "one word"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_pieces_of_a_long_document_are_bounded_and_complete(tmp_path: Path, text: str, kind: str) -> None:
+    file = tmp_path / f"a.{kind}"
+    file.write_text(text if kind == "txt" else json.dumps({"text": text}))
+    documents = documents_of(file)
+    assert list(texts(documents)) == [text]
+    assert max(len(piece.text) for piece in pieces_of(documents)) <= PIECE + WINDOW
+    assert len(list(pieces_of(documents))) > 2
+
+
+@example(text="\r\n\n", size=1)
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(alphabet="ab \n\t\r é日🙂", max_size=200), size=st.integers(1, 40))
+def test_any_text_survives_pieces_of_any_size(tmp_path_factory: pytest.TempPathFactory, text: str, size: int) -> None:
+    file = tmp_path_factory.mktemp("any") / "a.txt"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_module, "PIECE", size)
+        patch.setattr(text_module, "WINDOW", 8)
+        assert "".join(piece.text for piece in cut(io.StringIO(text, newline=""))) == text
+        file.write_text(text, newline="")
+        assert list(texts(documents_of(file))) == [text.replace("\r\n", "\n").replace("\r", "\n")]
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_folder_has_the_files_of_one_type_in_sorted_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = "train.txt a.txt test.txt deep/b.txt .hidden.txt .git/c.txt a.log a.txt~ x.py"
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "linked").symlink_to(tmp_path / "deep")
+    with caplog.at_level("INFO", "picotron"):
+        assert list(texts(documents_of(tmp_path))) == ["a.txt", "deep/b.txt", "test.txt", "train.txt"]
+    assert caplog.messages == [f"{tmp_path}: 4 .txt files, 32 bytes; ignored: 3 other files, 1 linked folders"]
+    assert list(texts(documents_of(f"{tmp_path}/t*.txt"))) == ["test.txt", "train.txt"]
+    with pytest.raises(UserError, match=r"/x\*\.txt': there is no such file"):
+        documents_of(f"{tmp_path}/x*.txt")
+
+
+def test_a_folder_without_data_or_with_several_types_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("text")
+    with pytest.raises(UserError, match="but it has none; name a file, a pattern or a folder with"):
+        documents_of(tmp_path)
+    for name in ("a.txt", "b.jsonl", "c.jsonl.gz"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=r"it has 2 \.jsonl and 1 \.txt; name a file"):
+        documents_of(tmp_path)
+
+
+RECORDS = [{"text": text} for text in ("a", "é 日\n", "007", "x" * 70_000)]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "csv"])
+def test_compressed_files_are_read(tmp_path: Path, kind: str) -> None:
+    content = LINES if kind == "jsonl" else pandas.DataFrame(RECORDS).to_csv(index=False).encode()
+    (tmp_path / f"0.{kind}").write_bytes(content)
+    (tmp_path / f"1.{kind}.gz").write_bytes(gzip.compress(content[:100]) + gzip.compress(content[100:]))
+    (tmp_path / f"2.{kind}.bz2").write_bytes(bz2.compress(content))
+    (tmp_path / f"3.{kind}.zst").write_bytes(pyarrow.compress(content, "zstd", asbytes=True))
+    plain = list(texts(documents_of(tmp_path / f"0.{kind}")))
+    assert plain == ([content.decode()] if kind == "txt" else [record["text"] for record in RECORDS])
+    assert list(texts(documents_of(tmp_path))) == plain * 4
+
+
+def test_a_changed_file_has_another_key(tmp_path: Path) -> None:
+    """A start with cached tokens needs only the names, sizes and times of the files."""
+    file = tmp_path / "a.json"
+    file.write_text("[1")
+    keys = [documents_of(file, *rest).key for rest in ((), (1,), (None, 1))]
+    assert keys.pop() == keys[0]  # the seed is that of mixtures only
+    keys.append(documents_of(file, text_column="body").key)
+    file.write_text("[1,")
+    assert len({*keys, documents_of(file).key}) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"\xef\xbb\xbf" + b"a" * 70_000 + b" \x80" + b"b" * 20_000, "is not UTF-8 at byte 70,004"),
+        ("a.txt.gz", gzip.compress(b"a" * 70_000 + b"\xff"), r"a\.txt\.gz is not UTF-8"),
+        ("a.txt.gz", b"nothing", r"a\.txt\.gz cannot be read"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": }\n', "line 3: the record is not valid JSON: .* at column 10"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": 1}\n', "line 2: dataset.text_column='text' has no text there"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: the text has an unpaired surrogate"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "line 1: the record is not valid JSON"),
+        ("a.jsonl", b"[" * 100_000, "line 1: the record is nested too deeply"),
+        ("a.jsonl", b"\n" * 70_000 + b"{", "line 70,001"),
+        ("a.jsonl", b'{"text": "a", "text": "b"}\n', "the key 'text' occurs twice"),
+        ("a.json", b'[{"text": "a"}, {"n": 1}]', "record 2: dataset.text_column='text' has no text there"),
+        ("a.json", b'\n{\n "data": []\n}', "its first line, is not valid JSON"),
+        ("a.csv", b'n,text\n1,"a\nb"\n2\n', "line 4: the row should have 2 values"),
+        ("a.csv", b'n,text\n1,a\n2,"b', "after line 2: the row is not valid CSV"),
+        ("a.csv", b"text,text\n1,a\n", "two columns have the name 'text'"),
+        ("a.csv", b"n,text\n1,\xff\n", "is not UTF-8 at byte 9"),
+        ("a.parquet", b"PAR1 nothing", "is not a valid parquet file"),
+    ],
+)
+def test_bad_data_are_reported_with_their_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        list(pieces_of(documents_of(tmp_path / name)))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_bad_parquet_files_are_reported_with_their_place(tmp_path: Path) -> None:
+    file, column = tmp_path / "a.parquet", [b"a"] * (ROWS + 1) + [b"\xff"]
+    text = pyarrow.array(column, pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), file)
+    with pytest.raises(UserError, match=rf"a\.parquet, row {ROWS + 2}: the text is not UTF-8 \(invalid start byte\)"):
+        list(pieces_of(documents_of(file)))
+    pandas.DataFrame({"n": [1], "body": ["a"]}).to_parquet(file)
+    with pytest.raises(UserError, match=r"text_column='text': .*a\.parquet has no text there; use one of \['body'\]"):
+        list(pieces_of(documents_of(file)))
+
+
+def test_rows_of_a_hub_data_set_that_cannot_be_read_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["a"] * 15, "n": list(range(15))})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: rows)
+    monkeypatch.setattr("workbench.prepare.documents.connect", lambda name: None)
+    documents = documents_of("somebody/data")
+    assert list(texts(documents)) == ["a"] * 15
+
+    def fail(self: datasets.Dataset) -> Iterator[dict[str, str]]:
+        yield from [{"text": "a"}] * 3
+        raise OSError("the file is damaged")
+
+    monkeypatch.setattr(datasets.Dataset, "__iter__", fail)
+    with pytest.raises(UserError, match=r"somebody/data cannot be read after row 3 \(the file is damaged\)"):
+        list(documents.records())
+
+
+# ------------------------------------------------------------------------------------------------------------ mixtures
+
+
+def test_a_mixture_has_the_documents_of_each_part_in_order_and_in_the_ratio_of_the_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, count in (("a", 3_000), ("b", 9_000)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{i}"}}\n' for i in range(count)))
+    (tmp_path / "c.txt").write_text("c " * PIECE)
+    a, b, c = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.txt"))
+    caplog.set_level("INFO", "picotron")
+    mixed = list(texts(documents_of(a, mixture={b: 0.5})))
+    counts = Counter(text[0] for text in mixed)
+    assert caplog.messages[-1].startswith(f"the mixture ends where {a} does, after 3,000 documents")
+    assert counts["a"] == 3_000  # it ends when the first part does
+    assert 1_350 < counts["b"] < 1_650
+    for name, count in counts.items():
+        assert [text for text in mixed if text[0] == name] == [f"{name}{i}" for i in range(count)]
+    same = [documents_of(a, mixture={a: 2, b: 1}), documents_of(a, mixture={b: 0.5})]
+    assert [list(texts(each)) for each in same] == [mixed, mixed]
+    other = documents_of(a, seed=1, mixture={b: 0.5})
+    assert list(texts(other)) != mixed
+    assert other.key != same[1].key
+    assert list(texts(documents_of(a, 7, mixture={b: 0.5}))) == mixed[:7]
+    long = [text for text in itertools.islice(texts(documents_of(a, mixture={c: 0.1})), 50) if text[0] == "c"]
+    assert long == ["c " * PIECE]

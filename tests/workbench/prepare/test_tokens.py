@@ -1,0 +1,218 @@
+"""Tokenising data sets: documents and tokenizers, streams of tokens, and rejected data sets."""
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from conformance.oracle import make_config, tiny_llama
+from picotron.config import Config
+from picotron.console import UserError
+from workbench.prepare.documents import python_stdlib
+from workbench.prepare.tokens import END_OF_TEXT, _encoding, read_tokenizer, tokenizer_folder, train_bpe, write_tokens
+
+TEXTS = [
+    "def f(x):\n    return x + 1\n" * 20,
+    "one line only, with ünïcödé → ok",
+    "class A:\n\n    pass\n" * 30,
+    "the end",
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache: its folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "picotron"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    """Folder with a byte-level BPE of 300 tokens."""
+    folder = str(tmp_path / "tokenizer")
+    train_bpe(iter(TEXTS), 300).save_pretrained(folder)
+    return folder
+
+
+def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
+    """Tokenise the data set of a config, without a process group."""
+    return np.memmap(write_tokens(config, model_config) / "tokens.uint16", np.uint16, "r")
+
+
+def test_tokens_are_cached_until_the_content_changes(tmp_path: Path, tokenizer: str, cache: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        json.dumps({"body": "abc " * 50}) + "\n" + json.dumps({"body": None}) + "\n" + json.dumps({"body": ""})
+    )
+    config = make_config(dataset__name=str(file), model__tokenizer=tokenizer, dataset__text_column="body")
+    first = load_tokens(config, tiny_llama(vocab_size=300))
+    stamp = [p.stat().st_mtime_ns for p in cache.glob("*/tokens.uint16")]
+    assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() == first.tolist()
+    assert [p.stat().st_mtime_ns for p in cache.glob("*/tokens.uint16")] == stamp
+    file.write_text(json.dumps({"body": "xyz " * 60}) + "\n")
+    assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() != first.tolist()
+    assert len(list(cache.glob("*/tokens.uint16"))) == 2
+
+
+def test_python_stdlib_has_source_files_in_a_fixed_order() -> None:
+    files = python_stdlib()
+    assert files == python_stdlib() == sorted(files)
+    assert any(file.parts[-2:] == ("json", "decoder.py") for file in files)
+    assert not any({"test", "site-packages", "encodings"} & set(file.parts) for file in files)
+
+
+def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
+    config = make_config(model__tokenizer="bpe", training__num_samples=30)
+    tokens = load_tokens(config, tiny_llama(vocab_size=600))
+    assert 500 < tokens.max() < 600
+    (folder,) = [p for p in cache.glob("bpe-*") if p.is_dir()]
+    bpe = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert len(bpe) == 600
+    documents = bpe.decode(tokens.tolist()).split(END_OF_TEXT)
+    texts = [file.read_text(encoding="utf-8") for file in python_stdlib()[:30]]
+    assert documents[:-1] == [text for text in texts if text]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset__name": "./no/such/file.txt"}, "there is no such file or folder"),
+        ({"dataset__name": "nobody/no-such-data"}, "cannot be loaded"),
+        ({"dataset__name": "FOLDER/good.jsonl", "dataset__split": "nonsense"}, "has only the split 'train'"),
+        ({"dataset__subset_name": "en"}, "subset_name='en', but python-stdlib has no subsets"),
+        ({"model__tokenizer": "FOLDER"}, "cannot load a tokenizer from"),
+        ({"model__tokenizer": "TOKENIZER"}, "has 300 tokens, but the model's vocab_size is 61"),
+        ({"model__tokenizer": "bpe"}, "vocab_size=61 is too small"),
+    ],
+)
+def test_tokenising_rejects_bad_data_sets_and_tokenizers(
+    tmp_path: Path, tokenizer: str, changes: dict[str, str], message: str
+) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "good.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    changes = {k: v.replace("FOLDER", str(folder)).replace("TOKENIZER", tokenizer) for k, v in changes.items()}
+    config = make_config(**{"training__num_samples": 2} | changes)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message) as error:
+        load_tokens(config, tiny_llama(vocab_size=61 if "61" in message else 300))
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "message"),
+    [
+        ("TOKENIZER", 3_000, 1, r"^\S+, line 3,001: [^\n]*$"),
+        ("bpe", 3_000, 3, r"^3 of 3,003 records .*; the first:(\n  - \S+, line 3,00[123]: .*){3}$"),
+        ("TOKENIZER", 1_500, 500, r"^500 of 2,000 records .*; the first:(\n  - \S+, line 1,5.*){10}$"),
+        ("TOKENIZER", 0, 5_000, r"^\S+, line 1: .* \(none of the 1,024 records that were read can be used\)$"),
+    ],
+)
+def test_the_first_broken_records_are_reported_with_their_number(
+    tmp_path: Path, tokenizer: str, kind: str, good: int, bad: int, message: str
+) -> None:
+    """All records are read, unless none of them can be used."""
+    name = tmp_path / "a.jsonl"
+    name.write_text('{"text": "def f(x)"}\n' * good + '{"body": "x"}\n' * bad)
+    config = make_config(dataset__name=str(name), model__tokenizer=kind.replace("TOKENIZER", tokenizer))
+    with pytest.raises(UserError, match=message):
+        load_tokens(config, tiny_llama(vocab_size=300))
+
+
+MEMORY = """
+import resource, sys
+from workbench.prepare.tokens import write_tokens
+from conformance.oracle import make_config, tiny_llama
+peaks = []
+for name in sys.argv[2:]:
+    write_tokens(make_config(dataset__name=name, model__tokenizer=sys.argv[1]), tiny_llama(vocab_size=300))
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
+print(*peaks)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: str) -> None:
+    """Peak memory in MiB after a short text, and after 4 MiB in one document, in many, and in one row group."""
+    import pandas
+
+    line = "def f(x):\n    return x + 1\n"
+    text = line * (2**22 // len(line))
+    (tmp_path / "short.txt").write_text(line)
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    rows = pandas.DataFrame({"text": [line * 40] * (2**22 // len(line) // 40)})
+    rows.to_parquet(tmp_path / "a.parquet", row_group_size=2**20)
+    (tmp_path / "b.jsonl").write_text((json.dumps({"text": line}) + "\n") * (2**22 // len(line)))
+    names = [str(tmp_path / name) for name in ("short.txt", "a.txt", "b.jsonl", "a.parquet", "a.jsonl")]
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY, tokenizer, *names], capture_output=True, text=True, check=True, timeout=240
+    )
+    short, *others = map(float, result.stdout.split())
+    assert max(others) - short < 100
+    assert "Tokenising: 100%" in result.stderr
+
+
+def test_tokenizer_that_transformers_would_read_as_another_one_is_rejected(tmp_path: Path) -> None:
+    """transformers reads every tokenizer beside a qwen2 model as a Qwen2Tokenizer."""
+    train_bpe(iter(TEXTS), 300).save_pretrained(tmp_path / "bpe")
+    config = make_config(model__tokenizer=str(tmp_path / "bpe"), training__num_samples=30)
+    write_tokens(config, tiny_llama("qwen3", vocab_size=300))
+    with pytest.raises(UserError, match="of a 'qwen2' model as another"):
+        write_tokens(config, tiny_llama("qwen2", vocab_size=300))
+
+
+def test_a_changed_tokenizer_has_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tokenizer = train_bpe(iter(["def f(x): return x"]), 260)
+    folders = [tokenizer_folder(tokenizer)]
+    tokenizer.chat_template = "{{ messages }}"
+    folders.append(tokenizer_folder(tokenizer))
+    tokenizer.pad_token = "x"
+    folders.append(tokenizer_folder(tokenizer))
+    assert len(set(folders)) == 3
+    read = PreTrainedTokenizerFast.from_pretrained(folders[-1])
+    assert (read.chat_template, read.pad_token) == ("{{ messages }}", "x")
+
+
+def test_tokenizers_that_differ_in_the_text_of_special_tokens_do_not_share_a_cache(tokenizer: str) -> None:
+    split = [PreTrainedTokenizerFast.from_pretrained(tokenizer, split_special_tokens=value) for value in (False, True)]
+    assert len({_encoding(each) for each in split}) == 2
+    assert split[0](f"a{END_OF_TEXT}")["input_ids"] != split[1](f"a{END_OF_TEXT}")["input_ids"]
+
+
+def test_the_tokenizer_of_a_run_does_not_depend_on_the_process_that_reads_it(tmp_path: Path, tokenizer: str) -> None:
+    truncating = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    truncating.backend_tokenizer.enable_truncation(5)
+    truncating.init_kwargs["local_files_only"] = True  # as in a process without a network
+    truncating.save_pretrained(tmp_path / "other")
+    config = make_config(model__tokenizer=str(tmp_path / "other"))
+    found = read_tokenizer(config, tiny_llama(vocab_size=300))
+    assert found.backend_tokenizer.truncation is None
+    assert "local_files_only" not in found.init_kwargs
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """A limit on the size of files, at which writing fails as on a full disk, but by another errno."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_tokenizer_that_cannot_be_written_is_reported(tokenizer: str, full_disk: None) -> None:
+    with pytest.raises(UserError, match=r"the cache .*/picotron cannot be written: File too large; free some space"):
+        tokenizer_folder(PreTrainedTokenizerFast.from_pretrained(tokenizer))
+    config = make_config(model__tokenizer=tokenizer)
+    with pytest.raises(
+        UserError, match=rf"files, {tempfile.gettempdir()}, cannot be written: File too large; .* TMPDIR"
+    ):
+        read_tokenizer(config, tiny_llama(vocab_size=300))

@@ -1,0 +1,95 @@
+"""Tokens of samples and of long documents: those that the tokenizer gives for the whole text."""
+
+import bisect
+import inspect
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from conformance.fuzz.chat_templates import MARKED
+from conformance.fuzz.tokenizer_kinds import KINDS, make_tokenizer
+from conformance.oracle import make_config, tiny_llama
+from picotron.console import UserError
+from tests.support.samples import CHAT, config_of, encode, messages, split, write_jsonl
+from workbench.prepare import text as text_module
+from workbench.prepare.tokens import write_tokens
+
+VOCABULARY = 480
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def saved(folder: Path, kind: str, template: str | None = None) -> tuple[PreTrainedTokenizerBase, str]:
+    """Save a tokenizer, and return the one that is loaded from there."""
+    tokenizer = make_tokenizer(kind, VOCABULARY)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return AutoTokenizer.from_pretrained(folder / "tokenizer"), str(folder / "tokenizer")
+
+
+def test_a_slow_tokenizer_must_tell_where_a_completion_begins(tmp_path: Path) -> None:
+    """ByT5 drops white space before </s>."""
+    _, folder = saved(tmp_path, "ByT5")
+    name = write_jsonl(tmp_path / "a.jsonl", [{"q": "a", "a": "b"}, {"q": "What?\n", "a": "</s>b"}])
+    message = r"cannot begin or end at '</s>b' after 'What\?\\n'; choose a model\.tokenizer with a tokenizer\.json"
+    with pytest.raises(UserError, match=message):
+        encode(config_of(name, folder), VOCABULARY)
+
+
+def test_a_character_that_is_cut_into_bytes_is_counted_as_a_whole(tmp_path: Path) -> None:
+    tokenizer, folder = saved(
+        tmp_path, "byte-level", MARKED["Alpaca"].replace("+ '\\n\\n' }}{%- endgen", "}}{%- endgen")
+    )
+    count = len(tokenizer("🙂")["input_ids"])
+    assert count > 1
+    name = write_jsonl(tmp_path / "a.jsonl", [{"chat": messages([("user", "🙂"), ("assistant", "🙂")])}])
+    ((_, mask),) = split(encode(config_of(name, folder, **CHAT), VOCABULARY))
+    assert mask[-count - 1 :] == [0] + [1] * count
+
+
+# ------------------------------------------------------------------------------------------------------ long documents
+
+PROSE = "The quick brown fox, it jumps over 12 lazy dogs; naïve as Žluťoučký kůň. "
+DOCUMENT = (
+    inspect.getsource(bisect)
+    + PROSE * 50
+    + f"{PROSE * 3}\n\n{PROSE}  \n\t{PROSE}\n" * 10
+    + "日本語のテキスト。私は学生です、" * 150
+    + "one</s>\n two <s> three</s>" * 100
+)
+EMOJI = "🙂👍🏽e\u0301" * 500  # a single word, for which WordPiece has a single token
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_a_long_document_are_those_of_its_whole_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(text_module, "PIECE", 2**10)
+    monkeypatch.setattr(text_module, "WINDOW", 2**9)
+    assert text_module.CONTEXT <= text_module.PIECE
+    tokenizer, folder = saved(tmp_path, kind)
+    file, text = tmp_path / "a.jsonl", DOCUMENT if kind == "WordPiece" else DOCUMENT + EMOJI
+    file.write_text(json.dumps({"text": text}))
+    config = make_config(dataset__name=str(file), model__tokenizer=folder)
+    tokens = np.fromfile(write_tokens(config, tiny_llama(vocab_size=VOCABULARY)) / "tokens.uint16", np.uint16)
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokens.tolist() == [*whole, tokenizer.eos_token_id]
+
+
+def test_a_word_of_several_pieces_is_tokenised_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """WordPiece has one unknown token for a word of more than 100 characters, however long it is."""
+    monkeypatch.setattr(text_module, "PIECE", 2**11)
+    monkeypatch.setattr(text_module, "WINDOW", 2**9)
+    tokenizer, folder = saved(tmp_path, "WordPiece")
+    (tmp_path / "a.txt").write_text("one " + "x" * 2**12)
+    config = make_config(dataset__name=str(tmp_path / "a.txt"), model__tokenizer=folder)
+    tokens = np.fromfile(write_tokens(config, tiny_llama(vocab_size=VOCABULARY)) / "tokens.uint16", np.uint16).tolist()
+    word = tokenizer("one", add_special_tokens=False)["input_ids"]
+    assert tokens == [*word, tokenizer.unk_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id]

@@ -1,0 +1,56 @@
+"""The schedule of generation: complete, without deadlock, and with the expected idle time."""
+
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from picotron.console import UserError
+from workbench.schedules.checker import check
+from workbench.schedules.generation import generation
+
+
+@pytest.mark.parametrize(
+    ("pp", "chunks", "placement"), [(1, 1, "loop"), (3, 1, "loop"), (2, 3, "loop"), (3, 2, "V"), (4, 4, "V")]
+)
+def test_the_input_of_an_action_comes_from_the_tick_before(pp: int, chunks: int, placement: Any) -> None:
+    """So with as many groups as ranks, all ranks exchange their results after each tick. In a loop, none is idle
+    between its first and its last action.
+    """
+    schedule = generation(pp, pp, 5, chunks, placement)
+    timeline = check(schedule)
+    length = int(timeline.step_time)
+    tick_of = {}
+    for rank in range(pp):
+        ticks = list(islice(schedule.ticks(rank), length))
+        tick_of |= {action: tick for tick, action in enumerate(ticks) if action in timeline.programs[rank]}
+        assert placement == "V" or ticks[rank : rank + 5 * pp * chunks] == schedule.programs[rank]
+    assert tick_of.keys() == {action for program in schedule.programs for action in program}
+    for action, tick in tick_of.items():
+        source = schedule.source(action)
+        assert source is None or tick_of[source] == tick - 1
+    for span in (span for spans in timeline.spans for span in spans):
+        assert span.start <= tick_of[span.action]  # in a V, later groups could start earlier
+
+
+@pytest.mark.parametrize("pp", [1, 4])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_bubble_follows_the_formula(pp: int, chunks: int) -> None:
+    rounds = 6
+    for groups in (pp, pp + 1, 2 * pp):
+        timeline = check(generation(pp, groups, rounds, chunks))
+        work = rounds * groups * chunks
+        assert timeline.bubble == pytest.approx((pp - 1) / (work + pp - 1))
+    for groups in range(1, pp):
+        timeline = check(generation(pp, groups, rounds, chunks))
+        assert timeline.step_time == rounds * chunks * pp + groups - 1
+        assert timeline.bubble == pytest.approx(1 - rounds * groups * chunks / timeline.step_time)
+
+
+def test_numbers_that_do_not_work_are_errors() -> None:
+    with pytest.raises(UserError, match=r"an even number of chunks, .* not 3"):
+        generation(2, 2, 1, 3, "V")
+    with pytest.raises(UserError, match="groups=0"):
+        generation(2, 0, 1)
+    with pytest.raises(UserError, match="their product at most 262,144"):
+        generation(2, 2, 2**18)

@@ -1,0 +1,151 @@
+"""Schedules: their order of actions matches torch's, and every schedule can run."""
+
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from picotron.console import UserError
+from workbench.schedules.actions import Action, AnyAction, Overlapped, Schedule, parse_action
+from workbench.schedules.checker import add_communication
+from workbench.schedules.schedules import SCHEDULES, build, forward_only
+from workbench.schedules.simulate import simulate
+
+
+def names(program: list[AnyAction]) -> list[str]:
+    return [str(action) for action in program]
+
+
+# ------------------------------------------------------------------------------------------- the order of actions
+
+
+def order_of_torch(schedule: type, rank: int, pp: int, micro_batches: int, chunks: int, group_size: int) -> list[str]:
+    numbers = SimpleNamespace(
+        n_local_stages=chunks, microbatches_per_round=group_size, pp_group_size=pp, _n_microbatches=micro_batches
+    )
+    actions = schedule._calculate_single_rank_operations(numbers, rank)  # type: ignore[attr-defined]
+    return names([parse_action(repr(action)) for action in actions if action is not None])
+
+
+@pytest.mark.parametrize(
+    ("name", "torch_schedule", "all_chunks", "min_micro_batches"),
+    [
+        ("interleaved_1f1b", torch_schedules.ScheduleInterleaved1F1B, (1, 2, 3, 4), lambda pp: 1),
+        ("zb_h1", torch_schedules.ScheduleInterleavedZeroBubble, (1, 2, 3, 4), lambda pp: 1),
+        ("dualpipev", torch_schedules.ScheduleDualPipeV, (2,), lambda pp: 2 * pp),
+    ],
+)
+def test_order_matches_torch(
+    name: str, torch_schedule: type, all_chunks: tuple[int, ...], min_micro_batches: object
+) -> None:
+    for pp in (2, 3, 4, 8):
+        for micro_batches in (1, 2, 3, 4, 6, 8, 10, 12, 16, 24):
+            rounds = max(1, micro_batches // pp)
+            if micro_batches % rounds or micro_batches < min_micro_batches(pp):  # type: ignore[operator]
+                continue  # torch rejects these numbers
+            group_size = micro_batches // rounds if SCHEDULES[name].has_groups else None
+            for chunks in all_chunks:
+                schedule = build(name, pp, micro_batches, chunks, group_size)
+                for rank, program in enumerate(schedule.programs):
+                    expected = order_of_torch(torch_schedule, rank, pp, micro_batches, chunks, micro_batches // rounds)
+                    assert names(program) == expected, (name, pp, micro_batches, chunks, rank)
+
+
+def test_actions_print_and_parse() -> None:
+    forward, backward = Action("F", 2, 3), Action("B", 1, 0)
+    for action in (forward, backward, Action("R", 4), Action("SEND_F", 10, 12), Overlapped(forward, backward)):
+        assert parse_action(str(action)) == action
+    assert [str(forward), str(Action("R", 4)), str(Overlapped(forward, backward))] == ["2F3", "4R", "(2F3;1B0)"]
+    assert parse_action("(2F3;1B0)OVERLAP_F_B") == Overlapped(forward, backward)
+    for text in ("", "2F", "2X0", "2F-1", "(2B3;1F0)", "(2F3;1B0", "2R0"):
+        with pytest.raises(ValueError, match="is not an action"):
+            parse_action(text)
+
+
+# --------------------------------------------------------------------------------------------- every schedule runs
+
+
+def run_blocking(schedule: Schedule, programs: list[list[AnyAction]]) -> list[AnyAction]:
+    """Run programs in the strictest possible network, where a send and its receive wait for each other, so that a rank
+    must receive messages in the order in which they are sent. Assert that each action finds its input on its rank.
+    Return the actions that could not run.
+    """
+    todo = [deque(program) for program in programs]
+    results: list[set[Action]] = [set() for _ in todo]  # computed or received by each rank
+
+    def run(rank: int, action: AnyAction) -> bool:
+        for kind, stage, micro_batch in action.parts:
+            half = kind[-1].replace("I", "B")
+            if kind.startswith("RECV"):
+                return False  # the sender completes both ends
+            if kind.startswith("SEND"):
+                target = stage + (1 if half == "F" else -1)
+                receiver = schedule.rank_of(target)
+                if not todo[receiver] or todo[receiver][0] != Action(f"RECV_{half}", target, micro_batch):
+                    return False
+                assert Action(half, stage, micro_batch) in results[rank]
+                results[receiver].add(Action(half, stage, micro_batch))
+                todo[receiver].popleft()
+            elif kind != "R":
+                source = schedule.source(Action(kind, stage, micro_batch))
+                assert source is None or source in results[rank], f"{action} runs without {source}"
+        results[rank] |= {part._replace(kind=part.kind.replace("I", "B")) for part in action.parts}
+        todo[rank].popleft()
+        return True
+
+    while any(queue and run(rank, queue[0]) for rank, queue in enumerate(todo)):
+        pass
+    return [action for queue in todo for action in queue]
+
+
+def assert_runs(schedule: Schedule) -> None:
+    programs = add_communication(schedule)
+    assert run_blocking(schedule, programs) == []
+    for rank, program in enumerate(programs):
+        assert [a for a in program if a.parts[0].kind in ("F", "B", "I", "W")] == list(schedule.programs[rank])
+        reduced = [a.parts[0].stage for a in program if a.parts[0].kind == "R"]
+        assert sorted(reduced) == ([] if schedule.forward_only else schedule.stages_of(rank))
+        for stage in reduced:
+            after = program[program.index(Action("R", stage)) :]
+            assert not any(part.stage == stage and part.kind in ("B", "W") for a in after for part in a.parts)
+
+
+small = {"pp": st.integers(1, 8), "micro_batches": st.integers(1, 32)}
+
+
+@settings(deadline=None, max_examples=150)
+@given(name=st.sampled_from(list(SCHEDULES)), chunks=st.none() | st.integers(1, 4), **small)
+def test_built_schedule_runs_or_its_chunks_are_rejected(
+    name: str, pp: int, micro_batches: int, chunks: int | None
+) -> None:
+    fixed = chunks is not None and chunks != SCHEDULES[name].chunks and not SCHEDULES[name].any_chunks
+    if fixed:
+        with pytest.raises(UserError, match=rf"{name} has . chunk\(s\) per pp rank, not {chunks}"):
+            build(name, pp, micro_batches, chunks)
+    else:
+        assert_runs(build(name, pp, micro_batches, chunks))
+
+
+@settings(deadline=None, max_examples=60)
+@given(chunks=st.integers(1, 4), placement=st.sampled_from(["loop", "V"]), **small)
+def test_forward_only_schedule_runs_with_little_idle_time(
+    pp: int, micro_batches: int, chunks: int, placement: str
+) -> None:
+    schedule = forward_only(pp, micro_batches, chunks, placement)  # type: ignore[arg-type]
+    assert_runs(schedule)
+    idle = max(simulate(schedule).idle)
+    ideal = placement == "loop" and micro_batches % pp == 0
+    assert idle <= (pp - 1) * (1 if ideal else chunks)
+
+
+def test_build_rejects_wrong_numbers() -> None:
+    for arguments, message in (
+        (("1f1b", 4, 0), "micro_batches=0"),
+        (("gpipe", 2, 4), "no schedule 'gpipe'"),
+        (("zbv", 2, 4, None, 2), "remove the group size 2"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build(*arguments)

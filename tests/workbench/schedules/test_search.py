@@ -1,0 +1,192 @@
+"""The search for a schedule: results fit and run, nothing hand-made is faster, and bubbles are those of the paper."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conformance.oracle import make_config, tiny_llama
+from picotron.console import UserError
+from picotron.pipeline_parallel.stages import Stage
+from tests.support.zero_bubble import CASES, Case
+from tests.workbench.drawing.test_draw import write_trace
+from tests.workbench.schedules.test_schedules import assert_runs
+from workbench.drawing.__main__ import main
+from workbench.explain import estimate
+from workbench.pipelines.auto import deferred_fraction
+from workbench.pipelines.plan import settings_of
+from workbench.pipelines.planning import plan_pipeline
+from workbench.schedules import search
+from workbench.schedules.actions import Schedule
+from workbench.schedules.schedules import SCHEDULES, build
+from workbench.schedules.search import Shape, fastest_schedule, hand_made, shapes
+from workbench.schedules.simulate import Costs, memory_curves, peak_activations, simulate
+from workbench.schedules.trace import settings_line, trace_path
+
+LOOP: Shape = (1, "loop")
+FEW_MOVES = mock.patch.object(search, "BUDGET", 40_000)  # for what holds after any number of moves
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.p == 8 and case.m < 64], ids=lambda case: f"{case.model}, m {case.m}"
+)
+def test_search_reaches_the_bubbles_of_the_zero_bubble_paper(case: Case) -> None:
+    assert case.searched_rate(case.p) <= case.of_zb_1p + 5.1e-5
+    assert case.searched_rate(2 * case.p) <= case.of_zb_2p + 4e-4
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    pp=st.integers(1, 5),
+    micro_batches=st.integers(1, 12),
+    more=st.floats(1, 8),
+    shape=st.sampled_from([(1, "loop"), (2, "loop"), (2, "V"), (3, "loop")]),
+    deferred=st.sampled_from([0.0, 0.4, 1.0]),
+    unit=st.sampled_from([1.0, 1e10]),
+    data=st.data(),
+)
+@FEW_MOVES
+def test_activations_of_unequal_stages_fit(
+    pp: int, micro_batches: int, more: float, shape: Shape, deferred: float, unit: float, data: st.DataObject
+) -> None:
+    """The limit is `more` times what one micro-batch needs."""
+    size = st.one_of(st.just(0.0), st.floats(0.1, 3))
+    sizes = [unit * each for each in data.draw(st.lists(size, min_size=pp * shape[0], max_size=pp * shape[0]))]
+    memory = more * max(sum(sizes[stage] for stage in own) for own in stages_of(pp, shape))
+    costs = Costs(weights=data.draw(st.lists(st.floats(0.25, 2), min_size=len(sizes), max_size=len(sizes))), p2p=0.1)
+
+    def peak(schedule: Schedule) -> float:
+        timeline = dataclasses.replace(simulate(schedule, costs), sizes=sizes, deferred=deferred)
+        return max(live for curve in memory_curves(timeline) for _, live in curve)
+
+    found = fastest_schedule(pp, micro_batches, memory, {shape: costs}, deferred, sizes=sizes)
+    assert_runs(found.schedule)
+    assert peak(found.schedule) <= memory * (1 + 1e-8)
+    for schedule in hand_made(pp, micro_batches, shape).values():
+        if peak(schedule) <= memory * (1 - 1e-8):
+            assert found.score <= simulate(schedule, costs).step_time
+
+
+def stages_of(pp: int, shape: Shape) -> list[list[int]]:
+    """Return the stages of each rank."""
+    empty = Schedule([[]] * pp, 1, *shape)
+    return [empty.stages_of(rank) for rank in range(pp)]
+
+
+@FEW_MOVES
+def test_shapes_that_need_too_much_memory_are_skipped() -> None:
+    """In a loop, rank 1 has both large stages; in a V, each rank has one."""
+    options = {shape: Costs() for shape in shapes(2)}
+    assert fastest_schedule(2, 4, 4, options, sizes=[1, 3, 1, 3]).schedule.placement == "V"
+    assert fastest_schedule(2, 4, 4, options, sizes=[1, 1, 3, 3]).schedule.placement == "loop"
+    with pytest.raises(UserError, match=r"limit of 3\.9 .* takes 4"):
+        fastest_schedule(2, 4, 3.9, options, sizes=[1, 3, 1, 3])
+
+
+@pytest.mark.processes
+def test_all_processes_find_the_same_schedule() -> None:
+    """The order of sets and dicts of strings differs between processes."""
+    words = [sys.executable, "-m", "workbench.drawing", "search", "--p2p", "0.3", "--memory", "3"]
+    printed = [
+        subprocess.run(words, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1] != ""
+    assert printed[0].startswith("search, ")
+
+
+# ------------------------------------------------------------------------------------------------ config and draw
+
+
+def auto_config(tmp_path: Path, **changes: Any) -> Any:
+    keys: dict[str, Any] = {"pp_engine": "auto", "pp_size": 2, "training__gradient_accumulation_steps": 6, **changes}
+    if "pp_recording" in keys:
+        keys["pp_recording"] = str(tmp_path)
+        record(tmp_path)
+    return make_config(**{key if "__" in key else f"distributed__{key}": value for key, value in keys.items()})
+
+
+def record(folder: Path) -> None:
+    """Write the trace of a step of 1F1B on two ranks with six layers."""
+    config, model_config = make_config(distributed__pp_size=2), tiny_llama(num_hidden_layers=6)
+    write_trace(folder, 3, simulate(build("1f1b", 2, 4), Costs(weights=[1.0, 3.0])))
+    first_line = settings_line(settings_of(config, model_config, plan_pipeline(config, model_config).stages))
+    trace = trace_path(folder, 3)
+    trace.write_text(f"{first_line}\n{trace.read_text()}")
+
+
+@FEW_MOVES
+def test_plan_of_a_config_is_searched(tmp_path: Path) -> None:
+    plan = plan_pipeline(auto_config(tmp_path), tiny_llama(num_hidden_layers=6))
+    assert plan.schedule.chunks == 2
+    assert max(map(peak_activations, plan.schedule.programs)) <= 4
+    one = plan_pipeline(auto_config(tmp_path, pp_max_activations=1.5), tiny_llama(num_hidden_layers=6))
+    assert max(map(peak_activations, one.schedule.programs)) <= 3
+    three = auto_config(tmp_path, pp_layout="Ett|t||t|tt|L")
+    assert plan_pipeline(three, tiny_llama(num_hidden_layers=6)).schedule.chunks == 3
+
+
+def test_plan_uses_the_times_of_a_recorded_run(tmp_path: Path) -> None:
+    plan = plan_pipeline(auto_config(tmp_path, pp_recording=True), tiny_llama(num_hidden_layers=6))
+    assert (plan.schedule.chunks, plan.schedule.micro_batches) == (1, 6)
+    main(["search_measured", str(tmp_path), "--memory", "4"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "difference"),
+    [
+        ({"training__seq_length": 32}, {}, "training.seq_length=16, not 32"),
+        ({"tp_size": 2}, {}, "distributed.tp_size=1, not 2"),
+        ({"dp_size": 2, "dp_engine": "zero3"}, {}, "number of ranks that shard the weights=1, not 2"),
+        ({"pp_layout": "Ett|ttttL"}, {}, "stages='Ettt|tttL', not 'Ett|ttttL'"),
+        ({"pp_size": 3}, {}, "has pp_size=2, but the config has 3"),
+        ({}, {"hidden_size": 64}, "hidden_size of the model=32, not 64"),
+    ],
+)
+def test_a_recording_of_other_settings_is_rejected(
+    changes: dict[str, Any], sizes: dict[str, Any], difference: str, tmp_path: Path
+) -> None:
+    config = auto_config(tmp_path, pp_recording=True, **changes)
+    with pytest.raises(UserError, match=re.escape(difference)):
+        plan_pipeline(config, tiny_llama(**{"num_hidden_layers": 6} | sizes))
+
+
+def test_a_recording_without_settings_is_rejected(tmp_path: Path) -> None:
+    config = auto_config(tmp_path, pp_recording=True)
+    write_trace(tmp_path, 4, simulate(build("1f1b", 2, 4)))
+    with pytest.raises(UserError, match=r"trace_step_00000004.jsonl"):
+        plan_pipeline(config, tiny_llama(num_hidden_layers=6))
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_deferred_fraction_is_that_of_the_estimated_memory(tp: int, sequence_parallel: bool) -> None:
+    keys = {"distributed__tp_size": tp, "distributed__sequence_parallel": sequence_parallel}
+    config, model = make_config(training__activation_checkpointing="full", **keys), tiny_llama()
+    s = estimate.sizes(config, model)
+    deferred = estimate.deferred_bytes(s, Stage(range(1), False, False))
+    assert deferred_fraction(config, model) == deferred / estimate.layer_saves(config, s) > 1
+    assert deferred_fraction(make_config(**keys), model) == 1
+
+
+def test_search_knows_every_hand_made_schedule() -> None:
+    found = {name: schedule for shape in shapes(None) for name, schedule in hand_made(2, 4, shape).items()}
+    assert {name.partition(" in groups of ")[0] for name in found} == set(SCHEDULES)
+
+
+def test_bound_is_the_least_step_time_of_simple_cases() -> None:
+    """Work and the way of the first forward; one micro-batch; memory for one micro-batch; messages on its way."""
+    for pp, m, memory, costs, least in (
+        (2, 8, 2, Costs(), 25),
+        (4, 1, 4, Costs(), 9),
+        (4, 8, 1, Costs(), 72),
+        (4, 1, 4, Costs(p2p=0.5), 12),
+    ):
+        found = fastest_schedule(pp, m, memory, {LOOP: costs})
+        assert (found.score, found.bound, found.quality) == (least, least, "the best possible")

@@ -1,0 +1,144 @@
+"""extract_metrics.py: the table and the plots of sweeps, with runs in every state."""
+
+import csv
+import json
+import math
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+
+import extract_metrics
+from workbench.sweep.jobs import Job
+
+PLOTS = ("loss.png", "throughput.png", "memory.png")
+
+
+def record(step: int, rate: float, loss: float = 5.0, mfu: float | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step, "loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 64 * step, "step_time": 64 / rate,
+        "tokens_per_second": 2 * rate, "tokens_per_second_per_gpu": rate, "mfu": mfu, "memory_gb": 1.0 + step / 10, **more,
+    }  # fmt: skip
+
+
+def job(
+    folder: Path, records: list[dict[str, Any]] | None, status: str | None = None, dp: int = 2, tail: str = ""
+) -> Job:
+    """Write the files of a job: config.json, and if given, metrics.jsonl (the records and `tail`) and status.txt."""
+    new_job = Job(folder, folder.name)
+    config = {
+        "distributed": {"dp_size": dp, "tp_size": 2},
+        "model": {"name": "template/tiny-llama"},
+        "training": {"micro_batch_size": 3, "gradient_accumulation_steps": 4, "seq_length": 16, "total_train_steps": 9},
+        "dataset": {"name": "python-stdlib"},
+    }
+    new_job.run_folder.mkdir(parents=True)
+    new_job.config_file.write_text(json.dumps(config))
+    if records is not None:
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (new_job.run_folder / "metrics.jsonl").write_text(lines + tail)
+    if status:
+        new_job.set_status(status)  # type: ignore[arg-type]
+    return new_job
+
+
+def extract(folder: Path, *words: str) -> dict[str, dict[str, str]]:
+    """Run extract_metrics.py. Returns the rows of metrics.csv by name."""
+    extract_metrics.main(["--inp_dir", str(folder), *words])
+    for plot in PLOTS:
+        assert (folder / plot).read_bytes().startswith(b"\x89PNG")
+    with (folder / "metrics.csv").open(newline="") as file:
+        return {row["name"]: row for row in csv.DictReader(file)}
+
+
+def test_row_of_a_completed_run_summarises_its_steps_after_warm_up(tmp_path: Path) -> None:
+    rates = [10.0, 90.0, 50.0, 101.0, 103.0, 99.0, 1000.0]
+    records = [record(i + 1, rate, 9 - i, mfu=0.1 + i / 100) for i, rate in enumerate(rates)]
+    records[3] |= {"eval_loss": 6.5, "bits_per_byte": 2.5}
+    job(tmp_path / "dp2_tp2", records, "completed")
+    assert extract(tmp_path)["dp2_tp2"] == {
+        "name": "dp2_tp2", "status": "completed", "dp": "2", "pp": "1", "cp": "1", "tp": "2", "pp_engine": "1f1b",
+        "micro_batch_size": "3", "gradient_accumulation_steps": "4", "global_batch_size": "24", "seq_length": "16",
+        "step": "7", "total_train_steps": "9", "final_loss": "3", "eval_loss": "6.5", "bits_per_byte": "2.5",
+        "mean_tokens_per_second_per_gpu": str(fmean(rates[3:])), "median_tokens_per_second_per_gpu": str(median(rates[3:])),
+        "mfu": str(fmean([0.13, 0.14, 0.15, 0.16])), "memory_gb": "1.7", "problem": "",
+        "forecast_tokens_per_second_per_gpu": "", "forecast_mfu": "", "forecast_memory_gb": "",
+    }  # fmt: skip
+    row = extract(tmp_path, "--warmup", "6")["dp2_tp2"]
+    assert row["mean_tokens_per_second_per_gpu"] == row["median_tokens_per_second_per_gpu"] == "1000.0"
+
+
+def test_measured_and_forecast_numbers_are_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forecast = {"tokens_per_second_per_gpu": 110.0, "mfu": None, "memory_gb": 0.75, "step_time": 1.0}
+    for name, records in (("measured", [record(i, 100.0) for i in range(1, 6)]), ("waiting", None)):
+        new_job = job(tmp_path / name, records)
+        new_job.forecast_file.write_text(json.dumps(forecast))
+    broken = job(tmp_path / "broken", [record(1, 100.0)])
+    broken.forecast_file.write_text("{")
+    rows = extract(tmp_path)
+    assert rows["measured"]["forecast_tokens_per_second_per_gpu"] == "110.0"
+    assert rows["measured"]["forecast_mfu"] == ""
+    assert "forecast.json is not valid JSON" in rows["broken"]["problem"]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["measured", "100", "110", "+10.0%", "1.500", "0.750", "-50.0%"] in lines
+    assert ["waiting", "-", "110", "-", "-", "0.750", "-"] in lines
+
+
+def test_runs_in_every_state_have_rows(tmp_path: Path) -> None:
+    records = [record(i, 100.0) for i in range(1, 6)]
+    job(tmp_path / "in_progress", records, "running", tail=json.dumps(record(6, 100.0))[:50])
+    job(tmp_path / "begun", records[:2], "running")
+    job(tmp_path / "failed", [*records, record(6, 100.0, math.nan)], "fail")
+    job(tmp_path / "no_metrics", None, "oom")
+    job(tmp_path / "empty_metrics", [], "timeout")
+    (job(tmp_path / "never", None).run_folder).rmdir()
+    job(tmp_path / "no_config", None, "fail").config_file.write_text('{"training": {"sed": 1}}')
+    rows = extract(tmp_path)
+    statuses = {"in_progress": "running", "begun": "running", "failed": "fail", "no_metrics": "oom", "empty_metrics": "timeout", "never": "init", "no_config": "fail"}  # fmt: skip
+    assert {name: row["status"] for name, row in rows.items()} == statuses
+    assert {name: row["step"] for name, row in rows.items() if row["step"]} == {"in_progress": "5", "begun": "2", "failed": "6"}  # fmt: skip
+    assert rows["failed"]["final_loss"] == "nan"
+    assert rows["failed"]["median_tokens_per_second_per_gpu"] == rows["in_progress"]["mean_tokens_per_second_per_gpu"]
+    assert rows["begun"]["final_loss"] == "5.0"  # the loss does not exclude warm-up steps, throughput does
+    for name in ("begun", "no_metrics", "empty_metrics", "never", "no_config"):
+        assert rows[name]["mean_tokens_per_second_per_gpu"] == rows[name]["mfu"] == ""
+    assert rows["never"]["dp"] == "2"
+    assert rows["no_config"]["dp"] == ""
+
+
+def test_keys_that_the_sweep_varies_and_the_reason_of_a_failure_are_columns(tmp_path: Path) -> None:
+    for rate, status in ((0.1, "fail"), (0.01, "completed"), (0.001, "completed")):
+        steps = range(1, 2 if status == "fail" else 6)
+        new_job = job(tmp_path / f"lr{rate}", [record(i, 100.0, 7 - i * 20 * rate**0.5 / 5) for i in steps], status)
+        data = json.loads(new_job.config_file.read_text())
+        data["training"]["learning_rate"] = rate
+        new_job.config_file.write_text(json.dumps(data))
+    (tmp_path / "lr0.1" / "log_local.out").write_text("[rank 0] error: step 2: loss is nan; try a lower one\n\nDone.\n")
+    rows = extract(tmp_path)
+    assert [rows[f"lr{rate}"]["training.learning_rate"] for rate in (0.1, 0.01, 0.001)] == ["0.1", "0.01", "0.001"]
+    assert {key for row in rows.values() for key in row} == {*extract_metrics.COLUMNS, "training.learning_rate"}
+    assert rows["lr0.1"]["problem"] == "step 2: loss is nan; try a lower one"
+
+
+def test_archived_runs_of_a_job_are_ignored(tmp_path: Path) -> None:
+    new_job = job(tmp_path / "again", [record(i, 10.0, 1.0) for i in range(1, 9)], "running")
+    for number in (1, 2):
+        archive = new_job.run_folder / f"earlier.{number}"
+        archive.mkdir()
+        (archive / "metrics.jsonl").write_text(json.dumps(record(99, 1.0, 0.0)) + "\n")
+        (archive / "config.json").write_text("{}")
+    # The config in the run's folder is the one that train.py used. It takes precedence over the job's config.
+    config = json.loads(new_job.config_file.read_text())
+    config["distributed"]["dp_size"] = 7
+    (new_job.run_folder / "config.json").write_text(json.dumps(config))
+    rows = extract(tmp_path)
+    assert [(row["step"], row["dp"]) for row in rows.values()] == [("8", "7")]
+
+
+def test_run_started_by_hand_has_a_row_without_status(tmp_path: Path) -> None:
+    new_job = job(tmp_path / "quickstart", [record(i, 10.0) for i in range(1, 9)])
+    (new_job.run_folder / "metrics.jsonl").rename(new_job.folder / "metrics.jsonl")
+    for folder in (tmp_path, new_job.folder):
+        row = extract(folder)["quickstart"]
+        assert (row["status"], row["step"], row["dp"]) == ("", "8", "2")

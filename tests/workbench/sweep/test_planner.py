@@ -1,0 +1,132 @@
+"""The search for the best layouts: equal to an evaluation of all, and fast enough for all layouts of 1,024 ranks."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from picotron.command_line import parse_config
+from picotron.config import Config
+from picotron.console import UserError
+from workbench.explain.hardware import HARDWARE, USABLE, Hardware
+from workbench.explain.memory import GIB, rank_memory
+from workbench.explain.step_time import forecast
+from workbench.pipelines.planning import plan_pipeline
+from workbench.schedules import search
+from workbench.schedules.schedule_csv import as_csv
+from workbench.schedules.schedules import build
+from workbench.sweep.combinations import combinations
+from workbench.sweep.planned_jobs import candidates, what_fits
+from workbench.sweep.planner import Planner, best_configs
+
+BASE: dict[str, Any] = {
+    "distributed": {"use_cpu": False},
+    "model": {"name": "docs/llama-3.1-70b", "dtype": "bfloat16"},
+    "training": {"seq_length": 4096},
+    "dataset": {"name": "python-stdlib"},
+}
+
+
+def of_ranks(
+    count: int, batch: int, given: dict[str, list[Any]] | None = None, **model: Any
+) -> list[tuple[dict[str, Any], Config]]:
+    base = BASE | {"model": BASE["model"] | model}
+    return list(candidates(base, combinations({"global_batch_size": [batch]} | (given or {}), [count], base)))
+
+
+SMALL = LlamaConfig(
+    hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=8,
+    vocab_size=128256,
+)  # fmt: skip
+
+
+def draw_space(seed: int, folder: Path) -> tuple[list[tuple[dict[str, Any], Config]], LlamaConfig, Hardware, float]:
+    """Draw a model, a number of ranks, keys that are given, hardware and its memory."""
+    draw = random.Random(seed)
+    layers, seq = draw.choice([2, 4, 8, 9]), draw.choice([256, 1024, 2048])
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 8}
+    model = LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, vocab_size=draw.choice([32000, 128256]),
+        tie_word_embeddings=draw.random() < 0.3, **sizes,
+    )  # fmt: skip
+    base = BASE | {"model": BASE["model"] | {k: v for k, v in sizes.items() if k != "num_key_value_heads"}}
+    base |= {"training": {"seq_length": seq}}
+    given: dict[str, list[Any]] = {"global_batch_size": [draw.choice([8, 16, 32])]}
+    given |= {"distributed.tp_size": [1, draw.choice([2, 8])], "distributed.cp_size": [draw.choice([1, 1, 2])]}
+    given["distributed.pp_size"] = draw.choice([[1, 2, 4, 8], [2, 4]])
+    if draw.random() < 0.6:
+        chunks = draw.choice([1, 2, 3])
+        file = folder / f"{seed}.csv"
+        file.write_text(as_csv(build("interleaved_1f1b", 2, 4, 2).programs))
+        options: list[dict[str, list[Any]]] = [
+            {"distributed.pp_engine": ["afab", "zb_h1", "dualpipev", "looped_bfs"]},
+            {"distributed.pp_engine": ["zb_h1", "interleaved_1f1b"], "distributed.pp_chunks": [chunks]},
+            {"distributed.pp_engine": ["interleaved_1f1b"], "distributed.pp_group_size": [2, 4, 8]},
+            {"distributed.pp_keep_activations": [2], "training.activation_checkpointing": ["full"]},
+            {"distributed.pp_engine": ["auto"], "distributed.pp_max_activations": [1, 2], "distributed.pp_size": [2]},
+            {"distributed.pp_engine": [f"csv:{file}"], "distributed.pp_size": [2]},
+            {"distributed.pp_layout": [f"E|t*{layers}L", f"Et*{layers - 1}|tL"], "distributed.pp_size": [2]},
+        ]
+        given |= draw.choice(options)
+    if draw.random() < 0.5:
+        given["training.micro_batch_size"] = [1]
+    if draw.random() < 0.3:
+        given["distributed.dp_engine"] = ["naive", "zero1"]
+    hardware = HARDWARE[draw.choice(list(HARDWARE))]
+    gib = draw.choice([hardware.gib, 8.0, 4.0, 3.0, 1.0])
+    return list(candidates(base, combinations(given, [8], base))), model, hardware, gib
+
+
+def check_space(seed: int, folder: Path, count: int = 4) -> int:
+    """Compare the search with an evaluation of all configs of a space, and each bound with its value."""
+    tried, model, hardware, gib = draw_space(seed, folder)
+    planner, fitting, needs = Planner(model, hardware), [], []
+    for i, (_, config) in enumerate(tried):
+        try:
+            plan = plan_pipeline(config, model)
+        except UserError:
+            continue
+        seconds, needed = forecast(config, model, plan, hardware).step_time, planner.gib(config, plan)
+        lower = planner.bounds(config)
+        assert lower[0] <= seconds * (1 + 1e-12)
+        assert lower[1] <= needed
+        needs.append(needed)
+        if needed <= USABLE * gib:
+            fitting.append((seconds, i))
+    best, least = best_configs(tried, model, hardware, gib, count)
+    assert best == [tried[i][0] for _, i in sorted(fitting)[:count]]
+    if needs and not best:
+        assert least is not None
+        assert least.gib == min(needs)
+    return len(needs)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_search_finds_what_an_evaluation_of_all_configs_finds(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "BUDGET", 40_000)  # so that the schedules of `auto` are found sooner
+    check_space(seed, tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["zbv", "dualpipev", "interleaved_1f1b", "1f1b"])
+@pytest.mark.parametrize("m", [2, 3, 4])
+def test_bounds_of_few_micro_batches_are_bounds(engine: str, m: int) -> None:
+    layout = {"pp_size": 2, "pp_engine": engine}
+    config = parse_config(
+        BASE | {"distributed": layout, "training": {"seq_length": 8192, "gradient_accumulation_steps": m}}
+    )
+    planner, plan = Planner(SMALL, HARDWARE["H100"]), plan_pipeline(config, SMALL)
+    seconds, gib = planner.bounds(config)
+    assert gib <= planner.gib(config, plan)
+    assert seconds <= forecast(config, SMALL, plan, HARDWARE["H100"]).step_time * (1 + 1e-12)
+
+
+def test_if_nothing_fits_the_smallest_change_is_named() -> None:
+    [(_, config)] = [each for each in of_ranks(1, 1, num_hidden_layers=8, num_attention_heads=32)
+                     if each[1].training.activation_checkpointing == "none" and each[1].training.micro_batch_size == 1]  # fmt: skip
+    needs = [memory.total / GIB for memory in rank_memory(config, SMALL, plan_pipeline(config, SMALL))]
+    assert what_fits(config, SMALL, needs[0] / 0.92 - 0.1) == "it fits with activation_checkpointing selective"
+    assert "ranks" in what_fits(config, SMALL, needs[0] / 4)

@@ -1,0 +1,187 @@
+"""Sweeps on Slurm: batch scripts, sbatch commands, and statuses."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from picotron.command_line import parse_config
+from picotron.console import UserError
+from submit_slurm_jobs import main, parse_arguments, read_config
+from tests.support.jobs import SHELL_SYNTAX, run_program
+from workbench.sweep import slurm
+from workbench.sweep.jobs import Job
+from workbench.sweep.slurm import SlurmResources, reconcile_status, render, sbatch_command
+
+
+@pytest.mark.processes
+def test_batch_script_quotes_names_with_shell_syntax(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    """srun gets every word unchanged, and no part of a name is executed."""
+    job = make_job(SHELL_SYNTAX + "\nnext line")
+    setup = tmp_path / f"{SHELL_SYNTAX}.sh"
+    setup.write_text("srun() { printf '%s\\0' \"$@\" > words; }\n")
+    (tmp_path / "job.slurm").write_text(render(job, read_config(job), SlurmResources(2, 4, 8, 0), setup, 77))
+    environment = {**os.environ, "SLURM_JOB_ID": "15003"}
+    subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env=environment, check=True)
+    assert slurm.log_file(job).parent.joinpath("log_15003.out").read_text() == ""
+    assert job.status == "completed"
+    words = (tmp_path / "words").read_text().split("\0")[:-1]
+    options, torchrun, arguments = words[:4], words[4:-7], words[-7:]
+    assert options == ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=8", "--kill-on-bad-exit=1"]
+    assert torchrun[:7] == [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "4"]
+    assert torchrun[torchrun.index("--rdzv_endpoint") + 1].endswith(":15003")
+    assert re.fullmatch("15003-[0-9a-f]{32}", torchrun[torchrun.index("--rdzv_id") + 1])
+    assert torchrun[-1] == "77"
+    assert arguments == [
+        str(Path("train.py").absolute()),
+        "--config",
+        str(job.config_file),
+        *job.overrides(read_config(job)),
+    ]
+    assert not list(tmp_path.rglob("executed"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("srun", "code", "status"),
+    [
+        ("true", 0, "completed"),
+        ("return 3", 3, "fail"),
+        ("echo torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB; return 1", 1, "oom"),
+        ("kill -USR1 $$; sleep 0.2; return 1", 1, "timeout"),
+        ("kill -USR1 $$; sleep 0.2", 0, "completed"),  # the run has ended in time
+        ("kill -TERM $$; sleep 0.2; return 1", 1, "cancelled"),
+        ("kill -USR1 $$; sleep 0.2; kill -TERM $$; sleep 0.2; return 1", 1, "timeout"),
+    ],
+)
+def test_batch_script_records_how_the_run_ended(
+    make_job: Callable[..., Job], tmp_path: Path, srun: str, code: int, status: str
+) -> None:
+    job, setup = make_job("job"), tmp_path / "setup.sh"
+    setup.write_text(f"srun() {{ trap '' USR1; {srun}; }}\n")
+    (tmp_path / "job.slurm").write_text(render(job, read_config(job), SlurmResources(1, 1, 1, 0), setup, 77))
+    result = subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env={**os.environ, "SLURM_JOB_ID": "7"})
+    assert (result.returncode, job.status) == (code, status)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("code", "status"), [(0, "completed"), (1, "timeout")])
+def test_batch_script_records_how_a_run_ended_while_it_was_signalled(
+    make_job: Callable[..., Job], tmp_path: Path, code: int, status: str
+) -> None:
+    """The signal interrupts `wait`, and the run ends before the script can look at it again."""
+    job, setup = make_job("job"), tmp_path / "setup.sh"
+    run = f"srun() {{ trap '' USR1; builtin kill -USR1 $$; sleep 0.1; return {code}; }}\n"
+    setup.write_text(run + 'kill() { builtin kill "$@" && sleep 0.5; }\n')
+    (tmp_path / "job.slurm").write_text(render(job, read_config(job), SlurmResources(1, 1, 1, 0), setup, 77))
+    result = subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env={**os.environ, "SLURM_JOB_ID": "7"})
+    assert (result.returncode, job.status) == (code, status)
+
+
+def test_sbatch_command_requests_nodes_cores_and_gpus(make_job: Callable[..., Job]) -> None:
+    job = make_job("job")
+    gpus = parse_config(
+        {"distributed": {"dp_size": 4, "tp_size": 4}, "environment": {"OMP_NUM_THREADS": 3}}
+        | {section: json.loads(job.config_file.read_text())[section] for section in ("model", "dataset")}
+    )
+    assert SlurmResources.of(job, gpus, 8) == SlurmResources(
+        nodes=2, processes_per_node=8, cores_per_node=24, gpus_per_node=8
+    )
+    assert SlurmResources.of(job, gpus, 64) == SlurmResources(1, 16, 48, 16)
+    command = sbatch_command(job, SlurmResources.of(job, gpus, 8), {"qos": "a b", "time": "2:00:00"}, 60, after="7")
+    assert {"--gres=gpu:8", "--qos=a b", "--time=2:00:00", "--signal=B:USR1@60", "--dependency=afterany:7"} < set(
+        command
+    )
+    cpu = parse_config(json.loads(job.config_file.read_text()))
+    assert not [word for word in sbatch_command(job, SlurmResources.of(job, cpu, 8), {}, 60, None) if "gpu" in word]
+    with pytest.raises(UserError, match="16 processes do not divide evenly into nodes of 6"):
+        SlurmResources.of(job, gpus, 6)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "state", "status"),
+    [
+        ("pending", "PENDING", "pending"),
+        ("pending", "RUNNING", "running"),
+        ("running", "PENDING", "pending"),  # its node was lost
+        ("cancelled", "PENDING", "pending"),  # it was preempted
+        ("running", "COMPLETED", "completed"),
+        ("timeout", "FAILED", "timeout"),  # it ended before its time limit, after a signal
+        ("fail", "OUT_OF_MEMORY", "oom"),
+        ("oom", "RUNNING", "oom"),  # it has just ended
+        ("completed", "COMPLETING", "completed"),
+        ("cancelled", "COMPLETING", "running"),  # it may have been preempted
+        ("cancelled", "TIMEOUT", "timeout"),
+        ("fail", "CANCELLED", "cancelled"),
+        ("running", "NODE_FAIL", "fail"),
+        ("running", None, "fail"),
+        ("completed", None, "completed"),
+        ("init", "RUNNING", "running"),  # status.txt was deleted
+    ],
+)
+def test_reconcile_status_combines_status_txt_and_slurm(recorded: Any, state: str | None, status: str) -> None:
+    assert reconcile_status(recorded, state) == status
+
+
+def test_sacct_is_queried_for_jobs_that_squeue_does_not_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"squeue": "12|RUNNING\n", "sacct": "7|CANCELLED by 1000\n8|OUT_OF_MEMORY\n"}
+    commands: list[list[str]] = []
+    monkeypatch.setattr(slurm, "run_slurm", lambda command: commands.append(command) or answers[command[0]])
+    assert slurm.query_states(["7", "8", "9", "12"]) == {"12": "RUNNING", "7": "CANCELLED", "8": "OUT_OF_MEMORY"}
+    assert commands[1][-1] == "--jobs=7,8,9"
+    commands.clear()
+    assert slurm.query_states(["12"]) == {"12": "RUNNING"}
+    assert len(commands) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--local --qos debug", "--qos cannot be used with --local"),
+        ("--timeout 5", "--timeout cannot be used when submitting to Slurm"),
+        ("--gpus_per_node 0", "--gpus_per_node 0"),
+        ("--env_setup nothing", "--env_setup nothing is not a file"),
+    ],
+)
+def test_invalid_options_are_rejected(options: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        parse_arguments(["--inp_dir", "sweep", *options.split()])
+
+
+def test_jobs_are_submitted_in_chains_and_cancelled(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, ids, after, cancelled = [make_job(name) for name in "abc"], iter("789"), list[Any](), list[str]()
+
+    def run_slurm(command: list[str]) -> str:
+        if command[0] == "sbatch":
+            after.append([word for word in command if "dependency" in word])
+            return next(ids)
+        cancelled.extend(command[1:] if command[0] == "scancel" else [])
+        return "7|RUNNING\n8|PENDING\n9|PENDING\n"
+
+    monkeypatch.setattr(slurm, "run_slurm", run_slurm)
+    sweep = ["--inp_dir", str(jobs[0].folder.parent)]
+    main([*sweep, "--nb_slurm_array", "2"])
+    assert after == [[], [], ["--dependency=afterany:7"]]
+    main([*sweep, "--check_status"])
+    assert [job.status for job in jobs] == ["running", "pending", "pending"]
+    main([*sweep, "--cancel"])
+    assert cancelled == ["9", "8", "7"]
+
+
+@pytest.mark.processes
+def test_invalid_configs_are_all_reported_and_nothing_is_submitted(make_job: Callable[..., Job]) -> None:
+    jobs = [make_job("good"), make_job("no_sequence", training__seq_length=0), make_job("x", training__lr=1)]
+    output = run_program(jobs[0].folder.parent, environment=dict(os.environ), code=1)
+    assert f"  - {jobs[1].config_file}: training.seq_length=0" in output
+    assert f"  - {jobs[2].config_file}: unknown key training.lr" in output
+    environment = {**os.environ, "PATH": "/nowhere"}
+    assert "sbatch is not installed" in run_program(jobs[0].folder, environment=environment, code=1)
+    assert [job.status for job in jobs] == ["init"] * 3

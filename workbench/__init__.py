@@ -1,0 +1,1 @@
+"""What stands on the trainer, and is never imported by it: preparation of text, schedules, own loops, and more."""

@@ -1,0 +1,243 @@
+"""Draw pipeline schedules, and steps that runs have recorded, as text or into files:
+
+    python -m workbench.drawing schedule zbv --pp 4 --micro_batches 8
+    python -m workbench.drawing all --out schedules.html
+
+The unit of simulated times is the forward of one micro-batch through all stages of one rank. A backward takes 2 units,
+and each half of a split backward takes 1 unit. Recorded times are in seconds.
+"""
+
+import argparse
+import dataclasses
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from picotron.console import UserError, number, print_line
+from workbench.drawing.draw import write
+from workbench.drawing.draw_text import as_text
+from workbench.drawing.score import score_tables
+from workbench.schedules.actions import Schedule
+from workbench.schedules.generation import generation
+from workbench.schedules.schedule_csv import read_csv
+from workbench.schedules.schedules import LOOPS, SCHEDULES, build
+from workbench.schedules.search import Shape, fastest_schedule, shapes
+from workbench.schedules.simulate import Costs, Timeline, simulate, summary
+from workbench.schedules.trace import read_trace, recorded_costs
+
+Timelines = dict[str, Timeline]  # by title
+
+
+def draw_schedule(options: argparse.Namespace) -> Timelines:
+    schedule = build(options.name, options.pp, options.micro_batches, options.chunks, options.group_size)
+    return {title(options.name, schedule): simulate_equal(schedule, options, options.name)}
+
+
+def draw_all(options: argparse.Namespace) -> Timelines:
+    timelines = {}
+    for name, recipe in SCHEDULES.items():
+        chunks = options.chunks if recipe.any_chunks else None
+        group_size = options.group_size if recipe.has_groups else None
+        schedule = build(name, options.pp, options.micro_batches, chunks, group_size)
+        timelines[title(name, schedule)] = simulate_equal(schedule, options, name)
+    return timelines
+
+
+def draw_csv(options: argparse.Namespace) -> Timelines:
+    schedule = read_csv(options.file)
+    return {title(options.file, schedule): simulate_equal(schedule, options)}
+
+
+def draw_measured(options: argparse.Namespace) -> Timelines:
+    step, timeline = read_trace(options.run_dir, options.step)
+    return {f"{options.run_dir}, step {step}, in seconds": timeline}
+
+
+def draw_generation(options: argparse.Namespace) -> Timelines:
+    pp, groups, tokens, chunks = options.pp, options.groups or options.pp, options.tokens, options.chunks or 1
+    caption = f"generation, pp={pp}, groups={groups}, tokens={tokens}, chunks={chunks}"
+    return {caption: simulate_equal(generation(pp, groups, tokens, chunks), options)}
+
+
+def search(options: argparse.Namespace) -> Timelines:
+    pp, sizes, chunks = options.pp, options.activations, options.chunks
+    if sizes:
+        if len(sizes) % pp:
+            raise UserError(f"--activations has {len(sizes)} sizes, but {pp} pp ranks need a multiple of {pp}")
+        chunks = len(sizes) // pp
+    return fastest(pp, {shape: equal_stages(pp, shape[0], options) for shape in shapes(chunks)}, options)
+
+
+def search_measured(options: argparse.Namespace) -> Timelines:
+    recorded, costs = recorded_costs(options.run_dir, options.step)
+    check_activations(recorded.num_stages, options)
+    return fastest(recorded.pp, {(recorded.chunks, recorded.placement): costs}, options)
+
+
+def fastest(pp: int, costs: Mapping[Shape, Costs], options: argparse.Namespace) -> Timelines:
+    """Return the timeline of the fastest schedule that fits into --memory."""
+    found = fastest_schedule(
+        pp, options.micro_batches, options.memory, costs, options.deferred, sizes=options.activations
+    )
+    name = f"{found.name}, {found.schedule.placement} placement, memory limit {options.memory:g}"
+    return {f"{title(name, found.schedule)}, {found.quality}": simulate(found.schedule, found.costs)}
+
+
+def simulate_equal(schedule: Schedule, options: argparse.Namespace, name: str | None = None) -> Timeline:
+    costs = equal_stages(schedule.pp, schedule.chunks, options)
+    return simulate(schedule, dataclasses.replace(costs, waits=name in LOOPS and costs.p2p + costs.transfer > 0))
+
+
+def equal_stages(pp: int, chunks: int, options: argparse.Namespace) -> Costs:
+    """Return costs with which a rank takes the same time for a micro-batch, whatever the number of its stages."""
+    return Costs(weights=[1 / chunks] * pp * chunks, p2p=options.p2p, transfer=options.transfer)
+
+
+def with_activations(timeline: Timeline, options: argparse.Namespace) -> Timeline:
+    """Return the timeline with the sizes of --activations and --deferred."""
+    stages = {part.stage for program in timeline.programs for action in program for part in action.parts}
+    check_activations(len(stages), options)
+    return dataclasses.replace(timeline, sizes=options.activations, deferred=options.deferred)
+
+
+def check_activations(stages: int, options: argparse.Namespace) -> None:
+    if options.activations and len(options.activations) != stages:
+        raise UserError(f"--activations has {len(options.activations)} sizes, but there are {stages} stages")
+
+
+def score(options: argparse.Namespace) -> Timelines:
+    """Print the tables of `score_tables`. There is nothing to draw."""
+    for table in score_tables({file: read_csv(file) for file in options.files}):
+        print_line(table)
+    return {}
+
+
+def title(name: str, schedule: Schedule) -> str:
+    return f"{name}, pp={schedule.pp}, micro_batches={schedule.micro_batches}, chunks={schedule.chunks}"
+
+
+class Command(NamedTuple):
+    """A command: its function, a sentence and an example for --help, and its options. `a|b` exclude each other."""
+
+    run: Callable[[argparse.Namespace], Timelines]
+    help: str
+    example: str
+    options: str
+
+
+COMMANDS = {
+    "schedule": Command(
+        draw_schedule,
+        "draw a hand-made schedule",
+        "zbv --pp 4 --micro_batches 8 --out zbv.svg",
+        "name --pp --micro_batches --chunks --group_size --p2p --transfer --activations --deferred --out",
+    ),
+    "all": Command(
+        draw_all,
+        "draw all hand-made schedules",
+        "--pp 4 --micro_batches 8 --out schedules.html",
+        "--pp --micro_batches --chunks --group_size --p2p --transfer --deferred --out",
+    ),
+    "csv": Command(
+        draw_csv,
+        "draw a schedule from a CSV file with one line of actions per pp rank",
+        "own.csv --p2p 0.1",
+        "file --p2p --transfer --activations --deferred --out",
+    ),
+    "measured": Command(
+        draw_measured,
+        "draw a step that a run recorded (logging.trace_steps)",
+        "runs/pp2 --step 4",
+        "run_dir --step --activations --deferred --out",
+    ),
+    "generation": Command(
+        draw_generation,
+        "draw the rotation in which a pipeline generates text",
+        "--pp 3 --tokens 4",
+        "--pp --groups --tokens --chunks --p2p --transfer --out",
+    ),
+    "search": Command(
+        search,
+        "find the fastest schedule that fits into memory",
+        "--pp 2 --micro_batches 4 --activations 5.04 3.9 --memory 8",
+        "--memory --pp --micro_batches --chunks|--activations --deferred --p2p --transfer --out",
+    ),
+    "search_measured": Command(
+        search_measured,
+        "find the fastest schedule for the times in a recorded step",
+        "runs/pp2 --memory 2 --out found.csv",
+        "run_dir --memory --step --micro_batches --activations --deferred --out",
+    ),
+    "score": Command(
+        score,
+        "rank a schedule in a CSV file among the published ones, under the settings of docs/scoreboard.md",
+        "own.csv",
+        "files",
+    ),
+}
+
+COUNT: dict[str, Any] = {"type": number(int, 1), "metavar": "N"}
+TIME: dict[str, Any] = {"type": number(float, 0, 1e30), "metavar": "TIME", "default": 0.0}
+SIZE: dict[str, Any] = {"type": number(float, 0, 1e30), "metavar": "SIZE"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "name": {"metavar": "NAME", "choices": SCHEDULES, "help": ", ".join(SCHEDULES)},
+    "file": {"metavar": "FILE", "help": "the CSV file"},
+    "files": {"metavar": "FILE", "nargs": "+", "help": "the CSV file, and others to rank with it"},
+    "run_dir": {"metavar": "RUN_DIR", "help": "the folder of the run"},
+    "--step": COUNT | {"help": "the recorded step; by default the newest"},
+    "--pp": COUNT | {"default": 4, "help": "pp ranks; by default 4"},
+    "--micro_batches": COUNT | {"default": 8, "help": "micro-batches per step; by default 8"},
+    "--groups": COUNT | {"help": "groups of prompts; by default as many as pp ranks"},
+    "--tokens": COUNT | {"default": 4, "help": "tokens to generate for each prompt; by default 4"},
+    "--chunks": COUNT | {"help": "stages per pp rank, where a schedule works with any number"},
+    "--group_size": COUNT | {"help": "micro-batches that take turns on the chunks of interleaved_1f1b and zb_h1"},
+    "--p2p": TIME | {"help": "latency of a message between pp ranks; by default 0"},
+    "--transfer": TIME | {"help": "time in which a message occupies the link between two pp ranks; by default 0"},
+    "--activations": SIZE | {"nargs": "+", "help": "activations of a micro-batch in each stage, in any unit; by default, "
+                                                   "those in all stages of a pp rank are 1"},
+    "--deferred": {"type": number(float, 0), "metavar": "FRACTION", "default": 1.0,
+                   "help": "fraction of the activations that W needs after I, above 1 if I computes them again; by "
+                           "default 1"},
+    "--memory": SIZE | {"required": True, "help": "the most activations that a pp rank may hold, in micro-batches or "
+                                                  "in the unit of --activations"},
+    "--out": {"type": Path, "metavar": "FILE", "help": "file to write instead of text: .svg, .html, .json (a trace) "
+                                                       "or .csv (the schedule)"},
+}  # fmt: skip
+
+
+def make_parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    program = "python -m workbench.drawing"
+    parser = argparse.ArgumentParser(prog=program, description=__doc__, formatter_class=raw)
+    parser.set_defaults(activations=None, deferred=1.0, out=None)  # for commands without these options
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        description = f"{command.help}:\n\n    {program} {name} {command.example}"
+        own = commands.add_parser(name, help=command.help, description=description, formatter_class=raw)
+        own.set_defaults(run=command.run)
+        for option in command.options.split():
+            group = own.add_mutually_exclusive_group() if "|" in option else own
+            for each in option.split("|"):
+                group.add_argument(each, **OPTIONS[each])
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = make_parser().parse_args(arguments)
+    try:
+        timelines = {name: with_activations(timeline, options) for name, timeline in options.run(options).items()}
+        if options.out:
+            write(timelines, options.out)
+            return
+        width = shutil.get_terminal_size((160, 24)).columns - len("pp 0  ")
+        for name, timeline in timelines.items():
+            facts = ", ".join(f"{key} {value}" for key, value in summary(timeline).items())
+            print_line(f"{name}\n{as_text(timeline, width)}\n{facts}\n")
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

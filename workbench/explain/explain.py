@@ -1,0 +1,285 @@
+"""Explain a layout of any size on one process: what each rank holds, every message of a training step, and its time.
+
+    python train.py --config template/base_config.json --explain
+    python train.py --config template/base_config.json --explain --hardware H100 --gib 80 --json
+
+There is no second description of a step here. The step of train.py runs in a fake process group, which has any number
+of ranks but only one process, with tensors on the meta device, which have shapes but no memory. For each pp rank
+that differs from others, the process plays the rank with dp, cp and tp rank 0; the others with this pp rank hold and
+send the same amounts. (With ZeRO, the last slices of a buffer may have padding.)
+
+Only what does not happen on the meta device follows from formulas: activations (`estimate`) and times (`forecast`).
+
+The step includes clipping, the optimizer and the reductions of its metrics. It does not include the other messages of a
+run: evaluations, checkpoints, and the check for stop signals.
+"""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from picotron.config import Config
+from picotron.console import print_line, text_table
+from picotron.data.loader import MicroBatchDataLoader
+from picotron.data.rows import TextRows
+from picotron.data_parallel.data_parallel import DataParallel
+from picotron.model.model_config import load_model_config
+from picotron.model.weights import Index
+from picotron.optimizer import AdamW, update_weights
+from picotron.parallelize import build_model, unwrap
+from picotron.run.metrics import global_mean, max_over_ranks
+from workbench.explain.fake_group import FakeGroup, Message, fake_rank
+from workbench.explain.forecast_errors import describe_errors
+from workbench.explain.hardware import Hardware, fits, usable
+from workbench.explain.measure import find_hardware, on_hardware
+from workbench.explain.memory import GIB, Memory, bubble, rank_memory
+from workbench.explain.step_time import Forecast, forecast
+from workbench.pipelines.engine import check_layout, make_train_step
+from workbench.pipelines.plan import SchedulePlan
+from workbench.schedules.schedules import SCHEDULES, build
+
+META = torch.device("meta")
+
+
+class Step(NamedTuple):
+    """Amounts that a rank holds between steps, and its messages in a step."""
+
+    layers: int
+    parameters: int
+    weights: int  # bytes, as the next two
+    gradients: int
+    optimizer: int
+    messages: Counter[Message]
+
+
+def run_step(model: DataParallel, data_loader: Any, config: Config, train_step: Callable[[Any, Any], Tensor]) -> Step:
+    """Run a training step of this rank, and count its bytes and messages."""
+    parameters = list(model.parameters())
+    first = parameters[0]
+    optimizer = AdamW(parameters, config.training, fused=False)  # there is no fused kernel for the meta device
+
+    weights, gradients = model.bytes_held()
+    FakeGroup.messages.clear()
+    loss = train_step(model, data_loader)
+    update_weights(model, optimizer, config.training.max_grad_norm)
+    max_over_ranks(first.device, 0.0, 0.0)  # memory and stop signals
+    global_mean(loss)
+
+    return Step(
+        layers=len(unwrap(model).model.layers),
+        parameters=weights // first.element_size(),
+        weights=weights,
+        gradients=gradients,
+        optimizer=sum(tensor.nbytes for p in parameters for tensor in optimizer.state_of(p).values()),
+        messages=FakeGroup.messages.copy(),
+    )
+
+
+def run_rank(rank: int, config: Config, model_config: PreTrainedConfig, plan: SchedulePlan) -> Step:
+    """Play a rank, and run its training step."""
+    with fake_rank(rank, config.distributed):
+        return build_and_run(config, model_config, plan)
+
+
+def build_and_run(config: Config, model_config: PreTrainedConfig, plan: SchedulePlan) -> Step:
+    """Build the model of the rank that is played, and run its training step."""
+    dtype = getattr(torch, config.model.dtype)
+    model = build_model(config, model_config, plan, META, dtype, meta_weights)
+    length = config.training.seq_length
+    tokens = np.broadcast_to(np.uint16(0), config.global_batch_size * length + 1)  # one token in memory
+    data_loader = MicroBatchDataLoader(TextRows(tokens, length), config, META, shuffle=False)
+    return run_step(model, data_loader, config, make_train_step(config, plan, META, dtype))
+
+
+def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, plan: SchedulePlan) -> Step:
+    """Play a rank with one micro-batch and with two. Every further one has the messages that the second one adds."""
+    layout, count = config.distributed, config.training.gradient_accumulation_steps
+    searched = layout.pp_size > 1 and layout.pp_engine not in SCHEDULES  # or read from a file
+    if count <= 3 or searched or plan.keep_activations:
+        return run_rank(rank, config, model_config, plan)
+    steps = []
+    engine = layout.pp_engine if layout.pp_size > 1 else "1f1b"
+    with fake_rank(rank, layout):
+        for each in (1, 2):
+            training = config.training.model_copy(update={"gradient_accumulation_steps": each})
+            brief = config.model_copy(update={"training": training})
+            schedule = build(engine, layout.pp_size, each, plan.schedule.chunks)
+            steps.append(build_and_run(brief, model_config, SchedulePlan(plan.stages, schedule)))
+    fewer, more = (step.messages for step in steps)
+    messages = {each: fewer[each] + (more[each] - fewer[each]) * (count - 1) for each in more}
+    return steps[0]._replace(messages=Counter(messages))
+
+
+def run_stages(config: Config, model_config: PreTrainedConfig, plan: SchedulePlan) -> list[Step]:
+    """Return the step of one rank for each pp rank. Of pp ranks that do not differ, only the first one is played."""
+    # Compilation and data-loader workers do not change the messages, so they are switched off.
+    changes = {"training": {"compile": False}, "dataset": {"num_workers": 0}}
+    config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in changes.items()})
+    per_stage, played = config.distributed.cp_size * config.distributed.tp_size, {}
+    kinds = [kind_of_rank(plan, rank) for rank in range(plan.schedule.pp)]
+    for rank, kind in enumerate(kinds):
+        if kind not in played:
+            played[kind] = run_rank_briefly(rank * per_stage, config, model_config, plan)
+    return [played[kind] for kind in kinds]
+
+
+def kind_of_rank(plan: SchedulePlan, rank: int) -> tuple[Any, ...]:
+    """Return what the step of a pp rank depends on: its stages and their neighbours, the number of its actions, and how
+    many of them keep their activations.
+    """
+    schedule, stages = plan.schedule, plan.stages_of(rank)
+    order = {number: i for i, number in enumerate(stages)}
+    sends = [[0 <= i + j < len(plan.stages) and schedule.rank_of(i + j) != rank for j in (-1, 1)] for i in stages]
+    actions = Counter((part.kind, order[part.stage]) for action in schedule.programs[rank] for part in action.parts)
+    contents = [(len(stage.layers), stage.has_embedding, stage.has_head) for stage in stages.values()]
+    kept = Counter(order[stage] for stage, _ in plan.kept_activations(rank))
+    return tuple(contents), str(sends), frozenset(actions.items()), frozenset(kept.items())
+
+
+def meta_weights(name: str, shape: torch.Size, index: Index) -> Tensor:
+    """A `ReadTensor` of weights without memory."""
+    return torch.empty(shape, device=META)[index]
+
+
+def explain(config: Config, hardware: str | None = None, gib: float | None = None, as_json: bool = False) -> None:
+    """Print what each rank holds, every message of a step and the bytes sent, and with `hardware` the time of a step.
+
+    Args:
+        hardware: see `find_hardware`.
+        gib: memory of a device, by default that of the hardware.
+        as_json: print one JSON object instead, with null for what only `hardware` determines.
+
+    Raises:
+        UserError: the layout does not fit the model, or there is no such hardware.
+    """
+    device = find_hardware(hardware, config) if hardware is not None else None
+    config = config if device is None else on_hardware(config, device)
+    layout, model_config = config.distributed, load_model_config(config.model)
+    plan = check_layout(config, model_config)
+    memories, steps = rank_memory(config, model_config, plan), run_stages(config, model_config, plan)
+    times = forecast(config, model_config, plan, device) if device is not None else None
+    idle = bubble(config, model_config, plan) if times is None else times.bubble
+    if as_json:
+        print_line(json.dumps(_as_dict(steps, memories, idle, times)))
+        return
+    columns = {}  # one for neighbouring ranks with identical numbers
+    for step, identical in itertools.groupby(range(layout.pp_size), key=lambda rank: steps[rank]):
+        columns[_pp_ranks(list(identical))] = step
+    sizes = f"dp {layout.dp_size} x pp {layout.pp_size} x cp {layout.cp_size} x tp {layout.tp_size}"
+    micro_batches = config.training.gradient_accumulation_steps
+    print_line(f"{sizes}, {layout.world_size} ranks; {micro_batches} micro-batches per step")
+    memory = device.gib if gib is None and device is not None else gib
+    for title, text in (
+        ("The pp ranks of a pipeline", str(plan)),
+        ("What a rank holds, at the peak of a step", f"{_holdings(steps, memories)}{_fits(memories, memory)}"),
+        ("Messages per step: the full tensor of each, and the number in which a rank takes part", _messages(columns)),
+        ("Bytes that a rank sends per step, if collectives use a ring", _traffic(columns)),
+        (
+            "Time of a step, estimated",
+            f"bubble {idle:.1%}" if times is None or device is None else _times(times, device, config),
+        ),
+    ):
+        print_line(f"\n{title}:\n{text}")
+
+
+def _pp_ranks(ranks: list[int]) -> str:
+    return f"pp {ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else "")
+
+
+def _as_dict(steps: list[Step], memories: list[Memory], idle: float, times: Forecast | None) -> dict[str, Any]:
+    found = dict.fromkeys(each for step in steps for each in step.messages)
+    messages = [
+        each._asdict()
+        | {"dtype": str(each.dtype).removeprefix("torch."), "bytes": each.size}
+        | {"times": [step.messages[each] for step in steps]}
+        for each in found
+    ]
+    fields = ("weights", "gradients", "optimizer")
+    ranks = [
+        {"pp": rank, "layers": step.layers, "parameters": step.parameters}
+        | {name: getattr(step, name) for name in fields}
+        | {"activations": memory.activations, "peak": memory.total}
+        for rank, (step, memory) in enumerate(zip(steps, memories, strict=True))
+    ]
+    return {
+        "ranks": ranks,
+        "messages": messages,
+        "traffic": {axis: [_sent(step, axis) for step in steps] for axis in dict.fromkeys(each.axis for each in found)},
+        "bubble": idle,
+        "step_time": times and times.step_time,
+        "seconds": times and times.seconds._asdict(),
+        "tokens_per_second": times and times.tokens_per_second,
+        "mfu": times and times.mfu,
+    }
+
+
+def _holdings(steps: list[Step], memories: list[Memory]) -> str:
+    names = ["layers", "parameters", "weights", "gradients", "optimizer", "full weights", "activations", "temporary"]
+    lines = []
+    for step, memory in zip(steps, memories, strict=True):
+        sizes = step.weights, step.gradients, step.optimizer, memory.gathered, memory.activations, memory.temporary
+        lines.append([f"{step.layers:,}", f"{step.parameters:,}", *map(_bytes, sizes), _bytes(memory.total)])
+    rows = [["", *names, "peak"]]
+    for line, identical in itertools.groupby(range(len(lines)), key=lambda rank: lines[rank]):
+        rows.append([_pp_ranks(list(identical)), *line])
+    return text_table(rows, first_number=1)
+
+
+def _fits(memories: list[Memory], gib: float | None) -> str:
+    if gib is None:
+        return ""
+    peaks = [memory.total / GIB for memory in memories]
+    rank, peak = peaks.index(max(peaks)), max(peaks)
+    verdict = "fits" if fits(peak, gib) else "does not fit"
+    return f"\npp rank {rank} needs most, {peak:.2f} GiB: it {verdict} into {usable(gib)}"
+
+
+def _times(times: Forecast, hardware: Hardware, config: Config) -> str:
+    rows = [["", "seconds", "share"]]
+    for name, each in times.seconds._asdict().items():
+        rows.append([name, f"{each:.4g}", f"{each / times.step_time:.1%}"])
+    rows.append(["step", f"{times.step_time:.4g}", "100.0%"])
+    mfu = "" if times.mfu is None else f", MFU {times.mfu:.1%}"
+    rate = f"{times.rate} tokens/s{mfu} on {hardware.name}"
+    errors = f"\n{describe_errors(config)}" if hardware.cores is None else ""  # all published runs are of GPUs
+    return f"{text_table(rows, first_number=1)}\n{rate}{errors}"
+
+
+def _messages(columns: dict[str, Step]) -> str:
+    found = list(dict.fromkeys(each for step in columns.values() for each in step.messages))
+    axes = list(dict.fromkeys(each.axis for each in found))
+    rows = [["call site", "axis", "ranks", "operation", "dtype", "shape", "size", *columns]]
+    for each in sorted(found, key=lambda each: axes.index(each.axis)):
+        shape, dtype = " x ".join(map(str, each.shape)) or "scalar", str(each.dtype).removeprefix("torch.")
+        counts = [f"{step.messages[each]:,}" for step in columns.values()]
+        rows.append(
+            [each.call_site, each.axis, str(each.ranks), each.operation, dtype, shape, _bytes(each.size), *counts]
+        )
+    return text_table(rows, first_number=5) if found else "none: there is one rank"
+
+
+def _traffic(columns: dict[str, Step]) -> str:
+    rows = [["", *columns]]
+    axes = dict.fromkeys(each.axis for step in columns.values() for each in step.messages)
+    rows += [[axis, *(_bytes(_sent(step, axis)) for step in columns.values())] for axis in axes]
+    return text_table(rows, first_number=1) if len(rows) > 1 else "nothing"
+
+
+def _sent(step: Step, axis: str) -> int:
+    return sum(each.sent * times for each, times in step.messages.items() if each.axis == axis)
+
+
+def _bytes(size: float) -> str:
+    """A size with at least three significant digits: 8 B, 512 KiB, 1.25 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:,.2f} GiB"

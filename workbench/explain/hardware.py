@@ -1,0 +1,214 @@
+"""Devices as data: the rates from which `explain.forecast` computes times.
+
+    HARDWARE["H100"]            an entry of the table below
+    read_hardware("mine.json")  a JSON object with the same fields, which may begin with `"like": "H100"`
+
+Rates are those that well-written programs reach, not those of data sheets. No torch here.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from picotron.console import UserError, invalid_value
+from picotron.files import read_object
+from picotron.model.flops import PEAK_BF16_FLOPS
+
+# Fraction of a device's memory that a plan may need. The rest is for what the estimate leaves out: the CUDA context,
+# the buffers of NCCL and cuBLAS, and gaps between tensors.
+USABLE = 0.92
+
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(gt=0)]
+
+
+def fits(needed: float, gib: float) -> bool:
+    """Return whether `needed` GiB fit into a device with `gib` GiB."""
+    return needed <= USABLE * gib
+
+
+def usable(gib: float) -> str:
+    """Return the name of the memory that `fits` compares with, such as `92 % of 80 GiB`."""
+    return f"{USABLE:.0%} of {gib:g} GiB".replace("%", " %")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Rates of one device, and of the links between devices.
+
+    Args:
+        name: name of the device, as CUDA reports it.
+        peak: FLOP/s in bfloat16 according to the data sheet; 0 if there is none, and so no MFU.
+        gib: memory in GiB.
+        products: FLOP/s of large matrix products, by dtype.
+        attention, attention_backward: FLOP/s of fused causal attention, as a fraction of those of products.
+        memory: bytes/s of element-wise operations, read and written.
+        link: bytes/s that a rank sends to another rank of the same node.
+        network: bytes/s that a rank sends to another node.
+        latency, network_latency: seconds of one step of a collective or of one message, in a node and between nodes.
+        node: number of ranks in a node.
+        launch: shortest time of a kernel, in seconds.
+        layer_launch: seconds in which Python starts the operations of a layer's forward.
+        step_launch: seconds of a step that depend on nothing: data, loop over the parameters, wait for the loss.
+        step_wait: seconds in which several ranks wait for the slowest one in a step, apart from their messages.
+        contention: fraction of the time of ZeRO-3's messages by which computations that hide them take longer, because
+            both need the memory and the processors of the device.
+        cores: number of ranks that compute at the same time; null if every rank has a separate device. Then the device
+            also computes while Python starts further operations, and while messages are on their way.
+    """
+
+    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)  # of files
+
+    name: str
+    peak: NonNegative
+    gib: Positive
+    products: Annotated[dict[str, Positive], Field(min_length=1)]
+    attention: Positive
+    attention_backward: Positive
+    memory: Positive
+    link: Positive
+    network: Positive
+    latency: NonNegative = 3e-6
+    network_latency: NonNegative = 12e-6
+    node: Count = 8
+    launch: NonNegative = 2e-6
+    layer_launch: NonNegative = 0.4e-3
+    step_launch: NonNegative = 0.008
+    step_wait: NonNegative = 0.052
+    contention: NonNegative = 0.4
+    cores: Count | None = None
+
+    def rate(self, dtype: str) -> float:
+        """Return the FLOP/s of products in a dtype. Raises a UserError if there is none."""
+        if dtype not in self.products:
+            raise UserError(
+                f"{self.name} has no rate of products in {dtype}, only in {', '.join(self.products)}; use another "
+                f"model.dtype, or a JSON file of hardware that has it"
+            )
+        return self.products[dtype]
+
+    def product(self, dtype: str, flops: float, moved: float) -> float:
+        """Return the seconds of a matrix product: a roofline (Williams et al. 2009) with a smooth corner, on which
+        small products are slow without a table of shapes.
+
+        Args:
+            moved: bytes of both factors and of the result.
+        """
+        return flops / self.rate(dtype) + self.move(moved)
+
+    def attend(self, dtype: str, flops: float, backward: bool = False) -> float:
+        """Return the seconds of fused causal attention."""
+        return flops / self.rate(dtype) / (self.attention_backward if backward else self.attention)
+
+    def move(self, moved: float) -> float:
+        """Return the seconds to read and write `moved` bytes in total."""
+        return moved / self.memory
+
+    def step(self, ranks: int) -> float:
+        """Return the seconds of a step that depend on nothing but the number of ranks."""
+        return self.step_launch + (self.step_wait if ranks > 1 else 0.0)
+
+    def collective(self, ranks: int, in_node: int, steps: float, sent: float) -> float:
+        """Return the seconds of collectives or messages.
+
+        Args:
+            ranks: number of ranks in the group.
+            in_node: number of them that share a node. If others are elsewhere, each of these sends a part of the bytes
+                that leave the node through its own network card.
+            steps: number of steps of the ring or tree, in all collectives together.
+            sent: bytes that a rank sends, in all collectives together.
+        """
+        if ranks == 1:
+            return 0.0
+        if in_node == ranks:
+            return steps * self.latency + sent / self.link
+        return steps * self.network_latency + sent / min(self.link, in_node * self.network)
+
+
+# Fractions that are calibrated, see `gpu`: of a data sheet's bfloat16 FLOP/s, and of a network card's rate.
+REACHED = {"H100": 0.70, "H200": 0.70, "A100": 0.84}
+NETWORK_REACHED = 0.60
+
+
+def gpu(
+    name: str, device: str, gib: float, wide: float, double: float, memory: float, link: float, network: float
+) -> Hardware:
+    """Return the rates of a GPU: its data sheet, times the fractions that programs reach.
+
+    The fractions of products and of the network, and the sum of `step_launch` and `step_wait`, 0.06 s, are calibrated:
+    they are those with which `benchmarks.forecast` agrees best with the published runs that it lists as used for
+    calibration. All these runs, even those of two GPUs, have several ranks. What one rank needs of this sum,
+    `step_launch`, is an assumption, until a run of one GPU measures it. `contention` is calibrated with the runs of
+    ZeRO-3. The other fractions are from these sources:
+
+        memory      0.85: what a triad reaches on an A100 (BabelStream's results, Deakin et al. 2018)
+        link        0.78: bus bandwidth that NVIDIA's nccl-tests print for large all-reduces on an H100, 350 of 450 GB/s
+        attention   0.55 and 0.45 of products: between FlashAttention-2, which reaches 35 % of an H100's peak, and
+                    FlashAttention-3, which reaches up to 75 % (Shah et al. 2024, arXiv:2407.08608)
+
+    Args:
+        name: key of PEAK_BF16_FLOPS.
+        device: name of the device, as CUDA reports it.
+        wide, double: peak FLOP/s in float32 and in float64.
+        memory, link, network: peak bytes/s.
+    """
+    peak = PEAK_BF16_FLOPS[name]
+    reached = REACHED.get(name, REACHED["A100"])
+    return Hardware(
+        name=device,
+        peak=peak,
+        gib=gib,
+        products={"bfloat16": reached * peak, "float32": 0.75 * wide, "float64": 0.75 * double},
+        attention=0.55,
+        attention_backward=0.45,
+        memory=0.85 * memory,
+        link=0.78 * link,
+        network=NETWORK_REACHED * network,
+    )
+
+
+# Data sheets: NVIDIA H100 (SXM5, 80 GB), H200 (SXM), A100 (SXM4, 80 GB), L40S; NVIDIA Ada GPU architecture whitepaper
+# (RTX 4090). NVLink's rates are half of those in the data sheets, which add both directions; PCIe 4.0 x16 has 32 GB/s.
+# Networks are those of NVIDIA's own systems: one InfiniBand card per GPU, 400 Gb/s in DGX H100 and H200, 200 Gb/s in
+# DGX A100. For the last two, which come in no such system, 100 Gb/s per GPU are assumed. GiB are those that CUDA
+# reports.
+HARDWARE = {
+    "H100": gpu("H100", "NVIDIA H100 80GB HBM3", 79.1, 67e12, 67e12, 3.35e12, 450e9, 50e9),
+    "H200": gpu("H200", "NVIDIA H200", 139.8, 67e12, 67e12, 4.8e12, 450e9, 50e9),
+    "A100": gpu("A100", "NVIDIA A100-SXM4-80GB", 79.1, 19.5e12, 19.5e12, 2.039e12, 300e9, 25e9),
+    "L40S": gpu("L40S", "NVIDIA L40S", 44.4, 91.6e12, 1.43e12, 0.864e12, 32e9, 12.5e9),
+    "RTX4090": gpu("RTX 4090", "NVIDIA GeForce RTX 4090", 23.5, 82.6e12, 1.29e12, 1.008e12, 32e9, 12.5e9),
+}
+
+
+def read_hardware(path: Path) -> Hardware:
+    """Read hardware from a JSON file. With the key `like`, missing fields are those of this entry of HARDWARE.
+
+    Raises:
+        UserError: the file cannot be read, or its fields or their values are not those of `Hardware`.
+    """
+    data = read_object(path)
+    like = data.pop("like", None)
+    if like is not None:
+        if not isinstance(like, str) or like not in HARDWARE:
+            raise UserError(f"{path}: like={json.dumps(like)} is none of {', '.join(HARDWARE)}")
+        data = dataclasses.asdict(HARDWARE[like]) | data
+    try:
+        return TypeAdapter(Hardware).validate_json(json.dumps(data))
+    except ValidationError as error:
+        raise UserError(*(f"{path}: {_sentence(each)}" for each in error.errors())) from None
+
+
+def _sentence(error: ErrorDetails) -> str:
+    if error["type"] == "unexpected_keyword_argument":
+        keys = ", ".join(field.name for field in dataclasses.fields(Hardware))
+        return f"unknown key {error['loc'][0]!r}; the keys are like, {keys}"
+    if error["type"] == "missing":
+        return f'{error["loc"][0]!r} is missing; add it, or name similar hardware, as in "like": "H100"'
+    return f"{invalid_value(error)}; see Hardware in workbench/explain/hardware.py"

@@ -1,0 +1,1 @@
+"""Training loops of your own: batches, losses and set-up, in every layout."""

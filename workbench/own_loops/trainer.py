@@ -1,0 +1,344 @@
+"""Set-up of a training loop of your own: process groups, model, optimizer and checkpoints, as train.py has them.
+
+    with set_up(config) as trainer:
+        for _ in trainer.steps():
+            trainer.log(trainer.train(trainer.next_batches(), loss_fn))
+
+A program with a loss or with batches of its own (see `batches`) needs no more, and has train.py's options.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from picotron import process_group_manager as pgm
+from picotron.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from picotron.checkpoint.safetensors_folder import find_folder
+from picotron.checkpoint.writer import CheckpointWriter
+from picotron.collectives import run_on_all_ranks
+from picotron.command_line import leaf_keys
+from picotron.config import Config, Model
+from picotron.console import UserError, print_line
+from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, epoch_order, split_train_eval
+from picotron.data.rows import Rows
+from picotron.data.token_files import has_token_files, load_token_files
+from picotron.model.weights import initial_weights
+from picotron.optimizer import AdamW, make_scheduler, update_weights
+from picotron.parallelize import build_model, build_stage, unwrap
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.launch import StopSignals, check_same_config, exit_after_signal, init_process_group, set_up_device
+from picotron.run.metrics import check_finite, max_over_ranks
+from picotron.run.progress import Progress
+from picotron.run.run_folder import begin_run, claim_save_dir, release_save_dir, user_error_on_failure
+from workbench.own_loops.batches import Loss, cross_entropy, forward_batch, split_batch, train_batch
+from workbench.own_loops.check_batches import Batch
+from workbench.pipelines.engine import check_model, check_run, make_evaluation, make_train_step
+from workbench.prepare.tokens import prepare
+
+KEYS_WITH_EFFECT = """
+    distributed environment model checkpoint logging.level logging.log_frequency dataset.name dataset.shuffle training.seed
+    training.learning_rate training.total_train_steps training.seq_length training.micro_batch_size
+    training.gradient_accumulation_steps training.max_tokens training.lr_scheduler training.warmup_steps
+    training.decay_steps training.min_lr_ratio training.weight_decay training.adam_beta1 training.adam_beta2 training.adam_eps
+    training.max_grad_norm training.activation_checkpointing training.compile
+"""  # sections and keys of the config that have an effect in every program
+DATA_SET_KEYS = "dataset training.num_samples"  # in a program that trains on the config's data set, see `read_data`
+RECORD_KEYS = "dataset.split dataset.subset_name dataset.mixture training.num_samples"  # in one with `load_documents`
+
+
+class Data(NamedTuple):
+    """Data of a training, as its checkpoints describe them.
+
+    Args:
+        fingerprint: text that changes with the data and their order. A run whose fingerprint differs from that of its
+            checkpoint starts at the beginning of its data.
+        tokenizer: folder with the tokenizer's files, which checkpoints contain, see `tokenizer_folder`.
+        rows: rows for `Trainer.next_batches`; None if the program makes batches of its own.
+    """
+
+    fingerprint: str = ""
+    tokenizer: Path | None = None
+    rows: Rows | None = None
+
+
+def fingerprint(config: Config, samples: Sequence[Any]) -> str:
+    """Return a hash of a program's own samples and of their order, see `Trainer.next_samples`."""
+    order = config.training.seed if config.dataset.shuffle else "in order"
+    digest = hashlib.sha256(repr(order).encode())
+    for sample in samples:
+        digest.update(repr(_as_lists(sample)).encode())
+    return digest.hexdigest()[:24]
+
+
+def _as_lists(sample: Any) -> Any:
+    """Return a sample with lists instead of tensors and arrays, whose repr leaves out most of their numbers."""
+    if isinstance(sample, Tensor | np.ndarray):
+        return sample.tolist()
+    if isinstance(sample, dict):
+        return {key: _as_lists(value) for key, value in sample.items()}
+    return type(sample)(map(_as_lists, sample)) if type(sample) in (list, tuple) else sample
+
+
+def read_data(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> Data:
+    """Read the data set of the config. All its rows are for training, if the config asks for no evaluations.
+
+    Args:
+        trained: see `prepare`.
+    """
+    folder = Path(config.dataset.name)
+    if not has_token_files(folder):
+        folder = prepare(config, model_config, trained)
+    tokens, tokenizer = load_token_files(folder, config, model_config)
+    rows, _ = split_train_eval(tokens, config)
+    return Data(data_fingerprint(rows, config), tokenizer, rows)
+
+
+@contextlib.contextmanager
+def set_up(
+    config: Config, data: Data | None = None, frozen: Callable[[str], bool] = lambda name: False
+) -> Iterator["Trainer"]:
+    """Connect the processes that torchrun has started, and build this rank's `Trainer`. At the end of the `with` block,
+    wait for checkpoints, disconnect, and let other runs write to the folder; after a stop signal, also exit.
+
+    Args:
+        data, frozen: see `Trainer`.
+
+    Raises:
+        UserError: the config does not fit the model or the number of processes, `checkpoint.save_dir` is in use, or
+            there is no `data`, and a key has no effect.
+    """
+    model_config, plan = check_run(config)
+    if data is None:
+        check_used(config, DATA_SET_KEYS)
+    claim_save_dir(config)
+    try:
+        device, layout = set_up_device(config), config.distributed
+        init_process_group(config, device, model_config, plan)
+        setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+        trainer = Trainer(config, device, data, frozen)
+        with trainer.writer:
+            yield trainer
+        dist.barrier()  # torchrun stops the other processes when one of them exits with an error code
+        dist.destroy_process_group()
+    finally:
+        release_save_dir()
+    if trainer.stop:
+        exit_after_signal(trainer.stop)
+
+
+def used_keys(also: str = "") -> list[str]:
+    """Return the keys of the config that have an effect in a program with its own `Data`, and those in `also`."""
+    used = {*KEYS_WITH_EFFECT.split(), *also.split()}
+    return [key for key in leaf_keys() if {key, key.partition(".")[0]} & used]
+
+
+def check_used(config: Config, also: str = "") -> None:
+    """Raise a UserError for each key that differs from its default, but has no effect in a program with its own `Data`.
+
+    Args:
+        also: further keys that the program uses.
+    """
+    used = used_keys(also)
+    problems = [
+        f"{section}.{key}={value!r} has no effect in this program; remove it"
+        for section, body in config
+        for key, value in body
+        if value != type(body).model_fields[key].default and f"{section}.{key}" not in used
+    ]
+    if problems:
+        raise UserError(*problems)
+
+
+class Trainer:
+    """This rank's part of a training. The process groups must exist, see `set_up`.
+
+    Args:
+        config: config of the run.
+        device: see `set_up_device`.
+        data: data of the run; by default, the data set of the config.
+        frozen: function of a parameter's name, which returns whether training leaves the parameter as it is.
+
+    Attributes:
+        model_config: config of the model.
+        stage: this rank's part of the model, which `generate` takes.
+        model: the same in its data-parallel wrapper.
+        optimizer: its optimizer.
+        progress: position of the run; at first, that of its checkpoint.
+        writer: writer of checkpoints.
+        stop: number of the signal that stops the run, or 0.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        data: Data | None = None,
+        frozen: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        training, dtype = config.training, getattr(torch, config.model.dtype)
+        self.config, self.device = config, device
+        self.model_config, plan = check_model(config)
+
+        checkpoint = find_checkpoint(config, self.model_config)
+        data = data or read_data(config, self.model_config, checkpoint.tokenizer if checkpoint else None)
+        first, *others = run_on_all_ranks(lambda: data.fingerprint)
+        if different := [rank for rank, each in enumerate(others, 1) if each != first]:
+            raise UserError(f"rank {different[0]} has other data than rank 0; copy the same files to all machines")
+        self.progress = checkpoint.progress(data.fingerprint) if checkpoint else Progress()
+        self.loader = MicroBatchDataLoader(data.rows, config, device, self.progress.samples) if data.rows else None
+
+        weights = checkpoint.weights() if checkpoint else initial_weights(self.model_config, training.seed)
+        self.model = build_model(config, self.model_config, plan, device, dtype, weights, frozen)
+        self.stage: Any = self.model.module
+        self.optimizer = AdamW(self.model.parameters(), training, config.model.use_fused_adam)
+        if checkpoint:
+            checkpoint.restore(self.optimizer, unwrap(self.model))
+        self.scheduler = make_scheduler(self.optimizer, training, self.progress.step)
+        self.step = make_train_step(config, plan, device, dtype)
+        self.evaluate = make_evaluation(config, plan, device)
+
+        resumed = checkpoint.state_in(config.checkpoint.save_dir) if checkpoint else None
+        dist.barrier()  # no rank still reads the files of an earlier run
+        if dist.get_rank() == 0:
+            begin_run(config, resumed.step if resumed else None)
+        self.writer = CheckpointWriter(
+            config, self.model_config, unwrap(self.model), self.optimizer, data.tokenizer, data.fingerprint
+        )
+        self.signals, self.stop = StopSignals(), 0
+
+    def steps(self) -> Iterator[int]:
+        """Yield the number of completed steps until the run ends. After each pass of the loop, which takes one step or
+        several, write a checkpoint if it is due. A stop signal ends the loop after the current pass, with a checkpoint.
+        """
+        saved = self.progress.step
+        while not self.stop and not self.progress.is_end(self.config.training):
+            before = self.progress.step
+            yield before
+            self.stop = int(max_over_ranks(self.device, self.signals.number()).item())
+            self.writer.check()
+            if self.progress.step > saved and (self.writer.is_due(self.progress, before) or self.stop):
+                self.writer.save(self.progress)
+                saved = self.progress.step
+
+    def next_batches(self) -> list[Batch]:
+        """Read this rank's micro-batches of the next step from the config's data set.
+
+        Raises:
+            UserError: `set_up` was called with data of the program's own.
+        """
+        if self.loader is None:
+            raise UserError("the run has data of its own; call set_up without them, or pass batches to `split`")
+        return [next(self.loader) for _ in range(self.loader.grad_acc_steps)]
+
+    def next_samples(self, size: int, rows: int = 1, steps: int = 1) -> list[int]:
+        """Return the numbers of the next step's samples, for data of the program's own: each occurs once in an epoch,
+        in train.py's order.
+
+        Args:
+            size: number of samples.
+            rows: number of rows that a sample has in a batch.
+            steps: number of steps that are taken with the same batch.
+
+        Raises:
+            UserError: `rows` does not divide the global batch.
+        """
+        seed = self.config.training.seed if self.config.dataset.shuffle else None
+        samples, orders = [], dict[int, Sequence[int]]()
+        if (size_of_batch := self.config.global_batch_size) % rows:
+            raise UserError(f"a batch of {size_of_batch} rows cannot have samples of {rows} rows; make it a multiple")
+        count, first = size_of_batch // rows, self.progress.samples // rows
+        if steps > 1:  # a run can end between the steps of a batch, which it then begins again
+            first = first // (count * steps) * count
+        for epoch, place in (divmod(number, size) for number in range(first, first + count)):
+            if epoch not in orders:
+                orders[epoch] = range(size) if seed is None else epoch_order(size, seed, epoch).tolist()
+            samples.append(orders[epoch][place])
+        return samples
+
+    def split(self, batch: Batch) -> list[Batch]:
+        """Cut a global batch, which every rank has, into this rank's micro-batches on its device, see `split_batch`."""
+        micro_batches, sharding = self.config.training.gradient_accumulation_steps, self.config.distributed.cp_sharding
+        return [
+            {
+                name: value.to(self.device) if isinstance(value, Tensor) and name != "cu_seqlens" else value
+                for name, value in each.items()
+            }
+            for each in split_batch(batch, micro_batches, sharding)
+        ]
+
+    def train(
+        self, batches: Sequence[Batch], loss_fn: Callable[[Any, Tensor, Batch], Loss] = cross_entropy
+    ) -> dict[str, float]:
+        """Take an optimizer step with this rank's micro-batches, see `train_batch`.
+
+        Returns:
+            The record of the step, the same on every rank: its number, loss, gradient norm and learning rate, and the
+            statistics that `loss_fn` returns.
+
+        Raises:
+            UserError: on every rank, if the loss or the gradient norm is NaN or infinite, or if a statistic has the
+                name of another number of the record.
+        """
+        losses: list[Tensor] = []
+        result = train_batch(self.step, self.model, batches, loss_fn, losses)
+        if taken := {"step", "loss", "grad_norm", "learning_rate"} & result.statistics.keys():
+            raise UserError(f"loss_fn returned a statistic {min(taken)!r}, which every record has already; rename it")
+        rate = float(self.scheduler.get_last_lr()[0])
+        grad_norm = update_weights(self.model, self.optimizer, self.config.training.max_grad_norm).item()
+        self.scheduler.step()
+        self.progress = self.progress.after_step(self.config)
+        record = {"step": self.progress.step, "loss": result.loss, "grad_norm": grad_norm, "learning_rate": rate}
+        check_finite(record, lambda: float(sum(losses)))
+        return record | result.statistics
+
+    def log(self, record: dict[str, float]) -> None:
+        """Append a record to metrics.jsonl, and print it if it is due."""
+        if pgm.process_group_manager.global_rank > 0:
+            return
+        path = Path(self.config.checkpoint.save_dir, "metrics.jsonl")
+        with user_error_on_failure(path), open(path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+        if self.progress.is_printed(self.config):
+            print_line(" | ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in record.items()))
+
+
+class FrozenModel:
+    """A second model in the layout of a run, for forward passes only, such as a teacher or the reference of DPO.
+
+    Args:
+        config: config of the run.
+        folder: folder, or hub id, of the model. Its weights are in the run's dtype.
+        device: see `set_up_device`.
+
+    Raises:
+        UserError: the model does not fit the layout, or its files are damaged.
+    """
+
+    def __init__(self, config: Config, folder: str, device: torch.device) -> None:
+        config = config.model_copy(update={"model": Model(name=folder, dtype=config.model.dtype)})
+        self.model_config, plan = check_model(config)
+        check_same_config(config, self.model_config, plan)
+        dtype = getattr(torch, config.model.dtype)
+        weights = Checkpoint(find_folder(folder), weights_only=True).weights()
+        self.model: Any = build_stage(config, self.model_config, plan, device, dtype, weights)
+        self.evaluate = make_evaluation(config, plan, device)
+
+    def add_to(
+        self, batches: Sequence[Batch], name: str, function: Callable[[Any, Tensor, Batch], Tensor]
+    ) -> list[Batch]:
+        """Add the outputs of a function to micro-batches as `name`, see `forward_batch`. Only the ranks with the last
+        stage get them, because only these compute the loss.
+        """
+        outputs = forward_batch(self.evaluate, self.model, batches, function, merge=list)
+        if outputs is None:
+            return list(batches)
+        return [batch | {name: output} for batch, output in zip(batches, outputs, strict=True)]

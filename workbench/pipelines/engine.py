@@ -1,0 +1,76 @@
+"""Steps of a pipeline with any schedule, and of programs with batches of their own: what train.py's door leads to."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from picotron import parallelize
+from picotron.config import Config
+from picotron.data.loader import BatchList
+from picotron.pipeline_parallel.pipeline_parallel import LOOPS
+from picotron.train_step import Step, train_step
+from workbench.pipelines.executor import Executor
+from workbench.pipelines.plan import SchedulePlan
+from workbench.pipelines.planning import plan_pipeline
+from workbench.schedules.schedules import forward_only
+
+
+def check_layout(config: Config, model_config: PreTrainedConfig) -> SchedulePlan:
+    """Check that the model can run in the config's layout, and return the plan of its pipeline, see
+    `parallelize.check_layout`.
+    """
+    plan: Any = parallelize.check_layout(config, model_config, plan_pipeline)
+    return plan
+
+
+def check_model(config: Config) -> tuple[PreTrainedConfig, SchedulePlan]:
+    """Load the model's config, and check the layout, see `parallelize.check_model`."""
+    found: Any = parallelize.check_model(config, plan_pipeline)
+    return found
+
+
+def check_run(config: Config) -> tuple[PreTrainedConfig, SchedulePlan]:
+    """Check a run before it starts, see `parallelize.check_run`."""
+    found: Any = parallelize.check_run(config, plan_pipeline)
+    return found
+
+
+def make_train_step(config: Config, plan: SchedulePlan, device: torch.device, dtype: torch.dtype) -> Step:
+    """Return the training step that a config asks for: `train_step` without a pipeline, one of the two hand-written
+    pipeline loops, or an `Executor` of the plan's schedule.
+    """
+    layout = config.distributed
+    if layout.pp_size == 1:
+        return functools.partial(train_step, device=device)
+    if config.needs_workbench:
+        return functools.partial(Executor(plan.schedule), device=device)
+    return functools.partial(run_loop, LOOPS[layout.pp_engine], device=device, dtype=dtype)
+
+
+def run_loop(
+    loop: Callable[..., Tensor], model: Any, data_loader: Any, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Run a step of one of the two loops, with the shapes of its micro-batches, which may differ."""
+    batches = [next(data_loader) for _ in range(data_loader.grad_acc_steps)]
+    shapes = [model.module.receives(1, batch).shape for batch in batches]
+    return loop(model, BatchList(batches), shapes, device, dtype)
+
+
+def make_evaluation(config: Config, plan: SchedulePlan, device: torch.device) -> Step:
+    """Return a function that computes the mean loss over the loader's next micro-batches: an `Executor` of a schedule
+    that has only forwards, for any number of micro-batches.
+    """
+    schedule = plan.schedule
+
+    @functools.cache
+    def executor(micro_batches: int) -> Executor:
+        return Executor(forward_only(schedule.pp, micro_batches, schedule.chunks, schedule.placement))
+
+    def evaluate(model: Any, data_loader: Any) -> Tensor:
+        return executor(data_loader.grad_acc_steps)(model, data_loader, device)
+
+    return evaluate

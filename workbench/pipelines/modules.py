@@ -1,0 +1,256 @@
+"""Pipelines for the executor: several stages of a Llama on a rank, or any modules, such as the two halves of an
+encoder-decoder.
+
+    stages = {0: Encoder(), 1: Decoder()}                            # of all ranks, or of this one
+    pipeline = Pipeline(stages, receives, build("1f1b", 2, 8))
+    model = DataParallelBucket(pipeline)
+    loss = Executor(pipeline.schedule)(model, BatchList(batches), device)
+
+A stage is called with the tensors of the message from the stage before it and with the arguments of the micro-batch. It
+returns the message to the next stage, a tensor or a tuple of tensors; the last stage returns the loss. A tensor that a
+later stage needs, such as the output of an encoder, passes through the stages between them.
+
+Backward needs only the graph of an output, from its edge (`torch.autograd.graph.GradientEdge`) on. So a stage keeps the
+edges of its outputs, and the memory of the outputs is free once they are sent. (Megatron-LM's
+`deallocate_pipeline_outputs` frees as much.)
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from picotron import process_group_manager as pgm
+from picotron.collectives import all_reduce, check_equal
+from picotron.console import UserError
+from picotron.model.llama import Llama
+from picotron.model.split_backward import gradient_edges, split_backward
+from picotron.model.weights import main_grad, mark_tied
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+from picotron.pipeline_parallel.stages import Stage
+from picotron.process_group_manager import new_groups
+from workbench.pipelines.plan import SchedulePlan
+from workbench.schedules.actions import Schedule
+
+Message = Tensor | tuple[Tensor, ...]
+"""what a stage sends to the next one"""
+Graph = list[GradientEdge | None]
+"""the outputs of a stage, for backward, see `graph_of`"""
+Receives = Callable[[int, dict[str, Any]], Message]
+"""`receives(stage, batch)` returns tensors on the meta device like those that a stage receives for a micro-batch"""
+
+
+def tensors(message: Message | None) -> tuple[Tensor, ...]:
+    """Return the tensors of a message: none at the ends of a pipeline."""
+    if message is None:
+        return ()
+    return (message,) if isinstance(message, Tensor) else tuple(message)
+
+
+def with_gradients(message: Message | None) -> tuple[Tensor, ...]:
+    """Return the tensors of a message whose gradients the stage that receives it sends back: all that can have one."""
+    return tuple(x for x in tensors(message) if x.is_floating_point() or x.is_complex())
+
+
+def graph_of(outputs: Message) -> Graph:
+    """Return what backward needs of a stage's outputs: their edges in the graph; None for those without a gradient."""
+    return gradient_edges(tensors(outputs))
+
+
+class PipelineStages(nn.Module):
+    """This rank's stages of a pipeline: what `Pipeline`, of any modules, and `LlamaStages` share.
+
+    Attributes:
+        stages: this rank's stages, by number.
+    """
+
+    stages: Any
+
+    def parameters_of(self, number: int) -> Iterable[nn.Parameter]:
+        """Return the parameters that a stage of this rank uses."""
+        raise NotImplementedError
+
+    def receives(self, stage: int, batch: dict[str, Any]) -> Message:
+        """Return tensors on the meta device like those that a stage receives, see `Receives`."""
+        raise NotImplementedError
+
+    def parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
+        """Return the parameters of each stage. Those that several stages of this rank share, such as a tied matrix,
+        belong to the first one, whose backward is later.
+        """
+        seen: set[nn.Parameter] = set()
+        by_stage = {}
+        for number in sorted(map(int, self.stages)):
+            by_stage[number] = [p for p in self.parameters_of(number) if p not in seen]
+            seen.update(by_stage[number])
+        return by_stage
+
+    def used_twice(self) -> set[nn.Parameter]:
+        """Return the parameters that two stages of this rank use: a tied matrix."""
+        uses = Counter(parameter for number in map(int, self.stages) for parameter in self.parameters_of(number))
+        return {parameter for parameter, count in uses.items() if count > 1}
+
+
+def backward(inputs: Sequence[Tensor], outputs: Graph, output_grads: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Add one micro-batch's gradients to those of the parameters, and return those of the stage's inputs.
+
+    Args:
+        inputs: the tensors of the message from the previous stage; none on the first stage.
+        outputs: edges of the result of `forward`, see `graph_of`.
+        output_grads: their gradients, from the next stage; (None,) on the last stage, whose output is the loss.
+    """
+    pairs = [(edge, dy) for edge, dy in zip(outputs, output_grads, strict=True) if edge is not None]
+    if pairs:  # not so on a first stage whose weights are all frozen
+        torch.autograd.backward([edge for edge, _ in pairs], [dy for _, dy in pairs])
+    return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad)
+
+
+def sequence_shards(model: nn.Module) -> int:
+    """Return the number of tp ranks over which sequence parallelism shards the hidden states between layers, or 1."""
+    is_sharded = any(getattr(module, "sequence_parallel", False) for module in model.modules())
+    return pgm.process_group_manager.tp_world_size if is_sharded else 1
+
+
+class LlamaStages(PipelineStages, PipelineParallel):
+    """This rank's stages of a Llama.
+
+    Attributes:
+        stages: contents of the stages, by number.
+        kept_activations: (stage, micro-batch) of the forwards whose activations are not recomputed in backward.
+
+    Args:
+        model: a Llama on the meta device, from which the modules of other ranks are removed.
+        plan: the stages of the pipeline, their ranks and the schedule.
+        rank: this process's pp rank.
+    """
+
+    def __init__(self, model: Llama, plan: SchedulePlan, rank: int) -> None:
+        stages = plan.stages_of(rank)
+        layers = [i for stage in stages.values() for i in stage.layers]
+        ends = (any(stage.has_embedding for stage in stages.values()), any(stage.has_head for stage in stages.values()))
+        super().__init__(model, Stage(layers, *ends), plan.last_rank)
+        self.plan, self.stages, self.kept_activations = plan, stages, plan.kept_activations(rank)
+        self.dtype, self.shards = next(model.parameters()).dtype, sequence_shards(model)
+        if plan.schedule.splits_backward:
+            split_backward(model)
+
+    def forward(  # type: ignore[override]
+        self, *, stage: int | None = None, micro_batch: int | None = None, **batch: Any
+    ) -> Tensor:
+        """Run a stage, by default this rank's first one, see `PipelineParallel.forward`."""
+        number = min(self.stages) if stage is None else stage
+        keep = (number, micro_batch) in self.kept_activations
+        y: Tensor = super().forward(**batch, stage=self.stages[number], keep=keep)
+        return y
+
+    def receives(self, stage: int, batch: dict[str, Any]) -> Tensor:
+        """Return a tensor on the meta device like the hidden states of a micro-batch: (B, T/cp, D), or (B, T/cp/tp, D)
+        with sequence parallelism.
+        """
+        B, T = batch["position_ids"].shape
+        shape = B, T // self.shards, self.module.config.hidden_size
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    def parameters_of(self, number: int) -> list[nn.Parameter]:
+        stage, decoder = self.stages[number], self.module.model
+        modules: list[nn.Module] = [decoder.embed_tokens] if stage.has_embedding else []
+        modules += [decoder.layers[str(i)] for i in stage.layers]
+        modules += [decoder.norm, self.module.lm_head] if stage.has_head else []
+        return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+
+
+class Pipeline(PipelineStages):
+    """The stages of this rank as any modules.
+
+    Args:
+        stages: modules by number, of which this rank needs its own. They are called as
+            `stage(*message, *batch["args"], **batch)`, where `batch` is the micro-batch without "args".
+        receives: see `Receives`. It is not called for the first stage.
+        schedule: the schedule of a training step. If it splits backward, the weight gradients of all `nn.Linear` are
+            computed by W, all others by I.
+        tied: sets of (stage, name of a parameter in it) that are the same matrix, such as an embedding and a head. The
+            ranks that hold them start with equal values, which the caller provides. It is frozen if any of them is.
+
+    Raises:
+        UserError: a stage of this rank is missing, or ranks start with different values of a tied matrix.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        receives: Receives,
+        schedule: Schedule,
+        tied: Sequence[Sequence[tuple[int, str]]] = (),
+    ) -> None:
+        super().__init__()
+        rank = pgm.process_group_manager.pp_rank
+        if missing := [number for number in schedule.stages_of(rank) if number not in stages]:
+            raise UserError(f"pp rank {rank} runs stage {missing[0]}, but `stages` lacks it; add its module")
+        self.stages = nn.ModuleDict({str(number): stages[number] for number in schedule.stages_of(rank)})
+        self.schedule, self.message_of = schedule, receives
+        self.groups: dict[tuple[int, ...], Any] = {}  # of the ranks that share parameters
+        self.tied = [self._tie(each) for each in tied]
+        if schedule.splits_backward:
+            split_backward(self)
+
+    def _tie(self, places: Sequence[tuple[int, str]]) -> tuple[nn.Parameter | None, Any]:
+        """Let the stages of this rank share a parameter. Returns it, and the group of all ranks that hold it."""
+        grid, mine, is_frozen = pgm.process_group_manager, None, False
+        ranks = tuple(dict.fromkeys(self.schedule.rank_of(stage) for stage, _ in places))
+        for stage, name in places:
+            if str(stage) in self.stages:
+                path, _, leaf = name.rpartition(".")
+                module = self.stages[str(stage)].get_submodule(path)
+                is_frozen |= not getattr(module, leaf).requires_grad
+                mine = getattr(module, leaf) if mine is None else mine
+                setattr(module, leaf, mine)
+                mark_tied(module, leaf, is_replica=grid.pp_rank != ranks[0])
+        if len(ranks) > 1 and ranks not in self.groups:
+            rows = grid.grid.movedim(1, -1)[..., ranks].reshape(-1, len(ranks)).tolist()
+            self.groups[ranks] = new_groups(rows)
+        group = self.groups.get(ranks)
+        if mine is not None:
+            frozen = torch.tensor(float(is_frozen), device=mine.device)
+            if group is not None:
+                check_equal({places[0][1]: mine}, group)
+                all_reduce(frozen, group, dist.ReduceOp.MAX)
+            mine.requires_grad_(mine.requires_grad and not frozen.item())
+        return mine, group
+
+    def forward(
+        self,
+        hidden_states: Message | None = None,
+        stage: int | None = None,
+        micro_batch: int | None = None,
+        args: Sequence[Any] = (),
+        **batch: Any,
+    ) -> Message:
+        """Run a stage, by default this rank's first one, on the message from the stage before it."""
+        number = min(map(int, self.stages)) if stage is None else stage
+        outputs: Message = self.stages[str(number)](*tensors(hidden_states), *args, **batch)
+        return outputs
+
+    def parameters_of(self, number: int) -> Iterable[nn.Parameter]:
+        return self.stages[str(number)].parameters()
+
+    def parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
+        """Return the parameters of each stage. If the schedule splits backward, those that several stages of this rank
+        share have the key -1, so that `finish_grad_sync` reduces them: a W of any of these stages may be the last one.
+        """
+        by_stage, shared = super().parameters_by_stage(), self.used_twice()
+        if not self.schedule.splits_backward or not shared:
+            return by_stage
+        own = {number: [p for p in parameters if p not in shared] for number, parameters in by_stage.items()}
+        return own | {-1: [p for parameters in by_stage.values() for p in parameters if p in shared]}
+
+    def receives(self, stage: int, batch: dict[str, Any]) -> Message:
+        return self.message_of(stage, batch)
+
+    def sum_tied_gradients(self) -> None:
+        for parameter, group in self.tied:
+            if group is not None and parameter is not None and parameter.requires_grad:
+                all_reduce(main_grad(parameter), group)

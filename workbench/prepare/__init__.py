@@ -1,0 +1,1 @@
+"""Text becomes token files: documents, samples and conversations, tokenised once and cached."""

@@ -1,0 +1,149 @@
+"""Cache of tokens and tokenizers: folders that are complete, and written by one process at a time.
+
+    python -m workbench.prepare.cache
+
+compares all entries with their checksums. A run only compares sizes and times of change.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import xxhash
+from filelock import FileLock, Timeout
+
+from picotron.console import UserError
+from picotron.files import write_atomically
+
+logger = logging.getLogger("picotron")
+
+CHECKSUMS = ".json"  # suffix of the file with the checksum, size and time of change of each file of an entry
+UNFINISHED = ".unfinished"  # suffix of an entry that is being written
+
+
+def cache_folder() -> Path:
+    """Return the folder of the cache: `picotron` in XDG_CACHE_HOME, by default in ~/.cache.
+
+    Raises:
+        UserError: there is no home folder.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "picotron")
+    except RuntimeError:
+        raise UserError("there is no home folder for the cache; set XDG_CACHE_HOME to a folder") from None
+
+
+def cached(kind: str, key: str, write: Callable[[Path], None]) -> Path:
+    """Return the folder of a cache entry. If there is none, or if it is damaged, call `write(new_folder)` first.
+
+    Args:
+        kind, key: name of the entry, and a string that determines its contents.
+
+    Raises:
+        UserError: the cache cannot be written.
+    """
+    entry = cache_folder() / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+    if _is_intact(entry):
+        return entry
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(entry):
+            if not _is_intact(entry):  # no other process has written it meanwhile
+                _delete_unfinished(entry.parent)
+                _write(entry, write)
+    except OSError as error:
+        raise UserError(
+            f"the cache {entry.parent} cannot be written: {error.strerror}; free some space, or set XDG_CACHE_HOME to "
+            f"another folder"
+        ) from None
+    return entry
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """Return the checksum of each file of a folder."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): _checksum(path) for path in files}
+
+
+def _write(entry: Path, write: Callable[[Path], None]) -> None:
+    """Write an entry under another name, and rename it when it is complete."""
+    new = entry.with_name(entry.name + UNFINISHED)
+    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+    new.mkdir()
+    if entry.exists():
+        logger.warning("%s is damaged and is written again", entry)
+    try:
+        write(new)
+        by_name = {name: [checksum, *_state(new / name)] for name, checksum in checksums(new).items()}
+        write_atomically(entry.with_name(entry.name + CHECKSUMS), json.dumps(by_name))
+        shutil.rmtree(entry, ignore_errors=True)
+        new.rename(entry)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def _is_intact(entry: Path, read_all: bool = False) -> bool:
+    """Return whether an entry exists and its files are unchanged. Files with the same size and time of change are not
+    read, unless `read_all`.
+    """
+    try:
+        return all(
+            (not read_all and _state(entry / name) == state) or _checksum(entry / name) == checksum
+            for name, (checksum, *state) in json.loads(entry.with_name(entry.name + CHECKSUMS).read_text()).items()
+        )
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def _state(path: Path) -> list[int]:
+    return [path.stat().st_size, path.stat().st_mtime_ns]
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while data := file.read(2**22):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _lock(entry: Path) -> Iterator[None]:
+    """Context in which no other process writes the entry."""
+    lock = FileLock(entry.with_name(f"{entry.name}.lock"))
+    try:
+        lock.acquire(timeout=1)
+    except Timeout:
+        logger.warning("waiting for another process that writes %s", entry)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _delete_unfinished(folder: Path) -> None:
+    """Delete the incomplete entries of killed processes."""
+    for path in folder.glob(f"*{UNFINISHED}"):
+        lock = FileLock(path.with_name(f"{path.name.removesuffix(UNFINISHED)}.lock"))
+        with contextlib.suppress(Timeout), lock.acquire(timeout=0):
+            shutil.rmtree(path)
+
+
+def main() -> None:
+    entries = [path.with_suffix("") for path in sorted(cache_folder().glob(f"*{CHECKSUMS}"))]
+    damaged = [str(entry) for entry in entries if not _is_intact(entry, read_all=True)]
+    if damaged:
+        sys.exit(f"error: these entries are damaged; delete them: {' '.join(damaged)}")
+    print(f"{len(entries)} entries in {cache_folder()} match their checksums")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,371 @@
+"""Documents of data sets: files, Python's standard library, data sets of the Hugging Face Hub, and mixtures of them."""
+
+import contextlib
+import csv
+import glob
+import hashlib
+import io
+import itertools
+import logging
+import os
+import random
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from picotron.config import Dataset as DatasetSection
+from picotron.console import UserError, first_line
+from picotron.files import parse_json
+from picotron.model.hub import connect
+from workbench.prepare.text import Columns, cut, use_one_of
+
+logger = logging.getLogger("picotron")
+
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # with pyarrow's names
+PYTHON_STDLIB = "python-stdlib"
+ROWS = 100  # rows of a table that are read at a time
+TOOLS = "tools"  # column, beside messages, with JSON schemas of the functions that the assistant may call
+
+
+class Record(NamedTuple):
+    """A document, a sample for fine-tuning, or a piece of a text file.
+
+    Args:
+        place: its file and line or row, for error messages.
+        value: a dict, JSON that is not parsed yet, or a `Piece`.
+        size: approximate number of bytes.
+    """
+
+    place: str
+    value: Any
+    size: int
+
+
+class Documents(NamedTuple):
+    """A data set.
+
+    Args:
+        name: its name in the config.
+        key: string that changes with the data.
+        size: approximate number of bytes, or None.
+        read: function that yields the records of each document.
+    """
+
+    name: str
+    key: str
+    size: int | None
+    read: Callable[[], Iterator[Iterable[Record]]]
+
+    def records(self) -> Iterator[Record]:
+        return itertools.chain.from_iterable(self.read())
+
+
+def load_documents(
+    section: DatasetSection, limit: int | None = None, seed: int = 0, columns: Columns | None = None
+) -> Documents:
+    """Find the documents of a data set, or of a mixture.
+
+    Args:
+        limit: number of documents to read, from the first one; by default all.
+        seed: seed of the order of a mixture.
+        columns: columns to read of a table, by their keys; by default those of the section. {}: all columns.
+
+    Raises:
+        UserError: a data set does not exist or cannot be read.
+    """
+    weights, columns = section.weights, section.columns if columns is None else columns
+    parts = [_load(name, section, columns) for name in weights]
+    mixture = (weights, seed) if len(parts) > 1 else None
+    key = repr(([part.key for part in parts], columns, limit, mixture))
+
+    def read() -> Iterator[Iterable[Record]]:
+        streams = {part.name: part.read() for part in parts}
+        return itertools.islice(mix(streams, weights, seed) if mixture else streams[section.name], limit)
+
+    size = parts[0].size if mixture is None and limit is None else None
+    return Documents(section.title, hashlib.sha256(key.encode()).hexdigest(), size, read)
+
+
+def mix(streams: dict[str, Iterator[Any]], weights: dict[str, float], seed: int) -> Iterator[Any]:
+    """Draw each document from one of several streams, with probabilities in the ratio of the weights, until the stream
+    that is drawn has no more: the strategy "first_exhausted" of `datasets.interleave_datasets`.
+    """
+    generator, counts = random.Random(seed), dict.fromkeys(weights, 0)
+    while True:
+        (name,) = generator.choices([*weights], [*weights.values()])
+        document = next(streams[name], None)
+        if document is None:
+            read = " and ".join(f"{count:,} documents of {name}" for name, count in counts.items())
+            logger.info("the mixture ends where %s does, after %s", name, read)
+            return
+        counts[name] += 1
+        yield document
+
+
+def _load(name: str, section: DatasetSection, columns: Columns) -> Documents:
+    if name != PYTHON_STDLIB and not (os.path.exists(name) or glob.glob(name, recursive=True)):
+        if _type(Path(name)) in READERS or Path(name).is_absolute() or name.startswith(".") or glob.has_magic(name):
+            raise UserError(f"dataset.name={name!r}: there is no such file or folder; check the path")
+        return _hub_documents(name, section, columns)
+    if section.subset_name is not None:
+        raise UserError(f"dataset.subset_name={section.subset_name!r}, but {name} has no subsets; remove it")
+    if section.split != "train":
+        raise UserError(
+            f"dataset.split={section.split!r}, but {name} has only the split 'train'; remove it (training.num_samples "
+            f"selects the first documents)"
+        )
+    files = python_stdlib() if name == PYTHON_STDLIB else find_files(name)
+    read = READERS[_type(files[0])]
+    if section.has_samples and read is _read_text:
+        raise UserError(
+            f"{' and '.join(f'dataset.{key}={column!r}' for key, column in section.columns.items())}, but {name} has no "
+            f"columns; use .jsonl, .json, .csv or .parquet files"
+        )
+    if section.text_column not in (None, "text") and read is _read_text and section.mixture is None:
+        raise UserError(f"dataset.text_column={section.text_column!r}, but {name} has no columns; remove it")
+    with _user_errors(name):
+        state = [(os.path.abspath(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    size = None if any(file.suffix in COMPRESSIONS for file in files) else sum(size for _, size, _ in state)
+    return Documents(
+        name,
+        repr(state),
+        size,
+        lambda: (document for file in files for document in read(file, columns)),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def _type(path: Path) -> str:
+    """Return the suffix of a file, without one that names a compression."""
+    return Path(path.stem if path.suffix in COMPRESSIONS else path).suffix
+
+
+def find_files(name: str) -> list[Path]:
+    """List the files that a path or a pattern stands for, and those in folders, in sorted order. Hidden files and those
+    of unknown types are left out.
+
+    Raises:
+        UserError: no file has a known type, or there are files of several types.
+    """
+    found: set[Path] = set()
+    for path in [Path(name)] if os.path.exists(name) else map(Path, glob.glob(name, recursive=True)):
+        inside = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
+        found |= {*inside} if path.is_dir() else {path}
+    types = [kind for kind in READERS if kind != ".py"]
+    files = sorted(path for path in found if path.is_file() and _type(path) in types)
+    counts = Counter(map(_type, files))
+    if len(counts) != 1:
+        has = " and ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
+        raise UserError(
+            f"dataset.name={name!r} should have files of one of the types {', '.join(types)}, but it has {has}; name a "
+            f"file, a pattern or a folder with files of one type"
+        )
+    size = f"{sum(file.stat().st_size for file in files):,} bytes"
+    if files == [Path(name)]:
+        logger.info("%s: %s", name, size)
+        return files
+    links = sum(path.is_dir() and path.is_symlink() for path in found)
+    others = sum(not path.is_dir() for path in found) - len(files)
+    ignored = f"; ignored: {others:,} other files, {links:,} linked folders" if others or links else ""
+    logger.info("%s: %s %s files, %s%s", name, f"{len(files):,}", *counts, size, ignored)
+    return files
+
+
+def python_stdlib() -> list[Path]:
+    """List the source files of this Python's standard library in a fixed order: real text that every machine has.
+
+    Excluded are tests, installed packages and tables (character sets, the help texts of pydoc).
+    """
+    excluded = {"site-packages", "dist-packages", "ensurepip", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+    found: list[Path] = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = set(folders) - excluded  # os.walk does not enter the others
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def _user_errors(name: Path | str) -> Iterator[None]:
+    """Context in which a failure to read a file raises a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or name} cannot be read: {first_line(error)}; check the file and its permissions"
+        ) from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, which may be compressed."""
+    with _user_errors(path), path.open("rb") as file:
+        stream: Any = file
+        if path.suffix in COMPRESSIONS:
+            import pyarrow
+
+            stream = io.BufferedReader(pyarrow.CompressedInputStream(file, COMPRESSIONS[path.suffix]))
+        try:
+            yield stream
+        except UnicodeDecodeError as error:  # of the bytes that a text wrapper has read last
+            place = f" at byte {stream.tell() - len(error.object) + error.start:,}" if stream.seekable() else ""
+            raise UserError(f"{path} is not UTF-8{place} ({error.reason}); convert the file to UTF-8") from None
+
+
+def _read_text(path: Path, _: Columns) -> Iterator[Iterator[Record]]:
+    """A text file is a document."""
+
+    def pieces() -> Iterator[Record]:
+        with _opened(path) as file:
+            errors = "replace" if path.suffix == ".py" else "strict"
+            for piece in cut(io.TextIOWrapper(file, "utf-8-sig", errors)):
+                yield Record(str(path), piece, len(piece.text))
+
+    yield pieces()
+
+
+def _read_lines(path: Path, _: Columns) -> Iterator[list[Record]]:
+    with _opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if line := line.rstrip():
+                yield [Record(f"{path}, line {number:,}", line, len(line))]
+
+
+def _read_json(path: Path, columns: Columns) -> Iterator[list[Record]]:
+    """A .json file holds an array, which is read as a whole, or a record per line."""
+    with _opened(path) as file:
+        if not file.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):  # type: ignore[attr-defined]
+            _check_first_line(path, file)
+            yield from _read_lines(path, columns)
+            return
+        content = file.read()
+    records = parse_json(content, str(path))
+    for number, record in enumerate(records, 1):
+        yield [Record(f"{path}, record {number:,}", record, len(content) // len(records))]
+
+
+def _check_first_line(path: Path, file: BinaryIO) -> None:
+    try:
+        parse_json(next(filter(None, map(bytes.rstrip, file)), b"{}"), f"{path}, its first line,")
+    except UserError as error:
+        raise UserError(f"{error}; a .json file should hold an array of records, or a record in each line") from None
+
+
+def _read_csv(path: Path, _: Columns) -> Iterator[list[Record]]:
+    """All values of a .csv file are text: 007 is not 7."""
+    csv.field_size_limit(sys.maxsize)
+    with _opened(path) as file:
+        rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+        try:
+            if twice := [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]:
+                raise UserError(f"{path}: two columns have the name {twice[0]!r}; rename one of them")
+            for row in rows:
+                place = f"{path}, line {rows.line_num:,}"
+                if None in row or None in row.values():
+                    raise UserError(f"{place}: the row should have {len(rows.fieldnames or ())} values; correct it")
+                yield [Record(place, row, sum(map(len, row.values())))]
+        except csv.Error as error:
+            raise UserError(
+                f"{path}, after line {rows.line_num:,}: the row is not valid CSV: {error}; correct it"
+            ) from None
+
+
+def _read_parquet(path: Path, columns: Columns) -> Iterator[list[Record]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with _opened(path) as file, pyarrow.parquet.ParquetFile(file) as table:
+            names = check_columns(columns, {each.name: str(each.type) for each in table.schema_arrow}, str(path))
+            size = path.stat().st_size // max(1, table.metadata.num_rows)
+            rows = (
+                row for batch in table.iter_batches(ROWS, columns=names) for row in zip(*batch.columns, strict=True)
+            )
+            for number, row in enumerate(rows, 1):
+                place = f"{path}, row {number:,}"
+                try:
+                    yield [Record(place, _as_record(names, [value.as_py() for value in row]), size)]
+                except UnicodeDecodeError as error:
+                    raise UserError(f"{place}: the text is not UTF-8 ({error.reason}); correct it") from None
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path} is not a valid parquet file: {first_line(error)}; check it") from None
+
+
+READERS: dict[str, Callable[[Path, Columns], Iterator[Iterable[Record]]]] = {
+    ".txt": _read_text,
+    ".jsonl": _read_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".py": _read_text,
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def check_columns(columns: Columns, types: dict[str, str], source: str) -> list[str]:
+    """Return the columns to read of a table: those of the config and, beside messages, the tools. Without any, all.
+
+    Args:
+        types: types of all columns, by their names.
+
+    Raises:
+        UserError: the table does not have the columns: messages of any type, all others as text.
+    """
+    texts = [name for name, kind in types.items() if kind in ("string", "large_string", "string_view")]
+    for key, column in columns.items():
+        if key != "messages_column" and column not in texts:
+            raise UserError(f"dataset.{key}={column!r}: {source} has no text there; {use_one_of(texts)}")
+        if column not in types:
+            others = [name for name in types if name not in texts]
+            raise UserError(f"dataset.{key}={column!r}: {source} has no such column; use one of {others or [*types]}")
+    if not columns:
+        return list(types)
+    return [*columns.values(), *([TOOLS] if "messages_column" in columns and TOOLS in types else [])]
+
+
+def _as_record(names: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
+    """Return a row of a table without keys of objects that are null: in a table, every object has the keys of all
+    objects in its column.
+    """
+
+    def without_nulls(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_nulls(each) for key, each in value.items() if each is not None}
+        return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+    return {name: without_nulls(value) for name, value in zip(names, values, strict=True)}
+
+
+def _hub_documents(name: str, section: DatasetSection, columns: Columns) -> Documents:
+    """Download a data set of the hub, unless it is in the cache of `datasets`."""
+    try:
+        connect(name)  # before the import, which reads whether to work offline
+        import datasets  # imported here because it is slow, and only one process per machine needs it
+
+        rows = datasets.load_dataset(name, section.subset_name, split=section.split)
+    except Exception as error:  # unknown on the hub, no network, unknown split, ...
+        raise UserError(
+            f"dataset.name={name!r} cannot be loaded ({first_line(error)}); use a hub id, a folder, a file or "
+            f"{PYTHON_STDLIB!r}"
+        ) from None
+    types = {name: str(getattr(feature, "dtype", "nested")) for name, feature in rows.features.items()}
+    rows = rows.select_columns(check_columns(columns, types, name))  # others, such as images, would be decoded
+    size = (rows.dataset_size or 0) // max(1, len(rows))
+
+    def read() -> Iterator[list[Record]]:
+        number = 0
+        try:
+            for number, row in enumerate(rows, 1):
+                yield [Record(f"row {number:,} of {name}", _as_record(row, row.values()), size)]
+        except Exception as error:  # of arrow or of its files
+            raise UserError(
+                f"{name} cannot be read after row {number:,} ({first_line(error)}); download it again"
+            ) from None
+
+    return Documents(name, rows._fingerprint, size * len(rows) or None, read)

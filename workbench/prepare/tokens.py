@@ -1,0 +1,447 @@
+"""Text -> tokens: a data set is tokenised once, into token files: the documents of a text into one long stream of
+tokens, samples for fine-tuning into their tokens, lengths and a mask.
+
+    python -m workbench.prepare.tokens --config FILE [overrides]
+
+writes the token files of a run, and prints their folder.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from picotron import process_group_manager as pgm
+from picotron.collectives import run_on_all_ranks
+from picotron.command_line import load_config
+from picotron.config import Config
+from picotron.console import UserError, first_line, print_line
+from picotron.data.token_files import FILE, TokenFiles, check_end
+from picotron.files import parse_json
+from picotron.model.hub import connect
+from picotron.model.model_config import load_model_config
+from picotron.run.launch import exit_on_error, ignore_stop_signals, set_up_logging
+from picotron.run.run_folder import parse_load_path
+from workbench.prepare.cache import cached, checksums
+from workbench.prepare.documents import Documents, Record, load_documents
+from workbench.prepare.samples import SampleEncoder
+from workbench.prepare.text import Columns, TextEncoder, pieces_of
+
+logger = logging.getLogger("picotron")
+T = TypeVar("T")
+Encoder = TextEncoder | SampleEncoder
+
+VERSION = 4  # part of the keys of cached tokens; add 1 if the same data and tokenizer give other tokens than before
+END_OF_TEXT = "<|endoftext|>"
+BATCH_BYTES, BATCH_ITEMS = 2**20, 2**10  # of text that is tokenised at a time
+SHOWN = 10  # number of broken records whose problems are reported
+BPE_CHARACTERS = 2**28  # maximum number of characters to train a BPE on
+PLACES = {  # keys of a tokenizer without an effect on the tokens of a text
+    "name_or_path", "is_local", "local_files_only", "vocab_file", "merges_file", "chat_template",
+}  # fmt: skip
+LONG_WORD = re.compile(r"\S{256}(?=\S)|\s{256}(?=\s)")
+
+
+def train_bpe(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE (Sennrich et al. 2015, arXiv:1508.07909; Radford et al. 2019) of `vocab_size` tokens on
+    the first BPE_CHARACTERS characters of the texts.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes, so that any text can be encoded
+    if vocab_size <= len(alphabet):
+        raise UserError(
+            f"vocab_size={vocab_size} is too small for a byte-level BPE; it needs at least {len(alphabet) + 1}"
+        )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(_short_words(texts), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT)
+
+
+def _short_words(texts: Iterator[str]) -> Iterator[str]:
+    """Cut words of more than 256 characters, because the time of a BPE's training is quadratic in a word's length."""
+    left = BPE_CHARACTERS
+    for text in texts:
+        start = 0
+        for end in [*(match.end() for match in LONG_WORD.finditer(text)), len(text)]:
+            yield text[start:end]
+            start = end
+        left -= len(text)
+        if left <= 0:
+            logger.info("the BPE is trained on the first %s characters only", f"{BPE_CHARACTERS:,}")
+            return
+
+
+def load_tokenizer(
+    config: Config, model_config: PreTrainedConfig, documents: Documents, trained: Path | None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the run. If `model.tokenizer` is "bpe", it is that of the checkpoint, because weights know
+    the ids of one BPE only; without one, train it, unless it is in the cache.
+
+    Raises:
+        UserError: see `read_tokenizer`.
+    """
+    if config.model.tokenizer == "bpe" and trained is None:
+        if column := config.dataset.messages_column:
+            raise UserError(
+                f"dataset.messages_column={column!r} needs a tokenizer with a chat template, which model.tokenizer='bpe' "
+                f"has not; choose another model.tokenizer"
+            )
+
+        def write(folder: Path) -> None:
+            logger.info("training a byte-level BPE of %d tokens on %s", model_config.vocab_size, documents.name)
+            quick = documents.size is not None and documents.size < 2**24  # a few seconds need no progress bar
+            with _progress(documents, "Reading", disable=quick) as progress:
+                texts = _texts(documents, config.dataset.columns, progress)
+                save(train_bpe(texts, model_config.vocab_size), folder)
+
+        trained = cached("bpe", f"{documents.key} {model_config.vocab_size}", write)
+    return read_tokenizer(config, model_config, trained if config.model.tokenizer == "bpe" else None, can_train=True)
+
+
+def read_tokenizer(
+    config: Config, model_config: PreTrainedConfig, folder: Path | None = None, can_train: bool = False
+) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of a run from a folder, by default that of the config, or from the hub.
+
+    Args:
+        can_train: whether the program trains a tokenizer if `model.tokenizer` is "bpe", see `load_tokenizer`.
+
+    Raises:
+        UserError: the tokenizer cannot be read, does not fit the model's family, or has more tokens than the model.
+    """
+    name = str(folder or config.model.tokenizer or config.model.name)
+    choices = 'a hub id, a folder, or "bpe" to train one' if can_train else "a hub id or a folder"
+    if name == "bpe":
+        raise UserError(f"model.tokenizer='bpe' is for programs that train on text; set it to {choices}")
+    try:
+        if not os.path.isdir(name):
+            connect(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise UserError(
+            f"cannot load a tokenizer from {name!r} ({first_line(error)}); set model.tokenizer to {choices}"
+        ) from None
+    if (tokens := vocabulary_size(tokenizer)) > model_config.vocab_size:
+        raise UserError(
+            f"the tokenizer {name!r} has {tokens} tokens, but the model's vocab_size is {model_config.vocab_size}; "
+            f"choose another model.tokenizer"
+        )
+    forget_this_process(tokenizer)
+    return check_beside_model(tokenizer, config, model_config) if config.model.tokenizer else tokenizer
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the tokenizer's highest token + 1: more than its length, if there are gaps."""
+    size: int = max(tokenizer.get_vocab().values()) + 1
+    return size
+
+
+def forget_this_process(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Remove what differs between processes that read the same tokenizer: whether they are offline, and the truncation
+    and padding of earlier calls. So all machines have the same tokenizer.
+    """
+    for key in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(key, None)
+    if tokenizer.is_fast:
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+
+
+def check_beside_model(
+    tokenizer: PreTrainedTokenizerBase, config: Config, model_config: PreTrainedConfig
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer. Raises a UserError if transformers would read another one from a checkpoint: beside some
+    models, such as qwen2, it reads the family's class of tokenizer, whatever the tokenizer's files say.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            save(tokenizer, folder)
+            model_config.save_pretrained(folder)
+            try:
+                is_same = _rules(AutoTokenizer.from_pretrained(folder)) == _rules(tokenizer)
+                problem = "" if is_same else "as another tokenizer"
+            except Exception as error:  # of many types
+                problem = f"not at all ({first_line(error)})"
+    except OSError as error:
+        raise UserError(
+            f"the folder for temporary files, {tempfile.tempdir}, cannot be written: {first_line(error)}; free some space, or "
+            f"set TMPDIR to another folder"
+        ) from None
+    if problem:
+        raise UserError(
+            f"transformers would read model.tokenizer={config.model.tokenizer!r} from a checkpoint of a "
+            f"{model_config.model_type!r} model {problem}; use a tokenizer of that family, or a model of another family"
+        )
+    return tokenizer
+
+
+def save(tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
+    """Write a tokenizer's files.
+
+    Raises:
+        OSError: they cannot be written. (The tokenizers library raises an Exception with the number of the error.)
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if found := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1]))) from None
+        raise
+
+
+def tokenizer_folder(tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Return a folder in the cache that has the tokenizer's files only."""
+    return cached("tokenizer", _identity(tokenizer), lambda new: save(tokenizer, new))
+
+
+def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a text that differs between tokenizers whose files differ."""
+    options = {key: value for key, value in tokenizer.init_kwargs.items() if key not in PLACES}
+    changeable = tokenizer.chat_template, tokenizer.special_tokens_map  # also after the tokenizer was made
+    return _encoding(tokenizer) + json.dumps([options, changeable], default=str, sort_keys=True)
+
+
+def _encoding(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a text that differs between tokenizers that encode texts differently."""
+    if tokenizer.is_fast:
+        text: str = tokenizer.backend_tokenizer.to_str()
+        return text + " split_special_tokens" if tokenizer.split_special_tokens else text
+    options = {key: value for key, value in tokenizer.init_kwargs.items() if key not in PLACES}
+    return json.dumps([type(tokenizer).__name__, tokenizer.get_vocab(), options], default=str, sort_keys=True)
+
+
+def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return what determines how a tokenizer cuts texts, as values of JSON."""
+    if not tokenizer.is_fast:
+        return type(tokenizer).__name__, tokenizer.get_vocab()
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    return {key: backend[key] for key in ("normalizer", "pre_tokenizer", "model", "post_processor")}
+
+
+def _progress(documents: Documents, label: str, disable: bool = False) -> Any:
+    return tqdm(total=documents.size, unit="B", unit_scale=True, desc=label, mininterval=1, disable=disable)
+
+
+def _texts(documents: Documents, columns: Columns, progress: Any) -> Iterator[str]:
+    """Yield the texts of all documents, in pieces. Raises a UserError as `BrokenRecords.report`."""
+    broken = BrokenRecords()
+    for record in documents.records():
+        yield from (piece.text for piece in broken.convert(record, lambda value: pieces_of(value, columns)))
+        progress.update(record.size)
+        broken.report(at_end=False)
+    broken.report()
+
+
+def convert(record: Record, function: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    """Yield what a function makes of a record. Errors begin with the record's place."""
+    value = record.value
+    try:
+        yield from function(parse_json(value, "the record") if isinstance(value, bytes) else value)
+    except UserError as error:
+        raise UserError(f"{record.place}: {error}") from None
+
+
+class BrokenRecords:
+    """The number of records that were read and cannot be used, and the problems of the first ones."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0, 0
+        self.first: list[str] = []
+
+    def convert(self, record: Record, function: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+        """Yield what a function makes of a record, see `convert`, or note its problem."""
+        self.total += 1
+        try:
+            yield from convert(record, function)
+        except UserError as error:
+            self.count += 1
+            self.first = [*self.first, *error.problems][:SHOWN]
+
+    def add(self, others: "BrokenRecords") -> None:
+        """Add those of the next records."""
+        self.total, self.count = self.total + others.total, self.count + others.count
+        self.first = [*self.first, *others.first][:SHOWN]
+
+    def report(self, at_end: bool = True) -> None:
+        """Raise a UserError if there are any; before the end of the data only if all records so far are broken, as they
+        are if a column has another name.
+        """
+        if not self.count or not (at_end or self.count == self.total >= SHOWN):
+            return
+        if self.count == 1:
+            raise UserError(*self.first)
+        if self.count == self.total:
+            raise UserError(f"{self.first[0]} (none of the {self.total:,} records that were read can be used)")
+        lines = "".join(f"\n  - {problem}" for problem in self.first)
+        raise UserError(f"{self.count:,} of {self.total:,} records that were read cannot be used; the first:{lines}")
+
+
+def in_batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Group items, so that a tokenizer with several threads gets several texts: BATCH_ITEMS, or fewer if these have
+    BATCH_BYTES in total.
+    """
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= BATCH_BYTES or len(batch) == BATCH_ITEMS:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+class Encoded(NamedTuple):
+    """Parts of the arrays of some records, the approximate number of bytes of these, and those that are broken."""
+
+    parts: list[dict[str, np.ndarray]]
+    size: int
+    broken: BrokenRecords
+
+
+class Encoding(Dataset[Encoded | UserError]):
+    """Encodings of batches of records; a batch is its own index. After a broken record, batches are only checked.
+
+    A UserError is returned as an item, because a loader adds a traceback to an error that a worker raises.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder, self.only_checks = encoder, False
+
+    def __getitem__(self, records: list[Record]) -> Encoded | UserError:
+        encoder, broken = self.encoder, BrokenRecords()
+        items = (item for record in records for item in broken.convert(record, encoder.convert) if encoder.size(item))
+        try:  # a batch has more text than it should if records are compressed, or one is long
+            parts = [encoder.encode(batch) for batch in in_batches(items, encoder.size) if not self.only_checks]
+        except UserError as error:
+            return error
+        self.only_checks |= broken.count > 0
+        return Encoded(parts, sum(record.size for record in records), broken)
+
+
+def _start_worker(worker: int) -> None:
+    ignore_stop_signals(worker)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has none of the tokenizer's threads
+
+
+def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder: Path) -> None:
+    """Write the arrays of all documents, each to one file, whose suffix is its dtype."""
+    loader = DataLoader(
+        Encoding(encoder),
+        batch_size=None,
+        sampler=in_batches(documents.records(), lambda record: record.size),
+        collate_fn=lambda parts: parts,  # not as tensors, which would need shared memory
+        num_workers=processes if processes > 1 else 0,
+        multiprocessing_context="fork" if processes > 1 else None,
+        worker_init_fn=_start_worker,
+    )
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(_progress(documents, "Tokenising"))
+        paths = {name: folder / f"{name}.{np.dtype(dtype).name}" for name, dtype in encoder.dtypes.items()}
+        files = {name: stack.enter_context(open(path, "wb")) for name, path in paths.items()}
+        broken = BrokenRecords()
+        for encoded in loader:
+            if isinstance(encoded, UserError):
+                raise encoded
+            for name, values in (item for part in encoded.parts for item in part.items()):
+                assert values.dtype == encoder.dtypes[name]
+                files[name].write(values)
+            progress.update(encoded.size)
+            broken.add(encoded.broken)
+            broken.report(at_end=False)
+        broken.report()
+        if files["tokens"].tell() == 0:
+            raise UserError(f"dataset.name={documents.name!r} has no text; choose other data")
+        progress.update((documents.size or progress.n) - progress.n)  # sizes of records are approximate
+
+
+def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> Path:
+    """Tokenise the data set, unless its token files are in the cache. Returns their folder.
+
+    Args:
+        trained: see `prepare`.
+
+    Raises:
+        UserError: see `load_documents`, `load_tokenizer` and `SampleEncoder`.
+    """
+    section = config.dataset
+    documents = load_documents(section, config.training.num_samples, config.training.seed)
+    tokenizer = load_tokenizer(config, model_config, documents, trained)
+    check_end(section, tokenizer.eos_token_id)
+    dtype = np.uint16 if model_config.vocab_size <= 2**16 else np.uint32
+
+    def write(folder: Path) -> None:
+        make_encoder = SampleEncoder if section.has_samples else TextEncoder
+        _write_arrays(documents, make_encoder(section.columns, tokenizer, dtype), section.num_proc, folder)
+        save(tokenizer, folder / "tokenizer")
+        sums = checksums(folder)
+        facts = TokenFiles(
+            end=tokenizer.eos_token_id,
+            vocab_size=vocabulary_size(tokenizer),
+            digest=hashlib.sha256(repr(sums).encode()).hexdigest()[:24],
+            sizes={name: (folder / name).stat().st_size for name in sums},
+        )
+        (folder / FILE).write_text(facts.model_dump_json(indent=2) + "\n")
+
+    return cached("tokens", repr((VERSION, documents.key, _identity(tokenizer), dtype.__name__)), write)
+
+
+def prepare(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> Path:
+    """Tokenise the data set: one process per machine does it, if necessary, and the others wait. Every rank must call
+    this.
+
+    Args:
+        trained: folder of the tokenizer with which the model was trained so far, which `model.tokenizer` "bpe" then
+            means; None: train a BPE.
+
+    Returns:
+        The folder of the token files on this machine.
+
+    Raises:
+        UserError: on every rank, see `write_tokens`.
+    """
+    local_rank = pgm.process_group_manager.local_rank
+    # A separate group with a long timeout, because tokenising may take longer than the default timeout of collectives.
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+    try:
+        folders = run_on_all_ranks(lambda: None if local_rank else write_tokens(config, model_config, trained), group)
+    finally:
+        dist.destroy_process_group(group)
+    folder = folders[dist.get_rank() - local_rank]  # of this machine, whose ranks are consecutive
+    assert folder is not None
+    return folder
+
+
+def main() -> None:
+    set_up_logging()
+    config = load_config(sys.argv[1:])
+    if config.model.tokenizer == "bpe" and (parse_load_path(config.checkpoint.load_path)[1] or config.model.pretrained):
+        raise UserError(
+            "model.tokenizer='bpe' is the tokenizer of the model from which training starts; set it to the folder of this model"
+        )
+    print_line(str(write_tokens(config, load_model_config(config.model))))
+
+
+if __name__ == "__main__":
+    exit_on_error(main)

@@ -1,0 +1,126 @@
+"""Sweeps without Slurm: run jobs on this machine, one after the other, with the same status files."""
+
+import math
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from picotron.config import Config
+from picotron.console import print_line
+from workbench.sweep.jobs import OUT_OF_MEMORY, Job, Status, stop_options
+
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+
+
+def torchrun_command(job: Job, config: Config, grace: int) -> list[str]:
+    """Return the command that runs a job on this machine. (--standalone makes torchrun find a free port.)"""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc_per_node", str(config.distributed.world_size)]
+    torchrun += stop_options(grace)
+    return [*torchrun, str(TRAIN), "--config", str(job.config_file), *job.overrides(config)]
+
+
+class Interrupt:
+    """Handler of SIGINT (Ctrl-C) and SIGTERM. It only notes that one came, so the code that it interrupts is completed:
+    a job that was stopped gets its status. Further signals have no effect.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __enter__(self) -> "Interrupt":
+        self.before = {number: signal.signal(number, self._note) for number in INTERRUPTS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: Any) -> None:
+        self.received = True
+
+
+def stop(process: subprocess.Popen[bytes], grace: int) -> None:
+    """Stop a torchrun process. torchrun forwards the signal, and the run writes a checkpoint and ends; after `grace`
+    seconds, torchrun kills the run.
+    """
+    process.send_signal(signal.SIGUSR1)
+    try:
+        process.wait(grace + 30)
+    except subprocess.TimeoutExpired:  # torchrun itself is stuck
+        process.kill()
+        process.wait()
+
+
+def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: int, interrupt: Interrupt) -> None:
+    """Run a job and record in its status how it ended.
+
+    If this process is killed, torchrun keeps running, and the claim lasts as long as torchrun.
+
+    Args:
+        timeout: time limit in seconds, or None.
+        grace: see `run_local_jobs`.
+        claim: the descriptor that `Job.claim` yields, which torchrun inherits.
+        interrupt: ends the job early.
+    """
+    (job.folder / "slurm_job_id.txt").unlink(missing_ok=True)  # Slurm no longer knows the state of this job
+    job.set_status("running")
+    with open(job.folder / "log_local.out", "a+b") as log:
+        start, end = log.tell(), time.monotonic() + (timeout or math.inf)
+        # A separate session, so that the terminal sends Ctrl-C to this process only, which then stops torchrun.
+        process = subprocess.Popen(
+            torchrun_command(job, config, grace),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=[claim],
+        )
+        stopped: Status | None = None
+        while process.poll() is None:
+            if interrupt.received or time.monotonic() > end:
+                stopped = "cancelled" if interrupt.received else "timeout"
+                stop(process, grace)
+            else:
+                time.sleep(0.1)
+        log.seek(start)
+        failed: Status = "oom" if re.search(OUT_OF_MEMORY.encode(), log.read()) else "fail"
+        job.set_status((stopped or failed) if process.returncode else "completed")
+
+
+def run_local_jobs(jobs: dict[Job, Config], timeout: float | None, grace: int, dry_run: bool) -> int:
+    """Run jobs one after the other, and print a line for each.
+
+    Args:
+        jobs: the jobs and their configs.
+        timeout: time limit of each job in seconds, or None.
+        grace: time in seconds that a run has to write a checkpoint, after its time limit or Ctrl-C.
+        dry_run: whether to print the commands only.
+
+    Returns:
+        The exit code: 0 if all jobs have completed, 130 after Ctrl-C, 1 otherwise.
+    """
+    before = {job: job.status for job in jobs}
+    with Interrupt() as interrupt:
+        for job, config in jobs.items():
+            if interrupt.received:
+                break
+            if dry_run:
+                print_line(shlex.join(torchrun_command(job, config, grace)))
+                continue
+            with job.claim() as claim:
+                if claim is None or job.status != before[job]:
+                    print_line(f"{job.name}: skipped, another process has started or submitted it")
+                    continue
+                start = time.monotonic()
+                print_line(f"{job.name}: ", end="")
+                run_job(job, config, timeout, grace, claim, interrupt)
+                print_line(f"{job.status}, {time.monotonic() - start:.0f} s")
+    if interrupt.received:
+        return 130
+    return 0 if dry_run or all(job.status == "completed" for job in jobs) else 1

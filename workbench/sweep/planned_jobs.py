@@ -1,0 +1,285 @@
+"""The jobs of a sweep before they run: their configs, checked, with estimates of memory, idle time and speed."""
+
+import copy
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from picotron.command_line import override, parse_config
+from picotron.config import Config, Distributed, Logging
+from picotron.config import Model as ModelSection
+from picotron.console import UserError, text_table
+from picotron.files import write_atomically
+from picotron.model.model_config import load_model_config
+from workbench.explain.hardware import USABLE, Hardware, fits
+from workbench.explain.measure import on_hardware
+from workbench.explain.memory import GIB, Memory, bubble, rank_memory
+from workbench.explain.step_time import Forecast, forecast
+from workbench.pipelines.engine import check_layout
+from workbench.pipelines.plan import SchedulePlan
+from workbench.schedules.schedules import SCHEDULES
+from workbench.sweep.combinations import FLAGS, GLOBAL_BATCH, Combination, canonical_json
+from workbench.sweep.jobs import Job
+
+NEED_MORE = ("afab", "looped_bfs", "dualpipev")  # more memory than 1f1b, interleaved_1f1b and zbv, and no less time
+# Values that `--best` tries of keys that are not given; also numbers of chunks, see `with_chunks`.
+OPTIONS: dict[str, list[Any]] = {
+    "training.micro_batch_size": [1, 2, 4, 8],
+    "training.activation_checkpointing": ["none", "selective", "full"],
+    "distributed.dp_engine": ["bucket", "zero1", "zero3"],
+    "distributed.pp_engine": [name for name in SCHEDULES if name not in NEED_MORE],
+}
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job that can run.
+
+    Args:
+        data: the config as JSON, as it is written to the file.
+        config: the config.
+        memory: the estimated memory of each pp rank.
+        bubble: the estimated idle fraction, 0 to 1.
+        forecast: the estimated time of a step, if the hardware is known.
+    """
+
+    job: Job
+    data: dict[str, Any]
+    config: Config
+    memory: list[Memory]
+    bubble: float
+    forecast: Forecast | None
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank that needs most."""
+        return max(memory.total for memory in self.memory)
+
+    def write_forecast(self) -> None:
+        """Write the forecast next to the config; `extract_metrics.py` compares it with the run."""
+        if self.forecast is not None:
+            data = {
+                "step_time": self.forecast.step_time,
+                "tokens_per_second_per_gpu": self.forecast.tokens_per_second / self.config.distributed.world_size,
+                "mfu": self.forecast.mfu,
+                "memory_gb": self.peak / 1e9,
+                "seconds": self.forecast.seconds._asdict(),
+            }
+            write_atomically(self.job.forecast_file, json.dumps(data, indent=2) + "\n")
+
+
+def make_config(
+    base: dict[str, Any], combination: Combination, *later_checks: Callable[[Config], object]
+) -> tuple[dict[str, Any], Config]:
+    """Return the config of a combination as JSON and as an object.
+
+    Args:
+        later_checks: see `parse_config`.
+
+    Raises:
+        UserError: a key or a value is not valid.
+    """
+    data = copy.deepcopy(base)
+    for key, value in combination.items():
+        if key != GLOBAL_BATCH:
+            override(data, key, value)
+    if GLOBAL_BATCH in combination:
+        override(data, FLAGS["grad_acc_steps"], accumulation_steps(combination[GLOBAL_BATCH], parse_config(data)))
+    return data, parse_config(data, *later_checks)
+
+
+def plan_job(job: Job, base: dict[str, Any], combination: Combination, hardware: Hardware | None) -> PlannedJob:
+    """Make the config of a combination, check it as train.py does, and estimate its memory, bubble and speed.
+
+    Raises:
+        UserError: train.py would reject the config.
+    """
+    data, config = make_config(base, combination | {"checkpoint.save_dir": str(job.run_folder)}, check_cached)
+    model_config, plan = check_cached(config)
+    config = config if hardware is None else on_hardware(config, hardware)
+    times = None if hardware is None else forecast(config, model_config, plan, hardware)
+    idle = bubble(config, model_config, plan) if times is None else times.bubble
+    return PlannedJob(job, data, config, rank_memory(config, model_config, plan), idle, times)
+
+
+@functools.cache
+def load_cached(section: ModelSection) -> PreTrainedConfig | UserError:
+    """Load a model's config. An error is returned, and thus cached: an unreachable hub takes long to fail."""
+    try:
+        return load_model_config(section)
+    except UserError as error:
+        return error
+
+
+def check_cached(config: Config) -> tuple[PreTrainedConfig, SchedulePlan]:
+    """Do the same as `check_model`, but load each model's config only once."""
+    model_config = load_cached(config.model)
+    if isinstance(model_config, UserError):
+        raise model_config
+    return model_config, check_layout(config, model_config)
+
+
+def accumulation_steps(global_batch_size: Any, config: Config) -> int:
+    dp, mbs = config.distributed.dp_size, config.training.micro_batch_size
+    if type(global_batch_size) is not int or global_batch_size < 1 or global_batch_size % (dp * mbs):
+        raise UserError(
+            f"global_batch_size={canonical_json(global_batch_size)} should be a positive multiple of {dp * mbs}, the "
+            f"product of dp_size={dp} and micro_batch_size={mbs}"
+        )
+    return global_batch_size // (dp * mbs)
+
+
+def candidates(base: dict[str, Any], layouts: Sequence[Combination]) -> Iterator[tuple[Combination, Config]]:
+    """Extend layouts by the values in OPTIONS that make a difference, and drop those that train.py would reject."""
+    for layout in layouts:
+        dp, pp, cp, tp = (layout[FLAGS[axis]] for axis in ("dp", "pp", "cp", "tp"))
+        options = {key: values for key, values in OPTIONS.items() if key not in layout}
+        for key, ranks in (("distributed.dp_engine", dp * cp), ("distributed.pp_engine", pp)):
+            if ranks == 1 and key in options:
+                options[key] = options[key][:1]
+        for values in itertools.product(*options.values()):
+            combination = layout | dict(zip(options, values, strict=True))
+            combination.setdefault("distributed.sequence_parallel", tp > 1)
+            try:
+                _, config = make_config(base, combination)
+            except UserError:  # for example, the batch does not divide by dp
+                continue
+            for found in with_chunks(combination, config):
+                if _can_run(found[1]):
+                    yield found
+
+
+def with_chunks(combination: Combination, config: Config) -> Iterator[tuple[Combination, Config]]:
+    """Yield a config and, unless something says how many stages there are, the same one with other numbers of chunks:
+    those with which a stage has 1, 2, 4, ... layers.
+    """
+    yield combination, config
+    layout, model_config, key = config.distributed, load_cached(config.model), "distributed.pp_chunks"
+    recipe = SCHEDULES.get(layout.pp_engine)
+    fixed = key in combination or layout.pp_chunks is not None or layout.pp_layout is not None
+    if layout.pp_size == 1 or recipe is None or not recipe.any_chunks or fixed or isinstance(model_config, UserError):
+        return
+    layers = model_config.num_hidden_layers
+    sizes = (2**i for i in range(layers.bit_length()))
+    counts = {min(layers // layout.pp_size, -(-layers // (layout.pp_size * size))) for size in sizes}
+    for chunks in sorted(counts - {0, 1, recipe.chunks}):
+        section = layout.model_copy(update={"pp_chunks": chunks})
+        yield combination | {key: chunks}, config.model_copy(update={"distributed": section})
+
+
+def what_fits(config: Config, model_config: PreTrainedConfig, gib: float) -> str:
+    """Return the smallest change with which a config fits into `gib`: recomputation, ZeRO, or also more ranks."""
+    selective, full = ({"activation_checkpointing": how} for how in ("selective", "full"))
+    zero3 = {"dp_engine": "zero3"}
+    dp = config.distributed.dp_size
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, selective), ({}, full), (zero3, {}), (zero3, full)]
+    changes += [(zero3 | {"dp_size": dp * 2**i}, full) for i in range(1, 13)]
+    for layout, training in changes:
+        sections = {"distributed": layout, "training": training}
+        changed = config.model_copy(
+            update={name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+        )
+        try:
+            memory = rank_memory(changed, model_config, check_layout(changed, model_config))
+        except UserError:  # a recording, for example, is for one kind of recomputation
+            continue
+        if fits(max(each.total for each in memory) / GIB, gib):
+            ranks = f", on {changed.distributed.world_size:,} ranks" if "dp_size" in layout else ""
+            return "it fits with " + " and ".join(f"{k} {v}" for k, v in (layout | training).items()) + ranks
+    return "neither recomputation nor ZeRO-3 on more ranks helps; use more tp or pp ranks"
+
+
+def _can_run(config: Config) -> bool:
+    """Return whether a layout fits its model. Only what that depends on is kept, because most candidates share it: the
+    pipeline, without the axes that split a stage, and these axes without a pipeline.
+    """
+    layout = config.distributed
+    from_file = layout.pp_engine.startswith("csv:")  # a file is for one number of micro-batches
+    training: dict[str, Any] = {"micro_batch_size": 1} | ({} if from_file else {"gradient_accumulation_steps": 1})
+    one = {"dp_size": 1, "dp_engine": "bucket"}
+    parts = [one]
+    if layout.pp_recording is None:  # a recording is of one config
+        training["activation_checkpointing"] = "none"
+        pipeline = {key: field.default for key, field in Distributed.model_fields.items() if key.startswith("pp_")}
+        parts = [one | pipeline, one | {"tp_size": 1, "cp_size": 1, "sequence_parallel": False}]
+    kept = {
+        "training": config.training.model_copy(update=training),
+        "logging": Logging(),  # these two have no hash otherwise
+        "dataset": config.dataset.model_copy(update={"mixture": None}),
+    }
+    configs = [config.model_copy(update=kept | {"distributed": layout.model_copy(update=part)}) for part in parts]
+    return all(map(_fits, configs))
+
+
+@functools.cache
+def _fits(config: Config) -> bool:
+    model_config = load_cached(config.model)
+    if isinstance(model_config, UserError):
+        raise model_config
+    layout = config.distributed
+    if layout.pp_layout is None and layout.pp_size * (layout.pp_chunks or 1) > model_config.num_hidden_layers:
+        return False  # without building a very long pipeline first
+    try:
+        check_layout(config, model_config)
+    except UserError:
+        return False
+    return True
+
+
+def table(planned: Sequence[PlannedJob], brief: bool = False, gib: float | None = None) -> str:
+    """Format the layout, batch, bubble and memory of each job; memory is that of the rank that needs most.
+
+    Args:
+        brief: whether to name the layout by what all jobs share, in a line above the table, and what differs, in the
+            names of `--best`, and to omit the size of a step, which is equal.
+        gib: memory of a device, for a column with what is left of the part that a plan may use.
+    """
+    left = () if gib is None else ("GiB left",)
+    times = ("s/step", "tokens/s", "MFU") if planned[0].forecast is not None else ()
+    sizes = () if brief else ("dp pp cp tp", "sequences/step", "tokens/step")
+    rows: list[tuple[str, ...]] = [("", *sizes, "parameters/rank", "bubble", "GiB/rank", *left, *times)]
+    digits = 1 if min(p.peak for p in planned) > 4 * GIB else 3
+    for p in planned:
+        layout, training = p.config.distributed, p.config.training
+        dp, mbs, steps = layout.dp_size, training.micro_batch_size, training.gradient_accumulation_steps
+        heaviest = max(p.memory, key=lambda memory: memory.total)
+        amounts = (heaviest.state, heaviest.total - heaviest.state, heaviest.total)
+        batch = f"{p.config.global_batch_size} = {dp} x {mbs} x {steps}"
+        axes = f"{dp:2} {layout.pp_size:2} {layout.cp_size:2} {layout.tp_size:2}"
+        rows.append((
+            p.job.name,
+            *(() if brief else (axes, batch, f"{p.config.global_batch_size * training.seq_length:,}")),
+            f"{max(memory.parameters for memory in p.memory):,}",
+            f"{p.bubble:.1%}",
+            "{} + {} = {}".format(*(f"{amount / GIB:.{digits}f}" for amount in amounts)),
+            *(() if gib is None else (f"{USABLE * gib - heaviest.total / GIB:.{digits}f}",)),
+            *(() if p.forecast is None else (
+                f"{p.forecast.step_time:.3f}",
+                p.forecast.rate,
+                "-" if p.forecast.mfu is None else f"{p.forecast.mfu:.1%}",
+            )),
+        ))  # fmt: skip
+    return (f"all: {shared(planned)}\n" if brief else "") + text_table(rows)
+
+
+def shared(planned: Sequence[PlannedJob]) -> str:
+    """Return what the layouts of all jobs have in common, in the words of their names."""
+    described = [description(p.config) for p in planned]
+    return ", ".join(word for word in described[0] if all(word in words for words in described))
+
+
+def description(config: Config) -> list[str]:
+    """Return the layout of a config in words such as `dp8`, `zbv` and `zero1`."""
+    layout, training = config.distributed, config.training
+    words = [f"{axis}{getattr(layout, f'{axis}_size')}" for axis in ("dp", "pp", "cp", "tp")]
+    words += [f"mbs{training.micro_batch_size}", layout.dp_engine, *["sp"] * layout.sequence_parallel]
+    if training.activation_checkpointing != "none":
+        words.append(training.activation_checkpointing)
+    if layout.pp_size > 1:
+        words += [layout.pp_engine, *[f"chunks{layout.pp_chunks}"] * (layout.pp_chunks is not None)]
+    return words

@@ -1,0 +1,226 @@
+"""Search for the configs that fit into memory and, by `forecast`, are the fastest. No torch here.
+
+Most configs are left out by lower bounds of their time and their memory, which follow from their stages without a
+schedule. A bound never exceeds the value of the config (see test_planner.py), so the search finds what an evaluation of
+all configs would find.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from picotron.config import Config, Distributed
+from picotron.console import UserError
+from picotron.pipeline_parallel.stages import Stage
+from workbench.explain.hardware import Hardware, fits
+from workbench.explain.memory import GIB, rank_memory, stage_bytes, state_bytes
+from workbench.explain.step_time import Clock, Work, forecast
+from workbench.pipelines.plan import SchedulePlan, layout_stages
+from workbench.pipelines.planning import plan_pipeline
+from workbench.schedules.actions import Placement, rank_of
+from workbench.schedules.schedules import SCHEDULES, action_kinds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+NO_PART_OF_WORK = ("dp_size", "dp_engine", "gradient_accumulation_steps")  # with pp_*: keys on which no action depends
+ROUNDING = 1e-9
+Values = dict[str, Any]  # of the keys that distinguish a config from others
+
+
+class Candidate(NamedTuple):
+    """A config with lower bounds of its seconds and of its GiB."""
+
+    seconds: float
+    gib: float
+    number: int
+    values: Values
+    config: Config
+
+
+class Least(NamedTuple):
+    """The config that needs least memory, if none fits."""
+
+    gib: float
+    values: Values
+    config: Config
+
+
+class Placed(NamedTuple):
+    """The stages of a pipeline. Those that cost the same are the same object.
+
+    Args:
+        first: the first stage of each rank.
+        kinds: what each rank holds, as its index in `held`.
+        held: the stages of ranks that differ.
+        distinct: the stages that differ, by their identity.
+    """
+
+    first: list[Stage]
+    kinds: list[int]
+    held: list[list[Stage]]
+    distinct: dict[int, Stage]
+    last_rank: int
+    placement: Placement
+
+
+class Planner:
+    """Evaluates configs of one model on some hardware. Plans and stages are kept by what they depend on."""
+
+    def __init__(self, model: "PreTrainedConfig", hardware: Hardware) -> None:
+        self.model, self.hardware = model, hardware
+        self.plans: dict[Any, SchedulePlan | None] = {}
+        self.placed: dict[Any, Placed] = {}
+        self.works: dict[Any, dict[tuple[int, bool, bool, str], Work]] = {}
+
+    def plan(self, config: Config) -> SchedulePlan | None:
+        """Return the plan of a config; None if it has none, for example if a schedule has too many forwards."""
+        training, layout = config.training, config.distributed
+        pipeline = [value for name, value in layout if name.startswith("pp_")]
+        key = *pipeline, training.gradient_accumulation_steps, training.activation_checkpointing, training.seq_length
+        if layout.pp_engine == "auto":
+            key = *key, layout.tp_size, layout.sequence_parallel  # see `auto.deferred_fraction`
+        if layout.pp_recording is not None:
+            key = *key, config.model_dump_json()  # it must be that of the recording, see `settings_of`
+        if key not in self.plans:
+            try:
+                self.plans[key] = plan_pipeline(config, self.model)
+            except UserError:
+                self.plans[key] = None
+        return self.plans[key]
+
+    def clock(self, config: Config, kept: float = 0.0) -> Clock:
+        """Return a clock that shares its times with those of all configs whose actions take the same."""
+        clock = Clock(config, self.model, self.hardware, kept)
+        keys = (pair for section in (config.model, config.training, config.distributed) for pair in section)
+        key = *(v for k, v in keys if k not in NO_PART_OF_WORK and not k.startswith("pp_")), kept
+        clock.works = self.works.setdefault(key, clock.works)
+        return clock
+
+    def gib(self, config: Config, plan: SchedulePlan) -> float:
+        """Return the memory of the rank that needs most."""
+        return max(each.total for each in rank_memory(config, self.model, plan)) / GIB
+
+    def least(self, candidates: Iterable[Candidate]) -> Least | None:
+        """Return the config that needs least memory. None if none of them can be planned."""
+        least: Least | None = None
+        for each in sorted(candidates, key=lambda each: each.gib):
+            if least is not None and each.gib * (1 - ROUNDING) > least.gib:
+                break  # no other config can need less
+            if (plan := self.plan(each.config)) is not None:
+                gib = self.gib(each.config, plan)
+                if least is None or gib < least.gib:
+                    least = Least(gib, each.values, each.config)
+        return least
+
+    def bounds(self, config: Config) -> tuple[float, float]:
+        """Return lower bounds of the seconds of a step, and of the GiB of the rank that needs most."""
+        layout, m = config.distributed, config.training.gradient_accumulation_steps
+        # With pp_keep_activations, work is least if all micro-batches keep them, and hides most if none does.
+        most = self.clock(config)
+        clock = self.clock(config, kept=1.0) if layout.pp_keep_activations else most
+        if layout.pp_size > 1 and layout.pp_engine not in SCHEDULES:  # the stages are not known yet
+            return self._average(clock, m)
+        placed = self.place(config)
+        parameters = [clock.parameters(stages) for stages in placed.held]
+        seconds = self._pipeline(clock, placed, m) + self._exposed_dp(most, placed) + clock.tied(placed.last_rank)
+        # One micro-batch in all stages of a rank; and in a loop, on the first rank, one in each stage of each rank.
+        saves = {i: stage_bytes(config, self.model, clock.s, stage) for i, stage in placed.distinct.items()}
+        saved = [[saves[id(stage)] for stage in stages] for stages in placed.held]
+        activations = [sum(each) for each in saved]
+        if placed.placement == "loop":
+            activations[0] = max(activations[0], len(saved[0]) * min(m, layout.pp_size) * min(saved[0]))
+        needed = [self._held(clock, *each) for each in zip(parameters, activations, strict=True)]
+        return seconds + clock.optimizer(max(parameters)), max(needed) / GIB
+
+    def place(self, config: Config) -> Placed:
+        """Place the stages of a hand-made schedule, the only one of one rank being 1F1B."""
+        layout = config.distributed
+        recipe = SCHEDULES[layout.pp_engine if layout.pp_size > 1 else "1f1b"]
+        chunks = layout.pp_chunks if layout.pp_chunks and recipe.any_chunks else recipe.chunks
+        key = layout.pp_layout, layout.pp_size, chunks, recipe.placement, config.training.seq_length
+        if key not in self.placed:
+            stages = layout_stages(config, self.model, (chunks, recipe.placement))
+            ranks = [rank_of(i, layout.pp_size, recipe.placement) for i in range(len(stages))]
+            same = dict[Any, Stage]()
+            stages = [same.setdefault((len(each.layers), each.has_embedding, each.has_head), each) for each in stages]
+            held = [[stages[i] for i, rank in enumerate(ranks) if rank == r] for r in range(layout.pp_size)]
+            names = [tuple(map(id, each)) for each in held]
+            differ = dict(zip(names, held, strict=True))
+            kinds, distinct = [list(differ).index(name) for name in names], {id(stage): stage for stage in stages}
+            first = stages[: layout.pp_size]
+            self.placed[key] = Placed(first, kinds, list(differ.values()), distinct, ranks[-1], recipe.placement)
+        return self.placed[key]
+
+    def _kinds(self, layout: Distributed) -> set[str]:
+        return action_kinds(layout.pp_engine if layout.pp_size > 1 else "1f1b")
+
+    def _average(self, clock: Clock, m: int) -> tuple[float, float]:
+        """Bounds without stages: what an average rank computes and holds."""
+        pp, whole = clock.layout.pp_size, Stage(range(self.model.num_hidden_layers), True, True)
+        parameters = clock.parameters([whole]) // pp
+        F, B, split = (sum(sum(clock.work(whole, kind)) for kind in kinds) for kinds in ("F", "B", "IW"))
+        saved = stage_bytes(clock.config, self.model, clock.s, whole) / pp
+        seconds = m / pp * (F + min(B, split)) + clock.optimizer(parameters)
+        return seconds, self._held(clock, parameters, saved) / GIB
+
+    def _held(self, clock: Clock, parameters: int, activations: float) -> float:
+        """Bytes of a rank without temporary tensors."""
+        gathered = clock.layout.dp_engine == "zero3" and clock.layout.pp_size > 1
+        return (
+            sum(state_bytes(clock.config, clock.s, parameters)) + gathered * parameters * clock.s.number + activations
+        )
+
+    def _pipeline(self, clock: Clock, placed: Placed, m: int) -> float:
+        """A bound of the simulated step: a rank waits until a forward reaches its first stage, and works. If its last
+        action can only be a full backward, the gradients have to return to the first stage.
+        """
+        kinds = self._kinds(clock.layout)
+        split, work, ways = "I" in kinds, dict[int, float](), dict[int, tuple[float, float]]()
+        for i, stage in placed.distinct.items():
+            F, B, IW = (sum(sum(clock.work(stage, kind)) for kind in each) for each in ("F", "B", "IW"))
+            work[i] = F + (B if not split else min(B, IW) if "B" in kinds else IW)
+            ways[i] = F + clock.message, 0.0 if split else B + clock.message
+        busy = [m * sum(work[id(stage)] for stage in stages) for stages in placed.held]
+        longest = arrival = way_back = 0.0
+        for stage, kind in zip(placed.first, placed.kinds, strict=True):
+            longest = max(longest, arrival + busy[kind] + way_back)
+            there, back = ways[id(stage)]
+            arrival, way_back = arrival + there, way_back + back
+        return longest
+
+    def _exposed_dp(self, clock: Clock, placed: Placed) -> float:
+        """A bound of `Clock.exposed_dp`. The step ends with the last action of some stage, on some rank."""
+        kinds = self._kinds(clock.layout)
+        ends = "B" if "I" not in kinds else "FB" if "B" in kinds else "W"  # with B and I, some are pairs with an F
+        after, exposed = [], []
+        last = {i: sum(sum(clock.work(stage, kind)) for kind in ends) for i, stage in placed.distinct.items()}
+        for stages in placed.held:
+            unique = {id(stage): stage for stage in stages}  # of the earlier ones, only that with the embedding matters
+            messages = {i: clock.dp_messages(stage, stages[: i != id(stages[0])]) for i, stage in unique.items()}
+            exposed.append(sum(messages[id(stage)].exposed for stage in stages))
+            shown = (max(each.reduction - last[i], each.after) for i, each in messages.items())
+            after.append(exposed[-1] + min(shown))
+        return max(min(after), *exposed)
+
+
+def best_configs(
+    configs: Iterable[tuple[Values, Config]], model: "PreTrainedConfig", hardware: Hardware, gib: float, count: int
+) -> tuple[list[Values], Least | None]:
+    """Return the `count` fastest configs that fit into `gib`, best first; if none fits, the one that needs least.
+
+    Args:
+        configs: configs that pass all checks, with the values that distinguish them.
+    """
+    planner, best = Planner(model, hardware), list[tuple[float, int, Values]]()
+    ordered = sorted(
+        Candidate(*planner.bounds(config), i, values, config) for i, (values, config) in enumerate(configs)
+    )
+    for each in ordered:
+        if len(best) == count and each.seconds * (1 - ROUNDING) > best[-1][0]:
+            break  # no other config can be faster
+        if not fits(each.gib * (1 - ROUNDING), gib) or (plan := planner.plan(each.config)) is None:
+            continue
+        if fits(planner.gib(each.config, plan), gib):
+            seconds = forecast(each.config, model, plan, hardware).step_time
+            best = sorted([*best, (seconds, each.number, each.values)])[:count]
+    return [values for _, _, values in best], None if best else planner.least(ordered)
