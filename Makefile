@@ -21,7 +21,7 @@ $(STAMP): requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt --editable .
 	@touch $@
 
-setup: $(STAMP) ## create .venv, install requirements.txt into it, and a link to this folder's picotron
+setup: $(STAMP) ## create .venv, install requirements.txt into it, and a link to this folder's packages
 
 train: $(STAMP) ## train a tiny Llama on Python's standard library, without a GPU, in 3 minutes
 	$(BIN)/torchrun --nproc_per_node $(NPROC) train.py --config $(CONFIG) $(ARGS)

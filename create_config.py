@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from picotron.command_line import leaf_keys, read_config, read_value, type_of, unknown_key
+from picotron.config_reader import leaf_keys, read_config, read_value, type_of, unknown_key
 from picotron.console import UserError, number, print_line
 from picotron.files import read_object, write_atomically
 from picotron.model.model_config import load_model_config

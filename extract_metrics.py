@@ -23,8 +23,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from picotron.command_line import parse_config
 from picotron.config import Config
+from picotron.config_reader import parse_config
 from picotron.console import UserError, number, print_line, text_table
 from picotron.files import read_object, write_atomically
 from picotron.run.run_folder import LARGEST, parse_load_path, read_records

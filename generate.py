@@ -25,8 +25,8 @@ from transformers import PreTrainedConfig
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.safetensors_folder import find_folder
 from picotron.collectives import run_on_all_ranks
-from picotron.command_line import parse_config
 from picotron.config import Model
+from picotron.config_reader import parse_config
 from picotron.console import Parser, UserError, number, print_line
 from picotron.model.families import differences
 from picotron.model.model_config import end_tokens, load_model_config
@@ -92,7 +92,7 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> LlamaStages:
     model_config = read_model_config(folder)
     plan = check_layout(config, model_config)
     device = set_up_device(config)
-    init_process_group(config, device, model_config, plan)
+    init_process_group(config, device, model_config, plan.identity)
     setup_process_group_manager(tp_size, 1, pp_size, dp_size)
     names = run_on_all_ranks(lambda: folder.name)  # not paths: machines can have the same model in different places
     if other := next((name for name in names if name != names[0]), None):

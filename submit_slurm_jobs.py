@@ -14,8 +14,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from picotron.command_line import load_config
 from picotron.config import Config
+from picotron.config_reader import load_config
 from picotron.console import UserError, number, print_line
 from picotron.files import write_atomically
 from workbench.sweep.jobs import ACTIVE, STATUSES, Job, find_jobs

@@ -13,14 +13,14 @@ from transformers import PreTrainedConfig
 
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
-from picotron.command_line import parse_command_line, parse_config
 from picotron.config import Config
+from picotron.config_reader import parse_command_line, parse_config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
 from picotron.data.token_files import has_token_files, load_token_files, targets_and_bytes
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, make_scheduler, update_weights
 from picotron.parallelize import build_model, check_run, unwrap
-from picotron.pipeline_parallel.stages import PipelinePlan
+from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import (
     StopSignals,
@@ -40,7 +40,7 @@ def check(config: Config) -> tuple[PreTrainedConfig, PipelinePlan]:
     pipeline: AFAB or 1F1B with one stage on each rank, unless the config asks for what only the workbench has.
     """
     if config.needs_workbench:
-        from workbench.pipelines.planning import plan_pipeline
+        from workbench.pipelines.engine import plan_pipeline
 
         return check_run(config, plan_pipeline)
     return check_run(config)
@@ -63,7 +63,7 @@ def main() -> None:
     device = set_up_device(config)
 
     # Process groups of the layout.
-    init_process_group(config, device, model_config, plan)
+    init_process_group(config, device, model_config, plan.identity)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     if layout.pp_size > 1:
         logging.getLogger("picotron").info("the pp ranks of the pipeline:\n%s", plan)

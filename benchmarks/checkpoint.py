@@ -38,8 +38,7 @@ from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.progress import Progress
 from picotron.run.run_folder import checkpoint_folder
-from workbench.pipelines.engine import make_train_step
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.prepare.tokens import train_bpe
 
 LAYOUTS = {"dp 1": {}, "tp 2": {"tp_size": 2}, "pp 2": {"pp_size": 2}}

@@ -19,14 +19,14 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from picotron.command_line import parse_config
 from picotron.config import Config
+from picotron.config_reader import parse_config
 from picotron.console import text_table
 from picotron.model.flops import PEAK_BF16_FLOPS, model_cost
 from workbench.explain.forecast_errors import ERRORS, Errors, kinds_of
 from workbench.explain.hardware import HARDWARE
 from workbench.explain.step_time import Clock, Forecast, forecast
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import plan_pipeline
 
 RUNS = Path(__file__).with_name("published.json")
 ENGINES = {0: "bucket", 1: "zero1", 3: "zero3"}

@@ -15,7 +15,7 @@ from benchmarks.side_by_side import Measurement, Variant, check_same_losses, mea
 from benchmarks.workload import TINY, arguments, model_config, picotron_step, require_gpus, run_config
 from workbench.explain.measure import find_hardware
 from workbench.explain.step_time import forecast
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import plan_pipeline
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # keys of the sections distributed and training
     "one process": ({}, {}),

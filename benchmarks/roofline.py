@@ -33,8 +33,8 @@ from transformers import LlamaConfig
 
 from benchmarks.gpu.fake_cuda import fake_cuda_rank, obstacle, restart_with_fake_cuda
 from benchmarks.shapes import SHAPES
-from picotron.command_line import apply_overrides, parse_config
 from picotron.config import Config
+from picotron.config_reader import apply_overrides, parse_config
 from picotron.console import UserError, text_table
 from picotron.model.flops import model_cost
 from picotron.model.model_config import load_model_config
@@ -43,7 +43,7 @@ from picotron.run.metrics import peak_flops
 from workbench.explain.fake_group import FakeGroup
 from workbench.explain.hardware import HARDWARE, Hardware
 from workbench.explain.step_time import forecast
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import plan_pipeline
 
 BATCHES = {  # a micro-batch of 8,192 tokens
     "smollm-1.7b": {"seq_length": 2048, "micro_batch_size": 4},

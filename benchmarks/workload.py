@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from picotron.command_line import parse_config
 from picotron.config import Config
+from picotron.config_reader import parse_config
 from picotron.console import number
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import Rows, TextRows
@@ -30,9 +30,8 @@ from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import keep_freed_memory
 from picotron.run.metrics import global_mean
 from picotron.train_step import Step
-from workbench.pipelines.engine import make_train_step
+from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.pipelines.modules import LlamaStages
-from workbench.pipelines.planning import plan_pipeline
 
 ON_GPU = torch.cuda.is_available()
 TINY = "--tiny" in sys.argv  # also in the processes that a benchmark starts: they have its arguments

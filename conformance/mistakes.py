@@ -44,7 +44,7 @@ CHECKPOINT, WRITER = "picotron/checkpoint/checkpoint.py", "picotron/checkpoint/w
 SAFETENSORS = "picotron/checkpoint/safetensors_folder.py"
 CACHE, SAMPLING = "workbench/generation/kv_cache.py", "workbench/generation/sampling.py"
 ROTATION, SCHEDULES = "workbench/generation/rotation.py", "workbench/schedules/schedules.py"
-CONFIG_CHECKS, RUN_FOLDER = "picotron/config_checks.py", "picotron/run/run_folder.py"
+CONFIG_CHECKS, RUN_FOLDER = "picotron/config_conflicts.py", "picotron/run/run_folder.py"
 LOCAL_JOBS, JOBS = "workbench/sweep/local_jobs.py", "workbench/sweep/jobs.py"
 ADAPTER = "conformance/adapters/picotron.py"
 DDP, OWN_ZERO1, OWN_PIPELINE, OWN_RING = (
@@ -288,7 +288,7 @@ MISTAKES: dict[str, Mistake] = {
         "start = min(i * (self.seq_length + 1), len(self.tokens) - 1 - self.seq_length)\n", FUZZ,
     ),
     "parts_tokenised_separately": Mistake(
-        "workbench/prepare/spans.py", "        if not self.is_fast:\n            return [",
+        "workbench/prepare/token_characters.py", "        if not self.is_fast:\n            return [",
         "        if any(places):\n"
         "            cut = [[text[a:b] for a, b in zip([0, *p], [*p, None])] for text, p in zip(texts, places)]\n"
         "            ids = [self._encode(parts)['input_ids'] for parts in cut]\n"

@@ -17,8 +17,8 @@ from conformance.models import small_config as tiny_llama
 from conformance.models import with_exact_norms
 from conformance.reference import train
 from picotron.collectives import accumulation_dtype
-from picotron.command_line import parse_config
 from picotron.config import Config
+from picotron.config_reader import parse_config
 from picotron.data.rows import TextRows
 from picotron.model.llama import Llama
 from picotron.model.weights import Index, ReadTensor, initial_weights, materialise

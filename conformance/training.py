@@ -21,12 +21,11 @@ from picotron.data_parallel.owned_slices import owned_slice
 from picotron.model.weights import main_grad, parameters_and_shards
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model, unwrap
-from picotron.pipeline_parallel.stages import PipelinePlan, plan_stages
+from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan, plan_stages
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.progress import Progress
-from workbench.pipelines.engine import make_train_step
+from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.pipelines.modules import LlamaStages
-from workbench.pipelines.planning import plan_pipeline
 
 CPU = torch.device("cpu")
 

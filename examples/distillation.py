@@ -15,8 +15,8 @@ from torch import Tensor
 from picotron import process_group_manager as pgm
 from picotron.checkpoint.safetensors_folder import find_folder
 from picotron.collectives import accumulation_dtype, all_reduce
-from picotron.command_line import config_parser, load_config
 from picotron.config import Config
+from picotron.config_reader import config_parser, load_config
 from picotron.console import UserError, number
 from picotron.model.llama import IGNORE_INDEX
 from picotron.run.launch import exit_on_error, set_up_logging

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from picotron.command_line import config_parser, load_config
 from picotron.config import Config
+from picotron.config_reader import config_parser, load_config
 from picotron.console import UserError, number
 from picotron.model.llama import IGNORE_INDEX
 from picotron.run.launch import exit_on_error, set_up_logging

@@ -32,8 +32,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
-from picotron.command_line import parse_config
 from picotron.config import Config
+from picotron.config_reader import parse_config
 from picotron.console import Parser, UserError, number, print_line
 from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket

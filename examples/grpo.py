@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron.collectives import run_on_all_ranks
-from picotron.command_line import config_parser, load_config
 from picotron.config import Config
+from picotron.config_reader import config_parser, load_config
 from picotron.console import UserError, number
 from picotron.model.model_config import end_tokens
 from picotron.run.launch import exit_on_error, set_up_logging

@@ -1,6 +1,6 @@
 """The config of a run as typed, frozen and strict objects: every key with its type, default and limits.
 
-`command_line` reads them from a JSON file and the command line. The docstring below a key is its help text, which
+`config_reader` reads them from a JSON file and the command line. The docstring below a key is its help text, which
 `train.py --help` and the JSON schema show.
 """
 
@@ -58,7 +58,7 @@ class Section(BaseModel):
         return value
 
     if not TYPE_CHECKING:  # type checkers would accept any name
-        # Called for keys that the object lacks, because their values are invalid, see `command_line.parse_config`.
+        # Called for keys that the object lacks, because their values are invalid, see `config_reader.parse_config`.
         def __getattr__(self, name: str) -> Any:
             if name in type(self).model_fields:
                 raise InvalidValue(name)
@@ -191,7 +191,7 @@ class Training(Section):
 class Dataset(Section):
     name: str
     """hub id, folder, pattern, .txt, .jsonl, .json, .csv or .parquet file; python-stdlib: the sources of Python; or a
-    folder that `python -m workbench.prepare.tokens` has written"""
+    folder that `python -m workbench.prepare` has written"""
     mixture: Annotated[dict[str, Weight], Field(min_length=1)] | None = None
     """weights of several data sets to mix, such as {"a.jsonl": 3, "b.jsonl": 1}; `name` has weight 1, unless listed"""
     subset_name: str | None = None

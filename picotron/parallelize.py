@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import Problems, UserError
 from picotron.context_parallel.context_parallel import apply_context_parallel, check_context_parallel
@@ -22,8 +21,7 @@ from picotron.model.llama import Llama, fused_attention, math_attention
 from picotron.model.model_config import check_window, load_model_config
 from picotron.model.recompute import recompute_cheap_results
 from picotron.model.weights import ReadTensor, materialise
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.pipeline_parallel.stages import PipelinePlan, plan_stages
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, PipelinePlan, plan_stages
 from picotron.run.launch import check_world_size
 from picotron.run.metrics import check_wandb
 from picotron.tensor_parallel.cross_entropy import chunk_loss
@@ -99,7 +97,7 @@ def build_stage(
         llama = Llama(model_config, attention_fn, config.training.activation_checkpointing == "full").to(dtype)
 
         llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)  # replaces layers by their shards
-        stage = plan.wrap(llama, pgm.process_group_manager.pp_rank)  # removes other stages' layers
+        stage = plan.wrap(llama)  # removes other stages' layers
         apply_context_parallel(stage, config.distributed)  # swaps the attention function
     if config.training.activation_checkpointing == "selective":
         recompute_cheap_results(llama, config.distributed.tp_size > 1 or plan.splits_backward)

@@ -36,15 +36,8 @@ PYODIDE_FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_s
 
 def python_files() -> list[Path]:
     """Return the Python that the page runs, as paths relative to the repository: what the bridge imports."""
-    # Without the standard library, nor what the memory tab does not reach: the config's type, pp_engine "auto", and
-    # what runs a plan.
-    unused = [
-        "picotron.config",
-        "picotron.model.llama",
-        "picotron.train_step",
-        "picotron.pipeline_parallel.pipeline_parallel",
-    ]
-    unused += [f"picotron.pipeline_parallel.{name}" for name in ("auto", "engine", "modules", "recorder")]
+    # Without the standard library, nor what the memory tab does not reach: the config's type, and pp_engine "auto".
+    unused = ["picotron.config", "workbench.pipelines.auto"]
     finder = ModuleFinder(path=[str(ROOT)], excludes=unused)
     finder.import_hook("playground.bridge")
     files = [vars(module)["__file__"] for module in finder.modules.values()]  # None for those built into Python

@@ -17,8 +17,8 @@ LAYERS = """
     picotron.console
     picotron.files
     picotron.config
-    picotron.config_checks picotron.process_group_manager picotron.collectives
-    picotron.command_line
+    picotron.config_conflicts picotron.process_group_manager picotron.collectives
+    picotron.config_reader
     picotron.model
     picotron.run
     picotron.tensor_parallel picotron.context_parallel picotron.data_parallel

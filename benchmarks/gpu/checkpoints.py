@@ -21,7 +21,7 @@ from picotron.data_parallel.data_parallel import DataParallel
 from picotron.optimizer import AdamW
 from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import plan_pipeline
 from workbench.prepare.tokens import train_bpe
 
 STEPS, SAVED = 8, 4  # steps of a run, and the step after which a second run resumes

@@ -44,7 +44,7 @@ from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import rope_frequencies
 from picotron.model.weights import Index
 from picotron.optimizer import AdamW, make_scheduler
-from picotron.pipeline_parallel.stages import plan_stages
+from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan, plan_stages
 from picotron.run.metrics import Metrics
 from picotron.train_step import Step
 from workbench.explain.fake_group import fake_rank
@@ -157,8 +157,8 @@ def fake_cuda_rank(
     """
     assert not config.distributed.use_cpu
     config = config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})
-    plan: SchedulePlan = check_layout(config, model_config)
-    run_plan = plan if config.needs_workbench else plan_stages(config, model_config)  # as in train.py
+    plan = check_layout(config, model_config)
+    run_plan: PipelinePlan = plan if config.needs_workbench else plan_stages(config, model_config)  # as in train.py
     dtype = getattr(torch, config.model.dtype)
     kernels = define_kernels()
     with contextlib.ExitStack() as stack:

@@ -22,7 +22,7 @@ from picotron.tensor_parallel.cross_entropy import VocabularyShard, chunk_loss, 
 from workbench.explain.hardware import Hardware
 from workbench.generation.rotation import generate
 from workbench.generation.sampling import Sampling
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import plan_pipeline
 
 LIMIT, COMPILATION = 30.0, 60.0  # seconds of a row
 BF16 = torch.bfloat16

@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.gpu.report import Content, Options, Outcome, Part, header, row, seconds_of
 from benchmarks.shapes import SHAPES
 from benchmarks.workload import torch_adamw
-from picotron.command_line import parse_config
 from picotron.config import Config
+from picotron.config_reader import parse_config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.model.flops import model_cost
@@ -32,8 +32,7 @@ from picotron.run.metrics import Metrics, peak_flops
 from picotron.run.progress import Progress
 from workbench.explain.memory import rank_memory
 from workbench.explain.step_time import forecast
-from workbench.pipelines.engine import make_train_step
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import make_train_step, plan_pipeline
 
 ROWS = 16  # sequences of a step
 MICRO_BATCH_SIZES = (4, 8, 16)

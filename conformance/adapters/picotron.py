@@ -16,8 +16,8 @@ from conformance import Case, NotOffered, Part, Result
 from conformance.case import Batch, weights_of
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
-from picotron.command_line import parse_config
 from picotron.config import Config
+from picotron.config_reader import parse_config
 from picotron.console import UserError
 from picotron.data_parallel.owned_slices import owned_slice
 from picotron.model.weights import Shard, main_grad, parameters_and_shards

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from conformance.fuzz.cases import STEPS, Case
 from conformance.fuzz.chat_templates import TEMPLATES
 from conformance.fuzz.tokenizer_kinds import WORDS, make_tokenizer
-from picotron.command_line import override, parse_config
 from picotron.config import Config
+from picotron.config_reader import override, parse_config
 from picotron.model.llama import IGNORE_INDEX
 
 VOCABULARY = 480  # of tokenizers

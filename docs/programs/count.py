@@ -21,7 +21,7 @@ from picotron.console import text_table
 from picotron.model.model_config import load_model_config
 from workbench.explain.explain import run_rank
 from workbench.explain.fake_group import fake_rank
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import plan_pipeline
 
 MIB = 2**20
 CONFIG = quickstart()

@@ -1,4 +1,4 @@
-"""Files of picotron/ that train.py imports, and those that run in one training step:
+"""Files and lines that train.py imports on token files, and the files of picotron/ that run in one training step:
 
 python -m docs.programs.files_of_a_step
 """
@@ -12,12 +12,14 @@ from typing import Any
 from unittest import mock
 
 import train
-from picotron.pipeline_parallel.stages import PipelinePlan
+from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan
+
+IMPORTED = [Path(str(module.__file__)) for module in sys.modules.values() if getattr(module, "__file__", None)]
 
 
 def main() -> None:
     """Train for three steps on one process, and watch the calls of the second one."""
-    folder, used, steps = Path("picotron").resolve(), set[Path](), iter(range(3))
+    root, used, steps = Path.cwd(), set[Path](), iter(range(3))
     make_steps: Any = PipelinePlan.make_steps
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -32,14 +34,22 @@ def main() -> None:
 
         return run, evaluate
 
+    files = {
+        floor: [path for path in (root / floor).rglob("*.py") if path.name != "__init__.py"]
+        for floor in ("picotron", "workbench")
+    }
+    for floor, paths in files.items():
+        imported = set(paths) & set(IMPORTED)
+        lines = [sum(len(path.read_text().splitlines()) for path in each) for each in (paths, imported)]
+        print(
+            f"{floor}/: {len(paths)} files with {lines[0]:,} lines; train.py imports {len(imported)} with {lines[1]:,}"
+        )
     sys.argv = ["train.py", "--config", "docs/small.json", "--training.total_train_steps", "3"]
     quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
     with mock.patch.object(PipelinePlan, "make_steps", watched), quiet[0], quiet[1]:
         train.main()
-    files = [path for path in folder.rglob("*.py") if path.name != "__init__.py"]
-    imported = {Path(getattr(module, "__file__", None) or "") for module in sys.modules.values()}
-    print(f"picotron/ has {len(files)} files. train.py imports {len(imported & set(files))}, and a step runs these:")
-    print(*sorted(str(path.relative_to(folder)) for path in used & set(files)), sep="\n")
+    print("a step runs:")
+    print(*sorted(str(path.relative_to(root / "picotron")) for path in used & set(files["picotron"])), sep="\n")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from benchmarks.shapes import SHAPES
 from docs.programs.svg import LINE, TENSORS, WIDTH, Svg, main
-from picotron.command_line import parse_config
 from picotron.config import Model
+from picotron.config_reader import parse_config
 from picotron.console import text_table
 from picotron.model.model_config import load_model_config
 from workbench.explain.hardware import HARDWARE

@@ -10,15 +10,15 @@ import itertools
 from docs.programs.quickstart import quickstart, stage_of
 from docs.programs.svg import LINE, RANKS, WIDTH, Svg, main
 from picotron import process_group_manager as pgm
-from picotron.command_line import load_config
+from picotron.config_reader import load_config
 from picotron.model.model_config import load_model_config
 from picotron.model.weights import parameters_and_shards
 from picotron.pipeline_parallel.stages import Stage
 from workbench.drawing.draw_svg import lighter
 from workbench.explain.fake_group import fake_rank
+from workbench.pipelines.engine import plan_pipeline
 from workbench.pipelines.layouts import stage_weights
 from workbench.pipelines.modules import LlamaStages
-from workbench.pipelines.planning import plan_pipeline
 from workbench.schedules.simulate import Costs, simulate
 
 

@@ -19,7 +19,7 @@ from docs.programs.quickstart import CPU, model_of, quickstart, stage_of
 from docs.programs.scoreboard import entries
 from docs.programs.svg import LINE, RUNS, WIDTH, Panel, Svg, main
 from picotron import process_group_manager as pgm
-from picotron.command_line import load_config
+from picotron.config_reader import load_config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
@@ -28,8 +28,7 @@ from workbench.drawing.draw_svg import COLOURS, lighter
 from workbench.drawing.score import MEMORY, SHAPES, Setting, lower_bound, peak, published
 from workbench.explain.explain import run_step
 from workbench.explain.fake_group import Message, fake_rank, message
-from workbench.pipelines.engine import make_train_step
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.schedules.actions import Schedule
 from workbench.schedules.schedules import SCHEDULES, build
 from workbench.schedules.simulate import Costs, memory_curves, simulate, summary

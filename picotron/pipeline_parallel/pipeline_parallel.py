@@ -18,6 +18,7 @@ Both have the same bubble. But a micro-batch's activations stay in memory from i
 up to m micro-batches, and 1F1B holds up to p - (pp rank).
 """
 
+import dataclasses
 import functools
 from collections import deque
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from picotron.config import Config
 from picotron.model.llama import Llama
 from picotron.model.weights import main_grad, mark_tied
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
-from picotron.pipeline_parallel.stages import Stage
+from picotron.pipeline_parallel.stages import Stage, format_stages, stages_for
 from picotron.process_group_manager import new_groups
 from picotron.train_step import Step, train_step
 
@@ -263,15 +264,52 @@ def evaluate_pipeline(
 LOOPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
 
 
-def make_steps(
-    config: Config, model_config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype
-) -> tuple[Step, Step]:
-    """Return the training step and the evaluation of a config whose pipeline has one stage on each rank."""
-    layout, training = config.distributed, config.training
-    shards = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
-    shape = training.micro_batch_size, training.seq_length // shards, model_config.hidden_size
-    messages: dict[str, Any] = {"tensor_shapes": shape, "device": device, "dtype": dtype}
-    evaluate = functools.partial(evaluate_pipeline, **messages)
-    if layout.pp_size == 1:
-        return functools.partial(train_step, device=device), evaluate
-    return functools.partial(LOOPS[layout.pp_engine], **messages), evaluate
+@dataclasses.dataclass(frozen=True)
+class PipelinePlan:
+    """The stages of a pipeline with one stage on each pp rank, which AFAB or 1F1B runs; a single one is the whole
+    model. Prints as a table.
+
+    The workbench has plans of all other pipelines, with the same methods.
+    """
+
+    stages: list[Stage]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from the other ones."""
+        return False
+
+    @property
+    def identity(self) -> str:
+        """Text that differs between ranks if they would run different schedules."""
+        return ""
+
+    @property
+    def searched(self) -> str | None:
+        """The schedule as a CSV file, if the plan is the result of a search."""
+        return None
+
+    def __str__(self) -> str:
+        return format_stages(self.stages, range(len(self.stages)))
+
+    def wrap(self, model: Llama) -> PipelineParallel:
+        """Reduce a Llama to this rank's stages."""
+        return PipelineParallel(model, self.stages[pgm.process_group_manager.pp_rank])
+
+    def make_steps(
+        self, config: Config, model_config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype, done: int = 0
+    ) -> tuple[Step, Step]:
+        """Return the training step and the evaluation of a run that has completed `done` steps."""
+        layout, training = config.distributed, config.training
+        shards = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
+        shape = training.micro_batch_size, training.seq_length // shards, model_config.hidden_size
+        messages: dict[str, Any] = {"tensor_shapes": shape, "device": device, "dtype": dtype}
+        evaluate = functools.partial(evaluate_pipeline, **messages)
+        if layout.pp_size == 1:
+            return functools.partial(train_step, device=device), evaluate
+        return functools.partial(LOOPS[layout.pp_engine], **messages), evaluate
+
+
+def plan_stages(config: Config, model_config: "PreTrainedConfig") -> PipelinePlan:
+    """Plan a pipeline with one stage on each rank. Raises a UserError as `stages_for`."""
+    return PipelinePlan(stages_for(config, model_config, range(config.distributed.pp_size)))

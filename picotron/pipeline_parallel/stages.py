@@ -19,14 +19,10 @@ from typing import TYPE_CHECKING
 from picotron.console import UserError, text_table
 from picotron.model.flops import Cost, part_costs
 
-if TYPE_CHECKING:  # a plan needs no torch
-    import torch
+if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from picotron.config import Config
-    from picotron.model.llama import Llama
-    from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-    from picotron.train_step import Step
 
 MAX_SYMBOLS = 10_000  # in one repetition of a pp_layout, written out
 
@@ -41,63 +37,6 @@ class Stage:
 
     def __str__(self) -> str:
         return "E" * self.has_embedding + "t" * len(self.layers) + "L" * self.has_head
-
-
-@dataclasses.dataclass(frozen=True)
-class PipelinePlan:
-    """The stages of a pipeline with one stage on each pp rank, which AFAB or 1F1B runs; a single one is the whole
-    model. Prints as a table.
-
-    The workbench has plans of all other pipelines, with the same methods.
-    """
-
-    stages: list[Stage]
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether weight gradients are computed apart from the other ones."""
-        return False
-
-    @property
-    def identity(self) -> str:
-        """Text that differs between ranks if they would run different schedules."""
-        return ""
-
-    @property
-    def searched(self) -> str | None:
-        """The schedule as a CSV file, if the plan is the result of a search."""
-        return None
-
-    def __str__(self) -> str:
-        return format_stages(self.stages, range(len(self.stages)))
-
-    def stages_of(self, rank: int) -> dict[int, Stage]:
-        """Return the stages of a rank, by number."""
-        return {rank: self.stages[rank]}
-
-    def wrap(self, model: "Llama", rank: int) -> "PipelineParallel":
-        """Reduce a Llama to the stages of this process, whose pp rank is `rank`."""
-        from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-
-        return PipelineParallel(model, self.stages[rank])
-
-    def make_steps(
-        self,
-        config: "Config",
-        model_config: "PreTrainedConfig",
-        device: "torch.device",
-        dtype: "torch.dtype",
-        done: int = 0,
-    ) -> "tuple[Step, Step]":
-        """Return the training step and the evaluation of a run that has completed `done` steps."""
-        from picotron.pipeline_parallel.pipeline_parallel import make_steps
-
-        return make_steps(config, model_config, device, dtype)
-
-
-def plan_stages(config: "Config", model_config: "PreTrainedConfig") -> PipelinePlan:
-    """Plan a pipeline with one stage on each rank. Raises a UserError as `stages_for`."""
-    return PipelinePlan(stages_for(config, model_config, range(config.distributed.pp_size)))
 
 
 def stages_for(config: "Config", model_config: "PreTrainedConfig", ranks: Sequence[int]) -> list[Stage]:

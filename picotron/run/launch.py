@@ -28,8 +28,6 @@ from picotron.run.run_folder import parse_load_path
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from picotron.pipeline_parallel.stages import PipelinePlan
-
 logger = logging.getLogger("picotron")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -110,12 +108,12 @@ def init_process_group(
     config: Config,
     device: torch.device,
     model_config: "PreTrainedConfig | None" = None,
-    plan: "PipelinePlan | None" = None,
+    schedule: str | None = None,
 ) -> None:
     """Connect to the other processes that torchrun started; without torchrun, form a group of one.
 
     Args:
-        model_config, plan: see `check_same_config`.
+        model_config, schedule: see `check_same_config`.
 
     Raises:
         UserError: see `check_same_config`.
@@ -133,17 +131,18 @@ def init_process_group(
         dist.init_process_group(backend, device_id=device_id)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
-    check_same_config(config, model_config, plan)
+    check_same_config(config, model_config, schedule)
 
 
 def check_same_config(
-    config: Config, model_config: "PreTrainedConfig | None" = None, plan: "PipelinePlan | None" = None
+    config: Config, model_config: "PreTrainedConfig | None" = None, schedule: str | None = None
 ) -> None:
     """Raise a UserError on every rank if the ranks have different configs, apart from names of files and runs, or have
     read different models or schedules from the files of these names.
 
     Args:
-        model_config, plan: config of the model and plan of its pipeline; None: the program has a model of its own.
+        model_config, schedule: config of the model, and `identity` of the plan of its pipeline; None: the program has a
+            model of its own.
     """
     sections = config.model_dump(mode="json", exclude={"environment"})
     own = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
@@ -154,8 +153,8 @@ def check_same_config(
     if model_config is not None:
         files = architecture(model_config) | {key: getattr(model_config, key) for key in OF_MODEL}
         files = {f"the model's {key}": value for key, value in files.items()}
-    if plan is not None:
-        files["the schedule's SHA-256"] = hashlib.sha256(plan.identity.encode()).hexdigest()[:24]
+    if schedule is not None:
+        files["the schedule's SHA-256"] = hashlib.sha256(schedule.encode()).hexdigest()[:24]
     first, *others = run_on_all_ranks(
         lambda: {key: value for key, value in own.items() if key not in OF_MACHINES.split()} | files
     )

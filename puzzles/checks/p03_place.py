@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from picotron.command_line import load_config
+from picotron.config_reader import load_config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from puzzles.group import Group

@@ -6,8 +6,8 @@ from types import ModuleType
 from typing import Any
 
 from docs.programs.svg import COLOURS, LINE, TENSORS, WIDTH, Svg
-from picotron.command_line import load_config
 from picotron.config import Config, Distributed, Training
+from picotron.config_reader import load_config
 from picotron.console import UserError
 from picotron.model.model_config import load_model_config
 from puzzles.group import Group

@@ -81,12 +81,12 @@ def test_page_of_papers_has_every_citation_of_the_code() -> None:
     listed: dict[str, list[str]] = {}
     for row in re.findall(r"^\| .*$", Path("docs/papers.md").read_text(), re.MULTILINE):
         for paper in re.findall(r"arxiv\.org/abs/(\d+\.\d+)", row):
-            listed.setdefault(paper, []).extend(re.findall(r"\]\(\.\./(picotron/[^)]*\.py)\)", row))
+            listed.setdefault(paper, []).extend(re.findall(r"\]\(\.\./((?:picotron|workbench)/[^)]*\.py)\)", row))
     cited: dict[str, list[str]] = {}
-    for path in sorted(Path("picotron").rglob("*.py")):
+    for path in sorted([*Path("picotron").rglob("*.py"), *Path("workbench").rglob("*.py")]):
         for paper in set(re.findall(r"arXiv:(\d+\.\d+)", path.read_text())):
             cited.setdefault(paper, []).append(str(path))
-    assert listed == cited
+    assert {paper: sorted(files) for paper, files in listed.items()} == cited
 
 
 # ---------------------------------------------------------------------------------------------- docs/programs/make.py

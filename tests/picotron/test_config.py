@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from picotron.command_line import parse_config
 from picotron.config import Distributed
+from picotron.config_reader import parse_config
 from picotron.console import UserError
 from picotron.run.launch import check_world_size
 from workbench.pipelines.engine import check_run
@@ -33,7 +33,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": {}}, "model.name is missing"),
     ({"distributed__dp_size": "2"}, 'distributed.dp_size="2"'),
     ({"environment__OMP_NUM_THREADS": "many"}, "environment.OMP_NUM_THREADS"),
-    # one of each check in config_checks.py that test_all_mistakes_are_reported_at_once does not have
+    # one of each check in config_conflicts.py that test_all_mistakes_are_reported_at_once does not have
     ({"distributed": {"backend": "nccl", "use_cpu": True}}, "backend='nccl' needs GPUs"),
     ({"distributed": {"cp_size": 2, "use_cpu": False, "backend": "gloo"}}, "which pp_size=1 with cp_size=2 requires"),
     ({"training__decay_steps": 9}, "decay_steps=9 is for lr_scheduler='wsd'"),

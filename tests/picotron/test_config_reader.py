@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from picotron.command_line import json_schema, leaf_keys, load_config, parse_config
+from picotron.config_reader import json_schema, leaf_keys, load_config, parse_config
 from picotron.console import UserError
 from tests.picotron.test_config import MINIMAL, changed
 

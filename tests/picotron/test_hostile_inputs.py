@@ -13,7 +13,7 @@ import pytest
 
 from conformance.oracle import tiny_llama
 from picotron.checkpoint.safetensors_folder import SafetensorsFolder
-from picotron.command_line import leaf_keys, load_config, type_of
+from picotron.config_reader import leaf_keys, load_config, type_of
 from picotron.model.model_config import load_model_config
 from tests.support.hostile import CONFIG_FILES, assert_rejected
 from workbench.pipelines.engine import check_layout

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from picotron.command_line import parse_config
+from picotron.config_reader import parse_config
 from picotron.console import UserError
 from playground.memory import MODEL, MemoryRequest
 from tests.playground.test_playground import ask

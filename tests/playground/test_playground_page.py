@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from picotron.command_line import load_config
+from picotron.config_reader import load_config
 from picotron.model.model_config import load_model_config
 from playground.build import CDN, PYODIDE_FILES, ROOT, python_files
 from playground.build import build as build_page

@@ -18,7 +18,7 @@ from picotron.config import Config
 from picotron.console import UserError
 from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import plan_pipeline
 
 BATCH = 8  # sequences in a global batch, in every layout
 LAYOUTS: list[dict[str, Any]] = [

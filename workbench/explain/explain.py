@@ -14,6 +14,7 @@ The step includes clipping, the optimizer and the reductions of its metrics. It 
 run: evaluations, checkpoints, and the check for stop signals.
 """
 
+import dataclasses
 import itertools
 import json
 from collections import Counter
@@ -41,8 +42,7 @@ from workbench.explain.hardware import Hardware, fits, usable
 from workbench.explain.measure import find_hardware, on_hardware
 from workbench.explain.memory import GIB, Memory, bubble, rank_memory
 from workbench.explain.step_time import Forecast, forecast
-from workbench.pipelines.engine import check_layout, make_train_step
-from workbench.pipelines.plan import SchedulePlan
+from workbench.pipelines.engine import ExecutorPlan, check_layout, make_train_step
 from workbench.schedules.schedules import SCHEDULES, build
 
 META = torch.device("meta")
@@ -82,13 +82,13 @@ def run_step(model: DataParallel, data_loader: Any, config: Config, train_step: 
     )
 
 
-def run_rank(rank: int, config: Config, model_config: PreTrainedConfig, plan: SchedulePlan) -> Step:
+def run_rank(rank: int, config: Config, model_config: PreTrainedConfig, plan: ExecutorPlan) -> Step:
     """Play a rank, and run its training step."""
     with fake_rank(rank, config.distributed):
         return build_and_run(config, model_config, plan)
 
 
-def build_and_run(config: Config, model_config: PreTrainedConfig, plan: SchedulePlan) -> Step:
+def build_and_run(config: Config, model_config: PreTrainedConfig, plan: ExecutorPlan) -> Step:
     """Build the model of the rank that is played, and run its training step."""
     dtype = getattr(torch, config.model.dtype)
     model = build_model(config, model_config, plan, META, dtype, meta_weights)
@@ -98,7 +98,7 @@ def build_and_run(config: Config, model_config: PreTrainedConfig, plan: Schedule
     return run_step(model, data_loader, config, make_train_step(config, plan, META, dtype))
 
 
-def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, plan: SchedulePlan) -> Step:
+def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, plan: ExecutorPlan) -> Step:
     """Play a rank with one micro-batch and with two. Every further one has the messages that the second one adds."""
     layout, count = config.distributed, config.training.gradient_accumulation_steps
     searched = layout.pp_size > 1 and layout.pp_engine not in SCHEDULES  # or read from a file
@@ -111,13 +111,13 @@ def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, 
             training = config.training.model_copy(update={"gradient_accumulation_steps": each})
             brief = config.model_copy(update={"training": training})
             schedule = build(engine, layout.pp_size, each, plan.schedule.chunks)
-            steps.append(build_and_run(brief, model_config, SchedulePlan(plan.stages, schedule)))
+            steps.append(build_and_run(brief, model_config, dataclasses.replace(plan, schedule=schedule)))
     fewer, more = (step.messages for step in steps)
     messages = {each: fewer[each] + (more[each] - fewer[each]) * (count - 1) for each in more}
     return steps[0]._replace(messages=Counter(messages))
 
 
-def run_stages(config: Config, model_config: PreTrainedConfig, plan: SchedulePlan) -> list[Step]:
+def run_stages(config: Config, model_config: PreTrainedConfig, plan: ExecutorPlan) -> list[Step]:
     """Return the step of one rank for each pp rank. Of pp ranks that do not differ, only the first one is played."""
     # Compilation and data-loader workers do not change the messages, so they are switched off.
     changes = {"training": {"compile": False}, "dataset": {"num_workers": 0}}
@@ -130,7 +130,7 @@ def run_stages(config: Config, model_config: PreTrainedConfig, plan: SchedulePla
     return [played[kind] for kind in kinds]
 
 
-def kind_of_rank(plan: SchedulePlan, rank: int) -> tuple[Any, ...]:
+def kind_of_rank(plan: ExecutorPlan, rank: int) -> tuple[Any, ...]:
     """Return what the step of a pp rank depends on: its stages and their neighbours, the number of its actions, and how
     many of them keep their activations.
     """

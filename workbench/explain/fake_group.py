@@ -86,20 +86,20 @@ def axis_of(group: dist.ProcessGroup) -> str:
 
 
 def call_site(frame: FrameType | None) -> str:
-    """Return the innermost function of picotron on the stack that is not in CARRIERS. When autograd calls the backward
+    """Return the innermost function of ours on the stack that is not in CARRIERS. When autograd calls the backward
     of a function in CARRIERS, there is none: then return the outermost function in CARRIERS.
     """
     found = None
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith("picotron."):
+        if module.startswith(("picotron.", "workbench.")):
             found = frame
             if module not in CARRIERS:
                 break
         elif found is not None and module not in ("torch.autograd.function", "torch._dynamo.eval_frame"):
             break
         frame = frame.f_back
-    assert found is not None, "the operation was not called by picotron"
+    assert found is not None, "the operation was not called by our code"
     return f"{Path(found.f_code.co_filename).name} {found.f_code.co_qualname.split('.<locals>')[0]}"
 
 

@@ -25,8 +25,8 @@ from picotron.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from picotron.checkpoint.safetensors_folder import find_folder
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.collectives import run_on_all_ranks
-from picotron.command_line import leaf_keys
 from picotron.config import Config, Model
+from picotron.config_reader import leaf_keys
 from picotron.console import UserError, print_line
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, epoch_order, split_train_eval
 from picotron.data.rows import Rows
@@ -122,7 +122,7 @@ def set_up(
     claim_save_dir(config)
     try:
         device, layout = set_up_device(config), config.distributed
-        init_process_group(config, device, model_config, plan)
+        init_process_group(config, device, model_config, plan.identity)
         setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
         trainer = Trainer(config, device, data, frozen)
         with trainer.writer:
@@ -326,7 +326,7 @@ class FrozenModel:
     def __init__(self, config: Config, folder: str, device: torch.device) -> None:
         config = config.model_copy(update={"model": Model(name=folder, dtype=config.model.dtype)})
         self.model_config, plan = check_model(config)
-        check_same_config(config, self.model_config, plan)
+        check_same_config(config, self.model_config, plan.identity)
         dtype = getattr(torch, config.model.dtype)
         weights = Checkpoint(find_folder(folder), weights_only=True).weights()
         self.model: Any = build_stage(config, self.model_config, plan, device, dtype, weights)

@@ -1,5 +1,6 @@
 """Steps of a pipeline with any schedule, and of programs with batches of their own: what train.py's door leads to."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,17 +10,40 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from picotron import parallelize
+from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import BatchList
-from picotron.pipeline_parallel.pipeline_parallel import LOOPS
+from picotron.model.llama import Llama
+from picotron.pipeline_parallel.pipeline_parallel import LOOPS, PipelinePlan
 from picotron.train_step import Step, train_step
+from workbench.pipelines import planning
 from workbench.pipelines.executor import Executor
+from workbench.pipelines.modules import LlamaStages
 from workbench.pipelines.plan import SchedulePlan
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.recorder import record_steps
 from workbench.schedules.schedules import forward_only
 
 
-def check_layout(config: Config, model_config: PreTrainedConfig) -> SchedulePlan:
+@dataclasses.dataclass(frozen=True)
+class ExecutorPlan(SchedulePlan, PipelinePlan):
+    """A plan that can run: an `Executor` follows its schedule, or one of the two loops if that does."""
+
+    def wrap(self, model: Llama) -> LlamaStages:
+        return LlamaStages(model, self, pgm.process_group_manager.pp_rank)
+
+    def make_steps(
+        self, config: Config, model_config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, done: int = 0
+    ) -> tuple[Step, Step]:
+        step = make_train_step(config, self, device, dtype)
+        return record_steps(step, config, model_config, self, device, done), make_evaluation(config, self, device)
+
+
+def plan_pipeline(config: Config, model_config: PreTrainedConfig) -> ExecutorPlan:
+    """Choose the schedule and the stages of a config's pipeline, see `planning.plan_pipeline`."""
+    return ExecutorPlan(**vars(planning.plan_pipeline(config, model_config)))
+
+
+def check_layout(config: Config, model_config: PreTrainedConfig) -> ExecutorPlan:
     """Check that the model can run in the config's layout, and return the plan of its pipeline, see
     `parallelize.check_layout`.
     """
@@ -27,13 +51,13 @@ def check_layout(config: Config, model_config: PreTrainedConfig) -> SchedulePlan
     return plan
 
 
-def check_model(config: Config) -> tuple[PreTrainedConfig, SchedulePlan]:
+def check_model(config: Config) -> tuple[PreTrainedConfig, ExecutorPlan]:
     """Load the model's config, and check the layout, see `parallelize.check_model`."""
     found: Any = parallelize.check_model(config, plan_pipeline)
     return found
 
 
-def check_run(config: Config) -> tuple[PreTrainedConfig, SchedulePlan]:
+def check_run(config: Config) -> tuple[PreTrainedConfig, ExecutorPlan]:
     """Check a run before it starts, see `parallelize.check_run`."""
     found: Any = parallelize.check_run(config, plan_pipeline)
     return found

@@ -5,23 +5,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from picotron.model.families import architecture
-from picotron.pipeline_parallel.stages import PipelinePlan, Stage, format_stages, stages_for
+from picotron.pipeline_parallel.stages import Stage, format_stages, stages_for
 from workbench.schedules.actions import AnyAction, Schedule, rank_of
 from workbench.schedules.schedule_csv import as_csv
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig
 
     from picotron.config import Config
-    from picotron.model.llama import Llama
-    from picotron.train_step import Step
-    from workbench.pipelines.modules import LlamaStages
     from workbench.schedules.search import Shape
 
 
 @dataclasses.dataclass(frozen=True)
-class SchedulePlan(PipelinePlan):
+class SchedulePlan:
     """The stages of a pipeline and the schedule of a training step. Prints as a table of the layers of each rank.
 
     Args:
@@ -31,6 +27,7 @@ class SchedulePlan(PipelinePlan):
         expectation: why a search chose the schedule, in a sentence; None if the config names the schedule.
     """
 
+    stages: list[Stage]
     schedule: Schedule
     keep_activations: int = 0
     expectation: str | None = None
@@ -40,6 +37,7 @@ class SchedulePlan(PipelinePlan):
         return table if self.expectation is None else f"{table}\n{self.expectation}"
 
     def stages_of(self, rank: int) -> dict[int, Stage]:
+        """Return the stages of a rank, by number."""
         return {number: self.stages[number] for number in self.schedule.stages_of(rank)}
 
     def kept_activations(self, rank: int) -> set[tuple[int, int]]:
@@ -72,25 +70,6 @@ class SchedulePlan(PipelinePlan):
     @property
     def searched(self) -> str | None:
         return self.identity if self.expectation else None
-
-    def wrap(self, model: "Llama", rank: int) -> "LlamaStages":
-        from workbench.pipelines.modules import LlamaStages  # a plan needs no torch
-
-        return LlamaStages(model, self, rank)
-
-    def make_steps(
-        self,
-        config: "Config",
-        model_config: "PreTrainedConfig",
-        device: "torch.device",
-        dtype: "torch.dtype",
-        done: int = 0,
-    ) -> "tuple[Step, Step]":
-        from workbench.pipelines.engine import make_evaluation, make_train_step
-        from workbench.pipelines.recorder import record_steps
-
-        step = make_train_step(config, self, device, dtype)
-        return record_steps(step, config, model_config, self, device, done), make_evaluation(config, self, device)
 
 
 def layout_stages(config: "Config", model_config: "PreTrainedConfig", shape: "Shape") -> list[Stage]:

@@ -14,8 +14,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from picotron.console import UserError, first_line
 from picotron.files import parse_json
 from workbench.prepare.documents import TOOLS
-from workbench.prepare.spans import Spans, SpanTokenizer
 from workbench.prepare.text import Columns, check_characters, text_of
+from workbench.prepare.token_characters import Spans, SpanTokenizer
 
 
 class Sample(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from picotron.console import UserError
-from workbench.prepare.spans import SpanTokenizer
+from workbench.prepare.token_characters import SpanTokenizer
 
 PIECE = 2**16  # characters
 WINDOW = 2**14  # characters after a piece in which to look for a place to cut

@@ -1,9 +1,5 @@
 """Text -> tokens: a data set is tokenised once, into token files: the documents of a text into one long stream of
 tokens, samples for fine-tuning into their tokens, lengths and a mask.
-
-    python -m workbench.prepare.tokens --config FILE [overrides]
-
-writes the token files of a run, and prints their folder.
 """
 
 import contextlib
@@ -13,7 +9,6 @@ import json
 import logging
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,15 +22,12 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import run_on_all_ranks
-from picotron.command_line import load_config
 from picotron.config import Config
-from picotron.console import UserError, first_line, print_line
+from picotron.console import UserError, first_line
 from picotron.data.token_files import FILE, TokenFiles, check_end
 from picotron.files import parse_json
 from picotron.model.hub import connect
-from picotron.model.model_config import load_model_config
-from picotron.run.launch import exit_on_error, ignore_stop_signals, set_up_logging
-from picotron.run.run_folder import parse_load_path
+from picotron.run.launch import ignore_stop_signals
 from workbench.prepare.cache import cached, checksums
 from workbench.prepare.documents import Documents, Record, load_documents
 from workbench.prepare.samples import SampleEncoder
@@ -431,17 +423,3 @@ def prepare(config: Config, model_config: PreTrainedConfig, trained: Path | None
     folder = folders[dist.get_rank() - local_rank]  # of this machine, whose ranks are consecutive
     assert folder is not None
     return folder
-
-
-def main() -> None:
-    set_up_logging()
-    config = load_config(sys.argv[1:])
-    if config.model.tokenizer == "bpe" and (parse_load_path(config.checkpoint.load_path)[1] or config.model.pretrained):
-        raise UserError(
-            "model.tokenizer='bpe' is the tokenizer of the model from which training starts; set it to the folder of this model"
-        )
-    print_line(str(write_tokens(config, load_model_config(config.model))))
-
-
-if __name__ == "__main__":
-    exit_on_error(main)

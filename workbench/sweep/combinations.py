@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from picotron.command_line import default_of, leaf_keys
+from picotron.config_reader import default_of, leaf_keys
 from picotron.console import UserError
 
 AXES = {axis: f"distributed.{axis}_size" for axis in ("dp", "pp", "cp", "tp")}

@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from picotron.command_line import override, parse_config
 from picotron.config import Config, Distributed, Logging
 from picotron.config import Model as ModelSection
+from picotron.config_reader import override, parse_config
 from picotron.console import UserError, text_table
 from picotron.files import write_atomically
 from picotron.model.model_config import load_model_config

@@ -19,7 +19,7 @@ from picotron.data_parallel.zero3 import Unit
 from picotron.model.flops import part_parameters
 from tests.workbench.explain.test_explain import total
 from workbench.explain.explain import Step, run_rank, run_stages
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import plan_pipeline
 
 MICRO_BATCHES, LAYERS = 3, 4
 MODEL = tiny_llama(num_hidden_layers=LAYERS)

@@ -64,7 +64,8 @@ def test_ranks_with_different_configs_are_an_error(pool: WorkerPool) -> None:
 def with_files_of_its_own(*configs: Config) -> str:
     config = configs[dist.get_rank()]
     try:
-        check_same_config(config, *check_model(config))
+        model_config, plan = check_model(config)
+        check_same_config(config, model_config, plan.identity)
     except UserError as error:
         return str(error)
     return ""

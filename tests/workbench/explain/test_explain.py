@@ -20,7 +20,7 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.llama import Llama
 from workbench.explain.explain import Step, run_rank, run_stages, run_step
 from workbench.explain.fake_group import Message, message
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import plan_pipeline
 
 LAYERS, B, T, D = 3, 2, 16, 32  # of tiny_llama and make_config
 

@@ -12,13 +12,13 @@ import pytest
 
 import train
 from conformance.oracle import tiny_llama
-from picotron.command_line import parse_command_line
+from picotron.config_reader import parse_command_line
 from picotron.console import UserError
 from tests.workbench.explain.test_explain import config_of
 from workbench.explain.explain import run_rank, run_stages
 from workbench.explain.hardware import fits, usable
 from workbench.explain.measure import find_hardware
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import plan_pipeline
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.cross_entropy import LinearCrossEntropy, chunk_tokens
 from workbench.explain.memory import layer_bytes, loss_chunk, rank_memory, sizes
-from workbench.pipelines.engine import check_layout, make_train_step
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import check_layout, make_train_step, plan_pipeline
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from workbench.explain.explain import run_stages
 from workbench.explain.forecast_errors import ERRORS
 from workbench.explain.hardware import HARDWARE, Hardware, read_hardware
 from workbench.explain.step_time import Clock, Forecast, forecast
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import plan_pipeline
 from workbench.schedules.order import run_order
 
 MODEL = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}

@@ -15,8 +15,7 @@ from picotron.model.weights import main_grad
 from picotron.optimizer import AdamW, update_weights
 from workbench.own_loops.batches import cross_entropy, forward_batch, split_batch, train_batch
 from workbench.own_loops.sequences import pack_sequences
-from workbench.pipelines.engine import make_evaluation
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import make_evaluation, plan_pipeline
 
 MODEL = tiny_llama(num_hidden_layers=6)
 

@@ -21,8 +21,7 @@ from picotron.console import UserError
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.own_loops.batches import forward_batch, train_batch
 from workbench.own_loops.sequences import pack_sequences
-from workbench.pipelines.engine import make_evaluation
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import make_evaluation, plan_pipeline
 
 MODEL = tiny_llama(num_hidden_layers=4)
 LENGTHS = (9, 3, 14, 1, 7, 30, 2, 11, 5, 6, 13, 4, 8, 1, 10, 12, 3, 17)

@@ -12,8 +12,8 @@ from torch import Tensor
 from conformance.oracle import assert_close, make_config, oracle_training, random_rows, random_tokens, tiny_llama
 from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
-from picotron.command_line import leaf_keys
 from picotron.config import Config
+from picotron.config_reader import leaf_keys
 from picotron.console import UserError
 from picotron.data.loader import epoch_order
 from picotron.model.weights import parameters_and_shards

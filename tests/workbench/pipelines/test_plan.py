@@ -8,7 +8,7 @@ import pytest
 
 from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import plan_pipeline
 from workbench.schedules.schedule_csv import as_csv
 from workbench.schedules.schedules import build
 

@@ -10,8 +10,8 @@ from conformance.oracle import tiny_llama
 from conformance.training import Loader, batches, pipeline_config, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
+from workbench.pipelines.engine import plan_pipeline
 from workbench.pipelines.plan import kept_activations
-from workbench.pipelines.planning import plan_pipeline
 from workbench.schedules.schedules import SCHEDULES, build
 
 FULL = {"training__activation_checkpointing": "full"}

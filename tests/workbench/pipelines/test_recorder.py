@@ -15,7 +15,8 @@ from conformance.training import CPU, Loader, batches, pipeline_config, step_of,
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from workbench.drawing.__main__ import main
-from workbench.pipelines.planning import plan_pipeline, training_schedule
+from workbench.pipelines.engine import plan_pipeline
+from workbench.pipelines.planning import training_schedule
 from workbench.pipelines.recorder import record_steps
 from workbench.schedules.checker import add_communication
 from workbench.schedules.trace import read_trace

@@ -19,10 +19,10 @@ from tests.support.zero_bubble import CASES, Case
 from tests.workbench.drawing.test_draw import write_trace
 from tests.workbench.schedules.test_schedules import assert_runs
 from workbench.drawing.__main__ import main
-from workbench.explain import estimate
+from workbench.explain.memory import deferred_bytes, layer_saves, sizes
 from workbench.pipelines.auto import deferred_fraction
+from workbench.pipelines.engine import plan_pipeline
 from workbench.pipelines.plan import settings_of
-from workbench.pipelines.planning import plan_pipeline
 from workbench.schedules import search
 from workbench.schedules.actions import Schedule
 from workbench.schedules.schedules import SCHEDULES, build
@@ -169,9 +169,9 @@ def test_a_recording_without_settings_is_rejected(tmp_path: Path) -> None:
 def test_deferred_fraction_is_that_of_the_estimated_memory(tp: int, sequence_parallel: bool) -> None:
     keys = {"distributed__tp_size": tp, "distributed__sequence_parallel": sequence_parallel}
     config, model = make_config(training__activation_checkpointing="full", **keys), tiny_llama()
-    s = estimate.sizes(config, model)
-    deferred = estimate.deferred_bytes(s, Stage(range(1), False, False))
-    assert deferred_fraction(config, model) == deferred / estimate.layer_saves(config, s) > 1
+    s = sizes(config, model)
+    deferred = deferred_bytes(s, Stage(range(1), False, False))
+    assert deferred_fraction(config, model) == deferred / layer_saves(config, s) > 1
     assert deferred_fraction(make_config(**keys), model) == 1
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from picotron.command_line import parse_config
 from picotron.config import Config
+from picotron.config_reader import parse_config
 from picotron.console import UserError
 from workbench.explain.hardware import HARDWARE, USABLE, Hardware
 from workbench.explain.memory import GIB, rank_memory
 from workbench.explain.step_time import forecast
-from workbench.pipelines.planning import plan_pipeline
+from workbench.pipelines.engine import plan_pipeline
 from workbench.schedules import search
 from workbench.schedules.schedule_csv import as_csv
 from workbench.schedules.schedules import build

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from picotron.command_line import parse_config
+from picotron.config_reader import parse_config
 from picotron.console import UserError
 from submit_slurm_jobs import main, parse_arguments, read_config
 from tests.support.jobs import SHELL_SYNTAX, run_program

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from picotron.config import Config, Section, read_string
-from picotron.config_checks import CHECKS
+from picotron.config_conflicts import CHECKS
 from picotron.console import Parser, Problems, UserError, invalid_value, number
 from picotron.files import read_object
 
