@@ -3,12 +3,13 @@
 import math
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 from conformance.fuzz.chat_templates import TEMPLATES
 from conformance.fuzz.modules import Case, draw_modules, smaller_modules
 from conformance.fuzz.tokenizer_kinds import KINDS
 from conformance.models import FAMILIES
+from picotron.config import Training
 from workbench.schedules.schedules import SCHEDULES
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 19, 23)
@@ -245,7 +246,7 @@ def draw_training(dice: random.Random) -> dict[str, Any]:
         "training.max_grad_norm": dice.choice((None, 0.1, 1.0)),
         "training.weight_decay": dice.choice((0.0, 0.1)),
         "training.adam_eps": dice.choice((1e-4, 1e-3)),  # larger than rounding errors of gradients that should be 0
-        "training.lr_scheduler": dice.choice(("cosine", "linear", "constant", "wsd")),
+        "training.lr_scheduler": dice.choice(get_args(Training.model_fields["lr_scheduler"].annotation)),
         "training.warmup_steps": dice.choice((0, 0, 1)),
         "training.seed": dice.randrange(100),
         "model.use_fused_adam": dice.random() < 0.5,

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from picotron.config import PP_ENGINES
 from picotron.console import UserError
 from workbench.schedules.actions import Action, AnyAction, Overlapped, Schedule, parse_action
 from workbench.schedules.checker import add_communication
@@ -114,6 +115,10 @@ def assert_runs(schedule: Schedule) -> None:
 
 
 small = {"pp": st.integers(1, 8), "micro_batches": st.integers(1, 32)}
+
+
+def test_names_of_the_config_are_those_of_the_schedules() -> None:
+    assert (*SCHEDULES, "auto") == PP_ENGINES
 
 
 @settings(deadline=None, max_examples=150)
