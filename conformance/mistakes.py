@@ -14,7 +14,7 @@ class Mistake(NamedTuple):
         file: the file in which it is made.
         old, new: a text that occurs once in the file, and its replacement.
         found_by: the checks that find it, the first of which `make test` has, if any: `fuzz` for the random cases of
-            fixed seeds, a file of tests, or a chapter and a layout of `conformance`, in front of them perhaps an
+            fixed seeds, a file of tests (FILE::TEST may be slow), or a chapter and a layout of `conformance`, in front of them perhaps an
             adapter (by default picotron's, or `file` if that is an adapter).
         page, text: a page of docs/ that shows it, and the mistake in one sentence.
     """
@@ -379,10 +379,12 @@ MISTAKES: dict[str, Mistake] = {
         ("tests/workbench/sweep/test_create_config.py",),
     ),
     "timeouts_called_cancelled": Mistake(
-        LOCAL_JOBS, 'stopped = "cancelled" if interrupt.received else "timeout"', 'stopped = "cancelled"', ("tests/workbench/sweep/test_local_jobs.py",)
+        LOCAL_JOBS, 'stopped = "cancelled" if interrupt.received else "timeout"', 'stopped = "cancelled"',
+        ("tests/workbench/sweep/test_local_jobs.py::test_local_jobs_resume_after_a_timeout_and_after_ctrl_c",),
     ),
     "start_of_job_ignored": Mistake(
-        JOBS, 'f"latest or {start}" if start else "latest"', '"latest"', ("tests/workbench/sweep/test_local_jobs.py",)
+        JOBS, 'f"latest or {start}" if start else "latest"', '"latest"',
+        ("tests/workbench/sweep/test_local_jobs.py::test_jobs_start_from_the_load_path_of_their_config_and_continue_from_their_own_checkpoint",),
     ),
     "bound_above_the_value": Mistake(
         "workbench/sweep/planner.py", "len(saved[0]) * min(m, layout.pp_size) * min(saved[0])", "len(saved[0]) * m * min(saved[0])",

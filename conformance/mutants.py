@@ -32,7 +32,7 @@ from conformance.mistakes import ADAPTER, MISTAKES, Mistake
 
 ROOT = Path(__file__).resolve().parents[1]
 IGNORED = shutil.ignore_patterns(".git", ".venv*", "runs", "site", "node_modules", "__pycache__", ".*_cache")
-PYTEST = ["-m", "pytest", "-q", "-x", "-rf", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow"]
+PYTEST = ["-m", "pytest", "-q", "-x", "-rf", "--tb=short", "-p", "no:cacheprovider"]
 LIMIT = 1200.0  # seconds after which a check hangs
 DEFAULT_RUN = "conformance"
 EXAMPLES = [str(path.relative_to(ROOT)) for path in ROOT.glob("conformance/examples/*.py")]
@@ -68,7 +68,7 @@ def command(check: str, mistake: Mistake | None = None) -> list[str]:
     if check == "fuzz":
         return ["-m", "conformance.fuzz", *f"--seed {SEED} --cases {CASES} --minutes 60 --stop".split()]
     if check.startswith("tests/"):
-        return [*PYTEST, check]
+        return [*PYTEST, "-m", "" if "::" in check else "not slow", check]
     if check == DEFAULT_RUN:
         return ["-m", "conformance", ADAPTER]
     *adapters, chapter, layout = re.fullmatch(r"(?:(\S+\.py) )?(\S+) (.+)", check).groups()  # type: ignore[union-attr]
