@@ -14,8 +14,8 @@ class Mistake(NamedTuple):
         file: the file in which it is made.
         old, new: a text that occurs once in the file, and its replacement.
         found_by: the checks that find it, the first of which `make test` has, if any: `fuzz` for the random cases of
-            fixed seeds, a file of tests (FILE::TEST may be slow), or a chapter and a layout of `conformance`, in front of them perhaps an
-            adapter (by default picotron's, or `file` if that is an adapter).
+            fixed seeds, a file of tests (FILE::TEST may be slow), or a chapter and a layout of `conformance`, in front
+            of them perhaps an adapter (by default picotron's, or `file` if that is an adapter).
         page, text: a page of docs/ that shows it, and the mistake in one sentence.
     """
 

@@ -40,3 +40,19 @@ def test_single_rank_ignores_pp_engine() -> None:
         plan = plan_pipeline(make_config(distributed__pp_engine=engine), tiny_llama())
         assert list(map(str, plan.stages)) == ["EtttL"]
         assert not plan.schedule.splits_backward
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"distributed__pp_engine": "zb_h1"},
+        {"distributed__pp_chunks": 2},
+        {"distributed__pp_group_size": 2},
+        {"distributed__pp_keep_activations": 1, "training__activation_checkpointing": "full"},
+        {"logging__trace_steps": [1]},
+        {"logging__level": "debug"},
+    ],
+)
+def test_what_the_two_loops_do_not_have_comes_from_the_workbench(changes: dict[str, Any]) -> None:
+    assert make_config(distributed__pp_size=2, **changes).needs_workbench
+    assert not make_config(distributed__pp_size=2).needs_workbench
