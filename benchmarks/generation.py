@@ -3,10 +3,12 @@
 python -m benchmarks.generation
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import LlamaForCausalLM
@@ -27,7 +29,7 @@ from benchmarks.workload import (
 from picotron.run.launch import keep_freed_memory
 from workbench.generation.rotation import generate
 from workbench.generation.sampling import Sampling
-from workbench.pipelines import recorder
+from workbench.pipelines.recorder import Recorder, record_action
 
 PROMPT, NEW = (16, 8) if TINY else (512, 128) if ON_GPU else (64, 32)  # tokens
 
@@ -92,10 +94,12 @@ def recorded(rank: int, prompts: int, pp_size: int, turns: int) -> list[float]:
     """Return the seconds of this rank's prefills, decodes and of the rest, and of one decode; medians of the turns."""
     generation, found = picotron_generation(rank, prompts, {"pp_size": pp_size}), []
     for _ in range(turns + 1):
-        recorder.recorder = recorder.Recorder(device_of(rank))
+        recorder = Recorder(device_of(rank))
+        recording = functools.partial(record_action, recorder=recorder)
         start = time.perf_counter()
-        generation()
-        total, spans = time.perf_counter() - start, recorder.recorder.spans
+        with mock.patch("workbench.generation.rotation.record_action", recording):
+            generation()
+        total, spans = time.perf_counter() - start, recorder.spans
         # a pipeline has as many groups as ranks, and the first micro-batch of each is its prefill
         prefill = sum(span.end - span.start for span in spans if span.action.micro_batch < pp_size)
         decodes = [span.end - span.start for span in spans if span.action.micro_batch >= pp_size]

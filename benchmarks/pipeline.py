@@ -16,9 +16,8 @@ from torch import Tensor
 from benchmarks.schedules import PP, recorded
 from benchmarks.side_by_side import gather, print_markdown
 from benchmarks.workload import ON_GPU, arguments, run_config, training_of
-from picotron.pipeline_parallel.pipeline_parallel import forward_step
+from picotron.pipeline_parallel.pipeline_parallel import forward_step, graph_of
 from workbench.explain.fake_group import fake_rank
-from workbench.pipelines.modules import graph_of
 from workbench.schedules.simulate import Timeline
 
 MODULE = "picotron.pipeline_parallel.pipeline_parallel"
@@ -64,7 +63,7 @@ class HeldOutput(list[Any]):
     """The graph of an output, with the output."""
 
     def __init__(self, output: Tensor) -> None:
-        super().__init__(graph_of(output))
+        super().__init__([graph_of(output)])
         self.output = output
 
 

@@ -25,8 +25,9 @@ from benchmarks.workload import ON_GPU, TINY, arguments, device_of, picotron_ste
 from picotron.console import number
 from picotron.optimizer import AdamW
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from workbench.pipelines import executor, recorder
+from workbench.pipelines import executor
 from workbench.pipelines.planning import training_schedule
+from workbench.pipelines.recorder import Recorder
 from workbench.schedules.simulate import Span, Timeline, measured_costs, simulate
 
 TIMED: dict[str, list[tuple[Any, str, str]]] = {
@@ -120,14 +121,14 @@ def print_profiles(engines: list[str], micro_batches: int, runs: int, steps: int
 
 
 def recorded(rank: int, engine: str, micro_batches: int, turns: int) -> list[list[Span]]:
-    """Run training steps without the optimizer, and return the spans of this rank in each of them."""
+    """Let an executor run training steps without the optimizer, and return the spans of this rank in each of them."""
     config, device = config_of(engine, micro_batches), device_of(rank)
-    train_step, model, loader = training_of(config, device)
-    steps = []
+    _, model, loader = training_of(config, device)
+    run, steps = executor.Executor(training_schedule(config)), []
     for _ in range(turns + 1):
-        recorder.recorder = recorder.Recorder(device)
-        train_step(model, loader)
-        steps.append(recorder.recorder.spans)
+        recorder = Recorder(device)
+        run(model, loader, device, recorder)
+        steps.append(recorder.spans)
     return steps[1:]  # the first step is a warm-up
 
 

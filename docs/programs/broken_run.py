@@ -98,7 +98,7 @@ def lossy_communicate() -> Callable[..., Tensor | None]:
     return communicate
 
 
-STEP = "picotron.train_step.train_step"
+STEP = "picotron.pipeline_parallel.pipeline_parallel.train_step"
 
 
 class Broken(NamedTuple):
