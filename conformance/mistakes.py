@@ -371,7 +371,12 @@ MISTAKES: dict[str, Mistake] = {
         SCHEDULES, "group_size, warmup_per_rank=2)", "group_size, warmup_per_rank=3)", ("tests/workbench/schedules/test_simulate.py",)
     ),
     # ----------------------------------------------------------------------------- config, sweeps, plans and forecasts
-    "check_of_decay_forgotten": Mistake(CONFIG_CHECKS, "    check_decay,\n", "", ("tests/picotron/test_config.py",)),
+    "check_of_decay_forgotten": Mistake(
+        CONFIG_CHECKS, 'if training.decay_steps and training.lr_scheduler != "wsd":', "if False:", ("tests/picotron/test_config.py",)
+    ),
+    "consequences_of_wrong_keys": Mistake(
+        "picotron/config_reader.py", "if not _names_any(wrong, sentence)", "if sentence", ("tests/picotron/test_config.py",)
+    ),
     "unknown_keys_accepted": Mistake("picotron/config.py", 'extra="forbid"', 'extra="ignore"', ("tests/picotron/test_config.py",)),
     "duplicate_keys_accepted": Mistake("picotron/files.py", "    if len(data) < len(pairs):", "    if False:", ("tests/workbench/prepare/test_documents.py",)),
     "layouts_with_fewer_processes": Mistake(

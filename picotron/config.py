@@ -7,7 +7,7 @@
 import json
 import math
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -19,8 +19,6 @@ from pydantic import (
     WithJsonSchema,
     field_validator,
 )
-
-from picotron.console import InvalidValue
 
 Positive = Annotated[int, Field(gt=0, le=2**40)]
 NonNegative = Annotated[int, Field(ge=0, le=2**40)]
@@ -56,13 +54,6 @@ class Section(BaseModel):
         if empty or (isinstance(value, str) and re.search("[\0\ud800-\udfff]", value)):
             raise ValueError(f"{value!r} should be UTF-8 text with at least one character, and no null character")
         return value
-
-    if not TYPE_CHECKING:  # type checkers would accept any name
-        # Called for keys that the object lacks, because their values are invalid, see `config_reader.parse_config`.
-        def __getattr__(self, name: str) -> Any:
-            if name in type(self).model_fields:
-                raise InvalidValue(name)
-            return super().__getattr__(name)
 
 
 def read_string(value: Any) -> Any:

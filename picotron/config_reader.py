@@ -12,6 +12,7 @@ import argparse
 import difflib
 import json
 import logging
+import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from picotron.config import Config, Section, read_string
-from picotron.config_conflicts import CHECKS
+from picotron.config_conflicts import conflicts
 from picotron.console import Parser, Problems, UserError, invalid_value, number
 from picotron.files import read_object
 
@@ -126,33 +127,42 @@ def parse_config(data: dict[str, Any], *later_checks: Callable[[Config], object]
     Raises:
         UserError: one problem per mistake, with the key, the value and the remedy.
     """
-    data, problems = current_keys(data), Problems()
+    data, mistakes, wrong = current_keys(data), list[str](), set[tuple[int | str, ...]]()
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        problems = Problems(*(_sentence(each) for each in error.errors()))
-        config = _valid_part(data, {each["loc"][:2] for each in error.errors()})
-    for check in CHECKS:
-        with problems:
-            check(config)
-    for later in later_checks if problems.found else ():
-        with problems:
+        mistakes = [_sentence(each) for each in error.errors()]
+        wrong = {each["loc"][:2] for each in error.errors()}  # (section, key), or (section,)
+        config = _with_defaults(data, wrong)
+    found = Problems(*conflicts(config))
+    for later in later_checks if mistakes or found.found else ():
+        with found:
             later(config)
-    problems.report()
+    Problems(*mistakes, *(sentence for sentence in found.found if not _names_any(wrong, sentence))).report()
     return config
 
 
-def _valid_part(data: dict[str, Any], invalid: set[tuple[Any, ...]]) -> Config:
-    """Return a config that lacks the invalid sections and keys. Reading one of them raises InvalidValue."""
-    parts: dict[str, Any] = {}
-    for name, part in sections():
-        if (name,) not in invalid:
-            known = {key: value for key, value in data.get(name, {}).items() if key in part.model_fields}
-            parts[name] = part.model_construct(**known)
-    config = Config.model_construct(**parts)
-    for *section, key in invalid:
-        vars(parts[section[0]] if section else config).pop(key, None)
-    return config
+def _with_defaults(data: dict[str, Any], wrong: set[tuple[int | str, ...]]) -> Config:
+    """Return a config with defaults in the place of wrong values. The default of a required name is "?"."""
+    kept: dict[str, Any] = {"model": {"name": "?"}, "dataset": {"name": "?"}}
+    for section, body in data.items():
+        if (section,) not in wrong:
+            right = {key: value for key, value in body.items() if (section, key) not in wrong}
+            kept[section] = kept.get(section, {}) | right
+    return Config.model_validate(kept)
+
+
+def _names_any(wrong: set[tuple[int | str, ...]], sentence: str) -> bool:
+    """Return whether a sentence names a wrong key, so that the problem may be only the default in place of its value.
+
+    Keys of one word (`split`) occur in sentences anyway, and count only with their section (`dataset.split`).
+    """
+    for key in leaf_keys():
+        section, name = key.split(".")
+        is_wrong = not wrong.isdisjoint({(section,), (section, name)})
+        if is_wrong and re.search(rf"\b{name if '_' in name else key}\b", sentence):
+            return True
+    return False
 
 
 def type_of(key: str) -> Any:

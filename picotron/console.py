@@ -28,16 +28,11 @@ class UserError(ValueError):
         return "\n".join([f"{len(self.problems)} problems:", *(f"  - {problem}" for problem in self.problems)])
 
 
-class InvalidValue(Exception):
-    """The end of a check that has read an invalid value of the config, whose error is reported already."""
-
-
 class Problems:
     """Collector of the problems of several checks, each in a `with` block of its own. `report` raises them together."""
 
     def __init__(self, *found: str) -> None:
         self.found = list(found)
-        self.invalid_value: InvalidValue | None = None
 
     def __enter__(self) -> None:
         pass
@@ -45,16 +40,12 @@ class Problems:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
         if isinstance(error, UserError):
             self.found += error.problems
-        elif isinstance(error, InvalidValue):
-            self.invalid_value = error
-        return isinstance(error, UserError | InvalidValue)
+        return isinstance(error, UserError)
 
     def report(self) -> None:
-        """Raise a UserError with all problems. If there are none, but a check could not end, raise InvalidValue."""
+        """Raise a UserError with all problems, if there are any."""
         if self.found:
             raise UserError(*dict.fromkeys(self.found))
-        if self.invalid_value:
-            raise self.invalid_value
 
 
 def invalid_value(error: Any) -> str:

@@ -222,14 +222,14 @@ def check_context_parallel(config: PreTrainedConfig, layout: Distributed) -> Non
     kv_heads = max(1, config.num_key_value_heads // layout.tp_size)  # per tp rank
     if layout.cp_engine == "ulysses" and kv_heads % layout.cp_size:
         raise UserError(
-            f"cp_engine='ulysses' cannot split the key/value heads of a tp rank, {kv_heads}, over cp_size={layout.cp_size} "
-            f"ranks; use a cp_size that divides {kv_heads}, or cp_engine 'ring'"
+            f"cp_engine='ulysses' cannot split the {kv_heads} key/value heads of a tp rank (num_key_value_heads / tp_size) over "
+            f"cp_size={layout.cp_size} ranks; use a cp_size that divides {kv_heads}, or cp_engine 'ring'"
         )
     uses_blocks = layout.cp_size > 1 and layout.cp_engine != "ulysses"
     if uses_blocks and not layout.use_cpu and (head_size(config) % 8 or head_size(config) > 256):
         raise UserError(
             f"cp_engine={layout.cp_engine!r} on GPUs needs a head_dim that is a multiple of 8 and at most 256, not "
-            f"{head_size(config)}; use cp_engine 'ulysses'"
+            f"{head_size(config)}; use cp_engine 'ulysses' or use_cpu=true"
         )
 
 

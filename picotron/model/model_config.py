@@ -78,7 +78,7 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
             data["eos_token_id"] = ends
     except Exception as error:  # no such folder, no network, no permission, not JSON, ...
         local = "use the folder of a model, a checkpoint or a run"
-        remedy = local if os.path.isdir(name) else "give a hub id or a local folder"
+        remedy = local if os.path.isdir(name) else "set model.name to a hub id or a local folder"
         raise UserError(f"{name!r} has no readable config.json ({first_line(error)}); {remedy}") from None
     family = data.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:

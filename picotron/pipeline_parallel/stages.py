@@ -112,7 +112,7 @@ def balanced_stages(config: "PreTrainedConfig", seq_length: int, ranks: Sequence
     if config.num_hidden_layers < num_stages:
         raise UserError(
             f"pp_size={pp} with {num_stages // pp} chunk(s) per pp rank needs at least {num_stages} layers, one per stage, "
-            f"but num_hidden_layers={config.num_hidden_layers}; use fewer stages, or a pp_layout with empty ones"
+            f"but num_hidden_layers={config.num_hidden_layers}; use a smaller pp_size or pp_chunks, or a pp_layout with empty stages"
         )
     layers = balanced_layers(config, num_stages, seq_length, ranks)
     return [Stage(each, i == 0, i == num_stages - 1) for i, each in enumerate(layers)]
@@ -129,9 +129,9 @@ def parse_stages(text: str, num_layers: int, num_stages: int) -> list[Stage]:
     if "m" in symbols:
         why = "has m (multi-token prediction), which these models do not support; remove it"
     elif len(stages) != num_stages:
-        why = f"has {len(stages)} stages, but the schedule has {num_stages} (pp ranks times chunks); write as many"
+        why = f"has {len(stages)} stages, but pp_size times pp_chunks (of pp_engine) is {num_stages}; write as many"
     elif symbols.count("t") != num_layers:
-        why = f"has {symbols.count('t')} layers (t), but the model has {num_layers}; write as many"
+        why = f"has {symbols.count('t')} layers (t), but num_hidden_layers={num_layers}; write as many"
     elif symbols.count("E") != 1 or symbols.strip("|")[0] != "E":
         why = f"has {symbols.count('E')} E; it must begin with its only E, because the first stage reads the tokens"
     elif symbols.count("L") != 1 or symbols.strip("|")[-1] != "L":

@@ -69,7 +69,7 @@ test("a layout gives the stages their layers", async () => {
   await set(page, "layout", "E|tt|tt|L");
   assert.deepEqual(await figures(page), { "Step time": "54", Bubble: "55.6 %", "Peak activations": "6" });
   await set(page, "layout", "E|tt|tt");
-  assert.equal(await text("#a .error"), "pp_layout='E|tt|tt' has 3 stages, but the schedule has 4 (pp ranks times chunks); write as many");
+  assert.equal(await text("#a .error"), "pp_layout='E|tt|tt' has 3 stages, but pp_size times pp_chunks (of pp_engine) is 4; write as many");
 });
 
 test("messages that occupy the link queue for it", async () => {

@@ -33,7 +33,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": {}}, "model.name is missing"),
     ({"distributed__dp_size": "2"}, 'distributed.dp_size="2"'),
     ({"environment__OMP_NUM_THREADS": "many"}, "environment.OMP_NUM_THREADS"),
-    # one of each check in config_conflicts.py that test_all_mistakes_are_reported_at_once does not have
+    # one of each conflict in config_conflicts.py that test_all_mistakes_are_reported_at_once does not have
     ({"distributed": {"backend": "nccl", "use_cpu": True}}, "backend='nccl' needs GPUs"),
     ({"distributed": {"cp_size": 2, "use_cpu": False, "backend": "gloo"}}, "which pp_size=1 with cp_size=2 requires"),
     ({"training__decay_steps": 9}, "decay_steps=9 is for lr_scheduler='wsd'"),
@@ -98,8 +98,8 @@ def test_all_mistakes_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> N
         "unknown key dataset.nmae; did you mean dataset.name?",
         "training.warmup_steps=9 must be less than total_train_steps=9",
         "training.eval_frequency=10 exceeds total_train_steps=9",
-        "distributed.pp_max_activations=2 needs a pipeline, but pp_size=1",
-        "distributed.pp_max_activations=2 is for pp_engine='auto', not '1f1b'",
+        "distributed.pp_max_activations=2.0 needs a pipeline, but pp_size=1",
+        "distributed.pp_max_activations=2.0 is for pp_engine='auto', not '1f1b'",
         "training.seq_length=127 is not divisible by 4, as cp_size=2",
         "logging.trace_steps=[1] needs a pipeline, but pp_size=1",
         "needs 6 processes, but 5 started",
@@ -123,9 +123,19 @@ WARMUP = "training.warmup_steps=300 must be less"
             {"distributed__tp_size": "2", "model__num_attention_heads": "x", "training__warmup_steps": 300},
             ["distributed.tp_size=", "model.num_attention_heads=", WARMUP],
         ),
+        # defaults in the place of wrong values conflict with the model or with other keys
+        ({"dataset": {"name": "a", "messages_column": 1, "long_samples": "cut"}}, ["dataset.messages_column=1"]),
+        ({"distributed": {"pp_size": 2, "pp_engine": "zvb", "pp_chunks": 2}}, ["distributed.pp_engine: there", "dp_size=1 x"]),
+        (
+            {"distributed": {"pp_size": 2, "pp_engine": "zvb", "pp_layout": "Et|t|t|tL"}},
+            ["distributed.pp_engine: there", "dp_size=1 x"],
+        ),
+        ({"distributed__pp_size": 8, "model__num_hidden_layers": "8"}, ["model.num_hidden_layers=", "dp_size=1 x"]),
+        # keys of one word are also words of a sentence
+        ({"distributed__tp_size": 3, "dataset__split": 1}, ["dataset.split=1", "dp_size=1 x", "tp_size=3 does not split"]),
     ],
 )  # fmt: skip
-def test_checks_that_read_an_invalid_value_are_left_out(changes: dict[str, Any], found: list[str]) -> None:
+def test_consequences_of_wrong_values_are_left_out(changes: dict[str, Any], found: list[str]) -> None:
     with pytest.raises(UserError) as error:
         parse_config(changed(**changes), check_run)
     assert len(error.value.problems) == len(found)

@@ -27,8 +27,14 @@ def training_schedule(config: "Config") -> Schedule:
         return build("1f1b", 1, micro_batches)
     if layout.pp_engine.startswith("csv:"):
         return _from_file(layout.pp_engine.removeprefix("csv:"), layout.pp_size, micro_batches, layout.pp_chunks)
-    schedule = build(layout.pp_engine, layout.pp_size, micro_batches, layout.pp_chunks, layout.pp_group_size)
-    check(schedule)
+    keys = {key: getattr(layout, key) for key in ("pp_engine", "pp_size", "pp_chunks", "pp_group_size")}
+    keys["gradient_accumulation_steps"] = micro_batches
+    try:
+        schedule = build(layout.pp_engine, layout.pp_size, micro_batches, layout.pp_chunks, layout.pp_group_size)
+        check(schedule)
+    except UserError as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in keys.items() if value is not None)
+        raise UserError(f"{given}: {error}") from None
     return schedule
 
 

@@ -176,5 +176,5 @@ def test_ulysses_rejects_indivisible_heads() -> None:
     config = tiny_llama(num_attention_heads=8, num_key_value_heads=4)
     check_context_parallel(config, Distributed(cp_size=2, tp_size=2, cp_engine="ulysses"))
     check_context_parallel(config, Distributed(cp_size=8, cp_engine="ring", use_cpu=True))
-    with pytest.raises(UserError, match="key/value heads of a tp rank, 2, over cp_size=4"):
+    with pytest.raises(UserError, match=r"2 key/value heads of a tp rank .* over cp_size=4"):
         check_context_parallel(config, Distributed(cp_size=4, tp_size=2, cp_engine="ulysses"))

@@ -34,8 +34,8 @@ def test_parse_stages_reads_the_notation(text: str, expected: list[str]) -> None
     ("text", "message"),
     [
         ("Ett|tmL", "has m"),
-        ("Ett|t|L", "has 3 stages, but the schedule has 2"),
-        ("Ett|ttL", r"has 4 layers \(t\), but the model has 3"),
+        ("Ett|t|L", r"has 3 stages, but pp_size times pp_chunks \(of pp_engine\) is 2"),
+        ("Ett|ttL", r"has 4 layers \(t\), but num_hidden_layers=3"),
         ("tt|tL", "has 0 E"),
         ("Ett|Lt", "has 1 L"),
         ("Etx|ttL", r"pp_layout='Etx\|ttL' at character 3, 'x'"),

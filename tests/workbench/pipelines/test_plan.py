@@ -16,10 +16,13 @@ from workbench.schedules.schedules import build
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pp_chunks": 3, "pp_engine": "zbv"}, "zbv has 2 chunk(s) per pp rank, not 3"),
+        (
+            {"pp_chunks": 3, "pp_engine": "zbv"},
+            "pp_engine='zbv', pp_size=2, pp_chunks=3, gradient_accumulation_steps=4: zbv has 2 chunk(s) per pp rank, not 3",
+        ),
         ({"pp_group_size": 1}, "a group of 1 micro-batches is smaller than pp_size=2"),
         ({"pp_engine": "looped_bfs", "pp_chunks": 4}, "needs at least 8 layers"),
-        ({"pp_layout": "Ettt|tttt|L"}, "has 3 stages, but the schedule has 2"),
+        ({"pp_layout": "Ettt|tttt|L"}, "has 3 stages, but pp_size times pp_chunks (of pp_engine) is 2"),
         ({"pp_engine": "zbv", "pp_layout": "Et|||tttttL"}, "pp_layout='Et|||tttttL' gives pp rank 1 nothing"),
         ({"pp_engine": "csv:FILE", "pp_size": 3}, "distributed.pp_size=2, but the config has 3"),
         ({"pp_engine": "csv:FILE", "training__gradient_accumulation_steps": 8}, "=4, but the config has 8"),
