@@ -157,17 +157,17 @@ MISTAKES: dict[str, Mistake] = {
     # -------------------------------------------------------------------------------------------- tensor parallelism
     "partial_sums": Mistake(
         TP_COMMUNICATIONS,
-        "        return start_all_reduce(partial, group)()\n", "        return partial.clone()\n", ("fuzz", "step tp2"), "tensor_parallel",
-        "ReduceFromRanks.forward returns the rank's own term instead of the sum over the ranks.",
+        "reduce_from_ranks = pair(start_all_reduce,", "reduce_from_ranks = pair(identity,", ("fuzz", "step tp2"), "tensor_parallel",
+        "The forward of reduce_from_ranks returns the rank's own term instead of the sum over the ranks.",
     ),
     "partial_gradients": Mistake(
-        TENSOR_PARALLEL, "finish_dx = start_all_reduce(dx, ctx.group)", "finish_dx = dx.clone", ("fuzz", "step tp2"), "tensor_parallel",
+        TENSOR_PARALLEL, "else start_all_reduce(dx, ctx.group)", "else dx.clone", ("fuzz", "step tp2"), "tensor_parallel",
         "ColumnParallel.backward does not sum the gradient of x over the ranks.",
     ),
     "copy_not_summed": Mistake(
         TP_COMMUNICATIONS,
-        "return start_all_reduce(gradient, ctx.group)(), None", "return gradient, None", ("fuzz", "step tp2"), "tensor_parallel",
-        "CopyToRanks.backward does not sum: each rank continues with the contribution of its own shard of the head.",
+        "= pair(identity,             start_all_reduce)", "= pair(identity, identity)", ("fuzz", "step tp2"), "tensor_parallel",
+        "The backward of copy_to_ranks does not sum: each rank continues with the contribution of its own shard of the head.",
     ),
     "norms_not_summed": Mistake(
         WEIGHTS, "        all_reduce(total, group)\n", "", ("fuzz", "step tp2 sp"), "tensor_parallel",
@@ -274,7 +274,7 @@ MISTAKES: dict[str, Mistake] = {
     "odd_length_loses_a_token": Mistake(
         POSITIONS, 'if sharding == "zigzag" and cp_size > 1 else', 'if sharding == "zigzag" else', FUZZ
     ),
-    "sum_over_own_tokens": Mistake(BATCHES, "return SumOverRanks.apply(x.sum(-1))", "return x.sum(-1)", FUZZ),
+    "sum_over_own_tokens": Mistake(BATCHES, "return sum_for_own_losses(x.sum(-1), pgm.process_group_manager.cp_group)", "return x.sum(-1)", FUZZ),
     # ----------------------------------------------------------------------------------------- batches, data, samples
     "mean_of_means": Mistake(
         BATCHES, 'all_reduce(mean, grid.cp_dp_group if scope == "global" else grid.cp_group,', "all_reduce(mean, grid.cp_group,",

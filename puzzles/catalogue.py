@@ -136,7 +136,7 @@ PUZZLES = [
             "Leave: forward returns group.all_reduce(y), and backward returns the gradient unchanged. For Enter, look at the "
             "last two lines of the page's example: dx is partial on each rank, and is then summed.",
         ),
-        "picotron/tensor_parallel/tp_communications.py CopyToRanks is your Enter, and ReduceFromRanks your Leave.",
+        "picotron/tensor_parallel/tp_communications.py copy_to_ranks is your Enter, and reduce_from_ranks your Leave.",
     ),
     Puzzle(
         "p08_cross_entropy",

@@ -1,6 +1,4 @@
-"""Communication of context-parallel ranks: the ring of attention, and the sum over a sequence for losses.
-
-In the ring, tensors travel from each rank to the next one while the ranks compute.
+"""Communication of context-parallel ranks: a ring, in which tensors travel to the next rank while the ranks compute.
 
     cp rank 0 -> cp rank 1 -> cp rank 2 -> cp rank 3 -> cp rank 0
 
@@ -8,14 +6,12 @@ After i steps, a rank has the tensor of the rank i places before it.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import all_reduce
 
 
 def start_ring_step(tensor: Tensor) -> Callable[[], Tensor]:
@@ -54,19 +50,3 @@ def ring(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield (grid.cp_rank - step) % grid.cp_world_size, tensor
         tensor = receive()
     yield (grid.cp_rank + 1) % grid.cp_world_size, tensor
-
-
-class SumOverRanks(torch.autograd.Function):
-    """forward: all-reduce over the cp ranks. backward: all-reduce, because the loss of each rank depends on the sum,
-    and the loss of the step is the sum of the ranks' losses.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor) -> Tensor:
-        full = partial.clone()
-        all_reduce(full, pgm.process_group_manager.cp_group)
-        return full
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return SumOverRanks.apply(gradient)

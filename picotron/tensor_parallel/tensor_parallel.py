@@ -44,10 +44,9 @@ from picotron.tensor_parallel.cross_entropy import (
     linear_log_probs,
 )
 from picotron.tensor_parallel.tp_communications import (
-    SEQUENCE,
-    AllGather,
-    CopyToRanks,
-    GatherFromRanks,
+    all_gather,
+    copy_to_ranks,
+    gather_from_ranks,
     mean_over_ranks,
     start_all_gather,
     start_all_reduce,
@@ -85,7 +84,7 @@ class ColumnParallel(torch.autograd.Function):
         ctx.group, ctx.sequence_parallel, ctx.products = group, sequence_parallel, products
         ctx.save_for_backward(x, *weights)  # x may be a shard, (B, T/tp, D): backward gathers it again
         ctx.edges = gradient_edges(weights)
-        full_x = start_all_gather(x, SEQUENCE, group)() if sequence_parallel else x  # (B, T, D)
+        full_x = start_all_gather(x, group)() if sequence_parallel else x  # (B, T, D)
         return tuple(products.y(full_x, weight) for weight in weights)  # (B, T, outputs/tp) each
 
     @staticmethod
@@ -93,16 +92,13 @@ class ColumnParallel(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
 
         def start_gather() -> Callable[[], Tensor]:
-            return start_all_gather(x, SEQUENCE, ctx.group) if ctx.sequence_parallel else lambda: x
+            return start_all_gather(x, ctx.group) if ctx.sequence_parallel else lambda: x
 
         now = any(ctx.edges) and not is_deferring()  # deferred weight gradients gather x later
         finish_gather = start_gather() if now else None
         dys = [gradient.flatten(0, 1) for gradient in gradients]  # (B * T, outputs/tp)
         dx = ctx.products.dx(dys, weights).view(*gradients[0].shape[:2], -1)  # (B, T, D), partial
-        if ctx.sequence_parallel:
-            finish_dx = start_reduce_scatter(dx, SEQUENCE, ctx.group)
-        else:
-            finish_dx = start_all_reduce(dx, ctx.group)
+        finish_dx = start_reduce_scatter(dx, ctx.group) if ctx.sequence_parallel else start_all_reduce(dx, ctx.group)
 
         def dweights() -> list[Tensor]:
             inputs = (finish_gather or start_gather())().flatten(0, 1)  # (B * T, D)
@@ -224,7 +220,7 @@ class VocabParallelHead(ColumnParallelLinear):
         self.vocabulary = VocabularyShard(shard.start, shard.stop - shard.start, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = GatherFromRanks.apply(super().forward(x), 2, self.group)
+        logits = gather_from_ranks(super().forward(x), self.group, 2)
         return logits[..., : self.vocab_size]  # without the padding
 
     def local_logits(self, x: Tensor) -> Tensor:
@@ -243,7 +239,7 @@ class VocabParallelHead(ColumnParallelLinear):
 
     def _full(self, x: Tensor) -> Tensor:
         """Return the full x, whose gradient is summed over the tp ranks."""
-        return AllGather.apply(x, SEQUENCE, self.group) if self.sequence_parallel else CopyToRanks.apply(x, self.group)
+        return all_gather(x, self.group) if self.sequence_parallel else copy_to_ranks(x, self.group)
 
 
 def check_tensor_parallel(config: PreTrainedConfig, tp_size: int) -> None:

@@ -19,17 +19,19 @@ from torch.autograd.graph import get_gradient_edge
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce, run_on_all_ranks
 from picotron.console import UserError
-from picotron.context_parallel.cp_communications import SumOverRanks
 from picotron.context_parallel.positions import local_positions
 from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import IGNORE_INDEX
 from picotron.model.weights import scale_gradients
+from picotron.tensor_parallel.tp_communications import pair, start_all_reduce
 from picotron.train_step import Step
 from workbench.own_loops.check_batches import Batch, LossParts, check_batches, check_loss, check_split
 
 Loss = Tensor | tuple[Tensor, Tensor | float, dict[str, Tensor]]
 MODEL_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
+# The loss of each rank depends on the sum, and the loss of the step is the sum of the ranks' losses.
+sum_for_own_losses = pair(start_all_reduce, start_all_reduce)
 
 
 class BatchResult(NamedTuple):
@@ -128,7 +130,7 @@ def sum_over_sequence(x: Tensor) -> Tensor:
     A loss that is not a sum over tokens needs it, such as a sigmoid of a sequence's log-probability. All cp ranks call
     it, and each of them returns the loss of whole sequences.
     """
-    return SumOverRanks.apply(x.sum(-1))
+    return sum_for_own_losses(x.sum(-1), pgm.process_group_manager.cp_group)
 
 
 def cross_entropy(head: Any, x: Tensor, batch: Batch) -> Tensor:

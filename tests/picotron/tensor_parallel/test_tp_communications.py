@@ -21,36 +21,37 @@ def pair(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return output and gradient of a pair, each next to its reference from torch's differentiable all-gather."""
     grid = setup_process_group_manager(dist.get_world_size(), 1, 1, 1)
     group, size, rank = grid.tp_group, grid.tp_world_size, grid.tp_rank
-    rows = 6 if name in ("ReduceScatter", "CopyToRanks", "ReduceFromRanks") else 2
+    rows = 6 if name in ("reduce_scatter", "copy_to_ranks", "reduce_from_ranks") else 2
     x = torch.randn(2, rows, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-    whole_input = name == "CopyToRanks"
+    whole_input = name == "copy_to_ranks"
     if whole_input:
         dist.broadcast(x, 0)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    function = getattr(comm, name)
-    y = function.apply(ours, group) if name in ("CopyToRanks", "ReduceFromRanks") else function.apply(ours, 1, group)
+    y = getattr(comm, name)(ours, group)
     everyone = torch_all_gather(theirs)
     expected = {
-        "CopyToRanks": lambda: sum(everyone) / size,
-        "ReduceFromRanks": lambda: sum(everyone),
-        "GatherFromRanks": lambda: torch.cat(everyone, 1),
-        "AllGather": lambda: torch.cat(everyone, 1),
-        "ReduceScatter": lambda: sum(everyone).chunk(size, 1)[rank],
+        "copy_to_ranks": lambda: sum(everyone) / size,
+        "reduce_from_ranks": lambda: sum(everyone),
+        "gather_from_ranks": lambda: torch.cat(everyone, 1),
+        "all_gather": lambda: torch.cat(everyone, 1),
+        "reduce_scatter": lambda: sum(everyone).chunk(size, 1)[rank],
     }[name]()
     # Partial gradients differ between ranks. Replicated ones are identical, and torch's all-gather sums size copies.
     generator = torch.Generator().manual_seed(100 + rank)
     dy = torch.randn(y.shape, dtype=torch.float64, generator=generator)
-    if name in ("ReduceFromRanks", "GatherFromRanks"):
+    if name in ("reduce_from_ranks", "gather_from_ranks"):
         dist.broadcast(dy, 0)
     y.backward(dy)
-    expected.backward(dy / size if name in ("ReduceFromRanks", "GatherFromRanks") else dy)
+    expected.backward(dy / size if name in ("reduce_from_ranks", "gather_from_ranks") else dy)
     if whole_input:  # the reference averages a replicated input, so its gradient is size times too small
         theirs.grad *= size
     assert torch.equal(x, ours.detach()), "not out of place"
     return y.detach(), expected.detach(), ours.grad, theirs.grad
 
 
-@pytest.mark.parametrize("name", ["CopyToRanks", "ReduceFromRanks", "GatherFromRanks", "AllGather", "ReduceScatter"])
+@pytest.mark.parametrize(
+    "name", ["copy_to_ranks", "reduce_from_ranks", "gather_from_ranks", "all_gather", "reduce_scatter"]
+)
 def test_communication_pairs_equal_torch(pool: WorkerPool, name: str) -> None:
     for y, expected, dx, expected_dx in pool.run(pair, 3, name):
         assert_close(y, expected, 1e-14, "forward")
