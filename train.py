@@ -89,7 +89,7 @@ def main() -> None:
     # This rank's part of the model, with the four parallelisms applied, and its optimizer.
     weights = checkpoint.weights() if checkpoint else initial_weights(model_config, training.seed)
     model = build_model(config, model_config, plan, device, dtype, weights)
-    optimizer = AdamW(model.parameters(), training, config.model.use_fused_adam)
+    optimizer = AdamW(model, training, config.model.use_fused_adam)
     if checkpoint:
         checkpoint.restore(optimizer, unwrap(model))
     scheduler = make_scheduler(optimizer, training, progress.step)

@@ -63,7 +63,7 @@ class Run:
         dtype, plan = getattr(torch, config.model.dtype), plan_pipeline(config, MODEL)
         self.model = build_model(config, MODEL, plan, self.device, dtype, initial_weights(MODEL, 0))
         self.llama = unwrap(self.model)
-        self.optimizer = AdamW(self.model.parameters(), config.training, fused=True)
+        self.optimizer = AdamW(self.model, config.training, fused=True)
         self.loader = loader_of(config, self.device)
         self.train_step = make_train_step(config, plan, self.device, dtype)
         if rank == 0:

@@ -144,7 +144,7 @@ def picotron_step(
     train_step, model, loader = training_of(config, device, layers)
     if rows is not None:
         loader = MicroBatchDataLoader(rows, config, device)
-    optimizer = AdamW(model.parameters(), config.training, fused=True)
+    optimizer = AdamW(model, config.training, fused=True)
 
     def step() -> Tensor:
         loss = train_step(model, loader)

@@ -138,7 +138,7 @@ def train_steps(
     loader = MicroBatchDataLoader(rows, config, device_of(config), progress.samples)
     dtype = getattr(torch, config.model.dtype)
     take_step, _ = plan_of(config, model_config).make_steps(config, model_config, device_of(config), dtype)
-    optimizer = AdamW(model.parameters(), config.training, fused=config.model.use_fused_adam)
+    optimizer = AdamW(model, config.training, fused=config.model.use_fused_adam)
     if checkpoint:
         checkpoint.restore(optimizer, llama)
     scheduler = make_scheduler(optimizer, config.training, progress.step)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from picotron import process_group_manager
+from picotron.data_parallel.data_parallel import DataParallel
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.llama.modeling_llama"])
@@ -32,6 +33,14 @@ CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers.mode
 
 class WorkerError(AssertionError):
     """Failure on one or more ranks, with their tracebacks."""
+
+
+def free_models() -> None:
+    """Close all wrappers, and free the models to which no other reference is left."""
+    for each in gc.get_objects():
+        if issubclass(type(each), DataParallel):
+            each.close()
+    gc.collect()
 
 
 def _work(connection: multiprocessing.connection.Connection, backend: str) -> None:
@@ -58,7 +67,7 @@ def _work(connection: multiprocessing.connection.Connection, backend: str) -> No
         # The threads of a gloo group end with its last reference, so drop those held here and by the function.
         function = arguments = None
         process_group_manager.process_group_manager = None  # type: ignore[assignment]
-        gc.collect()
+        free_models()
         if dist.is_initialized():
             dist.destroy_process_group()
         connection.send_bytes(pickle.dumps(answer))

@@ -259,7 +259,7 @@ def learn(config: Config, model_config: T5Config, schedule: Schedule, device: to
     training, sequences = config.training, config.global_batch_size
     torch.manual_seed(training.seed)
     model = build_model(model_config, schedule, T5ForConditionalGeneration(model_config).state_dict(), device)
-    optimizer = AdamW(model.parameters(), training, fused=False)
+    optimizer = AdamW(model, training, fused=False)
     scheduler = make_scheduler(optimizer, training)
     draw = torch.Generator().manual_seed(training.seed)
     held_out = draw_batch(HELD_OUT * sequences, draw)

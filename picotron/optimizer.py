@@ -1,7 +1,7 @@
 """AdamW on float32 master weights, the learning-rate schedule, and clipping by the global gradient norm."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Training
-from picotron.data_parallel.data_parallel import DataParallel
 from picotron.data_parallel.owned_slices import AfterUpdate, owned_slice, owned_weight
 from picotron.model.weights import is_tied_replica, main_grad, parameters_and_shards, scale_gradients
 
@@ -35,12 +34,18 @@ class AdamW(torch.optim.AdamW):
     If the data-parallel ranks divide the optimizer (see `owned_slices`), master weights and moments are flat slices. A
     rank updates the slices of one buffer after the other, so that with ZeRO-1, the updated weights of a buffer are on
     their way to the other ranks while those of the next one are computed.
+
+    Args:
+        model: a `DataParallel`, or any module whose parameters have a `main_grad`.
+        training: betas, eps, learning rate and weight decay.
+        fused: see torch's AdamW.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], training: Training, fused: bool) -> None:
+    def __init__(self, model: nn.Module, training: Training, fused: bool) -> None:
+        self.model = model
         self.masters: dict[nn.Parameter, Tensor] = {}
         self.updated_together: dict[AfterUpdate | None, list[nn.Parameter]] = {}
-        for p in filter(lambda p: p.requires_grad, parameters):
+        for p in filter(lambda p: p.requires_grad, model.parameters()):
             weight, dtype, owned = owned_weight(p), accumulation_dtype(p), owned_slice(p)
             self.masters[p] = weight if weight.dtype == dtype else weight.detach().to(dtype).requires_grad_()
             self.updated_together.setdefault(owned.after_update if owned else None, []).append(p)
@@ -114,10 +119,8 @@ class AdamW(torch.optim.AdamW):
                 read(parameter, name, tensor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set all gradients of the wrappers that hold the parameters to zero, see `DataParallel.zero_grad`."""
-        for wrapper in list(DataParallel.existing):
-            if any(parameter in self.masters for parameter in wrapper.parameters()):
-                wrapper.zero_grad()
+        """Set all gradients of the model to zero, see `DataParallel.zero_grad`."""
+        self.model.zero_grad()
 
 
 def learning_rate_factor(training: Training) -> Callable[[int], float]:

@@ -48,7 +48,7 @@ def load(config: Config, model_config: LlamaConfig) -> tuple[Checkpoint, DataPar
 def files_changed_by_saving_again(config: Config, model_config: LlamaConfig, tokenizer: Path) -> int:
     """Load a checkpoint, save it without any training, and count the files of tensors that differ."""
     checkpoint, model = load(config, model_config)
-    optimizer = AdamW(model.parameters(), config.training, config.model.use_fused_adam)
+    optimizer = AdamW(model, config.training, config.model.use_fused_adam)
     checkpoint.restore(optimizer, unwrap(model))
     fingerprint = data_fingerprint(random_rows(config), config)
     writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, tokenizer, fingerprint)

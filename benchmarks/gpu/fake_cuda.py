@@ -182,7 +182,7 @@ def fake_cuda_rank(
 
         with mock.patch.object(parallelize, "materialise", materialise_as_fake):
             model = parallelize.build_model(config, model_config, run_plan, DEVICE, dtype, fake_weights)
-        optimizer = AdamW(model.parameters(), config.training, config.model.use_fused_adam)
+        optimizer = AdamW(model, config.training, config.model.use_fused_adam)
         length = config.training.seq_length
         train_step, evaluate = run_plan.make_steps(config, model_config, DEVICE, dtype)
         one_row = TextRows(np.zeros(length + 1, np.uint16), length)  # used again for every sample

@@ -80,7 +80,7 @@ def optimizer_errors(device: torch.device, dtype: torch.dtype) -> list[float]:
         return [each.detach() for each in weights]
 
     parameters = [nn.Parameter(each.clone()) for each in start]
-    optimizer = AdamW(parameters, training, fused=True)
+    optimizer = AdamW(nn.ParameterList(parameters), training, fused=True)
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             set_main_grad(parameter, gradient.to(wide))

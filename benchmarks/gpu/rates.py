@@ -119,7 +119,7 @@ def optimizer(options: Options, numbers: int) -> Rate:
     parameters = [nn.Parameter(random(options, numbers // 16)) for _ in range(16)]
     for parameter in parameters:
         set_main_grad(parameter, random(options, numbers // 16, dtype=torch.float32))
-    adamw = AdamW(parameters, Training(), fused=True)
+    adamw = AdamW(nn.ParameterList(parameters), Training(), fused=True)
     return moved(seconds_per_call(adamw.step, options.device), (28 + 6) * numbers)
 
 

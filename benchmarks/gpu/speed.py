@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gc
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.gpu.report import Content, Options, Outcome, Part, header, row, seconds_of
 from benchmarks.shapes import SHAPES
 from benchmarks.workload import torch_adamw
+from conformance.worker_pool import free_models
 from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.data.loader import MicroBatchDataLoader
@@ -127,7 +127,7 @@ def picotron(workload: Workload, **training: Any) -> Step:
     config, device, model_config, dtype = workload.config(**training), workload.device, workload.model, torch.bfloat16
     plan = plan_pipeline(config, model_config)
     model = build_model(config, model_config, plan, device, dtype, random_weights(device))
-    optimizer = AdamW(model.parameters(), config.training, config.model.use_fused_adam)
+    optimizer = AdamW(model, config.training, config.model.use_fused_adam)
     scheduler, loader = make_scheduler(optimizer, config.training), workload.loader()
     train_step = make_train_step(config, plan, device, dtype)
     metrics = Metrics(config, model_config, device, dtype)
@@ -188,7 +188,7 @@ def free_memory(device: torch.device) -> None:
     """Free what earlier trainings have left, and reset the peak."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    gc.collect()
+    free_models()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

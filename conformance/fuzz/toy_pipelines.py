@@ -175,7 +175,7 @@ def train_pipeline(
     pipeline = pipeline_of(kind, schedule, frozen)
     tied = {"used_twice": pipeline.used_twice()} if dp_engine == "zero3" else {}
     model = WRAPPERS[dp_engine](pipeline, **tied)
-    optimizer = AdamW(model.parameters(), TRAINING, fused=False)
+    optimizer = AdamW(model, TRAINING, fused=False)
     executor = Executor(schedule)
     losses, norms = [], []
     for number in range(STEPS):

@@ -89,7 +89,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     llama = unwrap(model)
     for name, parameter in llama.named_parameters():
         parameter.requires_grad_(not frozen(name))
-    optimizer = AdamW(model.parameters(), training, config.model.use_fused_adam)
+    optimizer = AdamW(model, training, config.model.use_fused_adam)
     if checkpoint:
         checkpoint.restore(optimizer, llama)
     scheduler = make_scheduler(optimizer, training, progress.step)

@@ -7,9 +7,7 @@ which the optimizer reads. The average is over `cp_dp_group`, because context-pa
 all ranks hold the same optimizer state, which `zero1` shards over them.
 """
 
-import weakref
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,10 +103,8 @@ class DataParallel(nn.Module):
             the last backward should, so that the sum is reduced once. The flag must be the same on all ranks of a
             `cp_dp` group. A group of one rank begins with False: there is nothing to reduce.
         trained: parameters that have never been frozen at the end of a step, nor when the module was wrapped.
-        existing: all wrappers, for `AdamW.zero_grad`, which gets only parameters.
+        hooks: handles of the hooks that call `_accumulate`, see `close`.
     """
-
-    existing: ClassVar["weakref.WeakSet[DataParallel]"] = weakref.WeakSet()
 
     def __init__(self, module: nn.Module, bucket_mb: float) -> None:
         super().__init__()
@@ -118,7 +114,6 @@ class DataParallel(nn.Module):
         self.module, self.bucket_mb, self.layout = module, bucket_mb, str(grid)
         self.require_backward_grad_sync = grid.cp_dp_world_size > 1
         self.trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
-        self.existing.add(self)
         self.buckets_by_stage: dict[int, list[Bucket]] = {}
         for stage, parameters in self._parameters_by_stage().items():
             # Backward reaches the last layers first, so in this order buckets complete one after the other.
@@ -128,9 +123,14 @@ class DataParallel(nn.Module):
             p: bucket for bucket in self.buckets for p in bucket.parameters
         }
         self.pending_buckets = list(self.buckets)  # not reduced yet in this step
-        hook = self._make_hook()
-        for parameter in self.bucket_by_parameter:
-            parameter.register_post_accumulate_grad_hook(hook)
+        self.hooks = [p.register_post_accumulate_grad_hook(self._accumulate) for p in self.bucket_by_parameter]
+
+    def close(self) -> None:
+        """Remove the hooks, for a program that goes on without this wrapper: the garbage collector does not look into
+        them, so they would keep the model and its gradients in memory.
+        """
+        for hook in self.hooks:
+            hook.remove()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.layout != str(grid := pgm.process_group_manager):
@@ -153,19 +153,6 @@ class DataParallel(nn.Module):
 
     def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
         return make_buckets(parameters, pgm.process_group_manager.cp_dp_group, self.bucket_mb)
-
-    def _make_hook(self) -> Callable[[Tensor], None]:
-        """Return a hook that refers to `self` weakly: the garbage collector does not look into hooks of this kind, so
-        with a strong reference it would never free the model and its gradients. So gradients are accumulated only as
-        long as the wrapper exists.
-        """
-        accumulate = weakref.WeakMethod(self._accumulate)
-
-        def hook(parameter: Tensor) -> None:
-            if (method := accumulate()) is not None:
-                method(parameter)
-
-        return hook
 
     def _accumulate(self, parameter: Tensor) -> None:
         """Add `parameter.grad` to the bucket. Autograd calls this once per backward, also for a tied weight. (Reentrant

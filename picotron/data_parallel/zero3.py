@@ -203,7 +203,7 @@ class DataParallelZero3(DataParallel):
         used_twice: Collection[nn.Parameter] = (),
     ) -> None:
         super().__init__(module, bucket_mb=0.0)
-        grid, hook = pgm.process_group_manager, self._make_hook()
+        grid = pgm.process_group_manager
         self.stays_full = grid.pp_world_size > 1
         self.finish_reduction: Callable[[], None] | None = None
         self.units: list[Unit] = []
@@ -228,8 +228,7 @@ class DataParallelZero3(DataParallel):
                 for each in group:
                     each.register_forward_pre_hook(lambda *_, units=used[-1]: self._before_forward(units))
                     each.register_forward_hook(self._after_forward, always_call=True)
-        for parameter in self.trained:
-            parameter.register_post_accumulate_grad_hook(hook)
+        self.hooks = [p.register_post_accumulate_grad_hook(self._accumulate) for p in self.trained]
         for each in module.modules():
             each._parameters = ReadParameters(each._parameters, self._access)
             each.register_state_dict_pre_hook(self._before_state_dict)

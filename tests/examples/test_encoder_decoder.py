@@ -66,7 +66,7 @@ def train(name: str, pp: int) -> tuple[list[float], list[float], Any, Any]:
     grid = setup_process_group_manager(1, 1, pp, torch.distributed.get_world_size() // pp)
     config, schedule = model_config(), build(name, pp, MICRO_BATCHES // grid.dp_world_size)
     model: Any = build_model(config, schedule, oracle(config).state_dict(), CPU)
-    optimizer = AdamW(model.parameters(), TRAINING, fused=False)
+    optimizer = AdamW(model, TRAINING, fused=False)
     losses, norms, gradients = [], [], None
     for _ in range(STEPS):
         losses.append(run(model, schedule, batch()))

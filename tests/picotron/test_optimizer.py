@@ -39,7 +39,7 @@ def torch_schedule(config: Training) -> list[float]:
 def test_learning_rates_equal_torch_schedulers(shape: str) -> None:
     config = training(lr_scheduler=shape, min_lr_ratio=0.1, warmup_steps=7, total_train_steps=30)
     model = nn.Linear(2, 2)
-    optimizer = AdamW(model.parameters(), config, fused=True)
+    optimizer = AdamW(model, config, fused=True)
     scheduler = make_scheduler(optimizer, config)
     rates = []
     for _ in range(config.total_train_steps):
@@ -60,7 +60,7 @@ def test_bfloat16_weights_have_float32_master_weights(fused: bool) -> None:
     for model in models:
         model.weight.data.copy_(start)
         set_main_grad(model.weight, gradients.clone())
-        optimizer = AdamW(model.parameters(), config, fused)
+        optimizer = AdamW(model, config, fused)
         for _ in range(50):
             optimizer.step()
         assert torch.equal(main_grad(model.weight), gradients)
@@ -77,7 +77,7 @@ def test_moments_of_bfloat16_weights_are_those_of_torch_in_float32() -> None:
     set_main_grad(model.weight, gradients)
     betas = config.adam_beta1, config.adam_beta2
     reference = torch.optim.AdamW([theirs], config.learning_rate, betas, config.adam_eps, weight_decay=0.0)
-    optimizer, start = AdamW(model.parameters(), config, fused=False), theirs.detach().clone()
+    optimizer, start = AdamW(model, config, fused=False), theirs.detach().clone()
     for step in range(5):
         main_grad(model.weight).copy_(gradients := gradients.roll(1, 0) * (1 + step))
         theirs.grad = gradients
@@ -91,7 +91,7 @@ def test_parameters_of_two_dtypes_are_updated() -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         set_main_grad(parameter, torch.ones(4, 4))
-    AdamW(model.parameters(), training(), fused=False).step()
+    AdamW(model, training(), fused=False).step()
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert (parameter < old).all()
 

@@ -63,7 +63,7 @@ def run_step(model: DataParallel, data_loader: Any, config: Config, train_step: 
     """Run a training step of this rank, and count its bytes and messages."""
     parameters = list(model.parameters())
     first = parameters[0]
-    optimizer = AdamW(parameters, config.training, fused=False)  # there is no fused kernel for the meta device
+    optimizer = AdamW(model, config.training, fused=False)  # there is no fused kernel for the meta device
 
     weights, gradients = model.bytes_held()
     FakeGroup.messages.clear()
@@ -95,7 +95,10 @@ def build_and_run(config: Config, model_config: PreTrainedConfig, plan: Executor
     length = config.training.seq_length
     tokens = np.broadcast_to(np.uint16(0), config.global_batch_size * length + 1)  # one token in memory
     data_loader = MicroBatchDataLoader(TextRows(tokens, length), config, META, shuffle=False)
-    return run_step(model, data_loader, config, make_train_step(config, plan, META, dtype))
+    try:
+        return run_step(model, data_loader, config, make_train_step(config, plan, META, dtype))
+    finally:
+        model.close()  # a plan of a sweep builds thousands of models
 
 
 def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, plan: ExecutorPlan) -> Step:

@@ -199,7 +199,7 @@ class Trainer:
         weights = checkpoint.weights() if checkpoint else initial_weights(self.model_config, training.seed)
         self.model = build_model(config, self.model_config, plan, device, dtype, weights, frozen)
         self.stage: Any = self.model.module
-        self.optimizer = AdamW(self.model.parameters(), training, config.model.use_fused_adam)
+        self.optimizer = AdamW(self.model, training, config.model.use_fused_adam)
         if checkpoint:
             checkpoint.restore(self.optimizer, unwrap(self.model))
         self.scheduler = make_scheduler(self.optimizer, training, self.progress.step)

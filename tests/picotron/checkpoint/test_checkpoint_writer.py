@@ -33,7 +33,7 @@ def save_twice_in_a_row(config: Config, model_config: LlamaConfig, tokenizer: Pa
     snapshot has been taken, or after 0.3 s without one. Returns the addresses of the buffers after each save.
     """
     model = wrapped(config, model_config, getattr(torch, config.model.dtype))
-    optimizer = AdamW(model.parameters(), config.training, fused=True)
+    optimizer = AdamW(model, config.training, fused=True)
     optimizer.restore(dict.fromkeys(optimizer.masters, 0), lambda parameter, name, tensor: None)
     writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, tokenizer, "fingerprint")
     write, snapshot, second_snapshot = CheckpointWriter._write, HostBuffers.snapshot, threading.Event()

@@ -131,7 +131,7 @@ def norms(wrapper: str, how: str) -> list[float]:
     """Return the gradient norms of two steps, between which a step is given up."""
     rank = setup_process_group_manager(1, 1, 1, 2).dp_rank
     model = {**WRAPPERS, "zero3": DataParallelZero3}[wrapper](Chain())
-    optimizer, found = AdamW(model.parameters(), Training(), fused=False), []
+    optimizer, found = AdamW(model, Training(), fused=False), []
     for step in ("first", *(["given up"] if how else []), "second"):
         for i in range(2):
             model.require_backward_grad_sync = i == 1
@@ -186,7 +186,7 @@ def weights_after_changes() -> list[float]:
     setup_process_group_manager(1, 1, 1, 2)
     module = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
     model = DataParallelZero1(module)
-    optimizer = AdamW(model.parameters(), Training(learning_rate=1e-3, warmup_steps=0, weight_decay=0.0), fused=False)
+    optimizer = AdamW(model, Training(learning_rate=1e-3, warmup_steps=0, weight_decay=0.0), fused=False)
     module.load_state_dict({"weight": torch.full((4, 4), 3.0)})
     for step in range(9):  # an update of 0.001 is less than half of the distance to the next number, 0.0156
         if step == 1:
@@ -228,19 +228,20 @@ def test_buckets_are_reduced_during_backward(pool: WorkerPool) -> None:
     assert rest == ["launch 0", "launch 1", "end of backward", "wait 0", "wait 1"]
 
 
-def outlives_its_last_reference(wrapper: type[DataParallel]) -> bool:
+def outlives_close(wrapper: type[DataParallel]) -> bool:
     setup_process_group_manager(1, 1, 1, 1)
     model = wrapper(nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
     watch = weakref.ref(model.module)
+    model.close()
     del model
     gc.collect()
     return watch() is not None
 
 
 @pytest.mark.parametrize("wrapper", [DataParallelBucket, DataParallelZero3])
-def test_unused_model_is_freed(pool: WorkerPool, wrapper: type[DataParallel]) -> None:
-    assert pool.run(outlives_its_last_reference, 1, wrapper) == [False]
+def test_closed_model_is_freed(pool: WorkerPool, wrapper: type[DataParallel]) -> None:
+    assert pool.run(outlives_close, 1, wrapper) == [False]
 
 
 def two_reductions() -> None:

@@ -102,7 +102,7 @@ def measure_rank(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     plan = plan_pipeline(config, model_config)
     model = build_model(config, model_config, plan, CPU, dtype, initial_weights(model_config, config.training.seed))
     parameters = list(model.parameters())
-    optimizer = AdamW(parameters, config.training, fused=True)
+    optimizer = AdamW(model, config.training, fused=True)
     step = make_train_step(config, plan, CPU, dtype)
     saved = SavedBytes(model)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), count_gradients_of_loss(saved):

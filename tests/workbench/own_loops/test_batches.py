@@ -220,7 +220,7 @@ def test_batches_that_should_be_equal_are_compared(
 def unfrozen_later(dp_engine: str) -> str:
     config = config_of({"dp_engine": dp_engine})
     model, batches = wrapped(config, MODEL), split_batch(global_batch(), 4)
-    optimizer, weight = AdamW(model.parameters(), config.training, False), model.module.module.model.norm.weight
+    optimizer, weight = AdamW(model, config.training, False), model.module.module.model.norm.weight
     before = optimizer.masters[weight].clone()
     weight.requires_grad_(False)
     train_batch(step_of(config, MODEL), model, batches)
