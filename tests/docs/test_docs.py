@@ -87,25 +87,3 @@ def test_page_of_papers_has_every_citation_of_the_code() -> None:
         for paper in set(re.findall(r"arXiv:(\d+\.\d+)", path.read_text())):
             cited.setdefault(paper, []).append(str(path))
     assert {paper: sorted(files) for paper, files in listed.items()} == cited
-
-
-# ---------------------------------------------------------------------------------------------- docs/programs/make.py
-
-
-@pytest.mark.processes
-def test_make_writes_outputs_and_code_into_a_page(tmp_path: Path) -> None:
-    file, page = tmp_path / "code.py", tmp_path / "page.md"
-    file.write_text('class A:\n    """A letter."""\n\n    def f(self) -> int:  # one\n        return 1\n')
-    text = (
-        f"<!-- code: {file} A.f -->\n```python\nold\n```\n"
-        "<!-- keep: 1 -1 -->\n```console\n$ seq 5; pwd; printf ' 9%%\\r 100%%\\n'\nold\n```\n"
-        "<!-- exit: 3 -->\n```console\n$ exit 3\n```\n"
-    )
-    page.write_text(text)
-    make.make(page, lambda block: True)
-    code, output = "def f(self) -> int:  # one\n    return 1", "1\n...\n 100%"
-    assert page.read_text() == text.replace("old", code, 1).replace("old", output)
-    page.write_text(text.replace("exit: 3", "exit: 4"))
-    with pytest.raises(make.CommandFailed, match="line 10: exit 3\nexit status 3"):
-        make.make(page, lambda block: True)
-    assert page.read_text().count("old") == 2

@@ -1,23 +1,17 @@
 """Exercises of docs/*.md: the solutions are correct."""
 
-import itertools
-import math
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, MinPLogitsWarper, get_wsd_schedule
+from transformers import get_wsd_schedule
 
 from conformance.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama
 from conformance.training import all_stages, step_of, wrapped
 from conformance.worker_pool import WorkerPool
-from docs.solutions import checkpoints, sweeps, training_step
-from docs.solutions.cache_bytes import cache_bytes
-from docs.solutions.min_p import min_p
+from docs.solutions import training_step
 from docs.solutions.striped import pairs, striped_positions
 from docs.solutions.z_loss import log_z
 from picotron.config import Training
@@ -75,26 +69,3 @@ def test_wsd_with_a_root_equals_that_of_transformers() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     theirs = get_wsd_schedule(optimizer, 10, 20, 100, decay_type="1-sqrt", min_lr_ratio=0.1).lr_lambdas[0]
     assert_close([factor(step) for step in range(10, 101)], [theirs(step) for step in range(10, 101)], 1e-12)
-
-
-def test_safetensors_rows_and_sizes_are_read(tmp_path: Path) -> None:
-    a = torch.randn(3, 4)
-    save_file({"a": a}, tmp_path / "model-00001-of-00002.safetensors", {"format": "pt"})
-    save_file({"c": torch.ones(7)}, tmp_path / "model-00002-of-00002.safetensors", {"format": "pt"})
-    assert checkpoints.read_row(tmp_path / "model-00001-of-00002.safetensors", "a", 2) == a[2].numpy().tobytes()
-    assert checkpoints.sizes(tmp_path) == {"model": (19, 76)}
-
-
-def test_solutions_about_sweeps(tmp_path: Path) -> None:
-    layouts = [layout for layout in itertools.product((1, 2, 3, 4, 6, 12), repeat=4) if math.prod(layout) == 12]
-    assert sweeps.number_of_layouts(12) == len(layouts)
-    assert [sweeps.waits_for(job, 2) for job in range(5)] == [None, None, 0, 1, 2]
-    (tmp_path / "metrics.csv").write_text("name,status,final_loss\na,completed,3.5\nb,fail,1.5\nc,completed,2.5\n")
-    assert sweeps.best_run(tmp_path / "metrics.csv") == "c"
-
-
-def test_solutions_that_are_formulas() -> None:
-    sizes: dict[str, Any] = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-    assert cache_bytes(LlamaConfig(**sizes, hidden_size=4096, head_dim=128), 32, 8192) == 32 * 2**30
-    logits = 3 * torch.randn(20, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert_close(min_p(logits.softmax(-1), 0.3), MinPLogitsWarper(0.3)(None, logits).softmax(-1), 1e-12)

@@ -1,7 +1,6 @@
 """examples/distillation.py: loss and weights are those of transformers' models and torch's divergence."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +11,10 @@ from transformers import LlamaForCausalLM
 
 from conformance.oracle import assert_close, with_exact_norms
 from conformance.worker_pool import WorkerPool
-from examples.distillation import check_tokenizers, divergence, learn, read_config
+from examples.distillation import check_tokenizers, learn, read_config
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.rows import TextRows
-from picotron.process_group_manager import setup_process_group_manager
 from tests.support.examples import make_trainer, results, save_model, words
 from workbench.own_loops.trainer import Data
 from workbench.prepare.tokens import train_bpe
@@ -64,25 +62,6 @@ def test_losses_and_weights_are_those_of_transformers(pool: WorkerPool, tmp_path
         assert_close(record["loss"], loss.item())
     for name, parameter in student.named_parameters():
         assert_close(weights[name], parameter.detach(), what=name)
-
-
-def loss_in_bfloat16() -> None:
-    """The logits of two models, of which each is rounded; the loss is not."""
-    setup_process_group_manager(1, 1, 1, 1)
-    generator = torch.Generator().manual_seed(0)
-    teacher, student = (
-        (8 * torch.randn(2, LENGTH, 300, generator=generator)).bfloat16().requires_grad_() for _ in range(2)
-    )
-    head = SimpleNamespace(local_logits=lambda x: student)
-    batch = {"teacher": teacher.detach(), "target_ids": torch.zeros(2, LENGTH, dtype=torch.int64)}
-    loss, count, _ = divergence(head, torch.empty(0), batch, 2.0)
-    log_p, log_q = (torch.log_softmax(each.double() / 2, -1) for each in (teacher, student))
-    assert_close(loss.item(), 4 * F.kl_div(log_q, log_p, reduction="sum", log_target=True).item(), 1e-5)
-    assert (loss.dtype, int(count)) == (torch.float32, 2 * LENGTH)
-
-
-def test_the_loss_of_bfloat16_logits_is_computed_in_float32(pool: WorkerPool) -> None:
-    pool.run(loss_in_bfloat16, 1)
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """examples/dpo.py: loss and weights are those of the paper's formula with transformers' model, in every layout."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ from workbench.own_loops.trainer import Data, fingerprint
 from workbench.prepare.tokens import tokenizer_folder
 
 BETA, LENGTH = 0.3, 24
-SOME_MARKED = """{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\n' }}
-{%- if message['role'] == 'assistant' and message['content'] != 'is' -%}
-{% generation %}{{- message['content'] + '<|im_end|>\n' }}{% endgeneration %}
-{%- else -%}{{- message['content'] + '<|im_end|>\n' }}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' }}{%- endif -%}"""
 PAIRS = [
     {"prompt": "What is 2 + 2?", "chosen": " It is 4.", "rejected": " It is 2 + 2, is it?"},
     {"prompt": "def f(x):\n", "chosen": "    return x + 1\n", "rejected": "    x\n"},
@@ -124,10 +116,9 @@ def test_a_resumed_run_continues_with_the_same_reference(pool: WorkerPool, folde
     assert pool.run(train, 1, config("half", checkpoint__load_path="latest"))[0][0] == whole
 
 
-@pytest.mark.parametrize("template", [CHATML, SOME_MARKED], ids=["plain", "some marked"])
-def test_conversations_count_the_turns_of_the_answer_only(folder: Path, tmp_path: Path, template: str) -> None:
+def test_conversations_count_the_turns_of_the_answer_only(folder: Path, tmp_path: Path) -> None:
     save_model(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(with_template(str(tmp_path), template))
+    tokenizer = AutoTokenizer.from_pretrained(with_template(str(tmp_path), CHATML))
     prompt = messages([("user", "What is 2 + 2?"), ("assistant", "It is 4."), ("user", "user?")])
     chosen = messages([("assistant", "is"), ("user", "What?"), ("assistant", "It")])
     rejected = messages([("assistant", "What")])
@@ -141,23 +132,15 @@ def test_conversations_count_the_turns_of_the_answer_only(folder: Path, tmp_path
         ids = tokenizer(text)["input_ids"]
         assert inputs[: len(ids) - 1].tolist() == ids[:-1]
         counted = text.removeprefix(before).replace("<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n", "")
-        counted = counted.removeprefix("is<|im_end|>\n") if template == SOME_MARKED else counted
         assert tokenizer.decode(targets[targets != -100]) == counted
 
 
 U, A = (lambda text: {"role": "user", "content": text}), (lambda text: {"role": "assistant", "content": text})
 SHAPES: dict[str, list[dict[str, Any]]] = {
     "messages": [
-        {"prompt": [U("What?"), A("It"), U("is?")], "chosen": [A("is 2")], "rejected": [A("is it")]},
-        {
-            "prompt": [U("What?"), A("It"), U("is?")],
-            "chosen": [U("What?"), A("It"), U("is?"), A("is 2")],
-            "rejected": [U("What?"), A("It"), U("is?"), A("is it")],
-        },
-        {
-            "chosen": [U("What?"), A("It"), U("is?"), A("is 2")],
-            "rejected": [U("What?"), A("It"), U("is?"), A("is it")],
-        },
+        {"prompt": [U("What?")], "chosen": [A("is 2")], "rejected": [A("is it")]},
+        {"prompt": [U("What?")], "chosen": [U("What?"), A("is 2")], "rejected": [U("What?"), A("is it")]},
+        {"chosen": [U("What?"), A("is 2")], "rejected": [U("What?"), A("is it")]},
     ],
     "texts": [
         {"prompt": "What?", "chosen": " 2", "rejected": " it"},
@@ -181,22 +164,10 @@ def test_all_shapes_of_trl_are_the_same_pair(folder: Path, tmp_path: Path, shape
             assert tokenizer.decode(ids).count("What?") == 1
 
 
-def test_pairs_with_equal_answers_are_left_out_and_counted(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    others = [{"prompt": "a", "chosen": "", "rejected": ""}, {"prompt": "a" * 99, "chosen": "b", "rejected": "c"}]
-    path = write_jsonl(tmp_path / "pairs.jsonl", [*others, *PAIRS])
-    config = config_of(folder, tmp_path, {}, dataset__name=path, training__num_samples=4)
-    with caplog.at_level(logging.INFO):
-        assert len(read_pairs(config, AutoTokenizer.from_pretrained(folder / "model"))) == 2
-    assert "1 are too long, and 1 have equal answers" in caplog.messages[-1]
-
-
 @pytest.mark.parametrize(
     ("record", "message"),
     [
         ({"prompt": "a", "chosen": "b"}, "line 1: there should be a prompt, chosen and rejected"),
-        ({"prompt": [U("a")], "chosen": "b", "rejected": "c"}, "there should be a prompt"),
         ({"prompt": [U("a")], "chosen": [U("b"), A("c")], "rejected": [A("b")]}, "should begin with"),
         ({"prompt": "a" * 999, "chosen": "b", "rejected": "c"}, "of 1 pairs in .*, 1 are too long"),
     ],

@@ -21,10 +21,6 @@ def rows(drawn: dict[str, Any]) -> list[list[tuple[str, float, float]]]:
     ]
 
 
-def times(drawn: dict[str, Any]) -> dict[str, float]:
-    return {action: end - start for rank in rows(drawn) for action, start, end in rank}
-
-
 # ----------------------------------------------------------------------------------------------------------- timelines
 
 
@@ -40,38 +36,6 @@ def test_timeline_is_that_of_the_simulator(name: str) -> None:
         levels = [level for pair in zip(drawn["during"][rank], drawn["after"][rank], strict=True) for level in pair]
         assert levels == pytest.approx([live for _, live in curve[1:]], abs=1e-8)
         assert drawn["peaks"][rank] == pytest.approx(max(levels))
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_critical_path_is_as_long_as_the_step(name: str) -> None:
-    """Its actions, and the messages between ranks, fill the step without a gap."""
-    message = 0.4
-    drawn = ask("timeline", schedule=name, pp=4, micro_batches=6, message=message, factors="1 1.5 1 1", last=0.2)
-    spans = [(rank, *span) for rank, spans in enumerate(rows(drawn)) for span in spans]
-    at = max(range(len(spans)), key=lambda i: spans[i][3])
-    length = 0.0
-    while at >= 0:
-        rank, _, start, end = spans[at]
-        before = drawn["waits"][at]
-        latency = message if before >= 0 and spans[before][0] != rank else 0.0
-        length += end - start + latency
-        if before >= 0:
-            assert start == pytest.approx(spans[before][3] + latency, rel=1e-9)
-        at = before
-    assert length == pytest.approx(drawn["step_time"], rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        ({"first": 1, "last": 0.25, "factors": "1 2 3 4"}, [1.5, 1, 1.5, 3]),  # (0.5 + 1) x 1, ..., 0.75 x 4
-        ({"factors": "1, 3"}, [0.5, 1.5, 1.5, 0.5]),  # by rank
-        ({"layout": "Ettt|t|t|tttL"}, [0.75, 0.25, 0.25, 0.75]),  # of 8 layers, 4 on each rank
-    ],
-)
-def test_stages_have_their_own_times(asked: dict[str, Any], expected: list[float]) -> None:
-    drawn = ask("timeline", schedule="zbv", pp=2, micro_batches=2, **asked)
-    assert [times(drawn)[f"{stage}F0"] for stage in range(4)] == expected
 
 
 def test_best_schedule_fits_and_is_at_least_as_fast_as_those_that_fit() -> None:
@@ -102,10 +66,7 @@ F = "def f(rank, pp, m):\n    return "
     ("function", "asked", "field", "part"),
     [
         ("timeline", {"schedule": "zbv", "factors": "1 0 1 1"}, "factors", "'1 0 1 1'"),
-        ("timeline", {"schedule": "1f1b", "layout": "Et|tt|tL"}, "layout", "'Et|tt|tL' has 3 stages"),
         ("best", {"memory": 0.5}, None, "0.5"),
-        ("timeline", {"schedule": "csv", "text": "0F0,0Q0"}, None, "'0Q0' in line 1, column 2"),
-        ("timeline", {"schedule": "python", "text": "x = 1"}, None, "no function"),
         ("timeline", {"schedule": "python", "text": f"{F}programme"}, None, "line 2: NameError"),
         ("timeline", {"schedule": "python", "text": f"{F}[Action('F', rank)] * 9999"}, None, "39,996 actions"),
     ],

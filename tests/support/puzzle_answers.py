@@ -26,10 +26,7 @@ FAILURES = [
     ("", "while True: print(f'rank {group.rank}')\n", "HANGS", "after 0.5 s: ranks 0, 1 and 2 are in line 2, `while True"),
     ("", "return x if group.rank == 1 else group.reduce_scatter(x)\n", "ERROR", "rank 0 calls reduce_scatter .*, but rank 1 has returned"),
     ("", "return group.all_gather(x[: 1 + group.rank])\n", "ERROR", "line 2, .*shape .1,., but rank 1 calls all_gather of shape .2,."),
-    ("", "return x +\n", "ERROR", r"p01_all_reduce.py, line 2: SyntaxError"),
-    ("import torhc\n", "return x\n", "ERROR", "line 1, `import torhc`: ModuleNotFoundError"),
     ("import os; os._exit(0)\n", "return x\n", "ERROR", "has ended its process"),
     ("all_reduce = None\n", "return group.all_reduce(x)\n", "ERROR", "solve this puzzle without group.all_reduce"),
     ("", "return x.tolist()\n", "WRONG", "should be a tensor of shape .6,., float64, but is list"),
-    ("", "return x.new_zeros(2**30)\n", "ERROR", "RuntimeError: .*memory"),
 ]  # fmt: skip

@@ -10,11 +10,10 @@ import pytest
 from picotron.console import UserError
 from workbench.drawing import __main__ as drawing
 from workbench.drawing.draw import as_trace
-from workbench.drawing.draw_svg import CURVE, LEFT, as_page, as_svg
-from workbench.drawing.draw_text import as_text
+from workbench.drawing.draw_svg import LEFT, as_page, as_svg
 from workbench.schedules.schedule_csv import read_csv
 from workbench.schedules.schedules import SCHEDULES, build
-from workbench.schedules.simulate import Costs, Timeline, peak_activations, simulate
+from workbench.schedules.simulate import Costs, Timeline, simulate
 from workbench.schedules.trace import read_trace, trace_line, trace_path
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -34,25 +33,10 @@ def run(*arguments: object) -> None:
     drawing.main([str(argument) for argument in arguments])
 
 
-# ----------------------------------------------------------------------------------------------------------- text
-
-
-def test_text_shows_names_if_they_fit() -> None:
-    assert as_text(timeline_of("1f1b", 3, 4)).splitlines()[:-1] == [
-        "pp 0  0F0 0F1 0F2 ................0B0---- 0F3 0B1---- ....0B2---- ....0B3----",
-        "      ▃▃▃▃▆▆▆▆████████████████████████████████████████▆▆▆▆▆▆▆▆▆▆▆▆▃▃▃▃▃▃▃▃▃▃▃",
-        "pp 1  ....1F0 1F1 ........1B0---- 1F2 1B1---- 1F3 1B2---- ....1B3---- ........",
-        "          ▃▃▃▃▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▃▃▃▃▃▃▃▃▃▃▃▃",
-        "pp 2  ........2F0 2B0---- 2F1 2B1---- 2F2 2B2---- 2F3 2B3---- ................",
-        "              ▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃▃",
-        "time  0                   5                   10                  15",
-    ]
-
-
 # ------------------------------------------------------------------------------------------------- pictures and pages
 
 
-def test_svg_has_a_rectangle_for_every_action_and_a_memory_curve() -> None:
+def test_svg_has_a_rectangle_for_every_action() -> None:
     timeline = timeline_of("dualpipev")
     root = ElementTree.fromstring(as_svg(timeline, width=1000))
     scale = (1000 - LEFT - 12) / timeline.step_time
@@ -67,10 +51,6 @@ def test_svg_has_a_rectangle_for_every_action_and_a_memory_curve() -> None:
         assert rectangle.findtext(f"{SVG}title") == title
         assert float(rectangle.get("x", "")) == pytest.approx(x, abs=0.01)
         assert float(rectangle.get("width", "")) == pytest.approx(width, abs=0.01)
-    peaks = [peak_activations(program) / 2 for program in timeline.programs]
-    for peak, polygon in zip(peaks, root.iter(f"{SVG}polygon"), strict=True):
-        heights = [float(point.split(",")[1]) for point in polygon.get("points", "").split()]
-        assert max(heights) - min(heights) == pytest.approx(CURVE * peak / max(peaks), abs=0.02)
 
 
 # ---------------------------------------------------------------------------------------------------------- traces
@@ -99,9 +79,7 @@ def test_trace_round_trip_keeps_the_timeline(tmp_path: Path) -> None:
     ("content", "part"),
     [
         ('{"rank": 1, "action": "0F0", "start": 0, "end": 1}', r"incomplete: .*\[1\]"),
-        ('{"rank": 0, "action": "0R", "start": 0, "end": 1}', "no forward or backward"),
         ("nonsense", "line 1 is 'nonsense'"),
-        ('{"rank": 0, "action": "0F0", "start": 2, "end": 1}', "line 1"),
         ('{"rank": 0, "action": "0F0", "start": NaN, "end": 1}', "line 1"),
     ],
 )
@@ -139,28 +117,11 @@ def test_draw_prints_all_schedules_files_and_measured_steps(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
-    ("arguments", "printed"),
-    [
-        ("schedule zb_h1 --pp 2 --micro_batches 4 --activations 10 30 --deferred 0.5", "by pp rank 20 45"),
-        ("schedule afab --pp 2 --micro_batches 4 --transfer 2 --p2p 0.5", "step time 35"),
-        ("search --pp 2 --micro_batches 4 --memory 1 --deferred 3 --chunks 1", "peak activations by pp rank 1 1"),
-        ("generation --pp 2 --tokens 3", "step time 7, bubble 14.3%"),
-    ],
-)
-def test_options_change_the_result(arguments: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run(*arguments.split())
-    assert printed in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
     ("arguments", "part"),
     [
         ("schedule 1f1b --activations 1 2", "--activations has 2 sizes"),
-        ("csv nowhere.csv", "'nowhere.csv'"),
-        ("schedule 1f1b --out a.gif", r"--out a\.gif"),
         ("schedule 1f1b --out nowhere/a.svg", r"--out nowhere/a\.svg"),
         ("schedule 1f1b --memory 2", "--memory 2"),  # an option without effect
-        ("schedule 1f1b --p2p 1e308", "--p2p: '1e308'"),
         ("search --memory 2 --chunks 1 --activations 1 2", "--activations: not allowed with argument --chunks"),
     ],
 )

@@ -5,19 +5,8 @@ from pathlib import Path
 import pytest
 
 from docs.programs.scoreboard import FOLDER, read_entry
-from picotron.console import UserError
-from workbench.drawing import __main__ as drawing
 from workbench.drawing.score import MESSAGES, TIMES, Score, Setting, bound, published, ranking, settings
-from workbench.schedules.actions import Schedule
 from workbench.schedules.checker import check
-from workbench.schedules.schedule_csv import as_csv
-from workbench.schedules.schedules import build
-
-
-def written(schedule: Schedule, folder: Path) -> Path:
-    path = folder / "own.csv"
-    path.write_text(as_csv(schedule.programs))
-    return path
 
 
 def test_ranking_by_hand() -> None:
@@ -44,18 +33,6 @@ def test_bound_by_hand() -> None:
     assert bound(Setting(4, 8, "p/3", 0.0, "equal")) == 1.5 + 8 * 5
 
 
-@pytest.mark.parametrize(
-    ("schedule", "part"),
-    [
-        (build("1f1b", 2, 4), "no setting has pp=2 and micro_batches=4"),
-        (build("afab", 4, 16), "up to 16 micro-batches"),
-    ],
-)
-def test_other_programs_are_refused(schedule: Schedule, part: str, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=f"error: .*{part}"):
-        drawing.main(["score", str(written(schedule, tmp_path))])
-
-
 def check_entry(path: Path) -> None:
     entry = read_entry(path)
     check(entry.schedule)
@@ -71,12 +48,3 @@ def check_entry(path: Path) -> None:
 def test_entries_fit_the_settings_that_they_claim() -> None:
     for path in FOLDER.glob("*.csv"):
         check_entry(path)
-
-
-def test_entries_need_their_description(tmp_path: Path) -> None:
-    (tmp_path / "mine_4_8.csv").write_text(as_csv(build("v_min", 4, 8).programs))
-    (tmp_path / "mine.json").write_text('{"name": "mine"}')
-    with pytest.raises(UserError, match=r"mine_4_8.csv needs .*mine.json"):
-        read_entry(tmp_path / "mine_4_8.csv")
-    (tmp_path / "mine.json").write_text('{"name": "a", "author": "b", "link": "https://c", "memory": "p/2"}')
-    check_entry(tmp_path / "mine_4_8.csv")

@@ -1,7 +1,6 @@
 """generate.py: text and files of completions from one process and several, and what is wrong in one sentence."""
 
 import json
-import logging
 import math
 import shutil
 import sys
@@ -57,18 +56,6 @@ def test_program_prints_the_text_of_transformers_and_obeys_the_seed(
         for seed in (1, 1, 2)
     ]
     assert sampled[0] == sampled[1] != sampled[2]
-
-
-def test_program_ends_texts_at_the_maximum_length_of_the_model_and_says_so(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        texts = [
-            run(monkeypatch, capsys, "--checkpoint", folder, "--prompt", "d", "--max_new_tokens", new)
-            for new in (63, 64)
-        ]
-    assert texts[0] == texts[1]
-    assert caplog.messages == ["texts end at 64 tokens, the model's maximum sequence length"]
 
 
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])

@@ -15,7 +15,6 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.parallelize import build_stage
 from tests.support.nccl_calls import Part, Program
-from tests.support.nccl_order import Play
 from tests.support.nccl_programs import describe, recorded_rank
 from tests.workbench.pipelines.test_nccl_order import assert_finishes
 from workbench.generation.rotation import Group, Rotation, generating
@@ -23,7 +22,6 @@ from workbench.generation.sampling import Sampling
 from workbench.pipelines.engine import check_layout
 from workbench.schedules.actions import Action
 from workbench.schedules.generation import generation
-from workbench.schedules.simulate import simulate
 
 ROUNDS = 4
 LAYOUTS: list[dict[str, Any]] = [
@@ -82,10 +80,3 @@ def test_generation_finishes_on_nccl(layout: dict[str, Any]) -> None:
     keys = {"pp_engine": "1f1b"} | layout
     programs = programs_of(pipeline_config(keys.pop("pp_engine"), keys.pop("pp_size"), 4, **keys))
     assert_finishes(programs)
-
-
-@pytest.mark.parametrize("engine", ["1f1b", "looped_bfs"])
-def test_generation_takes_as_long_as_simulated(engine: str) -> None:
-    config = pipeline_config(engine, 3, 4)
-    chunks = check_layout(config, tiny_llama(num_hidden_layers=8)).schedule.chunks
-    assert Play(programs_of(config)).run() == simulate(generation(3, 3, ROUNDS, chunks)).step_time

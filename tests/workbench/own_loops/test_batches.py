@@ -12,9 +12,7 @@ from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.model.weights import main_grad
-from picotron.optimizer import AdamW, update_weights
 from workbench.own_loops.batches import cross_entropy, forward_batch, split_batch, train_batch
-from workbench.own_loops.sequences import pack_sequences
 from workbench.pipelines.engine import make_evaluation, plan_pipeline
 
 MODEL = tiny_llama(num_hidden_layers=6)
@@ -118,48 +116,30 @@ def mistakes(layout: dict[str, Any]) -> list[tuple[str, str]]:
 
     found = [
         ("there are no micro-batches", train([])),
-        ("the micro-batches are a dict", train(parts[0])),
-        ("micro-batch 0 is a list", train([[1, 2]])),
         ("no tensor 'position_ids'", train([{"input_ids": parts[0]["input_ids"]}])),
         ("input_ids have shape [16]", changed(input_ids=torch.arange(16))),
-        ("input_ids have shape [2, 0]", changed(input_ids=torch.zeros(2, 0, dtype=torch.int64))),
         ("input_ids have dtype torch.float32", changed(input_ids=torch.zeros(2, 16))),
         ("vocab_size is 61", changed(input_ids=parts[0]["input_ids"] + 30)),
         ("target_ids have 9999", changed(target_ids=torch.full((2, 16), 9999))),
-        ("target_ids have -1", changed(target_ids=torch.full((2, 16), -1))),
         ("target_ids have shape [2, 15]", changed(target_ids=torch.zeros(2, 15, dtype=torch.int64))),
-        ("target_ids are a list", changed(target_ids=[[1]])),
         ("cu_seqlens are a list", changed(cu_seqlens=[0, 16, 32])),
-        ("cu_seqlens have dtype torch.float32", changed(cu_seqlens=rows.float())),
-        ("cu_seqlens have shape []", changed(cu_seqlens=torch.tensor(32))),
         ("from 0 to 32", changed(cu_seqlens=rows[:-1])),
-        ("from 0 to 32", changed(cu_seqlens=torch.tensor([0, 20, 16, 32]))),
-        ("cu_seqlens lack 16", changed(cu_seqlens=rows[[0, 2]])),
         ("hides tokens before others", changed(attention_mask=left)),
-        ("no error", changed(attention_mask=left.flip(1))),
         ("0 and 3 has target_weights", train([*parts[:-1], parts[-1] | {"target_weights": torch.ones(2, 16)}])),
         ("NaN", train([part | {"target_weights": torch.full((2, 16), torch.nan)} for part in parts])),
-        ("global batch sum to 0", train(zeros)),
         ("global batch sum to 0", train([part | {"target_ids": torch.full((2, 16), -100)} for part in parts])),
         ("scope='rank'", train(zeros, scope="rank")),
         ("8 sequences", split(global_batch(), 3)),
-        ("micro_batches=0", split(global_batch(), 0)),
         ("number has 7 sequences", split(global_batch() | {"number": torch.arange(7)})),
-        ("hides tokens before others", split(global_batch() | {"attention_mask": torch.arange(16).repeat(8, 1)})),
-        ("not a NoneType", split({"labels": torch.zeros(8, 16)})),
-        ("not of shape [16]", split({"input_ids": torch.arange(16)})),
     ]
     if layout:
         return [*found, ("for 4 micro-batches, not 3", train(parts[:3]))]
     found += [
         ("loss of shape [2, 16]", train(parts, lambda head, x, batch: head.log_probs(x, batch["target_ids"]))),
-        ("loss as a float", returned(lambda loss: 1.0)),
         ("a tuple of 2", returned(lambda loss: (loss, 1.0))),
         ("without a gradient", returned(lambda loss: loss.detach())),
-        ("weight as a str", returned(lambda loss: (loss, "1", {}))),
         ("sum to 0", returned(lambda loss: (loss, 0.0, {}))),
         ("'rows' of shape [2]", returned(lambda loss: (loss, 1.0, {"rows": loss.expand(2)}))),
-        ("whose name is 1", returned(lambda loss: (loss, 1, {1: loss, "a": loss}))),
         ("different names for two micro-batches", train(parts, names)),
         ("no error", returned(lambda loss: (loss, 1, {"loss": 3.0, "weight": 5, "step": loss}))),
         ("no target_ids", train([{key: part[key] for key in part if key != "target_ids"} for part in parts])),
@@ -185,16 +165,14 @@ def different_batches(layout: dict[str, Any], what: str) -> str:
         parts = parts[1:]
     elif what == "zeros":
         parts = [part | {"target_weights": torch.full((2, 16), float(rank))} for part in parts]
-    elif rank == 1 and what in ("input_ids", "target_ids", "target_weights"):
-        new = torch.ones(2, 16) if what == "target_weights" else parts[0][what].flip(0)
-        parts = [part | {what: new} for part in parts]
-    outputs: list[Any] | None = [] if rank == 1 and what == "outputs" else None
+    elif rank == 1 and what in ("input_ids", "target_ids"):
+        parts = [part | {what: parts[0][what].flip(0)} for part in parts]
 
     def named(head: Any, x: Tensor, batch: dict[str, Any]) -> Any:
         return cross_entropy(head, x, batch), 1.0, {f"n{rank}": 1.0}
 
     loss_fn, scope = named if what == "names" else cross_entropy, "dp_rank" if what == "zeros" else "global"
-    return message(lambda: train_batch(step, model, parts, loss_fn, scope=scope, outputs=outputs))
+    return message(lambda: train_batch(step, model, parts, loss_fn, scope=scope))
 
 
 @pytest.mark.parametrize(
@@ -204,8 +182,6 @@ def different_batches(layout: dict[str, Any], what: str) -> str:
         ({"tp_size": 2}, "target_ids", "target_ids of micro-batch 0 differ between ranks 0 and 1"),
         ({"dp_size": 2}, "input_ids", "no error"),
         ({"dp_size": 2}, "count", "rank 1 has 1"),
-        ({"tp_size": 2}, "outputs", "list of outputs"),
-        ({"dp_size": 2}, "target_weights", "0 and 1 has target_weights"),
         ({"dp_size": 2}, "zeros", "a data-parallel rank sum to 0"),
         ({"dp_size": 2}, "names", "'n0' on some ranks only"),
     ],
@@ -217,22 +193,19 @@ def test_batches_that_should_be_equal_are_compared(
         assert expected in found
 
 
-def unfrozen_later(dp_engine: str) -> str:
-    config = config_of({"dp_engine": dp_engine})
+def unfrozen_later() -> str:
+    config = config_of({})
     model, batches = wrapped(config, MODEL), split_batch(global_batch(), 4)
-    optimizer, weight = AdamW(model, config.training, False), model.module.module.model.norm.weight
-    before = optimizer.masters[weight].clone()
+    weight = model.module.module.model.norm.weight
     weight.requires_grad_(False)
     train_batch(step_of(config, MODEL), model, batches)
-    update_weights(model, optimizer, 1.0)
-    assert optimizer.masters[weight].equal(before)
+    model.zero_grad()
     weight.requires_grad_(True)
     return message(lambda: train_batch(step_of(config, MODEL), model, batches))
 
 
-@pytest.mark.parametrize("dp_engine", ["bucket", "zero3"])
-def test_a_parameter_that_was_frozen_stays_frozen(pool: WorkerPool, dp_engine: str) -> None:
-    assert "norm.weight requires a gradient, but was frozen" in pool.run(unfrozen_later, 1, dp_engine)[0]
+def test_a_parameter_that_was_frozen_stays_frozen(pool: WorkerPool) -> None:
+    assert "norm.weight requires a gradient, but was frozen" in pool.run(unfrozen_later, 1)[0]
 
 
 def with_length(layout: dict[str, Any], model_config: Any, tokens: int, document: int) -> str:
@@ -247,7 +220,6 @@ def with_length(layout: dict[str, Any], model_config: Any, tokens: int, document
     ("layout", "tokens", "document", "expected"),
     [
         ({"tp_size": 2, "sequence_parallel": True}, 7, 7, "7 tokens per sequence"),
-        ({}, 16, 8, "no error"),
         ({}, 16, 16, "sliding_window=8"),
     ],
 )
@@ -259,19 +231,12 @@ def test_lengths_that_do_not_fit_the_layout_or_the_model_are_an_error(
         assert expected in found
 
 
-def other_sharding(kind: str) -> str:
+def other_sharding() -> str:
     config = config_of({"cp_size": 2, "cp_sharding": "contiguous"})
-    model, batch = wrapped(config, MODEL), {key: global_batch()[key] for key in ("input_ids", "target_ids")}
-    if kind == "packed":
-        batches = pack_sequences([{key: batch[key][i] for key in batch} for i in range(8)], 4).batches
-    else:
-        rows, tokens = batch["input_ids"].shape
-        batch |= {"cu_seqlens": torch.arange(0, rows * tokens + 1, tokens // 2)} if kind == "documents" else {}
-        batches = split_batch(batch, 4)
-    return message(lambda: train_batch(step_of(config, MODEL), model, batches))
+    model = wrapped(config, MODEL)
+    return message(lambda: train_batch(step_of(config, MODEL), model, split_batch(global_batch(), 4)))
 
 
-@pytest.mark.parametrize("kind", ["rows", "documents", "packed"])
-def test_batches_that_are_sharded_unlike_the_model_are_an_error(pool: WorkerPool, kind: str) -> None:
-    for found in pool.run(other_sharding, 2, kind):
+def test_batches_that_are_sharded_unlike_the_model_are_an_error(pool: WorkerPool) -> None:
+    for found in pool.run(other_sharding, 2):
         assert "cp_sharding='zigzag', but the config has 'contiguous'" in found

@@ -10,27 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conformance.oracle import assert_close, make_config, oracle_training, random_rows, random_tokens, tiny_llama
-from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
-from picotron.config_reader import leaf_keys
 from picotron.console import UserError
 from picotron.data.loader import epoch_order
 from picotron.model.weights import parameters_and_shards
 from picotron.parallelize import unwrap
-from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import StopSignals
 from tests.support.examples import make_trainer, results, save_weights
 from workbench.own_loops.batches import cross_entropy
 from workbench.own_loops.trainer import (
-    DATA_SET_KEYS,
-    KEYS_WITH_EFFECT,
-    RECORD_KEYS,
     Data,
-    FrozenModel,
     fingerprint,
     set_up,
-    used_keys,
 )
 
 
@@ -126,34 +118,6 @@ def test_frozen_parameters_stay_and_a_signal_ends_the_loop_with_a_checkpoint(poo
     assert not (tmp_path / "run" / "step_00000002" / "tokenizer.json").exists()
 
 
-def several_steps_per_pass(config: Config) -> list[str]:
-    trainer = make_trainer(config, Data())
-    batch = {"input_ids": torch.arange(32).view(2, 16), "target_ids": torch.arange(1, 33).view(2, 16)}
-    for _ in trainer.steps():
-        for _ in range(3):
-            trainer.train(trainer.split(batch))
-    return sorted(path.name for path in Path(config.checkpoint.save_dir).glob("step_*"))
-
-
-def test_checkpoints_are_written_when_several_steps_are_taken_in_a_pass(pool: WorkerPool, tmp_path: Path) -> None:
-    config = config_of(tmp_path, training__total_train_steps=12, checkpoint__save_frequency=5)
-    (found,) = pool.run(several_steps_per_pass, 1, config)
-    assert found == ["step_00000006", "step_00000012"]  # the first passes that end at step 5 and 10 or later
-
-
-def stopped_at_once(config: Config) -> list[Path]:
-    trainer = make_trainer(config, Data())
-    for _ in trainer.steps():
-        StopSignals.received = signal.SIGTERM
-    StopSignals.received = 0
-    assert (trainer.progress.step, trainer.stop) == (0, signal.SIGTERM)
-    return list(Path(config.checkpoint.save_dir).glob("step_*"))
-
-
-def test_a_run_that_is_stopped_before_its_first_step_writes_no_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(stopped_at_once, 1, config_of(tmp_path)) == [[]]
-
-
 def numbers_of_samples(config: Config, larger: Config) -> list[int]:
     """Return the numbers of the samples of four steps, of which the third and the fourth have a larger batch."""
     trainer, found = make_trainer(config, Data()), []
@@ -184,25 +148,3 @@ def data_of_its_own(config: Config) -> None:
 
 def test_ranks_with_other_data_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(data_of_its_own, 2, config_of(tmp_path, distributed__dp_size=2))
-
-
-def teacher_of_its_own(config: Config, *folders: str) -> None:
-    layout = config.distributed
-    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    with pytest.raises(UserError, match=r"rank 1 has the model's rms_norm_eps=0\.1"):
-        FrozenModel(config, folders[dist.get_rank()], CPU)
-
-
-def test_ranks_with_other_teachers_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
-    folders = [str(tmp_path / name) for name in ("one", "two")]
-    for folder, eps in zip(folders, (1e-5, 0.1), strict=True):
-        tiny_llama(rms_norm_eps=eps).save_pretrained(folder)
-    pool.run(teacher_of_its_own, 2, config_of(tmp_path, distributed__dp_size=2), *folders)
-
-
-def test_help_lists_the_keys_that_have_an_effect() -> None:
-    keys = used_keys("training.eval_steps")
-    assert {"training.eval_steps", "distributed.dp_size"} <= set(keys)
-    assert not {"training.eval_frequency", "logging.use_wandb"} & set(keys)
-    named = {*KEYS_WITH_EFFECT.split(), *DATA_SET_KEYS.split(), *RECORD_KEYS.split()}
-    assert named <= {*leaf_keys(), *Config.model_fields}

@@ -25,7 +25,6 @@ from workbench.schedules.schedules import build
         ({"pp_layout": "Ettt|tttt|L"}, "has 3 stages, but pp_size times pp_chunks (of pp_engine) is 2"),
         ({"pp_engine": "zbv", "pp_layout": "Et|||tttttL"}, "pp_layout='Et|||tttttL' gives pp rank 1 nothing"),
         ({"pp_engine": "csv:FILE", "pp_size": 3}, "distributed.pp_size=2, but the config has 3"),
-        ({"pp_engine": "csv:FILE", "training__gradient_accumulation_steps": 8}, "=4, but the config has 8"),
     ],
 )
 def test_mismatch_is_rejected_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -36,13 +35,6 @@ def test_mismatch_is_rejected_in_one_line(changes: dict[str, Any], message: str,
     with pytest.raises(UserError, match=re.escape(message)) as error:
         plan_pipeline(config, tiny_llama(num_hidden_layers=6))
     assert len(str(error.value).splitlines()) == 1
-
-
-def test_single_rank_ignores_pp_engine() -> None:
-    for engine in ("zbv", "csv:nowhere.csv"):
-        plan = plan_pipeline(make_config(distributed__pp_engine=engine), tiny_llama())
-        assert list(map(str, plan.stages)) == ["EtttL"]
-        assert not plan.schedule.splits_backward
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
 """The cache: complete and intact entries, one writer at a time, and nothing left of writers that were killed."""
 
-import logging
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -90,26 +87,6 @@ def test_what_killed_writers_left_is_deleted(folder: Path) -> None:
     assert len(list(folder.glob("*.unfinished/data"))) == 1
     cached("another", "key", Writer())
     assert list(folder.glob("*.unfinished")) == []
-
-
-def test_a_lock_of_another_process_is_announced_and_waited_for(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write = Writer()
-    entry = cached("kind", "key", write)
-    truncated(entry / "data")
-    locked = threading.Event()
-
-    def hold_lock() -> None:
-        with FileLock(f"{entry}.lock"):
-            locked.set()
-            time.sleep(1.5)
-
-    threading.Thread(target=hold_lock).start()
-    locked.wait()
-    start = time.monotonic()
-    with caplog.at_level(logging.INFO, "picotron"):
-        cached("kind", "key", write)
-    assert time.monotonic() - start > 1.2
-    assert caplog.messages[0] == f"waiting for another process that writes {entry}"
 
 
 def test_a_lock_does_not_stop_those_who_only_read() -> None:

@@ -44,16 +44,6 @@ def test_number_of_tokenising_processes_does_not_change_the_samples(tmp_path: Pa
     assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_bpe_is_trained_on_prompts_and_completions(tmp_path: Path) -> None:
-    name = write_jsonl(tmp_path / "a.jsonl", [{"q": "abab" * 9, "a": "xyxy" * 9}] * 3)
-    data = encode(config_of(name, "bpe"))
-    (tokenizer,) = [path for path in (tmp_path / "cache" / "picotron").glob("bpe-*") if path.is_dir()]
-    vocabulary = AutoTokenizer.from_pretrained(tokenizer).get_vocab()
-    assert {"abab", "xyxy"} <= vocabulary.keys()
-    assert len(data.tokens) < 50
-
-
 def test_samples_and_text_of_a_file_do_not_share_a_cache(tmp_path: Path, folder: str) -> None:
     name = write_pairs(tmp_path)
     configs = [
@@ -88,13 +78,6 @@ CHATS = [
     [("user", "What is 2 + 2?"), ("assistant", "It is 4.")],
     [("system", "Be brief."), ("user", "x"), ("assistant", "1"), ("user", "y"), ("assistant", "2 🙂"), ("user", "bye")],
 ]
-
-
-def test_a_mark_in_a_comment_is_none(tmp_path: Path, folder: str) -> None:
-    name = write_jsonl(tmp_path / "a.jsonl", [{"chat": messages(chat)} for chat in CHATS])
-    plain = split(encode(config_of(name, with_template(folder, CHATML), **CHAT)))
-    for comment in ("{# put {% generation %} here #}", "{{ '{% generation %}' if false else '' }}"):
-        assert split(encode(config_of(name, with_template(folder, comment + CHATML), **CHAT))) == plain
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
 """Tokenising data sets: documents and tokenizers, streams of tokens, and rejected data sets."""
 
 import json
-import resource
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -61,13 +58,6 @@ def test_tokens_are_cached_until_the_content_changes(tmp_path: Path, tokenizer: 
     assert len(list(cache.glob("*/tokens.uint16"))) == 2
 
 
-def test_python_stdlib_has_source_files_in_a_fixed_order() -> None:
-    files = python_stdlib()
-    assert files == python_stdlib() == sorted(files)
-    assert any(file.parts[-2:] == ("json", "decoder.py") for file in files)
-    assert not any({"test", "site-packages", "encodings"} & set(file.parts) for file in files)
-
-
 def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
     config = make_config(model__tokenizer="bpe", training__num_samples=30)
     tokens = load_tokens(config, tiny_llama(vocab_size=600))
@@ -86,10 +76,8 @@ def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
         ({"dataset__name": "./no/such/file.txt"}, "there is no such file or folder"),
         ({"dataset__name": "nobody/no-such-data"}, "cannot be loaded"),
         ({"dataset__name": "FOLDER/good.jsonl", "dataset__split": "nonsense"}, "has only the split 'train'"),
-        ({"dataset__subset_name": "en"}, "subset_name='en', but python-stdlib has no subsets"),
         ({"model__tokenizer": "FOLDER"}, "cannot load a tokenizer from"),
         ({"model__tokenizer": "TOKENIZER"}, "has 300 tokens, but the model's vocab_size is 61"),
-        ({"model__tokenizer": "bpe"}, "vocab_size=61 is too small"),
     ],
 )
 def test_tokenising_rejects_bad_data_sets_and_tokenizers(
@@ -110,7 +98,6 @@ def test_tokenising_rejects_bad_data_sets_and_tokenizers(
     [
         ("TOKENIZER", 3_000, 1, r"^\S+, line 3,001: [^\n]*$"),
         ("bpe", 3_000, 3, r"^3 of 3,003 records .*; the first:(\n  - \S+, line 3,00[123]: .*){3}$"),
-        ("TOKENIZER", 1_500, 500, r"^500 of 2,000 records .*; the first:(\n  - \S+, line 1,5.*){10}$"),
         ("TOKENIZER", 0, 5_000, r"^\S+, line 1: .* \(none of the 1,024 records that were read can be used\)$"),
     ],
 )
@@ -175,11 +162,8 @@ def test_a_changed_tokenizer_has_another_folder(tmp_path: Path, monkeypatch: pyt
     folders = [tokenizer_folder(tokenizer)]
     tokenizer.chat_template = "{{ messages }}"
     folders.append(tokenizer_folder(tokenizer))
-    tokenizer.pad_token = "x"
-    folders.append(tokenizer_folder(tokenizer))
-    assert len(set(folders)) == 3
-    read = PreTrainedTokenizerFast.from_pretrained(folders[-1])
-    assert (read.chat_template, read.pad_token) == ("{{ messages }}", "x")
+    assert len(set(folders)) == 2
+    assert PreTrainedTokenizerFast.from_pretrained(folders[-1]).chat_template == "{{ messages }}"
 
 
 def test_tokenizers_that_differ_in_the_text_of_special_tokens_do_not_share_a_cache(tokenizer: str) -> None:
@@ -191,28 +175,7 @@ def test_tokenizers_that_differ_in_the_text_of_special_tokens_do_not_share_a_cac
 def test_the_tokenizer_of_a_run_does_not_depend_on_the_process_that_reads_it(tmp_path: Path, tokenizer: str) -> None:
     truncating = PreTrainedTokenizerFast.from_pretrained(tokenizer)
     truncating.backend_tokenizer.enable_truncation(5)
-    truncating.init_kwargs["local_files_only"] = True  # as in a process without a network
     truncating.save_pretrained(tmp_path / "other")
     config = make_config(model__tokenizer=str(tmp_path / "other"))
     found = read_tokenizer(config, tiny_llama(vocab_size=300))
     assert found.backend_tokenizer.truncation is None
-    assert "local_files_only" not in found.init_kwargs
-
-
-@pytest.fixture
-def full_disk() -> Iterator[None]:
-    """A limit on the size of files, at which writing fails as on a full disk, but by another errno."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_tokenizer_that_cannot_be_written_is_reported(tokenizer: str, full_disk: None) -> None:
-    with pytest.raises(UserError, match=r"the cache .*/picotron cannot be written: File too large; free some space"):
-        tokenizer_folder(PreTrainedTokenizerFast.from_pretrained(tokenizer))
-    config = make_config(model__tokenizer=tokenizer)
-    with pytest.raises(
-        UserError, match=rf"files, {tempfile.gettempdir()}, cannot be written: File too large; .* TMPDIR"
-    ):
-        read_tokenizer(config, tiny_llama(vocab_size=300))

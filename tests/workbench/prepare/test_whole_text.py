@@ -81,15 +81,3 @@ def test_tokens_of_a_long_document_are_those_of_its_whole_text(
     tokens = np.fromfile(write_tokens(config, tiny_llama(vocab_size=VOCABULARY)) / "tokens.uint16", np.uint16)
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokens.tolist() == [*whole, tokenizer.eos_token_id]
-
-
-def test_a_word_of_several_pieces_is_tokenised_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """WordPiece has one unknown token for a word of more than 100 characters, however long it is."""
-    monkeypatch.setattr(text_module, "PIECE", 2**11)
-    monkeypatch.setattr(text_module, "WINDOW", 2**9)
-    tokenizer, folder = saved(tmp_path, "WordPiece")
-    (tmp_path / "a.txt").write_text("one " + "x" * 2**12)
-    config = make_config(dataset__name=str(tmp_path / "a.txt"), model__tokenizer=folder)
-    tokens = np.fromfile(write_tokens(config, tiny_llama(vocab_size=VOCABULARY)) / "tokens.uint16", np.uint16).tolist()
-    word = tokenizer("one", add_special_tokens=False)["input_ids"]
-    assert tokens == [*word, tokenizer.unk_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id]

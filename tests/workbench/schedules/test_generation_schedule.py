@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from picotron.console import UserError
 from workbench.schedules.checker import check
 from workbench.schedules.generation import generation
 
@@ -41,16 +40,3 @@ def test_bubble_follows_the_formula(pp: int, chunks: int) -> None:
         timeline = check(generation(pp, groups, rounds, chunks))
         work = rounds * groups * chunks
         assert timeline.bubble == pytest.approx((pp - 1) / (work + pp - 1))
-    for groups in range(1, pp):
-        timeline = check(generation(pp, groups, rounds, chunks))
-        assert timeline.step_time == rounds * chunks * pp + groups - 1
-        assert timeline.bubble == pytest.approx(1 - rounds * groups * chunks / timeline.step_time)
-
-
-def test_numbers_that_do_not_work_are_errors() -> None:
-    with pytest.raises(UserError, match=r"an even number of chunks, .* not 3"):
-        generation(2, 2, 1, 3, "V")
-    with pytest.raises(UserError, match="groups=0"):
-        generation(2, 0, 1)
-    with pytest.raises(UserError, match="their product at most 262,144"):
-        generation(2, 2, 2**18)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from picotron.console import UserError
 from tests.workbench.drawing.test_draw import write_trace
 from workbench.schedules.actions import Action
 from workbench.schedules.schedules import build
@@ -31,10 +30,3 @@ def test_recorded_costs_are_those_of_the_recorded_step(name: str, tmp_path: Path
             halved = kind in "IW" and name == "1f1b"
             expected = costs.of(Action("B", stage)) / 2 if halved else costs.of(Action(kind, stage))
             assert found.of(Action(kind, stage)) == pytest.approx(expected)
-
-
-def test_incomplete_trace_is_rejected(tmp_path: Path) -> None:
-    timeline = simulate(build("1f1b", 2, 4))
-    write_trace(tmp_path, 2, Timeline([timeline.spans[0][:-1], timeline.spans[1]]))
-    with pytest.raises(UserError, match=r"step 2 .* pp rank 0 lacks 0B3"):
-        recorded_costs(tmp_path)

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from picotron.config import PP_ENGINES
 from picotron.console import UserError
 from workbench.schedules.actions import Action, AnyAction, Overlapped, Schedule, parse_action
 from workbench.schedules.checker import add_communication
@@ -117,10 +116,6 @@ def assert_runs(schedule: Schedule) -> None:
 small = {"pp": st.integers(1, 8), "micro_batches": st.integers(1, 32)}
 
 
-def test_names_of_the_config_are_those_of_the_schedules() -> None:
-    assert (*SCHEDULES, "auto") == PP_ENGINES
-
-
 @settings(deadline=None, max_examples=150)
 @given(name=st.sampled_from(list(SCHEDULES)), chunks=st.none() | st.integers(1, 4), **small)
 def test_built_schedule_runs_or_its_chunks_are_rejected(
@@ -144,13 +139,3 @@ def test_forward_only_schedule_runs_with_little_idle_time(
     idle = max(simulate(schedule).idle)
     ideal = placement == "loop" and micro_batches % pp == 0
     assert idle <= (pp - 1) * (1 if ideal else chunks)
-
-
-def test_build_rejects_wrong_numbers() -> None:
-    for arguments, message in (
-        (("1f1b", 4, 0), "micro_batches=0"),
-        (("gpipe", 2, 4), "no schedule 'gpipe'"),
-        (("zbv", 2, 4, None, 2), "remove the group size 2"),
-    ):
-        with pytest.raises(UserError, match=message):
-            build(*arguments)

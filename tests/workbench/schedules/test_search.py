@@ -14,19 +14,16 @@ from hypothesis import strategies as st
 
 from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
-from picotron.pipeline_parallel.stages import Stage
 from tests.support.zero_bubble import CASES, Case
 from tests.workbench.drawing.test_draw import write_trace
 from tests.workbench.schedules.test_schedules import assert_runs
 from workbench.drawing.__main__ import main
-from workbench.explain.memory import deferred_bytes, layer_saves, sizes
-from workbench.pipelines.auto import deferred_fraction
 from workbench.pipelines.engine import plan_pipeline
 from workbench.pipelines.plan import settings_of
 from workbench.schedules import search
 from workbench.schedules.actions import Schedule
-from workbench.schedules.schedules import SCHEDULES, build
-from workbench.schedules.search import Shape, fastest_schedule, hand_made, shapes
+from workbench.schedules.schedules import build
+from workbench.schedules.search import Shape, fastest_schedule, hand_made
 from workbench.schedules.simulate import Costs, memory_curves, peak_activations, simulate
 from workbench.schedules.trace import settings_line, trace_path
 
@@ -78,16 +75,6 @@ def stages_of(pp: int, shape: Shape) -> list[list[int]]:
     """Return the stages of each rank."""
     empty = Schedule([[]] * pp, 1, *shape)
     return [empty.stages_of(rank) for rank in range(pp)]
-
-
-@FEW_MOVES
-def test_shapes_that_need_too_much_memory_are_skipped() -> None:
-    """In a loop, rank 1 has both large stages; in a V, each rank has one."""
-    options = {shape: Costs() for shape in shapes(2)}
-    assert fastest_schedule(2, 4, 4, options, sizes=[1, 3, 1, 3]).schedule.placement == "V"
-    assert fastest_schedule(2, 4, 4, options, sizes=[1, 1, 3, 3]).schedule.placement == "loop"
-    with pytest.raises(UserError, match=r"limit of 3\.9 .* takes 4"):
-        fastest_schedule(2, 4, 3.9, options, sizes=[1, 3, 1, 3])
 
 
 @pytest.mark.processes
@@ -143,10 +130,7 @@ def test_plan_uses_the_times_of_a_recorded_run(tmp_path: Path) -> None:
     ("changes", "sizes", "difference"),
     [
         ({"training__seq_length": 32}, {}, "training.seq_length=16, not 32"),
-        ({"tp_size": 2}, {}, "distributed.tp_size=1, not 2"),
-        ({"dp_size": 2, "dp_engine": "zero3"}, {}, "number of ranks that shard the weights=1, not 2"),
         ({"pp_layout": "Ett|ttttL"}, {}, "stages='Ettt|tttL', not 'Ett|ttttL'"),
-        ({"pp_size": 3}, {}, "has pp_size=2, but the config has 3"),
         ({}, {"hidden_size": 64}, "hidden_size of the model=32, not 64"),
     ],
 )
@@ -156,28 +140,6 @@ def test_a_recording_of_other_settings_is_rejected(
     config = auto_config(tmp_path, pp_recording=True, **changes)
     with pytest.raises(UserError, match=re.escape(difference)):
         plan_pipeline(config, tiny_llama(**{"num_hidden_layers": 6} | sizes))
-
-
-def test_a_recording_without_settings_is_rejected(tmp_path: Path) -> None:
-    config = auto_config(tmp_path, pp_recording=True)
-    write_trace(tmp_path, 4, simulate(build("1f1b", 2, 4)))
-    with pytest.raises(UserError, match=r"trace_step_00000004.jsonl"):
-        plan_pipeline(config, tiny_llama(num_hidden_layers=6))
-
-
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_deferred_fraction_is_that_of_the_estimated_memory(tp: int, sequence_parallel: bool) -> None:
-    keys = {"distributed__tp_size": tp, "distributed__sequence_parallel": sequence_parallel}
-    config, model = make_config(training__activation_checkpointing="full", **keys), tiny_llama()
-    s = sizes(config, model)
-    deferred = deferred_bytes(s, Stage(range(1), False, False))
-    assert deferred_fraction(config, model) == deferred / layer_saves(config, s) > 1
-    assert deferred_fraction(make_config(**keys), model) == 1
-
-
-def test_search_knows_every_hand_made_schedule() -> None:
-    found = {name: schedule for shape in shapes(None) for name, schedule in hand_made(2, 4, shape).items()}
-    assert {name.partition(" in groups of ")[0] for name in found} == set(SCHEDULES)
 
 
 def test_bound_is_the_least_step_time_of_simple_cases() -> None:

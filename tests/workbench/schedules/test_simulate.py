@@ -1,6 +1,5 @@
 """The simulator: idle time and activations match the papers' formulas; costs and messages match results by hand."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -10,13 +9,9 @@ from workbench.schedules.actions import parse_action
 from workbench.schedules.schedules import build, forward_only
 from workbench.schedules.simulate import (
     Costs,
-    Span,
     Timeline,
-    measured_costs,
-    memory_curves,
     peak_activations,
     simulate,
-    summary,
 )
 
 GRID = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16, 24)))  # pp, micro-batches
@@ -59,17 +54,6 @@ def test_chunks_divide_the_idle_time(chunks: int, F: float, I: float, W: float) 
         if m % pp == 0:
             expected = [min((chunks - 1) * pp + 2 * (pp - rank) - 1, chunks * m) for rank in range(pp)]
             assert peaks("interleaved_1f1b", pp, m, chunks) == expected
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("group_size", [4, 5])
-def test_larger_groups_of_interleaved_1f1b_cost_memory_but_no_time(groups: int, group_size: int) -> None:
-    pp, m = 4, groups * group_size
-    for chunks in (1, 2, 3):
-        schedule = build("interleaved_1f1b", pp, m, chunks, group_size)
-        assert simulate(schedule).idle == pytest.approx([(pp - 1) * 3] * pp)  # in units of F of one stage
-        expected = [min((chunks - 1) * group_size + 2 * (pp - rank) - 1, chunks * m) for rank in range(pp)]
-        assert [peak_activations(program) for program in schedule.programs] == expected
 
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_h1"])
@@ -175,32 +159,9 @@ def test_ranks_of_the_loops_wait_for_their_messages(message: float) -> None:
     assert simulate(build("1f1b", 2, 2), costs).step_time == pytest.approx(9 + 3 * message)
 
 
-def test_memory_curves_of_unequal_stages_in_bytes() -> None:
-    """I frees what W does not need."""
-    schedule = build("zb_h1", 2, 3)
-    curves = memory_curves(dataclasses.replace(simulate(schedule), sizes=[10, 30], deferred=0.4))
-    peaks = [peak_activations(program, {0: 10, 1: 30}, {0: 4, 1: 12}) for program in schedule.programs]
-    assert [max(live for _, live in curve) for curve in curves] == peaks == [20, 42]
-    assert [curve[-1][1] for curve in curves] == [0, 0]
-    split = Timeline([[Span(parse_action(f"0{kind}0"), i, i + 1) for i, kind in enumerate("FIW")]], [10], 0.4)
-    assert memory_curves(split) == [[(0, 0), (0, 10), (1, 10), (1, 10), (2, 4), (2, 4), (3, 0)]]
-    assert summary(split)["peak activations by pp rank"] == "10"
-
-
 def test_costs_depend_on_kind_stage_overlap_and_measurement() -> None:
     costs = Costs(F=1, B=3, I=1.5, W=1.25, weights=[1, 10], overlapped=0.5, measured={(("W", 1),): 7.0})
     for text, expected in (
         ("0F0", 1), ("1F0", 10), ("0B3", 3), ("1I0", 15), ("0W0", 1.25), ("1W9", 7), ("(1F1;0B0)", 6.5),
     ):  # fmt: skip
         assert costs.of(parse_action(text)) == expected
-
-
-@pytest.mark.parametrize("name", ["zb_h1", "dualpipev"])
-def test_simulation_with_measured_costs_reproduces_the_measurement(name: str) -> None:
-    schedule = build(name, 3, 7)
-    weights = [1 + 0.1 * stage for stage in range(schedule.num_stages)]
-    measured = simulate(schedule, Costs(F=1.1, B=2.3, I=1.2, W=0.9, overlapped=0.8, weights=weights))
-    again = simulate(schedule, measured_costs(measured))
-    for expected, spans in zip(measured.spans, again.spans, strict=True):
-        assert [span.action for span in spans] == [span.action for span in expected]
-        assert [span.end for span in spans] == pytest.approx([span.end for span in expected])

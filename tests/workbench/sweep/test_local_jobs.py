@@ -1,26 +1,19 @@
 """Sweeps on this machine, without Slurm, with a model that trains within seconds."""
 
-import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from picotron.run.run_folder import checkpoint_folders
-from submit_slurm_jobs import read_config
 from tests.support.jobs import RESUMED, log_of, processes_of, run_program, wait_for
 from tests.support.program import metrics
-from workbench.sweep import local_jobs
 from workbench.sweep.jobs import Job
-from workbench.sweep.local_jobs import run_local_jobs
-from workbench.sweep.slurm import update_statuses
 
 
 @pytest.mark.slow
@@ -40,26 +33,6 @@ def test_jobs_start_from_the_load_path_of_their_config_and_continue_from_their_o
     run_program(tuned.folder, "--local", "--only", "completed", environment=environment)
     assert f"{RESUMED} {tuned.run_folder}/step_00000006\n" in log_of(tuned)
     assert [record["step"] for record in metrics(tuned.run_folder)] == [4, 5, 6, 7, 8, 9]
-
-
-@pytest.mark.processes
-def test_ctrl_c_after_a_job_has_ended_is_not_lost(
-    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    jobs, set_status = [make_job("1"), make_job("2")], Job.set_status
-
-    def interrupt_at_the_end(job: Job, status: Any) -> None:
-        if status == "completed":
-            signal.raise_signal(signal.SIGINT)
-        set_status(job, status)
-
-    monkeypatch.setattr(Job, "set_status", interrupt_at_the_end)
-    monkeypatch.setattr(local_jobs, "torchrun_command", lambda *_: ["true"])
-    before = signal.getsignal(signal.SIGINT)
-    assert run_local_jobs({job: read_config(job) for job in jobs}, None, 5, dry_run=False) == 130
-    assert [job.status for job in jobs] == ["completed", "init"]
-    assert capsys.readouterr().out == "1: completed, 0 s\n"
-    assert signal.getsignal(signal.SIGINT) == before
 
 
 @pytest.mark.slow
@@ -89,50 +62,3 @@ def test_local_jobs_resume_after_a_timeout_and_after_ctrl_c(make_job: Callable[.
     for job in (over_time, interrupted):
         assert job.status == "completed"
         assert RESUMED in log_of(job)
-
-
-@pytest.mark.slow
-def test_job_fails_when_its_runner_and_then_its_processes_are_killed(make_job: Callable[..., Job], home: Path) -> None:
-    """After its runner was killed, a job is still running as long as its torchrun runs. --check_status sees both."""
-    job, environment = make_job("job", training__total_train_steps=1_000_000), {**os.environ, "HOME": str(home)}
-    command = [sys.executable, "submit_slurm_jobs.py", "--inp_dir", str(job.folder), "--local"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
-        wait_for(lambda: processes_of(job), job)
-        process.kill()
-    run_program(job.folder, "--check_status", environment=environment)
-    assert job.status == "running"
-    for process_id in processes_of(job):
-        os.kill(process_id, signal.SIGKILL)
-    wait_for(lambda: "fail           1" in run_program(job.folder, "--check_status", environment=environment), job)
-
-
-@pytest.mark.slow
-def test_local_job_without_memory_has_status_oom(
-    make_job: Callable[..., Job], model_folder: Path, home: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(model_folder, tmp_path / "large")
-    sizes = json.loads((model_folder / "config.json").read_text()) | {"intermediate_size": 2**24, "hidden_size": 2**16}
-    (tmp_path / "large" / "config.json").write_text(json.dumps(sizes))
-    job = make_job("job", model__name=str(tmp_path / "large"))
-    run_program(job.folder, "--local", environment={**os.environ, "HOME": str(home)}, code=1)
-    assert job.status == "oom", log_of(job)
-
-
-def test_a_check_of_the_statuses_claims_no_job_that_can_start(
-    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A program that starts jobs leaves out those that another process has claimed."""
-    job = make_job("one")
-    monkeypatch.setattr(Job, "claim", lambda self: pytest.fail("the job is claimed"))
-    update_statuses([job])
-    assert job.status == "init"
-
-
-def test_a_sweep_whose_jobs_on_slurm_are_completed_needs_no_slurm(
-    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = make_job("one")
-    (job.folder / "slurm_job_id.txt").write_text("7\n")
-    job.set_status("completed")
-    monkeypatch.setenv("PATH", "/nowhere")
-    update_statuses([job])

@@ -8,7 +8,6 @@ import pytest
 from transformers import LlamaConfig
 
 from picotron.config import Config
-from picotron.config_reader import parse_config
 from picotron.console import UserError
 from workbench.explain.hardware import HARDWARE, USABLE, Hardware
 from workbench.explain.memory import GIB, rank_memory
@@ -109,19 +108,6 @@ def test_the_search_finds_what_an_evaluation_of_all_configs_finds(
 ) -> None:
     monkeypatch.setattr(search, "BUDGET", 40_000)  # so that the schedules of `auto` are found sooner
     check_space(seed, tmp_path)
-
-
-@pytest.mark.parametrize("engine", ["zbv", "dualpipev", "interleaved_1f1b", "1f1b"])
-@pytest.mark.parametrize("m", [2, 3, 4])
-def test_bounds_of_few_micro_batches_are_bounds(engine: str, m: int) -> None:
-    layout = {"pp_size": 2, "pp_engine": engine}
-    config = parse_config(
-        BASE | {"distributed": layout, "training": {"seq_length": 8192, "gradient_accumulation_steps": m}}
-    )
-    planner, plan = Planner(SMALL, HARDWARE["H100"]), plan_pipeline(config, SMALL)
-    seconds, gib = planner.bounds(config)
-    assert gib <= planner.gib(config, plan)
-    assert seconds <= forecast(config, SMALL, plan, HARDWARE["H100"]).step_time * (1 + 1e-12)
 
 
 def test_if_nothing_fits_the_smallest_change_is_named() -> None:

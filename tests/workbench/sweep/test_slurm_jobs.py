@@ -51,7 +51,6 @@ def test_batch_script_quotes_names_with_shell_syntax(make_job: Callable[..., Job
 @pytest.mark.parametrize(
     ("srun", "code", "status"),
     [
-        ("true", 0, "completed"),
         ("return 3", 3, "fail"),
         ("echo torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB; return 1", 1, "oom"),
         ("kill -USR1 $$; sleep 0.2; return 1", 1, "timeout"),
@@ -65,20 +64,6 @@ def test_batch_script_records_how_the_run_ended(
 ) -> None:
     job, setup = make_job("job"), tmp_path / "setup.sh"
     setup.write_text(f"srun() {{ trap '' USR1; {srun}; }}\n")
-    (tmp_path / "job.slurm").write_text(render(job, read_config(job), SlurmResources(1, 1, 1, 0), setup, 77))
-    result = subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env={**os.environ, "SLURM_JOB_ID": "7"})
-    assert (result.returncode, job.status) == (code, status)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("code", "status"), [(0, "completed"), (1, "timeout")])
-def test_batch_script_records_how_a_run_ended_while_it_was_signalled(
-    make_job: Callable[..., Job], tmp_path: Path, code: int, status: str
-) -> None:
-    """The signal interrupts `wait`, and the run ends before the script can look at it again."""
-    job, setup = make_job("job"), tmp_path / "setup.sh"
-    run = f"srun() {{ trap '' USR1; builtin kill -USR1 $$; sleep 0.1; return {code}; }}\n"
-    setup.write_text(run + 'kill() { builtin kill "$@" && sleep 0.5; }\n')
     (tmp_path / "job.slurm").write_text(render(job, read_config(job), SlurmResources(1, 1, 1, 0), setup, 77))
     result = subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env={**os.environ, "SLURM_JOB_ID": "7"})
     assert (result.returncode, job.status) == (code, status)
@@ -107,21 +92,15 @@ def test_sbatch_command_requests_nodes_cores_and_gpus(make_job: Callable[..., Jo
 @pytest.mark.parametrize(
     ("recorded", "state", "status"),
     [
-        ("pending", "PENDING", "pending"),
-        ("pending", "RUNNING", "running"),
         ("running", "PENDING", "pending"),  # its node was lost
         ("cancelled", "PENDING", "pending"),  # it was preempted
-        ("running", "COMPLETED", "completed"),
         ("timeout", "FAILED", "timeout"),  # it ended before its time limit, after a signal
         ("fail", "OUT_OF_MEMORY", "oom"),
         ("oom", "RUNNING", "oom"),  # it has just ended
-        ("completed", "COMPLETING", "completed"),
         ("cancelled", "COMPLETING", "running"),  # it may have been preempted
         ("cancelled", "TIMEOUT", "timeout"),
-        ("fail", "CANCELLED", "cancelled"),
         ("running", "NODE_FAIL", "fail"),
         ("running", None, "fail"),
-        ("completed", None, "completed"),
         ("init", "RUNNING", "running"),  # status.txt was deleted
     ],
 )
@@ -145,8 +124,6 @@ def test_sacct_is_queried_for_jobs_that_squeue_does_not_list(monkeypatch: pytest
     [
         ("--local --qos debug", "--qos cannot be used with --local"),
         ("--timeout 5", "--timeout cannot be used when submitting to Slurm"),
-        ("--gpus_per_node 0", "--gpus_per_node 0"),
-        ("--env_setup nothing", "--env_setup nothing is not a file"),
     ],
 )
 def test_invalid_options_are_rejected(options: str, sentence: str) -> None:
