@@ -25,9 +25,9 @@ def conversation(*contents: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-def save(folder: Path, kind: str = "byte-level", template: str | None = CHATML) -> PreTrainedTokenizerBase:
+def save(folder: Path, kind: str = "byte-level") -> PreTrainedTokenizerBase:
     tokenizer = make_tokenizer(kind)
-    tokenizer.chat_template = template
+    tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
     return tokenizer
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,16 @@ def test_a_lock_does_not_stop_those_who_only_read() -> None:
     entry = cached("kind", "key", Writer())
     with FileLock(f"{entry}.lock"):
         assert cached("kind", "key", Writer()) == entry
+
+
+def test_a_lock_of_another_process_is_waited_for() -> None:
+    write = Writer()
+    entry = cached("kind", "key", write)
+    truncated(entry / "data")
+    waiting = threading.Thread(target=cached, args=("kind", "key", write))
+    with FileLock(f"{entry}.lock"):
+        waiting.start()
+        waiting.join(0.5)
+        assert write.calls == 1
+    waiting.join()
+    assert write.calls == 2

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from conformance.fuzz.chat_templates import MARKED
 from conformance.fuzz.tokenizer_kinds import KINDS, make_tokenizer
 from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
-from tests.support.samples import CHAT, config_of, encode, messages, split, write_jsonl
+from tests.support.samples import config_of, encode, write_jsonl
 from workbench.prepare import text as text_module
 from workbench.prepare.tokens import write_tokens
 
@@ -26,10 +25,9 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def saved(folder: Path, kind: str, template: str | None = None) -> tuple[PreTrainedTokenizerBase, str]:
+def saved(folder: Path, kind: str) -> tuple[PreTrainedTokenizerBase, str]:
     """Save a tokenizer, and return the one that is loaded from there."""
     tokenizer = make_tokenizer(kind, VOCABULARY)
-    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder / "tokenizer")
     return AutoTokenizer.from_pretrained(folder / "tokenizer"), str(folder / "tokenizer")
 
@@ -41,17 +39,6 @@ def test_a_slow_tokenizer_must_tell_where_a_completion_begins(tmp_path: Path) ->
     message = r"cannot begin or end at '</s>b' after 'What\?\\n'; choose a model\.tokenizer with a tokenizer\.json"
     with pytest.raises(UserError, match=message):
         encode(config_of(name, folder), VOCABULARY)
-
-
-def test_a_character_that_is_cut_into_bytes_is_counted_as_a_whole(tmp_path: Path) -> None:
-    tokenizer, folder = saved(
-        tmp_path, "byte-level", MARKED["Alpaca"].replace("+ '\\n\\n' }}{%- endgen", "}}{%- endgen")
-    )
-    count = len(tokenizer("🙂")["input_ids"])
-    assert count > 1
-    name = write_jsonl(tmp_path / "a.jsonl", [{"chat": messages([("user", "🙂"), ("assistant", "🙂")])}])
-    ((_, mask),) = split(encode(config_of(name, folder, **CHAT), VOCABULARY))
-    assert mask[-count - 1 :] == [0] + [1] * count
 
 
 # ------------------------------------------------------------------------------------------------------ long documents

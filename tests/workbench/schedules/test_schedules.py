@@ -11,8 +11,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from picotron.console import UserError
 from workbench.schedules.actions import Action, AnyAction, Overlapped, Schedule, parse_action
 from workbench.schedules.checker import add_communication
-from workbench.schedules.schedules import SCHEDULES, build, forward_only
-from workbench.schedules.simulate import simulate
+from workbench.schedules.schedules import SCHEDULES, build
 
 
 def names(program: list[AnyAction]) -> list[str]:
@@ -127,15 +126,3 @@ def test_built_schedule_runs_or_its_chunks_are_rejected(
             build(name, pp, micro_batches, chunks)
     else:
         assert_runs(build(name, pp, micro_batches, chunks))
-
-
-@settings(deadline=None, max_examples=60)
-@given(chunks=st.integers(1, 4), placement=st.sampled_from(["loop", "V"]), **small)
-def test_forward_only_schedule_runs_with_little_idle_time(
-    pp: int, micro_batches: int, chunks: int, placement: str
-) -> None:
-    schedule = forward_only(pp, micro_batches, chunks, placement)  # type: ignore[arg-type]
-    assert_runs(schedule)
-    idle = max(simulate(schedule).idle)
-    ideal = placement == "loop" and micro_batches % pp == 0
-    assert idle <= (pp - 1) * (1 if ideal else chunks)
