@@ -13,7 +13,7 @@ import pytest
 
 from picotron.config_reader import parse_config
 from picotron.console import UserError
-from submit_slurm_jobs import main, parse_arguments, read_config
+from submit_slurm_jobs import main, read_config
 from tests.support.jobs import SHELL_SYNTAX, run_program
 from workbench.sweep import slurm
 from workbench.sweep.jobs import Job
@@ -116,18 +116,6 @@ def test_sacct_is_queried_for_jobs_that_squeue_does_not_list(monkeypatch: pytest
     commands.clear()
     assert slurm.query_states(["12"]) == {"12": "RUNNING"}
     assert len(commands) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ("--local --qos debug", "--qos cannot be used with --local"),
-        ("--timeout 5", "--timeout cannot be used when submitting to Slurm"),
-    ],
-)
-def test_invalid_options_are_rejected(options: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=re.escape(sentence)):
-        parse_arguments(["--inp_dir", "sweep", *options.split()])
 
 
 def test_jobs_are_submitted_in_chains_and_cancelled(
