@@ -3,12 +3,10 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from workbench.sweep.jobs import Job
 
 pytestmark = pytest.mark.processes
 
@@ -31,10 +29,8 @@ def test_programs_finish_without_a_reader(tmp_path: Path, closed_pipe: int) -> N
     sweep = tmp_path / "sweep"
     for words in (
         ["create_config.py", "--exp_name", sweep.name, "--out_dir", tmp_path, "--tp", 1, 2, 3, "--use_cpu"],
-        ["submit_slurm_jobs.py", "--inp_dir", sweep, "--local", "--dry_run"],
         ["submit_slurm_jobs.py", "--inp_dir", sweep, "--dry_run"],
         ["extract_metrics.py", "--inp_dir", sweep],
-        ["-m", "workbench.drawing", "all", "--out", tmp_path / "all.html"],
     ):
         result = run(words, closed_pipe)
         assert (result.returncode, result.stderr) == (0, "")
@@ -51,14 +47,6 @@ def test_programs_run_without_a_standard_output() -> None:
     result = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
     assert result.returncode == 1
     assert result.stderr.endswith("ValueError: invalid literal for int() with base 10: 'two'\n\n")
-
-
-@pytest.mark.slow
-def test_jobs_run_after_the_reader_has_gone(make_job: Callable[..., Job], tmp_path: Path, closed_pipe: int) -> None:
-    jobs = [make_job(name, dataset__name=str(tmp_path / "no.txt")) for name in ("1", "2")]  # they fail soon
-    result = run(["submit_slurm_jobs.py", "--inp_dir", jobs[0].folder.parent, "--local"], closed_pipe)
-    assert (result.returncode, result.stderr) == (1, "")
-    assert [job.status for job in jobs] == ["fail", "fail"]
 
 
 def test_output_that_cannot_be_written_is_reported() -> None:

@@ -11,7 +11,7 @@ import create_config
 import extract_metrics
 import generate
 import submit_slurm_jobs
-from tests.support.hostile import CONFIG_FILES, assert_rejected
+from tests.support.hostile import assert_rejected
 from workbench.drawing import __main__ as drawing
 
 
@@ -38,22 +38,6 @@ def test_command_lines_of_generate(
     assert_rejected(generate.main, capsys)
 
 
-SCHEDULES = [
-    "", " ", "0F0", "0F0,0B0\n1F0", "0F0,0B0\n1F0,1B0,1B0", "x", "9F0,9B0", "0F-1", "0F99999999999999999999", "0F0,0F0,0B0",
-    "0B0,0F0", '"', "0F0;0B0", "0F0,0B0\n\n1F0,1B0", "0f0,0b0", "0F0,0I0", "0F0,0W0", "\0", "0F0,0B0\n0F0,0B0", "F0,B0", "0F,0B",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "content",
-    [text.encode() for text in SCHEDULES] + [b"\xff", b"\xef\xbb\xbf", b"0F0," * 10_000],
-    ids=lambda c: repr(c[:40]),
-)
-def test_schedule_files(content: bytes, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "own.csv").write_bytes(content)
-    assert_rejected(lambda: drawing.main(["csv", str(folder / "own.csv")]), capsys)
-
-
 DRAWING_WORDS = [
     "", "none", "schedule", "schedule none", "schedule csv:x", "schedule 1f1b zbv", "csv", "csv no.csv", "csv .", "csv /", "search", "search_measured @ --memory 1",
     "measured", "measured no", "measured .", "measured @", "measured @ --step 0", "measured @ --step x", "measured @ --step 7", "measured @ --step 1" + "0" * 400,
@@ -69,33 +53,13 @@ def test_command_lines_of_drawing(words: str, folder: Path, capsys: pytest.Captu
     assert_rejected(lambda: drawing.main(words.replace("@", str(folder)).split()), capsys)
 
 
-TRACES = [
-    b"",
-    b"\xff",
-    b"{",
-    b"[]\n",
-    b"{}\n",
-    b"null\n",
-    b'{"step": 1}\n',
-    b"[" * 100_000 + b"\n",
-    b"\0\n",
-    b'{"rank": "x", "action": 5}\n',
-]
-
-
-@pytest.mark.parametrize("content", TRACES, ids=lambda content: repr(content[:40]))
-def test_traces(content: bytes, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "trace_step_00000001.jsonl").write_bytes(content)
-    assert_rejected(lambda: drawing.main(["measured", str(folder)]), capsys)
-
-
 CREATE_WORDS = [
     "--exp_name", "--exp_name .", "--exp_name ..", "--exp_name a/b", "--exp_name a\0b", "--exp_name a\nb", "--exp_name", "--exp_name= ", "--world_size 0",
     "--world_size -1", "--world_size x", "--world_size 720720", "--world_size 1000000007 --tp 3", "--tp 0", "--tp x", "--tp", "--tp 2 2", "--tp -1",
     "--global_batch_size 7 --dp 2", "--global_batch_size 0", "--global_batch_size x", "--global_batch_size 8 --grad_acc_steps 2", "--mbs 0",
     "--config no.json", "--config .", "--config README.md", "--hf_token hf_secret", "--hf_token=hf_secret", "--wandb_token hf_secret",
     "--environment.HF_TOKEN hf_secret", "--checkpoint.save_dir x", "--unknown 1", "word", "--training.sed 1", "--pp 100000", "--pp_engine none",
-    "--model_name no/such", "--out_dir README.md", "--out_dir /proc/nothing", "--training.learning_rate nan", "--num_hidden_layers 1000000000",
+    "--model_name no/such", "--out_dir README.md", "--training.learning_rate nan", "--num_hidden_layers 1000000000",
     "--training.seed " + " ".join(map(str, range(10_001))),
 ]  # fmt: skip
 
@@ -125,17 +89,9 @@ def test_command_lines_of_submit(words: str, folder: Path, capsys: pytest.Captur
     assert_rejected(lambda: submit_slurm_jobs.main([*sweep, *words.replace("@", str(folder)).split()]), capsys)
 
 
-@pytest.mark.parametrize("content", CONFIG_FILES, ids=lambda content: repr(content[:60]))
-def test_configs_of_a_sweep(content: bytes, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "job").mkdir()
-    (folder / "job" / "config.json").write_bytes(content)
-    message = assert_rejected(lambda: submit_slurm_jobs.main(["--inp_dir", str(folder), "--local"]), capsys)
-    assert "hf_secret" not in message
-
-
 RECORDS = [
     b"", b"\n", b"\xff\n", b"{\n", b"[]\n", b"null\n", b"1\n", b"{}\n", b'{"step": "x"}\n', b'{"step": 1, "loss": "x"}\n', b'{"step": 1, "loss": []}\n',
-    b"\0\n", b'{"step": 1}\n', b"[" * 100_000 + b"\n", b'{"step": 1, "step": 2}\n', b'{"step": true}\n', b'{"step": 2, "loss": 1e308}\n', b'{"step": 2, "loss": 1' + b"0" * 400 + b"}\n", b'{"step": 1.5}\n',
+    b"[" * 100_000 + b"\n", b'{"step": 2, "loss": 1' + b"0" * 400 + b"}\n", b'{"step": 1.5}\n',
 ]  # fmt: skip
 
 

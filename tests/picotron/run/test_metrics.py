@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 import types
 from pathlib import Path
@@ -21,8 +20,7 @@ from picotron.model.llama import Llama
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.metrics import Metrics, peak_flops
 from picotron.run.progress import Progress
-from picotron.run.run_folder import begin_run, claim_save_dir, read_records
-from workbench.pipelines.engine import check_run
+from picotron.run.run_folder import begin_run, claim_save_dir
 from workbench.schedules.schedule_csv import as_csv
 from workbench.schedules.schedules import build
 
@@ -49,9 +47,7 @@ def test_flops_of_a_token_equal_those_torch_counts() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA GB200", 2500e12),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA L40", None),
     ],
@@ -81,17 +77,6 @@ def log_steps(folder: str, losses: list[float], wandb: bool = False, checkpoint:
         mine = torch.tensor(loss + dist.get_rank(), dtype=torch.float64)  # on two ranks, the mean is loss + 0.5
         metrics.log(metrics.end_step(progress, mine, torch.tensor(2.0, dtype=torch.float64), 0.1)[0])
     metrics.close()
-
-
-@pytest.mark.parametrize(("changes", "printed"), [({}, [1, 3, 5]), ({"training__max_tokens": 4 * 32}, [1, 3, 4])])
-def test_console_shows_the_first_the_last_and_every_nth_step(changes: dict[str, Any], printed: list[int]) -> None:
-    config = make_config(logging__log_frequency=3, training__total_train_steps=5, **changes)
-    found, progress = [], Progress()
-    while not progress.is_end(config.training):
-        progress = progress.after_step(config)
-        if progress.is_printed(config):
-            found.append(progress.step)
-    assert found == printed
 
 
 def test_a_searched_schedule_is_that_of_config_json(tmp_path: Path) -> None:
@@ -178,16 +163,6 @@ def test_a_rank_that_alone_has_a_nan_is_named(pool: WorkerPool, tmp_path: Path) 
         assert "only rank 1 computed such a loss" in message
 
 
-def test_records_of_a_damaged_file_are_those_of_its_intact_lines(tmp_path: Path) -> None:
-    lines = [b'{"step": 1, "loss": 2.5}', b"\xff\0", b'{"step": 2, "loss": 2.25}', b'{"step": 3, "lo']
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
-    records, problem = read_records(tmp_path / "metrics.jsonl")
-    assert [record["step"] for record in records] == [1, 2]
-    assert problem.startswith("line 2 of metrics.jsonl is not valid JSON")
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], lines[3]]))
-    assert read_records(tmp_path / "metrics.jsonl") == ([{"step": 1, "loss": 2.5}], "")
-
-
 def test_unwritable_folder_and_model_folder_are_rejected_as_save_dir(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written: Not a directory; choose another folder"):
@@ -254,27 +229,3 @@ def test_resumed_run_continues_its_wandb_run(pool: WorkerPool, tmp_path: Path) -
     assert [step for step, _ in calls["logged"]] == [4, 5]
     calls = pool.run(log_with_wandb, 1, str(tmp_path / "other"), "good", checkpoint)[0]
     assert "id" not in calls
-
-
-def log_without_login(folder: str) -> None:
-    os.environ |= {"HOME": folder, "NETRC": f"{folder}/netrc"}  # the user's own login must not be used
-    os.environ.pop("WANDB_API_KEY", None)
-    log_steps(folder, [1.0, 2.0], wandb=True)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_real_wandb_records_offline(tmp_path: Path) -> None:
-    pool = WorkerPool()  # of its own, because the worker's environment is changed
-    try:
-        pool.run(log_without_login, 1, str(tmp_path))
-    finally:
-        pool.close()
-    assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 1
-
-
-def test_a_missing_wandb_is_an_error_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    check_run(make_config())
-    with pytest.raises(UserError, match="wandb cannot be imported"):
-        check_run(make_config(logging__use_wandb=True))

@@ -106,34 +106,3 @@ def test_a_terminal_that_is_gone_does_not_end_a_run_without_a_checkpoint(home: P
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=60) == 128 + signal.SIGHUP
     assert list(checkpoint_folders(tmp_path / "run")) == [metrics(tmp_path / "run")[-1]["step"]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_processes_that_tokenise_end_with_a_run_that_is_killed(
-    home: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    """They do not keep the folder's claim, either, and the next run tokenises from the beginning."""
-    data = tmp_path / "data.jsonl"
-    data.write_text(('{"text": "' + "def f(x): return x " * 200 + '"}\n') * 8_000)
-    words = [sys.executable, "train.py", "--config", "template/base_config.json", "--dataset.name", str(data)]
-    words += arguments(tmp_path / "run", 1, 1, **MANY_STEPS, **{"dataset.num_proc": 2, "training.max_tokens": 64})
-    environment = {**os.environ, "HOME": str(home)}
-    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    unfinished = home / ".cache" / "picotron"
-    wait_until(
-        lambda: any(path.stat().st_size > 10**5 for path in unfinished.glob("tokens-*.unfinished/tokens.uint16"))
-    )
-    workers = children.read_text().split()
-    assert len(workers) >= 2
-    process.send_signal(number)
-    errors = process.communicate(timeout=30)[1].decode()
-    assert "Traceback" not in errors
-    if number == signal.SIGINT:
-        assert errors.endswith("[rank 0] interrupted\n")
-        assert list(unfinished.glob("*.unfinished")) == []
-    wait_until(lambda: not any(Path("/proc", worker).exists() for worker in workers), seconds=30)
-    again = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=240)
-    assert again.returncode == 0, again.stderr
-    assert list(unfinished.glob("*.unfinished")) == []

@@ -1,6 +1,5 @@
 """The whole program, started as a user does."""
 
-import json
 import os
 import re
 import subprocess
@@ -10,23 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.program import TORCHRUN, arguments, metrics, run
-
-
-@pytest.mark.slow
-def test_two_stages_log_and_evaluate(home: Path, tmp_path: Path) -> None:
-    result = run(home, 2, *arguments(tmp_path, 1, 4, **{"distributed.pp_size": 2, "logging.level": "debug"}))
-    assert result.returncode == 0, result.stderr
-    output = result.stdout + result.stderr
-    assert re.search(r"loss 7\.\d+ -> \d\.\d+ \(a uniform guess has 6\.9315\)", output)
-    assert len(re.findall(r"^step +\d+ \| loss ", output, re.MULTILINE)) == 4
-    assert len(re.findall(r" \| eval loss \d\.\d{4} \| \d\.\d{4} bits per byte$", output, re.MULTILINE)) == 2
-    assert "Warning" not in output
-    assert output.count("[rank 1, stage 1] B1\n") == 4
-    lines = metrics(tmp_path)
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.05
-    assert ["eval_loss" in line for line in lines] == [False, True, False, True]
-    assert lines[3]["eval_loss"] < lines[1]["eval_loss"]
-    assert json.loads((tmp_path / "config.json").read_text())["distributed"]["pp_size"] == 2
 
 
 @pytest.mark.slow
