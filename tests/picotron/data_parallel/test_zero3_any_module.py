@@ -135,29 +135,6 @@ def test_random_toys_equal_one_process(pool: WorkerPool) -> None:
     pool.run(train_random_toys, RANKS, list(range(10)))
 
 
-def gradients_of_two_dtypes() -> None:
-    setup_process_group_manager(1, 1, 1, RANKS)
-    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE).double())
-    model[0].weight.data = model[0].weight.data.double()  # its bias is in float32
-    expected, x = copy.deepcopy(model), torch.ones(2, SIZE, dtype=torch.float64)
-    wrapped = DataParallelZero3(model, [])
-    assert {unit.full.dtype for unit in wrapped.units} == {torch.float32, torch.float64}
-
-    def output(of: Any) -> Tensor:
-        return of[1](nn.functional.linear(x, of[0].weight) + of[0].bias).square().sum()
-
-    output(expected).backward()
-    model.forward = lambda x: output(model)  # type: ignore[method-assign]
-    wrapped(x).backward()
-    wrapped.finish_grad_sync()
-    for name, parameter in expected.named_parameters():
-        assert_close(full_tensor(model.get_parameter(name), "main_grad"), parameter.grad, what=name)
-
-
-def test_parameters_of_two_dtypes_form_two_units(pool: WorkerPool) -> None:
-    pool.run(gradients_of_two_dtypes, RANKS)
-
-
 def state_dicts() -> None:
     setup_process_group_manager(1, 1, 1, RANKS)
     module = toy()
