@@ -1,18 +1,14 @@
 """The optimizer: learning rates, float32 master weights, and parameters of two dtypes."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from conformance.oracle import assert_close, make_config
-from conformance.worker_pool import WorkerPool
 from picotron.config import Training
 from picotron.model.weights import main_grad, set_main_grad
-from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
-from picotron.process_group_manager import setup_process_group_manager
+from picotron.optimizer import AdamW, make_scheduler
 
 
 def training(**changes: object) -> Training:
@@ -94,16 +90,3 @@ def test_parameters_of_two_dtypes_are_updated() -> None:
     AdamW(model, training(), fused=False).step()
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert (parameter < old).all()
-
-
-def clip_two_dtypes() -> None:
-    rank = setup_process_group_manager(1, 1, 2, 1).pp_rank
-    stage = nn.Linear(5, 4, dtype=(torch.float32, torch.float64)[rank])
-    for parameter in stage.parameters():
-        set_main_grad(parameter, torch.ones_like(parameter))
-    assert_close(clip_grad_norm(stage, 1.0), math.sqrt(2 * 24), 1e-7)
-    assert_close(main_grad(stage.weight), torch.full_like(stage.weight, 48**-0.5), 1e-6)
-
-
-def test_stages_of_two_dtypes_have_one_norm(pool: WorkerPool) -> None:
-    pool.run(clip_two_dtypes, 2)

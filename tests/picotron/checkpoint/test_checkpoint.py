@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from conformance.oracle import assert_close, random_tokens, with_exact_norms
 from conformance.worker_pool import WorkerPool
 from picotron.checkpoint import safetensors_folder
-from picotron.checkpoint.checkpoint import Checkpoint, TrainerState, read_state
+from picotron.checkpoint.checkpoint import read_state
 from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
@@ -26,7 +25,7 @@ CPU = torch.device("cpu")
 def test_transformers_loads_a_checkpoint_and_computes_equal_logits(
     checkpoint_at_step_5: Any, tokenizer: Path, tied: bool
 ) -> None:
-    folder, config = checkpoint_at_step_5(7, tied), model_of(tied)
+    folder, config = checkpoint_at_step_5(1, tied), model_of(tied)
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     assert theirs.dtype == torch.float64
     assert theirs.config.to_dict()["vocab_size"] == 61
@@ -52,7 +51,7 @@ def test_transformers_loads_a_checkpoint_and_computes_equal_logits(
 
 def test_bfloat16_checkpoint_preserves_master_weights(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
     """The same layout resumes bit for bit; a different layout starts from bitwise equal master weights."""
-    model, layout, dtype = model_of(True), LAYOUTS[7], {"model__dtype": "bfloat16"}
+    model, layout, dtype = model_of(True), LAYOUTS[1], {"model__dtype": "bfloat16"}
     whole = run(pool, run_config(tmp_path / "whole", layout, **dtype), model, tokenizer)
     run(pool, first_half(tmp_path / "run", layout, **dtype), model, tokenizer)
     half = tmp_path / "run" / "step_00000005"
@@ -74,17 +73,6 @@ def test_bfloat16_checkpoint_preserves_master_weights(pool: WorkerPool, tokenize
     run(pool, other, model, tokenizer)
     again = tensors_of(tmp_path / "other" / "step_00000006", "master")
     assert all(again[name].equal(master) for name, master in masters.items())
-    # A float32 model loads the master weights as its weights.
-    wide = other.model_copy(update={"model": other.model.model_copy(update={"dtype": "float32"})})
-    run(
-        pool,
-        wide.model_copy(update={"checkpoint": wide.checkpoint.model_copy(update={"save_dir": str(tmp_path / "wide")})}),
-        model,
-        tokenizer,
-    )
-    again = tensors_of(tmp_path / "wide" / "step_00000006", "model")
-    assert all(again[name].equal(master) for name, master in masters.items())
-    assert tensors_of(tmp_path / "wide" / "step_00000006", "master") == {}
 
 
 def test_model_folder_without_trainer_state_starts_at_step_0(
@@ -139,30 +127,6 @@ def test_changed_global_batch_size_resumes_at_the_same_sample(
     run(pool, config, model_of(False), tokenizer)
     state = json.loads((tmp_path / "step_00000010/trainer_state.json").read_text())
     assert (state["step"], state["samples"], state["tokens"]) == (10, 5 * BATCH + 5 * 4, 5 * 16 * (BATCH + 4))
-
-
-def test_trainer_state_round_trips_through_json() -> None:
-    state = TrainerState(
-        step=3, tokens=4, samples=5, data_fingerprint="a", seed=1, layout="dp 1", config={"a": {"b": 0.1}},
-        versions={}, wandb_run_id="x", files={"f": [safetensors_folder.ByteRange(0, 2, "3")]},
-    )  # fmt: skip
-    data = json.loads(state.to_json())
-    assert len(data.pop("xxh3")) == 16
-    assert TrainerState.model_validate_json(json.dumps(data)) == state
-    data["order_of_samples"] = data.pop("data_fingerprint")  # the name in older checkpoints
-    assert TrainerState.model_validate_json(json.dumps(data)) == state
-
-
-def test_a_linked_checkpoint_belongs_to_its_run(tmp_path: Path) -> None:
-    state, far, run = SimpleNamespace(step=3), tmp_path / "far" / "step_00000003", tmp_path / "run"
-    far.mkdir(parents=True)
-    run.mkdir()
-    (run / "step_00000003").symlink_to(far)
-    (tmp_path / "another").symlink_to(run / "step_00000003")
-    for folder, is_in_run in ((run / far.name, True), (far, False), (tmp_path / "another", False)):
-        found = Checkpoint.state_in(SimpleNamespace(folder=folder, state=state), str(run))
-        assert (found is state) == is_in_run
-    assert Checkpoint.state_in(SimpleNamespace(folder=tmp_path / "another", state=state), str(far.parent)) is state
 
 
 def test_a_checkpoint_without_its_state_has_weights(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from picotron.run.run_folder import checkpoint_folders
 from tests.support.checkpoints import mistake, model_of, run, run_config, warnings_of
 
 
-def flip(path: Path, place: int = -7) -> None:
+def flip(path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 4
     path.write_bytes(data)
@@ -27,41 +27,27 @@ def flip(path: Path, place: int = -7) -> None:
 def damage(folder: Path, how: str) -> None:
     single = "model.safetensors" if (folder / "model.safetensors").exists() else "model-00002-of-00002.safetensors"
     if how == "flipped weight":
-        flip(folder / single)
-    elif how == "flipped header":
-        flip(folder / single, 60)
+        flip(folder / single, -7)
     elif how == "flipped moment":
         flip(next(iter(sorted(folder.glob("exp_avg_sq*.safetensors")))), 5000)
     elif how == "truncated":
         path = folder / single
         path.write_bytes(path.read_bytes()[:-100])
-    elif how == "longer":
-        path = folder / single
-        path.write_bytes(path.read_bytes() + b"\0")
     elif how == "missing":
         (folder / single).unlink()
     elif how == "config":
         (folder / "config.json").write_text((folder / "config.json").read_text().replace("32", "64"))
     elif how == "no state":
         (folder / "trainer_state.json").unlink()
-    elif how == "flipped state":
-        path = folder / "trainer_state.json"
-        path.write_text(path.read_text().replace('"step": 5', '"step": 7'))
-    elif how == "foreign state":
-        (folder / "trainer_state.json").write_text("[1, 2]")
 
 
 DAMAGES = {
     "flipped weight": r"model.*safetensors is damaged: the checksum of bytes \d+ to \d+",
-    "flipped header": "model.*safetensors is damaged: the checksum of bytes 0 to",
     "flipped moment": "exp_avg_sq.*safetensors is damaged",
     "truncated": "model.*safetensors has .* bytes, but .* were written",
-    "longer": "model.*safetensors has .* bytes, but .* were written",
     "missing": "model.*safetensors is missing",
     "config": r"config\.json is damaged",
     "no state": r"trainer_state\.json is missing",
-    "flipped state": r"trainer_state\.json is damaged",
-    "foreign state": r"trainer_state\.json holds a JSON list",
 }
 
 
@@ -70,7 +56,7 @@ def test_damaged_checkpoint_raises_an_error_that_names_the_file(
     pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path, how: str
 ) -> None:
     """Two ranks verify the checksums, each those of some of the bytes."""
-    folder = Path(shutil.copytree(checkpoint_at_step_5(7, True), tmp_path / "step_00000005"))
+    folder = Path(shutil.copytree(checkpoint_at_step_5(1, True), tmp_path / "step_00000005"))
     damage(folder, how)
     config = run_config(tmp_path / "run", {"dp_size": 2}, checkpoint__load_path=str(folder))
     messages = pool.run(mistake, 2, config, model_of(True), tokenizer)
@@ -92,7 +78,6 @@ def test_latest_skips_damaged_checkpoints(pool: WorkerPool, tokenizer: Path, tmp
         assert len(lines) == 2
         assert lines[0].startswith(f"{tmp_path}/step_00000010/model.safetensors has ")
         assert lines[1].startswith(f"{tmp_path}/step_00000008/exp_avg_sq.safetensors is damaged")
-        assert all(line.endswith("; trying the checkpoint before it") for line in lines)
 
 
 def test_latest_stops_if_no_checkpoint_is_intact(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
@@ -121,14 +106,11 @@ def test_folder_without_a_checkpoint_is_rejected(pool: WorkerPool, tokenizer: Pa
     (tmp_path / "step_00000005.unfinished").mkdir()
     (tmp_path / "empty").mkdir()
     (tmp_path / "a run" / "step_00000008").mkdir(parents=True)
-    (tmp_path / "a short run").mkdir()
-    (tmp_path / "a short run" / "metrics.jsonl").touch()
     for name, message in {
-        "nowhere": "is not a folder; use a checkpoint, a model folder, or 'latest'",
-        "step_00000005.unfinished": "is an incomplete checkpoint; use an earlier one, or 'latest'",
+        "nowhere": "is not a folder",
+        "step_00000005.unfinished": "is an incomplete checkpoint",
         "empty": "has no readable config.json",
-        "a run": f"is a run folder; use one of its checkpoints, of which {tmp_path}/a run/step_00000008 is the newest",
-        "a short run": "is a run folder without checkpoints; use a checkpoint or a model folder",
+        "a run": "is a run folder",
     }.items():
         config = run_config(tmp_path / "run", {}, checkpoint__load_path=str(tmp_path / name))
         assert message in pool.run(mistake, 1, config, model_of(True), tokenizer)[0]
@@ -150,10 +132,6 @@ def test_machines_with_other_checkpoints_of_a_name_are_rejected(
         folders += checkpoint_folders(tmp_path / str(seed)).values()
     sentences = pool.run(checkpoint_of_this_machine, 2, *folders)
     assert all("is another checkpoint for rank 1 than for rank 0" in sentence for sentence in sentences)
-    for path in (path for folder in folders for path in folder.glob("*") if path.name[:3] in ("tra", "exp")):
-        path.unlink()
-    sentences = pool.run(checkpoint_of_this_machine, 2, *folders)
-    assert all("has other weights for rank 1 than for rank 0; copy the same" in sentence for sentence in sentences)
 
 
 def latest_of_two_machines(first: Config, second: Config, model_config: LlamaConfig, tokenizer: Path) -> str:
@@ -169,4 +147,3 @@ def test_save_dir_not_shared_by_all_machines_is_rejected(
     ]
     for message in pool.run(latest_of_two_machines, 2, *configs, model_of(False), tokenizer):
         assert "rank 1 sees 0 checkpoints in" in message
-        assert message.endswith("but rank 0 sees 1; checkpoint.save_dir must be a folder that all machines share")

@@ -4,11 +4,10 @@ import itertools
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picotron.data.rows import Packed, SampleRows, Samples, best_fit, pack, pack_samples
+from picotron.data.rows import Packed, SampleRows, Samples, pack, pack_samples
 
 SIZES = st.lists(st.integers(1, 12), max_size=60)
 
@@ -75,24 +74,6 @@ def test_rows_are_those_of_best_fit_decreasing(sizes: list[int], capacity: int) 
     rows = pack(np.array(sizes, np.int64), capacity)
     loads = np.bincount(rows, sizes).tolist() if sizes else []
     assert sorted(loads) == sorted(naive_loads(sizes, capacity))
-
-
-def test_packing_ends_when_the_rows_are_full() -> None:
-    assert best_fit([5, 6, 4, 3, 1], 10, limit=2) == [0, 1, 1, 0, 0]
-    assert best_fit([5, 6, 5, 5, 1], 10, limit=2) == [0, 1, 0]
-    assert best_fit([5], 10, limit=0) == []
-
-
-@pytest.mark.parametrize("mean", [4.5, 6.5])
-def test_less_than_3_percent_of_ordinary_rows_is_empty(mean: float) -> None:
-    lengths = np.random.default_rng(0).lognormal(mean, 0.8, 20_000).clip(2).astype(np.int64)
-    tokens = int(lengths.sum())
-    samples = Samples(np.broadcast_to(np.uint16(1), tokens), np.broadcast_to(np.uint8(1), tokens), lengths)
-    packed = pack_samples(samples, 2048, held_out=20)
-    rows = len(packed.training) + len(packed.evaluation)
-    used = np.minimum(lengths - 1, 2048).sum()
-    assert packed.empty == pytest.approx(1 - used / (rows * 2048))
-    assert 0 <= packed.empty < 0.03
 
 
 @settings(max_examples=100)

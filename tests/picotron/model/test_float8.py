@@ -31,14 +31,6 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize(("m", "n", "k"), [(32, 48, 64), (5, 32, 37)])
-def test_products_are_those_of_the_rounded_operands(dtype: torch.dtype, m: int, n: int, k: int) -> None:
-    a, b = random(m, k), random(n, k, seed=1)
-    ours = float8_product(a, b, dtype).double()
-    assert_close(ours, rounded(a, dtype) @ rounded(b, E4M3).t(), 1e-5)  # sums are in float32
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_products_on_the_cpu_are_those_of_the_kernel(dtype: torch.dtype) -> None:
     a, b = random(32, 48).bfloat16(), random(16, 48, seed=1).bfloat16()
     (a8, a_scale), (b8, b_scale) = quantise(a, dtype), quantise(b, E4M3)
