@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.gpu import program
-from benchmarks.gpu.program import SECTIONS, Result, Section, merged, run_section
+from benchmarks.gpu.program import SECTIONS, Result, Section, run_section
 from benchmarks.gpu.report import Check, Content, Options, Outcome, Part
 from benchmarks.gpu.training import TWO_RANKS, layout_checks, layout_run
 from conformance.grid import LAYOUTS, settings
@@ -83,17 +83,6 @@ def test_a_failing_row_loses_no_other_row(tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- the page
-
-
-def test_results_are_merged_into_the_page() -> None:
-    page = "# GPUs\n\nAn introduction.\n\n## Results\n\nNo run is recorded here yet.\n\n## Estimates\n\na formula\n"
-    first = merged(page, {"speed": Result("a GPU", ["fast"], seconds=9), "trace": Result("a GPU", ["### Eager"])})
-    assert "No run" not in first
-    second = merged(first, {"speed": Result("another GPU", ["faster"], {"a row": "an error"})})
-    for kept in ("An introduction.", "a formula", "### Eager", "faster", "**failed**: 1 | 0 | another GPU"):
-        assert second.count(kept) == 1
-    assert "fast\n" not in second
-    assert merged(second, {}) == second
 
 
 # ------------------------------------------------------------------------------------------- what runs on a GPU machine

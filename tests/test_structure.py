@@ -100,33 +100,6 @@ def test_train_opens_the_workbench_inside_three_ifs() -> None:
     assert {".".join((node.module or "").split(".")[:2]) for node in found} == IN_TRAIN
 
 
-def test_light_programs_do_not_import_torch() -> None:
-    """Programs that read what runs have written, or estimate, start without torch."""
-    heavy = {"torch", "transformers", "numpy", "matplotlib", "picotron.process_group_manager"}
-    seen: set[str] = set()
-    waiting = [
-        "workbench.explain.memory",
-        "workbench.explain.step_time",
-        "workbench.sweep.combinations",
-        "extract_metrics",
-        "workbench.drawing.__main__",
-    ]
-    while waiting:
-        module = waiting.pop()
-        path = Path(module.replace(".", "/") + ".py")
-        if module in seen or not path.exists():
-            continue
-        seen.add(module)
-        for node in ast.parse(path.read_text()).body:  # imports of the module itself; those in functions come later
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-            else:
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            assert not heavy & {name.split(".")[0] for name in names} | (heavy & set(names)), module
-            waiting += names
-    assert {"picotron.config", "workbench.schedules.simulate", "picotron.run.run_folder"} <= seen
-
-
 def test_only_torchrun_and_secrets_come_from_the_environment() -> None:
     allowed = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"}
     allowed |= {"TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "XDG_CACHE_HOME"}

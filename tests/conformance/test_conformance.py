@@ -82,9 +82,7 @@ def test_the_first_difference_is_named() -> None:
     assert sentence(result(), result(gradient=off)) == (
         "step 1: gradient of w[1, 2] on rank 1 is 7.1, not 7 (error 8.3e-03, bound 1.0e-09)"
     )
-    assert "step 2: loss on rank 1 is 1.5, not 1" in sentence(result(), result(losses=[2.0, 1.5]))
     assert "step 2: gradient norm on ranks 0, 1 is 6, not 3" in sentence(*[result(grad_norms=[3.0, 6.0])] * 2)
-    assert "all of it is 2 times what it should be" in sentence(result(gradient=2 * whole))
     assert "step 2: weight of w[1, 2] on rank 0 is 7.1" in sentence(result(weight=off))
     assert "nan" in sentence(result(losses=[float("nan"), 1.0]))
 
@@ -97,10 +95,8 @@ def test_what_is_missing_is_a_difference() -> None:
     )
     assert "a part of shape [4, 3]" in sentence(result(weight=torch.ones(4, 3)))
     assert "weight; no rank returned it" in sentence(dataclasses.replace(result(), weights={}))
-    tokens, reference = [(1, 2), (3, 4)], right(tokens=[(1, 2), (3, 4), (5, 6)])
-    for returned in (tokens, [*tokens, (5, 6), (7, 8)]):
-        hint = f"the ranks returned the tokens of {len(returned)} prompts, not of 3"
-        assert hint in str(compare([result(tokens=returned)], reference)[1])
+    reference = right(tokens=[(1, 2), (3, 4), (5, 6)])
+    assert "the tokens of 2 prompts, not of 3" in str(compare([result(tokens=[(1, 2), (3, 4)])], reference)[1])
 
 
 def test_parts_are_compared_where_they_are() -> None:
@@ -122,9 +118,6 @@ def test_narrow_dtypes_compare_updates_with_bounds() -> None:
     assert "bound 1.0e-01" in str(compare([result(weight=right().weights["w"] * 1.2)], right(), bounds=bounds)[1])
 
 
-# -------------------------------------------------------------------------------------------------------------- cases
-
-
 # ---------------------------------------------------------------------------------------------------- whole adapters
 
 
@@ -139,11 +132,6 @@ def ddp(checker_of: Callable[[Path], Checker]) -> Checker:
     return checker_of(DDP)
 
 
-@pytest.fixture
-def trainer(checker_of: Callable[[Path], Checker]) -> Checker:
-    return checker_of(PICOTRON)
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "says"),
@@ -155,23 +143,6 @@ def test_a_mistake_is_found(name: str, says: str, ddp: Checker, tmp_path: Path) 
     row = ddp.check(*mistake.found_by[0].split(), adapter=path)
     assert row.verdict == "differs", row
     assert says in row.detail, row
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--layouts", "dp2,tp2"], "'dp2,tp2'"),
-        (["--layouts", "dp0"], "'dp0'"),
-        (["--json", "/nowhere/rows.json"], "'/nowhere/rows.json'"),
-    ],
-)
-def test_arguments_are_checked_before_the_run(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["conformance", "conformance/adapters/torch_ddp.py", *words])
-    with pytest.raises(SystemExit):
-        main()
-    assert message in capsys.readouterr().err
 
 
 def test_mistakes_can_be_planted_and_looked_for() -> None:
@@ -201,16 +172,6 @@ EXAMPLES = {DDP: "dp2", ZERO1: "dp2", PIPELINE: "pp4", RING: "cp2"}
 def test_an_example_is_equal(checker_of: Callable[[Path], Checker], chapter: str, path: Path) -> None:
     row = checker_of(path).check(chapter, EXAMPLES[path])
     assert row.verdict == ("equal" if chapter in checker_of(path).adapter.CHAPTERS else "not offered"), row
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp2", "pp2 x tp2 zbv sp", "dp2 x cp2 zero3 qwen3 kv8"])
-@pytest.mark.parametrize("chapter", CHAPTERS)
-def test_picotron_is_equal(trainer: Checker, chapter: str, layout: str) -> None:
-    row = trainer.check(chapter, layout)
-    offered = (chapter, "zero3" in layout) != ("generation", True)
-    assert row.verdict == ("equal" if offered else "not offered"), row
 
 
 @pytest.mark.processes

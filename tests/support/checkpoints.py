@@ -21,16 +21,7 @@ from picotron.process_group_manager import setup_process_group_manager
 from workbench.pipelines.engine import plan_pipeline
 
 BATCH = 8  # sequences in a global batch, in every layout
-LAYOUTS: list[dict[str, Any]] = [
-    {},
-    {"dp_size": 2},
-    {"tp_size": 2},
-    {"pp_size": 2},
-    {"cp_size": 2},
-    {"tp_size": 4, "sequence_parallel": True},
-    {"pp_size": 3, "pp_engine": "afab"},
-    {"dp_size": 2, "pp_size": 2, "tp_size": 2},
-]
+LAYOUTS: list[dict[str, Any]] = [{}, {"dp_size": 2, "pp_size": 2, "tp_size": 2}]
 
 
 def run_config(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config:

@@ -63,9 +63,7 @@ def _layouts() -> dict[str, Layout]:
     zbv = {"pp_size": 2, "pp_engine": "zbv"}
     layouts = {
         "single": Layout({}, core=True),
-        "single float32": Layout({"model__dtype": "float32"}),
         "single math attention": Layout({"model__use_flash_attention": False}),
-        "single unfused": Layout({"model__use_fused_adam": False}),
         "single checkpointing packed": Layout(FULL, packed=True),
         "dp2 zero1": Layout({"dp_size": 2, "dp_engine": "zero1"}, TIED),
         "dp2 zero3": Layout({"dp_size": 2, "dp_engine": "zero3"}, core=True),

@@ -38,9 +38,3 @@ def arguments(save_dir: Path, dp: int, batch: int, **more: Any) -> list[str]:
 
 def metrics(save_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def same_records(first: Path, second: Path) -> bool:
-    fields = ("step", "loss", "grad_norm", "learning_rate", "tokens", "eval_loss")
-    ours, theirs = ([[line.get(field) for field in fields] for line in metrics(folder)] for folder in (first, second))
-    return ours == theirs
