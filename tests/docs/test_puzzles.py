@@ -107,7 +107,9 @@ def test_puzzles_are_numbered_and_complete() -> None:
     assert [find(text) for text in ("7", "07", "p07", "p07_mlp")] == [PUZZLES[6]] * 4
     for puzzle in PUZZLES:
         file, symbol, *_ = puzzle.place.split()
-        assert re.search(rf"(class|def) {symbol.split('.')[-1]}\b", Path(file).read_text()), puzzle.place
+        assert re.search(rf"(class |def |^){symbol.split('.')[-1]}\b", Path(file).read_text(), re.MULTILINE), (
+            puzzle.place
+        )
         page, _, anchor = puzzle.page.partition("#")
         assert anchor in anchors(Path(page))
         assert f"`python -m puzzles {puzzle.number}`" in puzzle.path.read_text()
