@@ -249,7 +249,7 @@ class Checkpoint(Section):
 
 class Logging(Section):
     level: Literal["info", "debug"] = "info"
-    """debug: with pp_size > 1, every rank logs its actions (F3 is the forward of micro-batch 3)"""
+    """debug: with pp_size > 1, every rank logs its actions (1F3 is the forward of micro-batch 3 on stage 1)"""
     use_wandb: bool = False
     """also log metrics to Weights & Biases; offline without a login"""
     project_name: str = "picotron"

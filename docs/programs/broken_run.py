@@ -24,9 +24,9 @@ from torch import Tensor
 import train
 from picotron.collectives import all_reduce
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
-from picotron.pipeline_parallel.pp_communications import pipeline_communicate
 from picotron.run.launch import exit_on_error
 from picotron.train_step import train_step
+from workbench.pipelines.executor import start_message
 
 TIMEOUT = datetime.timedelta(seconds=20)
 
@@ -86,16 +86,16 @@ def own_groups(rows: list[list[int]], backend: str | None = None) -> dist.Proces
     return groups[0]
 
 
-def lossy_communicate() -> Callable[..., Tensor | None]:
-    """Return a `pipeline_communicate` that does not send the third message forward of rank 0."""
+def lossy_start_message() -> Callable[..., list[dist.Work]]:
+    """Return a `start_message` that does not send the third message of rank 0."""
     sends = itertools.count(1)
 
-    def communicate(operation: str, *arguments: Any, **options: Any) -> Tensor | None:
-        if operation == "send_forward" and dist.get_rank() == 0 and next(sends) == 3:
-            return None
-        return pipeline_communicate(operation, *arguments, **options)
+    def start(operation: str, *arguments: Any) -> list[dist.Work]:
+        if operation == "send" and dist.get_rank() == 0 and next(sends) == 3:
+            return []
+        return start_message(operation, *arguments)
 
-    return communicate
+    return start
 
 
 STEP = "picotron.pipeline_parallel.pipeline_parallel.train_step"
@@ -123,7 +123,7 @@ MISTAKES = {
     ),
     "message_not_sent": Broken(
         "Rank 0 does not send the hidden states of micro-batch 2 to the next stage.",
-        {"picotron.pipeline_parallel.pipeline_parallel.pipeline_communicate": lossy_communicate()},
+        {"workbench.pipelines.executor.start_message": lossy_start_message()},
     ),
     "gradients_not_divided": Broken(
         "The gradients are summed over the ranks, but not divided by their number.",
