@@ -150,9 +150,6 @@ MISTAKES: dict[str, Mistake] = {
         ("fuzz", "accumulation dp2 zero3"), "zero",
         "The reduction of each micro-batch replaces the slice of the gradients, instead of adding to it.",
     ),
-    "local_sums_stay_in_other_slices": Mistake(
-        ZERO1, "            self.buffer[: self.own.start].zero_()\n            self.buffer[self.own.stop :].zero_()\n", "", FUZZ
-    ),
     "weights_outlive_update": Mistake(ZERO3, "after_update=self.free)", "after_update=lambda: None)", FUZZ),
     # -------------------------------------------------------------------------------------------- tensor parallelism
     "partial_sums": Mistake(

@@ -50,13 +50,6 @@ class SlicedBucket(Bucket):
         """Start to average this rank's slice of the gradients over the group, while backward continues."""
         self.work = start_reduce_to_slices(self.buffer, self.group)
 
-    def wait(self) -> None:
-        """Wait for the average, and set the other slices to zero: they hold local sums, which are reduced now."""
-        if self.work is not None:
-            super().wait()
-            self.buffer[: self.own.start].zero_()
-            self.buffer[self.own.stop :].zero_()
-
     def gather(self) -> dist.Work | None:
         """Start to send the updated weights of each slice to all ranks. Returns the handle to wait for."""
         return start_gather_of_slices(self.weights, self.group)
