@@ -150,7 +150,7 @@ MISTAKES: dict[str, Mistake] = {
         ("fuzz", "accumulation dp2 zero3"), "zero",
         "The reduction of each micro-batch replaces the slice of the gradients, instead of adding to it.",
     ),
-    "weights_outlive_update": Mistake(ZERO3, "after_update=self.free)", "after_update=lambda: None)", FUZZ),
+    "weights_outlive_update": Mistake(ZERO3, "after_update=self.free)", "after_update=lambda: None)", ("tests/picotron/data_parallel/test_zero3_any_module.py",)),
     # -------------------------------------------------------------------------------------------- tensor parallelism
     "partial_sums": Mistake(
         TP_COMMUNICATIONS,

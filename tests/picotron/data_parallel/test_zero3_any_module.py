@@ -13,8 +13,10 @@ from conformance.oracle import assert_close
 from conformance.training import full_tensor
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
+from picotron.config import Training
 from picotron.console import UserError
 from picotron.data_parallel.zero3 import DataParallelZero3
+from picotron.optimizer import AdamW
 from picotron.process_group_manager import setup_process_group_manager
 
 SIZE, BATCH, STEPS, RANKS = 6, 8, 2, 2
@@ -151,6 +153,8 @@ def state_dicts() -> None:
         unit.gather()
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
+    AdamW(model, Training(), fused=False).step()
+    assert not any(unit.is_full for unit in model.units), "weights from before the update are still in memory"
 
 
 def test_a_state_dict_is_full_or_an_error(pool: WorkerPool) -> None:
