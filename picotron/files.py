@@ -53,6 +53,11 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def trace_path(run_dir: str | Path, step: int) -> Path:
+    """Return the trace of a step in a run's folder."""
+    return Path(run_dir, f"trace_step_{step:08d}.jsonl")
+
+
 def trace_files(run_dir: Path) -> dict[int, Path]:
     """Return the traces of steps in a run's folder by step, in ascending order."""
     matches = (re.fullmatch(r"trace_step_([0-9]{8})\.jsonl", path.name) for path in run_dir.glob("trace_step_*"))

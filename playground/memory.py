@@ -11,6 +11,7 @@ from picotron.model.flops import model_cost
 from playground.requests import FieldError, of_field
 from workbench.explain.memory import rank_memory
 from workbench.pipelines.planning import plan_pipeline
+from workbench.schedules.schedules import LOOPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,7 @@ class MemoryRequest:
             distributed=SimpleNamespace(**layout),
             model=SimpleNamespace(dtype=self.dtype, use_flash_attention=True),
             training=SimpleNamespace(**values),
+            needs_workbench=self.pp_size > 1 and self.pp_engine not in LOOPS,
         )
 
 

@@ -1,4 +1,4 @@
-"""Token files: a data set as a folder of arrays, which `tokens` writes and training maps into memory.
+"""Token files: a data set as a folder of arrays, which the workbench writes and training maps into memory.
 
 tokens.uint16 or .uint32      the documents as one stream of tokens, or the samples one after the other
 counted.uint8  lengths.int64  for samples, see `Samples`

@@ -181,13 +181,11 @@ def format_stages(stages: Sequence[Stage], ranks: Sequence[int]) -> str:
 
 
 def _contents(stage: Stage) -> str:
-    count = len(stage.layers)
-    layers = (
-        ""
-        if count == 0
-        else f"layer {stage.layers[0]}"
-        if count == 1
-        else f"layers {stage.layers[0]}-{stage.layers[-1]}"
-    )
-    parts = ["embedding" * stage.has_embedding, layers, "head" * stage.has_head]
-    return ", ".join(filter(None, parts)) or "nothing"
+    parts = ["embedding"] if stage.has_embedding else []
+    if len(stage.layers) == 1:
+        parts.append(f"layer {stage.layers[0]}")
+    elif stage.layers:
+        parts.append(f"layers {stage.layers[0]}-{stage.layers[-1]}")
+    if stage.has_head:
+        parts.append("head")
+    return ", ".join(parts) or "nothing"

@@ -87,7 +87,6 @@ from picotron.pipeline_parallel.stages import Stage
 from workbench.pipelines.layouts import stage_weights
 from workbench.pipelines.plan import SchedulePlan
 from workbench.schedules.actions import Action
-from workbench.schedules.schedules import LOOPS
 from workbench.schedules.simulate import Costs, peak_activations, simulate
 
 if TYPE_CHECKING:
@@ -334,7 +333,7 @@ def activation_peaks(config: "Config", model: "PreTrainedConfig", plan: Schedule
 def rank_memory(config: "Config", model: "PreTrainedConfig", plan: SchedulePlan) -> list[Memory]:
     """Return the memory of each pp rank. All tp, cp and dp ranks of a pp rank need the same amount."""
     s, memories, layout = sizes(config, model), [], config.distributed
-    zero3, by_executor = layout.dp_engine == "zero3", layout.pp_size > 1 and layout.pp_engine not in LOOPS
+    zero3, by_executor = layout.dp_engine == "zero3", config.needs_workbench
     messages = by_executor * 4 * s.tokens * s.shard * s.number
     for rank in range(plan.schedule.pp):
         parameters = rank_parameters(config, model, list(plan.stages_of(rank).values()))

@@ -44,7 +44,6 @@ from picotron.pipeline_parallel.stages import Stage
 from workbench.explain.hardware import Hardware
 from workbench.explain.memory import count_parameters, loss_chunk, sizes
 from workbench.pipelines.plan import SchedulePlan
-from workbench.schedules.schedules import LOOPS
 from workbench.schedules.simulate import Costs, Timeline, simulate
 
 if TYPE_CHECKING:
@@ -320,7 +319,7 @@ def forecast(config: Config, model: "PreTrainedConfig", plan: SchedulePlan, hard
     for rank, program in enumerate(plan.schedule.programs):
         for key, times in Counter(costs.key(part)[0] for action in program for part in action.parts).items():
             ranks[rank] = ranks[rank].plus(work[key], times)
-    waits = pp > 1 and layout.pp_engine in LOOPS
+    waits = pp > 1 and not config.needs_workbench
     timeline = alone = simulate(plan.schedule, costs)
     if clock.message:
         timeline = simulate(plan.schedule, dataclasses.replace(costs, p2p=clock.message, waits=waits))

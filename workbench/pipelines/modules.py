@@ -118,14 +118,14 @@ def sequence_shards(model: nn.Module) -> int:
 class LlamaStages(PipelineStages, PipelineParallel):
     """This rank's stages of a Llama.
 
-    Attributes:
-        stages: contents of the stages, by number.
-        kept_activations: (stage, micro-batch) of the forwards whose activations are not recomputed in backward.
-
     Args:
         model: a Llama on the meta device, from which the modules of other ranks are removed.
         plan: the stages of the pipeline, their ranks and the schedule.
         rank: this process's pp rank.
+
+    Attributes:
+        stages: contents of the stages, by number.
+        kept_activations: (stage, micro-batch) of the forwards whose activations are not recomputed in backward.
     """
 
     def __init__(self, model: Llama, plan: SchedulePlan, rank: int) -> None:

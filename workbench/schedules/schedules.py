@@ -12,7 +12,6 @@ Activations: the most that a rank holds at a time, in units of one micro-batch i
 
 import functools
 import itertools
-import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -250,17 +249,6 @@ SCHEDULES = {
 LOOPS = ("afab", "1f1b")  # run by loops of their own, in which ranks wait for their messages, not by the executor
 
 
-def check_name(name: str) -> str:
-    """Return `name` if it names a schedule: a key of SCHEDULES, auto (see `search`), or csv:FILE.
-
-    Raises:
-        UserError: there is no such schedule.
-    """
-    if name in (*SCHEDULES, "auto") or re.match("csv:.", name):
-        return name
-    raise UserError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}, auto, or csv:FILE")
-
-
 def build(name: str, pp: int, micro_batches: int, chunks: int | None = None, group_size: int | None = None) -> Schedule:
     """Build a schedule of SCHEDULES.
 
@@ -273,10 +261,8 @@ def build(name: str, pp: int, micro_batches: int, chunks: int | None = None, gro
     Raises:
         UserError: there is no such schedule, or it does not work with these numbers.
     """
-    if check_name(name) not in SCHEDULES:
-        raise UserError(
-            f"the schedule {name!r} is not hand-made; read a file with `read_csv`, or call `fastest_schedule`"
-        )
+    if name not in SCHEDULES:
+        raise UserError(f"there is no hand-made schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
     recipe = SCHEDULES[name]
     chunks = recipe.chunks if chunks is None else chunks
     _check_numbers(pp, micro_batches, chunks)

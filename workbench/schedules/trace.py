@@ -20,15 +20,11 @@ from statistics import median_low
 from typing import Any
 
 from picotron.console import UserError
-from picotron.files import parse_json, trace_files
+from picotron.files import parse_json, trace_files, trace_path
 from workbench.schedules.actions import Schedule, parse_action
 from workbench.schedules.order import Event
 from workbench.schedules.schedule_csv import assemble
 from workbench.schedules.simulate import Costs, Span, Timeline, computes, measured_costs
-
-
-def trace_path(run_dir: str | Path, step: int) -> Path:
-    return Path(run_dir, f"trace_step_{step:08d}.jsonl")
 
 
 def trace_line(rank: int, span: Span) -> str:

@@ -10,11 +10,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from conformance import models
 from conformance.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama, with_exact_norms
 from picotron.config import Model
 from picotron.console import UserError
 from picotron.model import weights
-from picotron.model.families import differences
+from picotron.model.families import FAMILIES, differences
 from picotron.model.llama import rope
 from picotron.model.model_config import load_model_config
 from picotron.model.weights import ALL, initial_weights
@@ -28,6 +29,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+
+
+def test_conformance_knows_the_families_of_the_model() -> None:
+    assert models.FAMILIES.keys() == FAMILIES.keys()
 
 
 def test_shards_are_slices_of_the_same_initial_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from conformance.oracle import make_config
+from picotron.config import PP_ENGINES
 from picotron.console import UserError
+from picotron.pipeline_parallel import pipeline_parallel
 from workbench.schedules.actions import Action, AnyAction, Overlapped, Schedule, parse_action
 from workbench.schedules.checker import add_communication
-from workbench.schedules.schedules import SCHEDULES, build
+from workbench.schedules.schedules import LOOPS, SCHEDULES, build
+
+
+def test_names_of_the_config_are_those_of_the_schedules() -> None:
+    assert (*SCHEDULES, "auto") == PP_ENGINES
+    configs = {name: make_config(distributed__pp_size=2, distributed__pp_engine=name) for name in PP_ENGINES}
+    plain = [name for name, config in configs.items() if not config.needs_workbench]
+    assert tuple(plain) == LOOPS == tuple(pipeline_parallel.LOOPS)
 
 
 def names(program: list[AnyAction]) -> list[str]:
