@@ -9,6 +9,7 @@ workers start quickly, and a worker that hangs or dies can be replaced.
 import atexit
 import datetime
 import gc
+import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
@@ -67,6 +68,7 @@ def _work(connection: multiprocessing.connection.Connection, backend: str) -> No
         # The threads of a gloo group end with its last reference, so drop those held here and by the function.
         function = arguments = None
         process_group_manager.process_group_manager = None  # type: ignore[assignment]
+        logging.getLogger("picotron").setLevel(logging.NOTSET)  # the function may have silenced it
         free_models()
         if dist.is_initialized():
             dist.destroy_process_group()
