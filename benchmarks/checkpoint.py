@@ -32,7 +32,8 @@ from picotron import process_group_manager as pgm
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.collectives import all_reduce
-from picotron.model.weights import copy_shard, initial_weights, parameters_and_shards
+from picotron.model.placement import placement
+from picotron.model.weights import copy_shard, initial_weights
 from picotron.optimizer import AdamW
 from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
@@ -85,7 +86,8 @@ class Run:
         size = pgm.process_group_manager.tp_world_size
         mesh = init_device_mesh(self.device.type, (size,)) if size > 1 else None
         tensors: dict[str, Tensor] = {}
-        for name, parameter, shard in parameters_and_shards(self.llama):
+        for name, parameter in self.llama.named_parameters():
+            shard = placement(parameter).shard
             for kind, tensor in {"model": parameter.detach(), **self.optimizer.state_of(parameter)}.items():
                 sharded = shard is not None and mesh is not None
                 tensors[f"{kind}.{name}"] = DTensor.from_local(tensor, mesh, [Shard(shard.dim)]) if sharded else tensor
@@ -102,7 +104,8 @@ class Run:
     def load(self) -> None:
         checkpoint = Checkpoint(checkpoint_folder(self.folder, self.saved))
         read = checkpoint.weights()
-        for name, parameter, shard in parameters_and_shards(self.llama):
+        for name, parameter in self.llama.named_parameters():
+            shard = placement(parameter).shard
             copy_shard(parameter.data, name, shard, read)
         checkpoint.restore(self.optimizer, self.llama)
 

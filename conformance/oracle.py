@@ -21,7 +21,8 @@ from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.data.rows import TextRows
 from picotron.model.llama import Llama
-from picotron.model.weights import Index, ReadTensor, initial_weights, materialise
+from picotron.model.placement import Index
+from picotron.model.weights import ReadTensor, initial_weights, materialise
 
 __all__ = ["relative_error", "tiny_llama", "with_exact_norms"]
 CPU = torch.device("cpu")

@@ -17,8 +17,7 @@ from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.data_parallel.owned_slices import owned_slice
-from picotron.model.weights import main_grad, parameters_and_shards
+from picotron.model.placement import main_grad, placement
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan, plan_stages
@@ -180,7 +179,7 @@ def train(config: Config, model_config: PreTrainedConfig) -> dict[str, Any]:
 
 def full_tensor(parameter: nn.Parameter, attribute: str) -> Tensor:
     """Return a copy of a parameter (`data`) or its gradient (`main_grad`), gathered from the ranks that own slices."""
-    owned, grid = owned_slice(parameter), pgm.process_group_manager
+    owned, grid = placement(parameter).owned, pgm.process_group_manager
     if attribute == "main_grad" and not parameter.requires_grad:
         return torch.zeros_like(parameter)  # frozen
     if owned is None:
@@ -195,7 +194,8 @@ def full_tensor(parameter: nn.Parameter, attribute: str) -> Tensor:
 def gathered(model: nn.Module, attribute: str) -> dict[str, Tensor]:
     """Gather the unsharded parameters (`data`) or gradients (`main_grad`) by name from all tp ranks, to the CPU."""
     grid, whole = pgm.process_group_manager, {}
-    for name, parameter, shard in parameters_and_shards(model):
+    for name, parameter in model.named_parameters():
+        shard = placement(parameter).shard
         local = full_tensor(parameter, attribute)
         parts = [torch.empty_like(local) for _ in range(grid.tp_world_size)]
         dist.all_gather(parts, local, group=grid.tp_group)

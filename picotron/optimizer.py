@@ -5,15 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Training
-from picotron.data_parallel.owned_slices import AfterUpdate, owned_slice, owned_weight
-from picotron.model.weights import is_tied_replica, main_grad, parameters_and_shards, scale_gradients
+from picotron.model.placement import main_grad, owned_weight, placement, scale_gradients
 
 ReadState = Callable[[nn.Parameter, str, Tensor], None]
 
@@ -31,9 +29,7 @@ class AdamW(torch.optim.AdamW):
     A weight that something else has changed, such as `load_state_dict` or `torch.nn.init`, is taken into the master
     weight at the next step. Changes of `weight.data`, which torch does not count, are lost in bfloat16.
 
-    If the data-parallel ranks divide the optimizer (see `owned_slices`), master weights and moments are flat slices. A
-    rank updates the slices of one buffer after the other, so that with ZeRO-1, the updated weights of a buffer are on
-    their way to the other ranks while those of the next one are computed.
+    If the data-parallel ranks divide the optimizer (see `OwnedSlice`), master weights and moments are flat slices.
 
     Args:
         model: a `DataParallel`, or any module whose parameters have a `main_grad`.
@@ -44,11 +40,9 @@ class AdamW(torch.optim.AdamW):
     def __init__(self, model: nn.Module, training: Training, fused: bool) -> None:
         self.model = model
         self.masters: dict[nn.Parameter, Tensor] = {}
-        self.updated_together: dict[AfterUpdate | None, list[nn.Parameter]] = {}
         for p in filter(lambda p: p.requires_grad, model.parameters()):
-            weight, dtype, owned = owned_weight(p), accumulation_dtype(p), owned_slice(p)
+            weight, dtype = owned_weight(p), accumulation_dtype(p)
             self.masters[p] = weight if weight.dtype == dtype else weight.detach().to(dtype).requires_grad_()
-            self.updated_together.setdefault(owned.after_update if owned else None, []).append(p)
         self.versions = {p: p._version for p in self.masters}  # torch's count of changes in place
         matrices = [master for p, master in self.masters.items() if p.ndim >= 2]
         vectors = [master for p, master in self.masters.items() if p.ndim < 2]
@@ -62,27 +56,26 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all weights. A `DataParallel` decides in how many parts."""
         assert closure is None
-        work: dist.Work | None = None
-        for after_update, parameters in self.updated_together.items():
-            masters = [self.masters[parameter] for parameter in parameters]
-            rounded = [p for p in parameters if p.requires_grad and p.dtype != self.masters[p].dtype]
-            for changed in (p for p in rounded if p._version != self.versions[p]):
-                weight, master = owned_weight(changed), self.masters[changed]
-                master.copy_(torch.where(weight == master.to(weight.dtype), master, weight))
-            for parameter, master in zip(parameters, masters, strict=True):
-                master.grad = main_grad(parameter) if parameter.requires_grad else None
-            super().step()  # skips all other masters, which have no gradient
-            for master in masters:
-                master.grad = None  # the gradients stay in main_grad
-            if rounded:
-                torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])
-            self.versions |= {p: p._version for p in rounded}
-            previous, work = work, after_update() if after_update else None
-            if previous is not None:  # gloo copies what it sends, so only one buffer is on its way
-                previous.wait()
-        if work is not None:
-            work.wait()
+        in_parts = getattr(self.model, "update_in_parts", lambda update: update(list(self.masters)))
+        in_parts(self.update)
+
+    def update(self, parameters: list[nn.Parameter]) -> None:
+        """Update some of the weights."""
+        parameters = [p for p in parameters if p in self.masters and p.requires_grad]
+        rounded = [p for p in parameters if p.dtype != self.masters[p].dtype]
+        for changed in (p for p in rounded if p._version != self.versions[p]):
+            weight, master = owned_weight(changed), self.masters[changed]
+            master.copy_(torch.where(weight == master.to(weight.dtype), master, weight))
+        for parameter in parameters:
+            self.masters[parameter].grad = main_grad(parameter)
+        super().step()  # skips all other masters, which have no gradient
+        for parameter in parameters:
+            self.masters[parameter].grad = None  # the gradients stay in main_grad
+        if rounded:
+            torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])
+        self.versions |= {p: p._version for p in rounded}
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the tensors that the next step of a parameter depends on: `exp_avg`, `exp_avg_sq`, and `master` if it
@@ -169,8 +162,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     """
     grid = pgm.process_group_manager
     gradients, replicas = [], []
-    for name, parameter, shard in parameters_and_shards(model):
-        if parameter.requires_grad and not is_tied_replica(model, name):
+    for parameter in model.parameters():
+        if parameter.requires_grad and not placement(parameter).is_replica:
+            shard = placement(parameter).shard
             gradients.append(main_grad(parameter))
             replicas.append(grid.tp_world_size if shard is None else shard.replicas)
     if gradients:
@@ -181,7 +175,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     else:  # all weights of this rank are frozen
         square = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     all_reduce(square, grid.tp_group)
-    if any(owned_slice(parameter) for parameter in model.parameters()):
+    if any(placement(parameter).owned for parameter in model.parameters()):
         all_reduce(square, grid.cp_dp_group)
     all_reduce(square, grid.pp_group)  # last, because a stage whose weights are all frozen owns no slices
     norm = square.sqrt().to(accumulation_dtype(next(model.parameters())))

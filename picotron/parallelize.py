@@ -12,7 +12,6 @@ from picotron.config import Config
 from picotron.console import Problems, UserError
 from picotron.context_parallel.context_parallel import apply_context_parallel, check_context_parallel
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
-from picotron.data_parallel.owned_slices import read_owned_weights
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.data_parallel.zero3 import DataParallelZero3
 from picotron.model.families import head_size
@@ -20,7 +19,7 @@ from picotron.model.float8 import use_float8
 from picotron.model.llama import Llama, fused_attention, math_attention
 from picotron.model.model_config import check_window, load_model_config
 from picotron.model.recompute import recompute_cheap_results
-from picotron.model.weights import ReadTensor, materialise
+from picotron.model.weights import ReadTensor, materialise, read_owned_weights
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, PipelinePlan, plan_stages
 from picotron.run.launch import check_world_size
 from picotron.run.metrics import check_wandb

@@ -42,7 +42,7 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import rope_frequencies
-from picotron.model.weights import Index
+from picotron.model.placement import Index
 from picotron.optimizer import AdamW, make_scheduler
 from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan, plan_stages
 from picotron.run.metrics import Metrics

@@ -17,8 +17,8 @@ from benchmarks.shapes import LLAMA3_ROPE
 from conformance.oracle import our_model, tiny_llama
 from picotron.config import Training
 from picotron.model.llama import RMSNorm, rope
+from picotron.model.placement import set_main_grad
 from picotron.model.split_backward import defer_weight_grads, run_deferred, split_backward
-from picotron.model.weights import set_main_grad
 from picotron.optimizer import AdamW
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.report import Content, Options, Part, header, seconds_per_call, synchronize, table_row
 from benchmarks.gpu.speed import Workload, free_memory, random_weights, workloads
 from picotron.config import Training
-from picotron.model.weights import set_main_grad
+from picotron.model.placement import set_main_grad
 from picotron.optimizer import AdamW
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager

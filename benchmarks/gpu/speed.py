@@ -24,7 +24,8 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.model.flops import model_cost
 from picotron.model.model_config import check_supported
-from picotron.model.weights import Index, ReadTensor
+from picotron.model.placement import Index
+from picotron.model.weights import ReadTensor
 from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager

@@ -19,8 +19,7 @@ from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.console import UserError
-from picotron.data_parallel.owned_slices import owned_slice
-from picotron.model.weights import Shard, main_grad, parameters_and_shards
+from picotron.model.placement import main_grad, placement
 from picotron.optimizer import update_weights
 from picotron.parallelize import unwrap
 from picotron.run.run_folder import checkpoint_folders
@@ -96,7 +95,7 @@ def train(case: Case, trainer: Trainer) -> Result:
         batches = trainer.split(as_packed(case.batch(step)))
         loss = train_batch(trainer.step, trainer.model, batches, own_loss(case)).loss
         if step == case.first_step:
-            result.gradients = {name: whole_part(p, main_grad(p), s) for name, p, s in parameters_and_shards(llama)}
+            result.gradients = {name: whole_part(p, main_grad(p)) for name, p in llama.named_parameters()}
         norm = update_weights(trainer.model, trainer.optimizer, case.max_grad_norm)
         trainer.scheduler.step()
         trainer.progress = trainer.progress.after_step(trainer.config)
@@ -113,7 +112,7 @@ def train(case: Case, trainer: Trainer) -> Result:
         found = generate(trainer.stage, case.prompts(), Sampling(case.new_tokens))
         result.tokens = [completion.tokens for completion in found]
     masters = trainer.optimizer.masters
-    result.weights = {name: whole_part(p, masters[p], s) for name, p, s in parameters_and_shards(llama)}
+    result.weights = {name: whole_part(p, masters[p]) for name, p in llama.named_parameters()}
     return result
 
 
@@ -149,15 +148,16 @@ def evaluated(case: Case, trainer: Trainer) -> list[float]:
     return [(total[0] / total[1]).item()]
 
 
-def whole_part(parameter: nn.Parameter, tensor: Tensor, shard: Shard | None) -> Part:
+def whole_part(parameter: nn.Parameter, tensor: Tensor) -> Part:
     """Return a copy of this rank's shard of a weight or a gradient, gathered from the ranks that own slices of it."""
     tensor = tensor.detach().clone()
-    if owned := owned_slice(parameter):
+    if owned := placement(parameter).owned:
         group = pgm.process_group_manager.cp_dp_group
         slices: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(slices, tensor, group=group)
         tensor = torch.cat(slices).view(parameter.shape)
         assert owned.numel == tensor.numel()
+    shard = placement(parameter).shard
     if shard is None:
         return Part(tensor, (0,) * tensor.ndim)
     start = tuple(shard.start if dim == shard.dim else 0 for dim in range(tensor.ndim))

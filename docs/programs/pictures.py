@@ -8,7 +8,7 @@ from docs.programs.collectives import COLLECTIVES, before_and_after
 from docs.programs.quickstart import quickstart, stage_of
 from docs.programs.svg import LINE, RANKS, WIDTH, Svg, main
 from picotron.context_parallel.positions import local_positions, visible_blocks
-from picotron.model.weights import Shard, parameters_and_shards
+from picotron.model.placement import Shard, placement
 from workbench.drawing.draw_svg import lighter
 from workbench.explain.fake_group import fake_rank
 
@@ -52,7 +52,8 @@ def matrices(tp: int = 4) -> str:
     for rank in range(tp):
         with fake_rank(rank, config.distributed):
             layer = stage_of(config).module.model.layers["0"]
-            for name, parameter, shard in parameters_and_shards(layer):
+            for name, parameter in layer.named_parameters():
+                shard = placement(parameter).shard
                 if shard is not None:
                     shards_of.setdefault(name.split(".")[1], {})[rank] = shard
                     shapes[name.split(".")[1]] = shard.full_shape(parameter.shape)

@@ -12,7 +12,7 @@ from docs.programs.svg import LINE, RANKS, WIDTH, Svg, main
 from picotron import process_group_manager as pgm
 from picotron.config_reader import load_config
 from picotron.model.model_config import load_model_config
-from picotron.model.weights import parameters_and_shards
+from picotron.model.placement import placement
 from picotron.pipeline_parallel.stages import Stage
 from workbench.drawing.draw_svg import lighter
 from workbench.explain.fake_group import fake_rank
@@ -31,7 +31,8 @@ def contents(stage: Stage) -> str:
 def held_heads(stage: LlamaStages) -> str:
     """Return the attention heads of this rank."""
     config = stage.module.config
-    shard = next(shard for name, _, shard in parameters_and_shards(stage.module) if name.endswith("q_proj.weight"))
+    parameters = stage.module.named_parameters()
+    shard = next(placement(parameter).shard for name, parameter in parameters if name.endswith("q_proj.weight"))
     heads = range(config.num_attention_heads)
     if shard is not None:
         heads = range(shard.start // config.head_dim, shard.stop // config.head_dim)

@@ -28,12 +28,12 @@ from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Model
 from picotron.console import UserError
 from picotron.data.loader import HeldOut
-from picotron.data_parallel.owned_slices import copy_owned
 from picotron.files import read_object
 from picotron.model.families import architecture
 from picotron.model.llama import Llama
 from picotron.model.model_config import load_model_config
-from picotron.model.weights import Index, ReadTensor, parameters_and_shards
+from picotron.model.placement import Index
+from picotron.model.weights import ReadTensor, copy_owned
 from picotron.optimizer import AdamW
 from picotron.run.progress import Progress
 from picotron.run.run_folder import UNFINISHED, checkpoint_folders, parse_load_path
@@ -234,17 +234,17 @@ class Checkpoint:
         """Load the optimizer's state, if the checkpoint has one."""
         if self.state is None or not self.has("exp_avg"):
             return
-        shards = {parameter: (name, shard) for name, parameter, shard in parameters_and_shards(llama)}
+        names = {parameter: name for name, parameter in llama.named_parameters()}
         moments = {kind: SafetensorsFolder(self.folder, kind) for kind in ("exp_avg", "exp_avg_sq")}
         readers: dict[str, ReadTensor] = {kind: folder.read for kind, folder in moments.items()}
         readers["master"] = self.weights()
 
         def read(parameter: nn.Parameter, kind: str, tensor: Tensor) -> None:
-            copy_owned(tensor, parameter, *shards[parameter], readers[kind])
+            copy_owned(tensor, parameter, names[parameter], readers[kind])
 
         updates = {
             parameter: self.state.updates.get(name, self.state.step)
-            for parameter, (name, _) in shards.items()
+            for parameter, name in names.items()
             if name in moments["exp_avg"].file_of
         }
         optimizer.restore(updates, read)

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.checkpoint.safetensors_folder import ByteRange, FileWriter, plan_file
-from picotron.data_parallel.owned_slices import OwnedSlice, owned_slice, owned_weight
 from picotron.model.llama import Llama
-from picotron.model.weights import Shard, is_tied_replica, parameters_and_shards
+from picotron.model.placement import OwnedSlice, Shard, owned_weight, placement
 from picotron.optimizer import AdamW
 from picotron.process_group_manager import new_groups
 
@@ -100,10 +99,10 @@ class StageFiles:
         grid, updates = pgm.process_group_manager, self.optimizer.updates()
         tensors: dict[str, dict[str, Tensor]] = defaultdict(dict)
         places: dict[str, tuple[torch.Size, Shard | None, OwnedSlice | None, int]] = {}
-        for name, parameter, shard in parameters_and_shards(self.llama):
-            owned = owned_slice(parameter)
-            if not is_tied_replica(self.llama, name) and (grid.cp_dp_rank == 0 or owned):
-                places[name] = parameter.shape, shard, owned, updates.get(parameter, 0)
+        for name, parameter in self.llama.named_parameters():
+            place = placement(parameter)
+            if not place.is_replica and (grid.cp_dp_rank == 0 or place.owned):
+                places[name] = parameter.shape, place.shard, place.owned, updates.get(parameter, 0)
                 for kind, tensor in {"model": owned_weight(parameter), **self.optimizer.state_of(parameter)}.items():
                     tensors[kind][name] = tensor.detach()
         number, count = grid.pp_rank + 1, grid.pp_world_size

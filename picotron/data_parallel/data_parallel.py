@@ -7,6 +7,7 @@ which the optimizer reads. The average is over `cp_dp_group`, because context-pa
 all ranks hold the same optimizer state, which `zero1` shards over them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce, check_equal
 from picotron.console import UserError
-from picotron.model.weights import parameters_and_shards, set_main_grad, sum_partial_gradients
+from picotron.model.placement import placement, set_main_grad, sum_partial_gradients
+
+Update = Callable[[list[nn.Parameter]], None]
 
 
 class Bucket:
@@ -108,9 +111,9 @@ class DataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, bucket_mb: float) -> None:
         super().__init__()
-        weights, grid = list(parameters_and_shards(module)), pgm.process_group_manager
-        check_equal({name: parameter for name, parameter, _ in weights}, grid.cp_dp_group)
-        check_equal({name: parameter for name, parameter, shard in weights if shard is None}, grid.tp_group)
+        weights, grid = dict(module.named_parameters()), pgm.process_group_manager
+        check_equal(weights, grid.cp_dp_group)
+        check_equal({name: p for name, p in weights.items() if placement(p).shard is None}, grid.tp_group)
         self.module, self.bucket_mb, self.layout = module, bucket_mb, str(grid)
         self.require_backward_grad_sync = grid.cp_dp_world_size > 1
         self.trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
@@ -210,6 +213,10 @@ class DataParallel(nn.Module):
         sum_tied: Any = getattr(self.module, "sum_tied_gradients", None)
         if sum_tied is not None:
             sum_tied()
+
+    def update_in_parts(self, update: Update) -> None:
+        """Call the optimizer's `update` with all parameters; here, in one part. `AdamW.step` calls this."""
+        update(list(self.parameters()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to zero, wherever they are: also those of a step that was given up, whose reductions may

@@ -23,17 +23,38 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import own_slice, start_gather_of_slices, start_reduce_to_slices
-from picotron.data_parallel.data_parallel import Bucket, DataParallelBucket, make_buckets
-from picotron.data_parallel.owned_slices import divide
-from picotron.model.weights import tied_parameters
+from picotron.data_parallel.data_parallel import Bucket, DataParallelBucket, Update, make_buckets
+from picotron.model.placement import OwnedSlice, place, placement, set_main_grad
+
+
+def divide(
+    parameters: list[nn.Parameter], full: Tensor, weights: Tensor, gradients: Tensor, group: dist.ProcessGroup
+) -> None:
+    """Divide parameters over the ranks of a group: let the parameters be views of a flat buffer, with the values that
+    they have, and let `Placement.owned` and `main_grad` be views of this rank's slices.
+
+    Args:
+        full: the buffer.
+        weights, gradients: this rank's slices of the buffer's weights and gradients.
+    """
+    own, rank, offset = own_slice(full, group), dist.get_rank(group), 0
+    for parameter in parameters:
+        view = full[offset : offset + parameter.numel()].view_as(parameter)
+        if parameter.untyped_storage().nbytes() > 0:
+            view.copy_(parameter.detach())
+        parameter.data = view
+        start, stop = (min(max(edge, offset), offset + parameter.numel()) - own.start for edge in (own.start, own.stop))
+        place(parameter, owned=OwnedSlice(weights[start:stop], parameter.numel(), offset, len(weights), rank))
+        set_main_grad(parameter, gradients[start:stop])
+        offset += parameter.numel()
 
 
 class SlicedBucket(Bucket):
-    """A bucket of which each rank owns a slice, see `owned_slices`. The weights are also views of a flat buffer.
+    """A bucket of which each rank owns a slice, see `OwnedSlice`. The weights are also views of a flat buffer.
 
     Attributes:
         own: this rank's slice of both buffers.
@@ -44,15 +65,15 @@ class SlicedBucket(Bucket):
         super().__init__(parameters, group, multiple=dist.get_world_size(group))
         self.own = own_slice(self.buffer, group)
         self.weights = torch.zeros_like(self.buffer, dtype=parameters[0].dtype)
-        divide(parameters, self.weights, self.weights[self.own], self.buffer[self.own], group, after_update=self.gather)
+        divide(parameters, self.weights, self.weights[self.own], self.buffer[self.own], group)
 
     def launch(self) -> None:
         """Start to average this rank's slice of the gradients over the group, while backward continues."""
         self.work = start_reduce_to_slices(self.buffer, self.group)
 
-    def gather(self) -> dist.Work | None:
-        """Start to send the updated weights of each slice to all ranks. Returns the handle to wait for."""
-        return start_gather_of_slices(self.weights, self.group)
+    def start_gather(self) -> None:
+        """Start to send the updated weights of each slice to all ranks."""
+        self.work = start_gather_of_slices(self.weights, self.group)
 
 
 class DataParallelZero1(DataParallelBucket):
@@ -61,6 +82,21 @@ class DataParallelZero1(DataParallelBucket):
     def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
         # A tied matrix has a bucket of its own, so that the ranks of both stages that hold it own the same elements:
         # `sum_tied_gradients` adds their gradients.
-        tied, group = tied_parameters(self.module), pgm.process_group_manager.cp_dp_group
-        runs = [list(run) for _, run in itertools.groupby(parameters, key=lambda p: id(p) if p in tied else None)]
+        group = pgm.process_group_manager.cp_dp_group
+        runs = [
+            list(run) for _, run in itertools.groupby(parameters, lambda p: id(p) if placement(p).is_tied else None)
+        ]
         return [bucket for run in runs for bucket in make_buckets(run, group, self.bucket_mb, SlicedBucket)]
+
+    def update_in_parts(self, update: Update) -> None:
+        """Update the slices of one bucket after the other: while the next ones are computed, the new weights are on
+        their way to the other ranks.
+        """
+        for previous, bucket in itertools.pairwise([None, *self.buckets]):
+            assert isinstance(bucket, SlicedBucket)
+            update(bucket.parameters)
+            bucket.start_gather()
+            if previous is not None:  # gloo copies what it sends, so only one buffer is on its way
+                previous.wait()
+        for bucket in self.buckets[-1:]:
+            bucket.wait()

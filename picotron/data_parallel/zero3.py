@@ -50,15 +50,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, own_slice, start_gather_of_slices, start_reduce_to_slices
 from picotron.console import UserError
-from picotron.data_parallel.data_parallel import DataParallel
-from picotron.data_parallel.owned_slices import divide
-from picotron.model.weights import tied_parameters
+from picotron.data_parallel.data_parallel import DataParallel, Update
+from picotron.data_parallel.zero1 import divide
+from picotron.model.placement import placement
 
 LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
 
 class Unit:
-    """Parameters that are gathered and freed together, as views of one flat buffer, see `owned_slices`.
+    """Parameters that are gathered and freed together, as views of one flat buffer, see `OwnedSlice`.
 
     Args:
         parameters: parameters of one dtype on one device. If they have no memory, the slice is filled later.
@@ -87,7 +87,7 @@ class Unit:
         self.freed = self.full.new_full((), math.nan if first.is_floating_point() else 0)
         self.shard = torch.zeros_like(self.full[self.own])
         self.gradient_shard = torch.zeros_like(self.shard, dtype=accumulation_dtype(first))
-        divide(parameters, self.full, self.shard, self.gradient_shard, group, after_update=self.free)
+        divide(parameters, self.full, self.shard, self.gradient_shard, group)
         self.shard.copy_(self.full[self.own])
         self.gradients: dict[Tensor, Tensor] = {}
         self.arrived: Counter[Tensor] = Counter()
@@ -210,9 +210,8 @@ class DataParallelZero3(DataParallel):
         self.unit_of: dict[Tensor, Unit] = {}
         # A parameter that another pipeline stage also holds has a separate unit, so that the ranks of both stages own
         # the same elements: `sum_tied_gradients` adds their gradients.
-        tied = tied_parameters(module)
         numbered = enumerate(module.parameters(), 1)
-        kinds = {p: (str(p.dtype), str(p.device), i if p in tied else 0) for i, p in numbered}
+        kinds = {p: (str(p.dtype), str(p.device), i if placement(p).is_tied else 0) for i, p in numbered}
         groups = [*(members_of_lists(module) if units is None else units), [module]]
         separate = {each for group in groups for each in group}
         used: list[tuple[Unit, ...]] = []
@@ -381,6 +380,11 @@ class DataParallelZero3(DataParallel):
         self._finish_backward()
         self._finish_reduction()
         super().finish_grad_sync()
+
+    def update_in_parts(self, update: Update) -> None:
+        super().update_in_parts(update)
+        for unit in self.units:
+            unit.free()  # its full weights are the old ones
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for unit in self.units:

@@ -1,120 +1,23 @@
-"""A rank's weights: which shard of each parameter it holds, how the shards get their values, and their gradients."""
+"""How a rank's parts of the weights get their values: from a checkpoint, or drawn."""
 
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from picotron.collectives import all_reduce
 from picotron.model.families import differences
 from picotron.model.llama import Llama
+from picotron.model.placement import Index, Shard, owned_weight, place, placement
 
 TILE = 256  # rows and columns of a matrix that are drawn at a time
 ALL = slice(None)
 
-Index = tuple[slice, ...]
 ReadTensor = Callable[[str, torch.Size, Index], Tensor]
 """`read(name, shape, index)` returns the slice `[index]` of the parameter `name`, whose full shape is `shape`"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """The shard of a parameter on this tp rank: `start` to `stop` of dimension `dim`, padded with zeros to `size`.
-
-    A module lists its shards in a dict `shards`, by the names of its parameters; parameters that are not listed are
-    replicated. Initial weights, checkpoints and the gradient norm all read this one description.
-    """
-
-    dim: int
-    full_size: int
-    start: int
-    stop: int
-    size: int
-    replicas: int = 1  # number of tp ranks that hold this same shard
-
-    @property
-    def index(self) -> Index:
-        return (*[slice(None)] * self.dim, slice(self.start, self.stop))
-
-    def full_shape(self, local: torch.Size) -> torch.Size:
-        return torch.Size([*local[: self.dim], self.full_size, *local[self.dim + 1 :]])
-
-
-def parameters_and_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard | None]]:
-    """Iterate over the parameters: (name, parameter, its shard, or None for a replicated parameter)."""
-    for name, parameter in model.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        yield name, parameter, getattr(model.get_submodule(owner), "shards", {}).get(leaf)
-
-
-def mark_tied(module: nn.Module, name: str, is_replica: bool) -> None:
-    """Mark a parameter of a module that another pipeline stage holds, too, see `is_tied_replica` and
-    `tied_parameters`.
-    """
-    module.tied_replicas = getattr(module, "tied_replicas", {}) | {name: is_replica}  # type: ignore[assignment]
-
-
-def tied_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that another pipeline stage holds, too: the tied embedding on the first and last stage."""
-    return {getattr(module, name) for module in model.modules() for name in getattr(module, "tied_replicas", ())}
-
-
-def is_tied_replica(model: nn.Module, name: str) -> bool:
-    """Whether a parameter is a replica of one that another pipeline stage holds: the tied embedding on the last stage.
-
-    The gradient norm and checkpoints include the original only.
-    """
-    owner, _, leaf = name.rpartition(".")
-    is_replica: bool = getattr(model.get_submodule(owner), "tied_replicas", {}).get(leaf, False)
-    return is_replica
-
-
-def main_grad(parameter: Tensor) -> Tensor:
-    """The gradient that the optimizer reads: a tensor of the parameter's shape, in float32 or wider, in which gradients
-    accumulate over micro-batches; or this rank's slice of it, see `owned_slices`.
-
-    `DataParallel` allocates and fills it. (The name is Megatron-LM's.) A parameter that was frozen before it was
-    wrapped, by `requires_grad_(False)`, has none, or 0 with ZeRO-3.
-    """
-    return parameter.main_grad  # type: ignore[attr-defined]  # torch's parameters take any attribute
-
-
-def set_main_grad(parameter: Tensor, buffer: Tensor) -> None:
-    """Let `main_grad(parameter)` be `buffer`."""
-    parameter.main_grad = buffer  # type: ignore[attr-defined]
-
-
-def scale_gradients(model: nn.Module, factor: Tensor | float) -> None:
-    """Multiply the `main_grad`s of all parameters that are not frozen by a factor, in place."""
-    gradients = [main_grad(parameter) for parameter in model.parameters() if parameter.requires_grad]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
-
-
-def sum_partial_gradients(model: nn.Module) -> None:
-    """Sum the `main_grad`s of parameters of which several tp ranks hold replicas, but use them in different
-    computations: norms and biases with sequence parallelism, and key/value heads that several ranks share.
-
-    A module lists these parameters in a dict `partial_gradients`, each with the group of its replicas. The sum is only
-    needed once per step, so the gradients of a group are sent together.
-    """
-    by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-    for module in model.modules():
-        for name, group in getattr(module, "partial_gradients", {}).items():
-            parameter = getattr(module, name)
-            if parameter is not None and parameter.requires_grad:  # not so: a layer without bias, a frozen weight
-                by_group.setdefault(group, []).append(main_grad(parameter))
-    for group, gradients in by_group.items():
-        total = torch.cat([gradient.flatten() for gradient in gradients])
-        all_reduce(total, group)
-        sums = total.split([gradient.numel() for gradient in gradients])
-        for gradient, total_gradient in zip(gradients, sums, strict=True):
-            gradient.copy_(total_gradient.view_as(gradient))
 
 
 def copy_shard(tensor: Tensor, name: str, shard: Shard | None, read: ReadTensor) -> None:
@@ -128,20 +31,55 @@ def copy_shard(tensor: Tensor, name: str, shard: Shard | None, read: ReadTensor)
         tensor.narrow(shard.dim, held, shard.size - held).zero_()
 
 
+def copy_owned(tensor: Tensor, parameter: nn.Parameter, name: str, read: ReadTensor) -> None:
+    """Copy the elements of a parameter that this rank owns, or the optimizer's state for them, into `tensor`, as in
+    `copy_shard`. Reads no rows without such elements.
+    """
+    shard, owned = placement(parameter).shard, placement(parameter).owned
+    if owned is None:
+        return copy_shard(tensor, name, shard, read)
+    if tensor.numel() == 0:
+        return None
+    first, last = owned.bounds(owned.rank)
+    columns = parameter.shape[1:].numel()
+    rows = slice(first // columns, -(-last // columns))
+    values = tensor.new_zeros(rows.stop - rows.start, *parameter.shape[1:])
+    if shard is not None and shard.dim == 0:
+        start, stop = (min(shard.start + row, shard.stop) for row in (rows.start, rows.stop))
+        if start < stop:  # there are rows that are not padding
+            copy_shard(values, name, dataclasses.replace(shard, start=start, stop=stop, size=len(values)), read)
+    else:
+
+        def read_rows(name: str, shape: torch.Size, index: Index) -> Tensor:
+            return read(name, torch.Size([len(parameter), *shape[1:]]), (rows, *index[1:]))
+
+        copy_shard(values, name, shard, read_rows)
+    tensor.copy_(values.flatten()[first - rows.start * columns :][: last - first])
+    return None
+
+
+def read_owned_weights(model: nn.Module, read: ReadTensor) -> None:
+    """Fill the `owned_weight` of each parameter with what `read` returns."""
+    for name, parameter in model.named_parameters():
+        copy_owned(owned_weight(parameter), parameter, name, read)
+
+
 def materialise(model: Llama, device: torch.device, read: ReadTensor | None) -> None:
     """Allocate the parameters of a model on the meta device, and fill them with what `read` returns.
 
     Args:
         read: None leaves the parameters without memory.
     """
-    for name, parameter, shard in list(parameters_and_shards(model)):
+    for name, parameter in list(model.named_parameters()):
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         if read is None:
             values.untyped_storage().resize_(0)
         else:
-            copy_shard(values, name, shard, read)
+            copy_shard(values, name, placement(parameter).shard, read)
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(values))
+        allocated = nn.Parameter(values)
+        place(allocated, **vars(placement(parameter)))
+        setattr(model.get_submodule(owner), leaf, allocated)
     model.tie_weights()
 
 

@@ -32,7 +32,7 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.model.llama import Llama
-from picotron.model.weights import main_grad, mark_tied
+from picotron.model.placement import main_grad, place
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
 from picotron.pipeline_parallel.stages import Stage, format_stages, stages_for
 from picotron.process_group_manager import new_groups
@@ -68,7 +68,7 @@ class PipelineParallel(nn.Module):
         if not stage.has_head:
             untyped.model.norm = untyped.lm_head = None
         if has_replica and (stage.has_embedding or stage.has_head):
-            mark_tied(untyped.model.embed_tokens, "weight", is_replica=not stage.has_embedding)
+            place(untyped.model.embed_tokens.weight, is_tied=True, is_replica=not stage.has_embedding)
         elif not stage.has_embedding:
             untyped.model.embed_tokens = None
         ends = grid.grid.movedim(1, -1)[..., [0, last_rank]]  # (dp, cp, tp, 2), the ends of each pipeline

@@ -33,8 +33,8 @@ from picotron.collectives import accumulation_dtype
 from picotron.console import UserError
 from picotron.model.families import differences, head_size
 from picotron.model.llama import HeadNorm, Llama, RMSNorm
+from picotron.model.placement import Shard, place
 from picotron.model.split_backward import compute_or_defer, gradient_edges, is_deferring
-from picotron.model.weights import Shard
 from picotron.process_group_manager import new_groups
 from picotron.tensor_parallel.cross_entropy import (
     ChunkLoss,
@@ -117,6 +117,13 @@ def column_parallel(x: Tensor, *linears: "ColumnParallelLinear") -> list[Tensor]
     return [y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears, strict=True)]
 
 
+def placed(values: Tensor, shard: Shard | None, sum_over: dist.ProcessGroup | None = None) -> nn.Parameter:
+    """Return a parameter with a `Placement`."""
+    parameter = nn.Parameter(values)
+    place(parameter, shard=shard, sum_over=sum_over)
+    return parameter
+
+
 class ColumnParallelLinear(nn.Module):
     """A linear layer of which each rank computes some of the outputs: x (B, T, D), or its shard (B, T/tp, D) ->
     y (B, T, outputs/tp).
@@ -134,10 +141,8 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
         self.products: Any = Products
-        self.partial_gradients = {} if replica_group is None else {"weight": replica_group, "bias": replica_group}
-        self.shards = {"weight": shard, "bias": shard}
-        self.weight = nn.Parameter(linear.weight.new_empty(shard.size, linear.in_features))
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.new_empty(shard.size))
+        self.weight = placed(linear.weight.new_empty(shard.size, linear.in_features), shard, replica_group)
+        self.bias = None if linear.bias is None else placed(linear.bias.new_empty(shard.size), shard, replica_group)
 
     def forward(self, x: Tensor) -> Tensor:
         return column_parallel(x, self)[0]
@@ -151,11 +156,10 @@ class RowParallelLinear(nn.Module):
     def __init__(self, linear: nn.Linear, shard: Shard, sequence_parallel: bool) -> None:
         super().__init__()
         self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
-        self.shards = {"weight": shard}  # the bias is replicated
-        self.partial_gradients = {"bias": self.group} if sequence_parallel else {}
         self.linear_fn: Callable[..., Tensor] = F.linear
-        self.weight = nn.Parameter(linear.weight.new_empty(linear.out_features, shard.size))
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.new_empty(linear.out_features))
+        self.weight = placed(linear.weight.new_empty(linear.out_features, shard.size), shard)
+        sum_over = self.group if sequence_parallel else None  # each rank adds the bias to its own tokens
+        self.bias = None if linear.bias is None else placed(linear.bias.new_empty(linear.out_features), None, sum_over)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear_fn(x, self.weight)  # (B, T, D), partial, so the bias is added after the sum
@@ -173,9 +177,7 @@ class NormOverRanks(nn.Module):
     def __init__(self, norm: RMSNorm, shard: Shard, replica_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.group, self.eps = pgm.process_group_manager.tp_group, norm.eps
-        self.partial_gradients = {} if replica_group is None else {"weight": replica_group}
-        self.shards = {"weight": shard}
-        self.weight = nn.Parameter(norm.weight.new_empty(shard.size))
+        self.weight = placed(norm.weight.new_empty(shard.size), shard, replica_group)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(accumulation_dtype(x))
@@ -191,8 +193,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, shard: Shard, sequence_parallel: bool) -> None:
         super().__init__()
         self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
-        self.shards = {"weight": shard}
-        self.weight = nn.Parameter(embedding.weight.new_empty(shard.size, embedding.embedding_dim))
+        self.weight = placed(embedding.weight.new_empty(shard.size, embedding.embedding_dim), shard)
         padding = -1 if embedding.padding_idx is None else embedding.padding_idx
         is_local = shard.start <= padding < shard.stop
         self.padding_idx = padding - shard.start if is_local else None  # this row gets no gradient
@@ -314,9 +315,10 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
         if differences(config).qk_norm == "all heads":
             attention.q_norm = NormOverRanks(attention.q_norm, queries)
             attention.k_norm = NormOverRanks(attention.k_norm, kv, replica_group)
-    norms: list[Any] = [module for module in model.modules() if isinstance(module, RMSNorm)]
-    for each in norms:  # each rank applies the weight to different heads, or with sequence parallelism to other tokens
-        if sequence_parallel or isinstance(each, HeadNorm):
-            each.partial_gradients = {"weight": pgm.process_group_manager.tp_group}
+    for (
+        norm
+    ) in model.modules():  # each rank applies it to different heads, or with sequence parallelism to other tokens
+        if isinstance(norm, HeadNorm) or (sequence_parallel and isinstance(norm, RMSNorm)):
+            place(norm.weight, sum_over=pgm.process_group_manager.tp_group)
     model.tie_weights()
     return model

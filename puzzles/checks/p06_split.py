@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from docs.programs.quickstart import quickstart, stage_of
 from docs.programs.svg import LINE, WIDTH, Svg
-from picotron.model.weights import parameters_and_shards
+from picotron.model.placement import placement
 from puzzles.group import Group
 from puzzles.pictures import colour_of
 from puzzles.report import RED, Report
@@ -23,7 +23,8 @@ def shards(rank: int, tp: int) -> tuple[dict[str, Part], dict[str, tuple[int, ..
     with fake_rank(rank, quickstart(tp_size=tp).distributed):
         stage = stage_of(quickstart(tp_size=tp))
         model = stage.module.config
-        for full_name, parameter, shard in parameters_and_shards(stage.module.model.layers["0"]):
+        for full_name, parameter in stage.module.model.layers["0"].named_parameters():
+            shard = placement(parameter).shard
             name = full_name.split(".")[-2]
             if name in NAMES:
                 assert shard is not None

@@ -28,7 +28,7 @@ from picotron.data.rows import TextRows
 from picotron.data_parallel import data_parallel
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
-from picotron.model.weights import Index
+from picotron.model.placement import Index
 from picotron.pipeline_parallel import pipeline_parallel
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager

@@ -32,7 +32,7 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.model_config import load_model_config
-from picotron.model.weights import Index
+from picotron.model.placement import Index
 from picotron.optimizer import AdamW, update_weights
 from picotron.parallelize import build_model, unwrap
 from picotron.run.metrics import global_mean, max_over_ranks

@@ -23,7 +23,7 @@ from picotron.context_parallel.positions import local_positions
 from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import IGNORE_INDEX
-from picotron.model.weights import scale_gradients
+from picotron.model.placement import scale_gradients
 from picotron.tensor_parallel.tp_communications import pair, start_all_reduce
 from picotron.train_step import Step
 from workbench.own_loops.check_batches import Batch, LossParts, check_batches, check_loss, check_split

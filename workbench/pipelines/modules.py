@@ -28,8 +28,8 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce, check_equal
 from picotron.console import UserError
 from picotron.model.llama import Llama
+from picotron.model.placement import main_grad, place
 from picotron.model.split_backward import gradient_edges, split_backward
-from picotron.model.weights import main_grad, mark_tied
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.stages import Stage
 from picotron.process_group_manager import new_groups
@@ -208,7 +208,7 @@ class Pipeline(PipelineStages):
                 is_frozen |= not getattr(module, leaf).requires_grad
                 mine = getattr(module, leaf) if mine is None else mine
                 setattr(module, leaf, mine)
-                mark_tied(module, leaf, is_replica=grid.pp_rank != ranks[0])
+                place(mine, is_tied=True, is_replica=grid.pp_rank != ranks[0])
         if len(ranks) > 1 and ranks not in self.groups:
             rows = grid.grid.movedim(1, -1)[..., ranks].reshape(-1, len(ranks)).tolist()
             self.groups[ranks] = new_groups(rows)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from picotron.data_parallel.owned_slices import OwnedSlice, copy_owned
-from picotron.model.weights import Index, Shard, copy_shard
+from picotron.model.placement import Index, OwnedSlice, Shard, place
+from picotron.model.weights import copy_owned, copy_shard
 
 FULL = torch.arange(1.0, 7 * 6 + 1).view(7, 6)
 VECTOR = torch.arange(1.0, 8.0)
@@ -39,12 +39,12 @@ def test_slices_of_all_ranks_together_are_the_shard(case: str, offset: int, rank
     slices = []
     for rank in range(ranks):
         weight = torch.empty(0)
-        owned = OwnedSlice(weight, parameter.numel(), offset, size, rank, None)
-        parameter.owned_slice = owned  # type: ignore[attr-defined]
+        owned = OwnedSlice(weight, parameter.numel(), offset, size, rank)
+        place(parameter, shard=shard, owned=owned)
         first, last = owned.bounds(rank)
         slices.append(torch.full((last - first,), torch.nan))
         rows_read.clear()
-        copy_owned(slices[-1], parameter, "name", shard, read)
+        copy_owned(slices[-1], parameter, "name", read)
         columns = parameter.shape[1:].numel()
         assert sum(rows_read) <= (last - first) // columns + (2 if last > first else 0)
     assert torch.equal(torch.cat(slices).view(local), expected)

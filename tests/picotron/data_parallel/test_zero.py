@@ -5,8 +5,8 @@ from torch import nn
 
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
-from picotron.data_parallel.owned_slices import owned_slice
 from picotron.data_parallel.zero1 import DataParallelZero1
+from picotron.model.placement import placement
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.pipelines.modules import Pipeline
 from workbench.schedules.schedules import build
@@ -23,7 +23,7 @@ def bounds_of_second_tied_vector() -> tuple[int, int]:
     tied = [[(0, "a"), (0, "c")], [(0, "b"), (1, "b")]]
     pipeline = Pipeline(stages, lambda stage, batch: torch.empty(1, device="meta"), build("1f1b", 2, 2), tied)
     DataParallelZero1(pipeline)
-    owned = owned_slice(stages[pgm.process_group_manager.pp_rank].get_parameter("b"))
+    owned = placement(stages[pgm.process_group_manager.pp_rank].get_parameter("b")).owned
     return owned.bounds(owned.rank)
 
 

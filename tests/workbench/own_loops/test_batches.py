@@ -11,7 +11,7 @@ from conformance.training import layout_name, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
-from picotron.model.weights import main_grad
+from picotron.model.placement import main_grad
 from workbench.own_loops.batches import cross_entropy, forward_batch, split_batch, train_batch
 from workbench.pipelines.engine import make_evaluation, plan_pipeline
 

@@ -14,7 +14,6 @@ from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import epoch_order
-from picotron.model.weights import parameters_and_shards
 from picotron.parallelize import unwrap
 from picotron.run.launch import StopSignals
 from tests.support.examples import make_trainer, results, save_weights
@@ -62,7 +61,7 @@ def frozen_in_step(name: str, step: int) -> bool:
 def train_with_frozen(config: Config) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     first = len(list(Path(config.checkpoint.save_dir).glob("step_*"))) * 2
     trainer = make_trainer(config, Data("", None, random_rows(config)), lambda name: frozen_in_step(name, first))
-    names = {parameter: name for name, parameter, _ in parameters_and_shards(unwrap(trainer.model))}
+    names = {parameter: name for name, parameter in unwrap(trainer.model).named_parameters()}
     for step in trainer.steps():
         for parameter, name in names.items():
             parameter.requires_grad_(not frozen_in_step(name, step))

@@ -1,0 +1,145 @@
+"""The placement of a parameter: which part of it this rank holds, and what other ranks hold.
+
+Each parallelism divides parameters in its own way, and describes it here. Initial weights, checkpoints, the gradient
+norm and the reductions of gradients read this one description, and need not know which parallelisms are in use.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from picotron.collectives import all_reduce
+
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The shard of a parameter on this tp rank: `start` to `stop` of dimension `dim`, padded with zeros to `size`."""
+
+    dim: int
+    full_size: int
+    start: int
+    stop: int
+    size: int
+    replicas: int = 1  # number of tp ranks that hold this same shard
+
+    @property
+    def index(self) -> Index:
+        return (*[slice(None)] * self.dim, slice(self.start, self.stop))
+
+    def full_shape(self, local: torch.Size) -> torch.Size:
+        return torch.Size([*local[: self.dim], self.full_size, *local[self.dim + 1 :]])
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedSlice:
+    """The elements of a parameter that this data-parallel rank owns with ZeRO: it updates only them.
+
+    The flattened parameters lie one after the other in a flat buffer, which is divided evenly over the ranks. So a rank
+    owns consecutive elements of a parameter, perhaps none. For three parameters on two ranks:
+
+        rank 0      | rank 1            of b, rank 0 owns elements 0 and 1, and rank 1 elements 2, 3 and 4;
+        a a a a b b | b b b c c -       of a, rank 1 owns none; - is padding
+
+    Attributes:
+        weight: these elements of the weight, flat.
+        numel: number of elements of the parameter.
+        offset: place of the parameter's first element in the buffer.
+        size: number of elements of the buffer that each rank owns.
+        rank: this rank's place among the owners.
+    """
+
+    weight: Tensor
+    numel: int
+    offset: int
+    size: int
+    rank: int
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Return the first element of the flattened parameter that a rank owns, and the one after its last."""
+        first, last = (min(max(edge * self.size - self.offset, 0), self.numel) for edge in (rank, rank + 1))
+        return first, last
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What each parallelism does with a parameter. By default, every rank holds it whole and computes the same.
+
+    Attributes:
+        shard: tensor parallelism: the rows or columns on this rank; None if each tp rank holds all of them.
+        sum_over: the ranks that hold the same numbers as this one but use them in different computations, such as
+            norms with sequence parallelism, or key/value heads that several ranks share. Each has a part of the
+            gradient, see `sum_partial_gradients`.
+        is_tied: pipeline parallelism: whether another stage holds this parameter, too, such as the tied embedding on
+            the first and the last stage.
+        is_replica: whether that other stage's counts as the original. The gradient norm and checkpoints include the
+            original only.
+        owned: ZeRO: this rank's elements; None if each data-parallel rank updates all of them.
+    """
+
+    shard: Shard | None = None
+    sum_over: dist.ProcessGroup | None = None
+    is_tied: bool = False
+    is_replica: bool = False
+    owned: OwnedSlice | None = None
+
+
+WHOLE = Placement()
+
+
+def placement(parameter: Tensor) -> Placement:
+    return getattr(parameter, "placement", WHOLE)  # torch's parameters take any attribute
+
+
+def place(parameter: Tensor, **changes: Any) -> None:
+    """Change the placement of a parameter. Arguments: the attributes of `Placement` that change."""
+    parameter.placement = dataclasses.replace(placement(parameter), **changes)  # type: ignore[attr-defined]
+
+
+def owned_weight(parameter: Tensor) -> Tensor:
+    """Return the weight that this rank owns and updates: the parameter, or a flat slice of it."""
+    owned = placement(parameter).owned
+    return parameter if owned is None else owned.weight
+
+
+def main_grad(parameter: Tensor) -> Tensor:
+    """The gradient that the optimizer reads: a tensor of the parameter's shape, in float32 or wider, in which gradients
+    accumulate over micro-batches; or this rank's slice of it, see `OwnedSlice`.
+
+    `DataParallel` allocates and fills it. (The name is Megatron-LM's.) A parameter that was frozen before it was
+    wrapped, by `requires_grad_(False)`, has none, or 0 with ZeRO-3.
+    """
+    return parameter.main_grad  # type: ignore[attr-defined]
+
+
+def set_main_grad(parameter: Tensor, buffer: Tensor) -> None:
+    """Let `main_grad(parameter)` be `buffer`."""
+    parameter.main_grad = buffer  # type: ignore[attr-defined]
+
+
+def scale_gradients(model: nn.Module, factor: Tensor | float) -> None:
+    """Multiply the `main_grad`s of all parameters that are not frozen by a factor, in place."""
+    gradients = [main_grad(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def sum_partial_gradients(model: nn.Module) -> None:
+    """Sum the `main_grad`s of parameters over the ranks of their `Placement.sum_over`. The sum is only needed once per
+    step, so the gradients of a group are sent together.
+    """
+    by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for parameter in model.parameters():
+        group = placement(parameter).sum_over
+        if group is not None and parameter.requires_grad:
+            by_group.setdefault(group, []).append(main_grad(parameter))
+    for group, gradients in by_group.items():
+        total = torch.cat([gradient.flatten() for gradient in gradients])
+        all_reduce(total, group)
+        sums = total.split([gradient.numel() for gradient in gradients])
+        for gradient, total_gradient in zip(gradients, sums, strict=True):
+            gradient.copy_(total_gradient.view_as(gradient))
