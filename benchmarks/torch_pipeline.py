@@ -13,7 +13,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from benchmarks.workload import MICRO_BATCH, ON_GPU, SEQ_LENGTH, device_of, loader_of, run_config, stage_of, torch_adamw
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.tensor_parallel.cross_entropy import LinearCrossEntropy
+from picotron.model.cross_entropy import LinearCrossEntropy
+from picotron.model.linear import Products
 from workbench.pipelines.modules import LlamaStages
 from workbench.pipelines.planning import training_schedule
 
@@ -74,8 +75,8 @@ def torch_step(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
         mock.patch.object(LinearCrossEntropy, "backward", staticmethod(repeatable_backward)).start()
     held = stage_of(config, device, torch.float32)
     for module in held.modules():  # torch splits the backward of any graph and does not need picotron's `split_linear`
-        if hasattr(module, "linear_fn"):
-            module.linear_fn = torch.nn.functional.linear
+        if hasattr(module, "products"):
+            module.products = Products
     modules = [TorchStage(held, number).to(device) for number in held.stages]
     group, count = pgm.process_group_manager.pp_group, ours.num_stages
     stages: list[Any] = [

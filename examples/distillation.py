@@ -18,7 +18,7 @@ from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Config
 from picotron.config_reader import config_parser, load_config
 from picotron.console import UserError, number
-from picotron.model.llama import IGNORE_INDEX
+from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
 from workbench.generation.prompts import Encoder

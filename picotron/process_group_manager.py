@@ -9,7 +9,6 @@ two, if the axis is cp_dp) and share all others. For 8 ranks as dp 2 x pp 2 x cp
     dp 1: pp 0: tp [4 5]     pp 1: tp [6 7]         its pp group [5, 7], its dp group [1, 5].
 """
 
-import math
 import os
 
 import torch
@@ -17,50 +16,25 @@ import torch.distributed as dist
 
 from picotron.console import UserError
 
-# axis: dimensions of the grid, (dp, pp, cp, tp) = (0, 1, 2, 3), that vary within its groups
-AXES = {"dp": (0,), "pp": (1,), "cp": (2,), "tp": (3,), "cp_dp": (0, 2)}
-
 
 def new_groups(rows: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
     """Create a group for each row of global ranks, and return the one that contains this process, or None.
 
     Every process must create all groups, in the same order: torch.distributed requires it.
     """
+    if all(len(ids) == 1 for ids in rows):  # a process needs no others to create a group of its own
+        return dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
     groups = {tuple(ids): dist.new_group(ids, backend=backend) for ids in rows}
     return next((group for ids, group in groups.items() if dist.get_rank() in ids), None)
 
 
 class ProcessGroupManager:
-    """The grid, and this process's place in it. For each axis in AXES: the group of this process (`{axis}_group`), the
-    global ranks of its members (`{axis}_group_ids`), their number (`{axis}_world_size`) and this process's index among
-    them (`{axis}_rank`).
+    """The grid, and this process's place in it. For each axis: the group of this process (`{axis}_group`), the global
+    ranks of its members (`{axis}_group_ids`), their number (`{axis}_world_size`) and this process's index among them
+    (`{axis}_rank`).
 
     Gradients are averaged over `cp_dp`: along both axes, ranks hold the same weights and process different tokens.
-
-    `pp_reverse_group` has the same ranks as `pp_group`. It is for messages to lower pp ranks, see `start_message`.
     """
-
-    dp_group: dist.ProcessGroup
-    pp_group: dist.ProcessGroup
-    pp_reverse_group: dist.ProcessGroup
-    cp_group: dist.ProcessGroup
-    tp_group: dist.ProcessGroup
-    cp_dp_group: dist.ProcessGroup
-    dp_group_ids: list[int]
-    pp_group_ids: list[int]
-    cp_group_ids: list[int]
-    tp_group_ids: list[int]
-    cp_dp_group_ids: list[int]
-    dp_world_size: int
-    pp_world_size: int
-    cp_world_size: int
-    tp_world_size: int
-    cp_dp_world_size: int
-    dp_rank: int
-    pp_rank: int
-    cp_rank: int
-    tp_rank: int
-    cp_dp_rank: int
 
     def __init__(self, tp_size: int, cp_size: int, pp_size: int, dp_size: int) -> None:
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -70,10 +44,16 @@ class ProcessGroupManager:
                 f"dp {dp_size} x pp {pp_size} x cp {cp_size} x tp {tp_size} needs {tp_size * cp_size * pp_size * dp_size} "
                 f"ranks, but the process group has {self.world_size}; choose sizes whose product is {self.world_size}"
             )
-        self.grid = torch.arange(self.world_size).view(dp_size, pp_size, cp_size, tp_size)
-        for axis, dims in AXES.items():
-            self._create_groups(axis, dims)
-        self._create_groups("pp_reverse", AXES["pp"])
+        self.grid = grid = torch.arange(self.world_size).view(dp_size, pp_size, cp_size, tp_size)
+
+        # The axis of the groups becomes the last dimension: each row is a group.
+        self.dp_group, self.dp_group_ids, self.dp_world_size, self.dp_rank = self._join(grid.movedim(0, -1))
+        self.pp_group, self.pp_group_ids, self.pp_world_size, self.pp_rank = self._join(grid.movedim(1, -1))
+        self.cp_group, self.cp_group_ids, self.cp_world_size, self.cp_rank = self._join(grid.movedim(2, -1))
+        self.tp_group, self.tp_group_ids, self.tp_world_size, self.tp_rank = self._join(grid)
+        cp_dp = grid.permute(1, 3, 0, 2).flatten(2)  # (pp, tp, dp cp)
+        self.cp_dp_group, self.cp_dp_group_ids, self.cp_dp_world_size, self.cp_dp_rank = self._join(cp_dp)
+        self.pp_reverse_group: dist.ProcessGroup | None = None
 
         self.pp_is_first_stage = self.pp_rank == 0
         self.pp_is_last_stage = self.pp_rank == pp_size - 1  # if ranks have one stage, see `SchedulePlan.last_rank`
@@ -81,27 +61,39 @@ class ProcessGroupManager:
         self.pp_next_rank = None if self.pp_is_last_stage else self.pp_group_ids[self.pp_rank + 1]
         self.cp_send_rank = self.cp_group_ids[(self.cp_rank + 1) % cp_size]  # the ring: send to the next,
         self.cp_recv_rank = self.cp_group_ids[(self.cp_rank - 1) % cp_size]  # receive from the previous
-        if dist.get_backend() == "nccl":
-            # The first communication in a group must involve all its ranks; only then can some of them call
-            # `batch_isend_irecv` without the others. It also creates the group's communicator, whose buffers take GPU
-            # memory.
-            for group in (self.pp_group, self.pp_reverse_group, self.cp_group):
-                if dist.get_world_size(group) > 1:
-                    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        for group in (self.pp_group, self.cp_group):
+            first_communication(group)
 
-    def _create_groups(self, axis: str, dims: tuple[int, ...]) -> None:
-        fixed = [dim for dim in range(4) if dim not in dims]
-        size = math.prod(self.grid.shape[dim] for dim in dims)
-        rows = self.grid.permute(*fixed, *dims).reshape(-1, size).tolist()
-        ids = next(row for row in rows if self.global_rank in row)
-        setattr(self, f"{axis}_group", new_groups(rows))
-        setattr(self, f"{axis}_group_ids", ids)
-        setattr(self, f"{axis}_world_size", size)
-        setattr(self, f"{axis}_rank", ids.index(self.global_rank))
+    def _join(self, rows: torch.Tensor) -> tuple[dist.ProcessGroup, list[int], int, int]:
+        """Create a group for each row of ranks.
+
+        Returns:
+            The group of this process, its ranks, their number, and the place of this process among them.
+        """
+        all_ids: list[list[int]] = rows.reshape(-1, rows.size(-1)).tolist()
+        group, ids = new_groups(all_ids), next(row for row in all_ids if self.global_rank in row)
+        assert group is not None
+        return group, ids, len(ids), ids.index(self.global_rank)
+
+    def create_reverse_group(self) -> None:
+        """Create `pp_reverse_group`, another group of the same ranks as `pp_group`, for messages to lower pp ranks, see
+        `start_message`. AFAB and 1F1B do not need it.
+        """
+        if self.pp_reverse_group is None:
+            self.pp_reverse_group = new_groups(self.grid.movedim(1, -1).reshape(-1, self.pp_world_size).tolist())
+            first_communication(self.pp_reverse_group)
 
     def __str__(self) -> str:
         dp, pp, cp, tp = self.grid.shape
         return f"dp {dp} x pp {pp} x cp {cp} x tp {tp}"
+
+
+def first_communication(group: dist.ProcessGroup | None) -> None:
+    """Communicate in a group on GPUs. The first communication must involve all its ranks; only then can some of them
+    call `batch_isend_irecv` without the others. It also creates NCCL's communicator, whose buffers take GPU memory.
+    """
+    if dist.get_backend() == "nccl" and dist.get_world_size(group) > 1:
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
 
 process_group_manager: ProcessGroupManager = None  # type: ignore[assignment]  # set by the next function

@@ -152,7 +152,7 @@ PUZZLES = [
             "and sum. Make an all-reduce of it from messages, group.send and group.receive, with torch.logaddexp, and let the "
             "rank that has a target's logit send it to one rank, and the one of the two that has sent less send it on.",
         ),
-        "picotron/tensor_parallel/cross_entropy.py Softmax.of computes it, with two all-reduces per chunk of tokens.",
+        "picotron/model/cross_entropy.py Softmax.of computes it, with two all-reduces per chunk of tokens.",
     ),
     Puzzle(
         "p09_owner",
@@ -178,7 +178,7 @@ PUZZLES = [
             "also if one of the two is -inf.",
             "exp(lse1 - lse) and exp(lse2 - lse) are at most 1. Append a dimension to multiply them by y: [..., None].",
         ),
-        "picotron/context_parallel/context_parallel.py accumulate_attention merges blocks like this.",
+        "picotron/context_parallel/context_parallel.py merge_attention merges blocks like this.",
     ),
     Puzzle(
         "p11_ring_attention",

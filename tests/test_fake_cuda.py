@@ -51,7 +51,7 @@ def test_a_step_waits_for_the_gpu_only_once_for_its_metrics(reports_of: ReportsO
     layout = config.distributed
     first = {"copy from cpu to cuda in llama.py rope_frequencies": 1}  # of a run, which here is an evaluation
     if layout.cp_size > 1 and layout.cp_engine == "ulysses":
-        first["copy from cpu to cuda in context_parallel.py sequence_order"] = 1
+        first["copy from cpu to cuda in ulysses.py sequence_order"] = 1
     expected = {"evaluation": first, "metrics": {"copy from cuda to cpu in metrics.py end_step": 1}}
     micro_batches = 2 * config.training.gradient_accumulation_steps  # those of the evaluation and of the training step
     for report in reports_of(name):

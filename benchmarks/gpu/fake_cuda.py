@@ -37,7 +37,7 @@ from transformers import LlamaConfig
 
 from picotron import parallelize
 from picotron.config import Config
-from picotron.context_parallel.context_parallel import sequence_order
+from picotron.context_parallel.ulysses import sequence_order
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel

@@ -16,12 +16,13 @@ from benchmarks.gpu.report import Check, Content, Options, checked, header
 from benchmarks.shapes import LLAMA3_ROPE
 from conformance.oracle import our_model, tiny_llama
 from picotron.config import Training
+from picotron.model.cross_entropy import VocabularyShard, linear_cross_entropy
 from picotron.model.llama import RMSNorm, rope
 from picotron.model.placement import set_main_grad
-from picotron.model.split_backward import defer_weight_grads, run_deferred, split_backward
+from picotron.model.split_backward import defer_weight_grads, run_deferred
 from picotron.optimizer import AdamW
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.tensor_parallel.cross_entropy import VocabularyShard, linear_cross_entropy
+from workbench.pipelines.split_linear import split_backward
 
 
 def loss_errors(device: torch.device, dtype: torch.dtype, tokens: int, hidden: int, vocab: int) -> list[float]:

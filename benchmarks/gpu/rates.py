@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.report import Content, Options, Part, header, seconds_per_call, synchronize, table_row
 from benchmarks.gpu.speed import Workload, free_memory, random_weights, workloads
 from picotron.config import Training
+from picotron.model.cross_entropy import VocabularyShard, chunk_loss, linear_cross_entropy
 from picotron.model.placement import set_main_grad
 from picotron.optimizer import AdamW
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.tensor_parallel.cross_entropy import VocabularyShard, chunk_loss, linear_cross_entropy
 from workbench.explain.hardware import Hardware
 from workbench.generation.rotation import generate
 from workbench.generation.sampling import Sampling

@@ -15,7 +15,7 @@ from conformance.fuzz.chat_templates import TEMPLATES
 from conformance.fuzz.tokenizer_kinds import WORDS, make_tokenizer
 from picotron.config import Config
 from picotron.config_reader import override, parse_config
-from picotron.model.llama import IGNORE_INDEX
+from picotron.model.cross_entropy import IGNORE_INDEX
 
 VOCABULARY = 480  # of tokenizers
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from conformance.training import Fails, Failure
 from picotron import process_group_manager as pgm
-from picotron.model.llama import IGNORE_INDEX
+from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
 from workbench.own_loops import batches
 

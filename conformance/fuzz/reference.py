@@ -19,7 +19,7 @@ from conformance.fuzz.sequences import Document, rows_of_case
 from conformance.oracle import oracle_model, our_model
 from picotron.config import Config, Training
 from picotron.data.loader import epoch_order
-from picotron.model.llama import IGNORE_INDEX
+from picotron.model.cross_entropy import IGNORE_INDEX
 
 Batch = dict[str, Any]
 

@@ -17,7 +17,7 @@ from conformance.fuzz.losses import LOSSES, failing
 from conformance.fuzz.modules import train_stages
 from conformance.oracle import drawn_weights
 from conformance.training import Failure, all_stages
-from picotron import parallelize
+from picotron import layout_checks, parallelize
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
@@ -59,7 +59,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     model_config = load_model_config(config.model)
     is_own = case["data"]["kind"] == "own"
     # A program with its own batches has a plan of the workbench in any case; train.py, only if it needs one.
-    plan: Any = (check_layout if is_own or config.needs_workbench else parallelize.check_layout)(config, model_config)
+    plan: Any = (check_layout if is_own or config.needs_workbench else layout_checks.check_layout)(config, model_config)
     grid = setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     checkpoint = find_checkpoint(config, model_config)
     fingerprint, tokenizer, eval_loader, held_out = "", Path(config.model.name), None, 0

@@ -13,7 +13,7 @@ from picotron import process_group_manager as pgm
 from picotron.config_reader import load_config
 from picotron.model.model_config import load_model_config
 from picotron.model.placement import placement
-from picotron.pipeline_parallel.stages import Stage
+from picotron.pipeline_parallel.pp_layout import Stage
 from workbench.drawing.draw_svg import lighter
 from workbench.explain.fake_group import fake_rank
 from workbench.pipelines.engine import plan_pipeline

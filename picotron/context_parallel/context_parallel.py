@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -40,32 +39,48 @@ from picotron.config import Distributed
 from picotron.console import UserError
 from picotron.context_parallel.block_attention import block_backward, block_forward
 from picotron.context_parallel.cp_communications import ring, start_ring_step
-from picotron.context_parallel.positions import WHOLE_BATCH, BlocksOf, PackedBlock, local_positions, packed_blocks
+from picotron.context_parallel.positions import BlocksOf, PackedBlock, packed_blocks
+from picotron.context_parallel.ulysses import ulysses_attention
 from picotron.model.attention import PackedDocuments
 from picotron.model.families import head_size
 from picotron.model.llama import Attention, AttentionFn
 
 
-def accumulate_attention(q: Tensor, kv: Tensor, blocks: list[PackedBlock], out: Tensor, lse: Tensor) -> None:
-    """Merge the attention to more blocks of keys and values into `out` and `lse`, in place.
+def merge_attention(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge the attention to one more block of keys and values into `out` and `lse`, in place.
 
     Attention is a weighted mean of values with total weight exp(lse). Two results are merged by averaging them with
     these weights, and by adding the weights.
 
     Args:
-        q: (B, H, T/cp, d).
-        kv: keys and values of one rank, (2, B, K, T/cp, d).
         out: (B, H, T/cp, d) in float32 or wider; starts at 0.
         lse: (B, H, T/cp) in float32 or wider; starts at -inf, a weight of 0.
+        block_out, block_lse: output of the block, and log-sum-exp of its scores.
     """
-    for rows, queries, keys, causal in blocks:
-        k, v = kv[:, rows, :, keys]
-        block_out, block_lse = block_forward(q[rows, :, queries], k, v, causal, new_shape=rows != WHOLE_BATCH)
-        old_lse = lse[rows, :, queries]
-        new_lse = torch.logaddexp(old_lse, block_lse)
-        merged = out[rows, :, queries]
-        merged.mul_((old_lse - new_lse).exp_()[..., None]).add_((block_lse - new_lse).exp_()[..., None] * block_out)
-        old_lse.copy_(new_lse)
+    new_lse = torch.logaddexp(lse, block_lse)
+    out.mul_((lse - new_lse).exp_()[..., None]).add_((block_lse - new_lse).exp_()[..., None] * block_out)
+    lse.copy_(new_lse)
+
+
+def blockwise_attention(q: Tensor, shards: Iterable[tuple[int, Tensor]], blocks_of: BlocksOf) -> tuple[Tensor, Tensor]:
+    """Compute attention of q (B, H, T/cp, d) to the keys and values of all ranks.
+
+    Args:
+        shards: (cp rank, its keys and values (2, B, K, T/cp, d)) for all ranks, in any order.
+        blocks_of: see `packed_blocks`.
+
+    Returns:
+        The output (B, H, T/cp, d) in q's dtype, and the log-sum-exp (B, H, T/cp) in float32 or wider.
+    """
+    wide = accumulation_dtype(q)
+    out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+    for source, kv in shards:
+        for block in blocks_of(source, q.size(2)):
+            part = block_forward(block.of_queries(q), *block.of_keys(kv), block.causal, block.new_shape)
+            merge_attention(block.of_queries(out), block.of_queries(lse), *part)
+            del part
+        del kv  # frees its memory before the next shard is allocated
+    return out.to(q.dtype), lse
 
 
 def accumulate_gradients(
@@ -76,34 +91,13 @@ def accumulate_gradients(
     Args:
         dy, out, lse: gradient, output and log-sum-exp of the attention to all keys.
     """
-    for rows, queries, keys, causal in blocks:
-        block_dy, block_q, block_out, block_lse = (each[rows, :, queries] for each in (dy, q, out, lse))
-        k, v = kv[:, rows, :, keys]
-        block_dq, dk, dv = block_backward(
-            block_dy, block_q, block_out, block_lse, k, v, causal, new_shape=rows != WHOLE_BATCH
-        )
-        dq[rows, :, queries] += block_dq
-        dkv[:, rows, :, keys] += torch.stack((dk, dv))
-
-
-def blockwise_attention(q: Tensor, shards: Iterable[tuple[int, Tensor]], blocks_of: BlocksOf) -> tuple[Tensor, Tensor]:
-    """Compute attention of q (B, H, T/cp, d) to the keys and values of all ranks.
-
-    Args:
-        shards: (cp rank, its kv) for all ranks, in any order.
-        blocks_of: see `packed_blocks`.
-
-    Returns:
-        The output (B, H, T/cp, d) in q's dtype, and the log-sum-exp (B, H, T/cp) in float32 or wider.
-    """
-    out, lse = (
-        torch.zeros_like(q, dtype=accumulation_dtype(q)),
-        q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q)),
-    )
-    for source, kv in shards:
-        accumulate_attention(q, kv, blocks_of(source, q.size(2)), out, lse)
-        del kv  # frees its memory before the next shard is allocated
-    return out.to(q.dtype), lse
+    for block in blocks:
+        block_dy, block_q, block_out, block_lse = (block.of_queries(each) for each in (dy, q, out, lse))
+        k, v = block.of_keys(kv)
+        block_dq, dk, dv = block_backward(block_dy, block_q, block_out, block_lse, k, v, block.causal, block.new_shape)
+        block.of_queries(dq).add_(block_dq)
+        for total, part in zip(block.of_keys(dkv), (dk, dv), strict=True):
+            total.add_(part)
 
 
 class RingAttention(torch.autograd.Function):
@@ -151,10 +145,7 @@ class AllGatherAttention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         all_kv = gather_from_ranks(torch.stack((k, v)))  # (cp, 2, B, K, T/cp, d)
-        dq, dkv = (
-            torch.zeros_like(q, dtype=accumulation_dtype(q)),
-            torch.zeros_like(all_kv, dtype=accumulation_dtype(q)),
-        )
+        dq, dkv = (torch.zeros_like(x, dtype=accumulation_dtype(x)) for x in (q, all_kv))
         for source, kv in enumerate(all_kv):
             accumulate_gradients(dy, q, kv, ctx.blocks_of(source, q.size(2)), out, lse, dq, dkv[source])
         own_dkv = torch.empty_like(dkv[0])  # (2, B, K, T/cp, d)
@@ -169,52 +160,6 @@ def gather_from_ranks(x: Tensor) -> Tensor:
     gathered = x.new_empty(grid.cp_world_size, *x.shape)
     all_gather_single(gathered.flatten(0, 1), x, group=grid.cp_group)
     return gathered
-
-
-class AllToAll(torch.autograd.Function):
-    """forward: cut x along dimension `split` into a shard for each rank, and join the received shards along `join`.
-    backward: the same with `split` and `join` swapped.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: int, join: int) -> Tensor:
-        grid = pgm.process_group_manager
-        ctx.split, ctx.join = split, join
-        shards = x.unflatten(split, (grid.cp_world_size, -1)).movedim(split, 0).contiguous()  # (cp, ...)
-        received = torch.empty_like(shards)
-        dist.all_to_all_single(received, shards, group=grid.cp_group)
-        return received.movedim(0, join).flatten(join, join + 1)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return AllToAll.apply(dy, ctx.join, ctx.split), None, None
-
-
-HEADS, SEQUENCE = 1, 2  # dimensions of q, k and v, (B, H, T, d)
-
-
-def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: PackedDocuments | None = None,
-    *,
-    sharding: str,
-    attention_fn: AttentionFn,
-) -> Tensor:
-    """Compute attention with all-to-alls around it: (B, H, T/cp, d) -> (B, H/cp, T, d), `attention_fn`, and back."""
-    size = pgm.process_group_manager.cp_world_size
-    positions, order = sequence_order(q.size(SEQUENCE) * size, size, sharding, q.device)
-    # After the all-to-all, tokens are sorted by rank; causal attention needs them in the order of the sequence.
-    q, k, v = (AllToAll.apply(x, HEADS, SEQUENCE).index_select(SEQUENCE, order) for x in (q, k, v))
-    return AllToAll.apply(attention_fn(q, k, v, documents).index_select(SEQUENCE, positions), SEQUENCE, HEADS)
-
-
-@functools.lru_cache(maxsize=16)  # packed micro-batches have many lengths
-def sequence_order(length: int, size: int, sharding: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the positions of all tokens, rank after rank, and the inverse of this permutation."""
-    positions = torch.cat([local_positions(length, size, rank, sharding) for rank in range(size)]).to(device)
-    return positions, positions.argsort()
 
 
 def check_context_parallel(config: PreTrainedConfig, layout: Distributed) -> None:

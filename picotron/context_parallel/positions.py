@@ -3,17 +3,40 @@
 import functools
 from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.model.attention import PackedDocuments
 
 Block = tuple[slice, slice, bool]
-PackedBlock = tuple[slice, slice, slice, bool]
-BlocksOf = Callable[[int, int], list[PackedBlock]]  # `packed_blocks` of a cp rank and a number of tokens
 
-WHOLE_BATCH = slice(None)  # rows of a block that has the same shape in every micro-batch
+
+class PackedBlock(NamedTuple):
+    """Queries of this rank and the keys of a rank to which they attend, in some rows of the batch."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+    rows: slice = slice(None)
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Return the part of x (B, H, T/cp, ...), numbers of this rank's queries."""
+        return x[self.rows, :, self.queries]
+
+    def of_keys(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the parts of the keys and of the values in kv (2, B, K, T/cp, d), those of a rank."""
+        return kv[0, self.rows, :, self.keys], kv[1, self.rows, :, self.keys]
+
+    @property
+    def new_shape(self) -> bool:
+        """Whether blocks of other micro-batches have other shapes."""
+        return self.rows != slice(None)
+
+
+BlocksOf = Callable[[int, int], list[PackedBlock]]  # `packed_blocks` of a cp rank and a number of tokens
 
 
 def local_chunks(seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> list[range]:
@@ -59,10 +82,10 @@ def visible_blocks(source: int, tokens: int, sharding: str) -> list[Block]:
 
 
 def packed_blocks(source: int, tokens: int, sharding: str, documents: PackedDocuments | None) -> list[PackedBlock]:
-    """Cut `visible_blocks` so that queries attend to keys of their own document only: (rows, queries, keys, causal)."""
+    """Cut `visible_blocks` so that queries attend to keys of their own document only."""
     blocks = visible_blocks(source, tokens, sharding)
     if documents is None:
-        return [(WHOLE_BATCH, *block) for block in blocks]
+        return [PackedBlock(*block) for block in blocks]
     grid, cut = pgm.process_group_manager, list[PackedBlock]()
     own, others = (
         local_documents(documents.boundaries, tokens * grid.cp_world_size, grid.cp_world_size, rank, sharding)
@@ -73,7 +96,7 @@ def packed_blocks(source: int, tokens: int, sharding: str, documents: PackedDocu
             q = slice(max(first_query, queries.start), min(last_query, queries.stop))
             k = slice(max(first_key, keys.start), min(last_key, keys.stop))
             if q.start < q.stop and k.start < k.stop:
-                cut.append((slice(row, row + 1), q, k, causal))
+                cut.append(PackedBlock(q, k, causal, slice(row, row + 1)))
     return cut
 
 

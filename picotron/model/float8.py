@@ -37,12 +37,30 @@ def float8_product(a: Tensor, b: Tensor, dtype: torch.dtype, fast: bool = False)
     return torch._scaled_mm(a8, b8.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=a.dtype, use_fast_accum=fast)
 
 
-class Float8Products:
-    """`tensor_parallel.Products` in float8."""
+class Float8Linear(torch.autograd.Function):
+    """forward: y = x W'. backward: dx = dy W and dW = dy' x."""
 
     @staticmethod
-    def y(x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
         return float8_product(x.flatten(0, -2), weight, E4M3, fast=True).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, weight), (needs_dx, needs_dweight) = ctx.saved_tensors, ctx.needs_input_grad
+        dy = dy.flatten(0, -2)
+        dx = Float8Products.dx([dy], [weight]).view_as(x) if needs_dx else None
+        return dx, Float8Products.dweight(dy, x.flatten(0, -2)) if needs_dweight else None
+
+
+class Float8Products:
+    """`linear.Products` in float8."""
+
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = Float8Linear.apply(x, weight)
+        return y if bias is None else y + bias
 
     @staticmethod
     def dx(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -54,32 +72,9 @@ class Float8Products:
         return float8_product(dy.t(), x.t(), E5M2)
 
 
-class Float8Linear(torch.autograd.Function):
-    """forward: y = x W'. backward: dx = dy W and dW = dy' x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return Float8Products.y(x, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (x, weight), (needs_dx, needs_dweight) = ctx.saved_tensors, ctx.needs_input_grad
-        dy = dy.flatten(0, -2)
-        dx = Float8Products.dx([dy], [weight]).view_as(x) if needs_dx else None
-        return dx, Float8Products.dweight(dy, x.flatten(0, -2)) if needs_dweight else None
-
-
-def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `torch.nn.functional.linear` with products in float8."""
-    y = Float8Linear.apply(x, weight)
-    return y if bias is None else y + bias
-
-
 def use_float8(layer: Any) -> None:
     """Let the MLP and `o_proj` of a decoder layer compute in float8. The projections to q, k and v do not: errors of
     scores grow in their exponentials.
     """
     for linear in (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
-        linear.linear_fn, linear.products = float8_linear, Float8Products
+        linear.products = Float8Products

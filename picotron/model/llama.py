@@ -21,7 +21,15 @@ from torch.utils.checkpoint import checkpoint
 
 from picotron.collectives import accumulation_dtype
 from picotron.model.attention import PackedDocuments, attend_per_document, packed_attention
+from picotron.model.cross_entropy import (
+    ChunkLoss,
+    VocabularyShard,
+    chunk_loss,
+    linear_cross_entropy,
+    linear_log_probs,
+)
 from picotron.model.families import differences, head_size
+from picotron.model.linear import Linear
 from picotron.model.recompute import CheapResults
 
 if TYPE_CHECKING:
@@ -29,7 +37,6 @@ if TYPE_CHECKING:
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor, PackedDocuments | None], Tensor]
 LossFn = Callable[[Any, Tensor], Tensor]  # function of the head and its input
-IGNORE_INDEX = -100  # target that does not count, as in torch.nn.functional.cross_entropy
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
@@ -94,11 +101,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """Apply several linear layers to the same input."""
-    return [linear(x) for linear in linears]
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) * (offset + weight) over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 
@@ -120,22 +122,13 @@ class HeadNorm(RMSNorm):
         return super().forward(x.unflatten(-1, (-1, len(self.weight)))).flatten(-2)
 
 
-class Linear(nn.Linear):
-    """`torch.nn.Linear` whose function, y = x W' + b, is an attribute, so that it can be replaced."""
-
-    linear_fn = staticmethod(F.linear)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear_fn(x, self.weight, self.bias)
-
-
 class Attention(nn.Module):
     """Causal self-attention with rotary positions; H query heads share K key/value heads (GQA, arXiv:2305.13245)."""
 
     def __init__(self, config: "PreTrainedConfig", attention_fn: AttentionFn, layer: int = 0) -> None:
         super().__init__()
         differs, self.head_dim = differences(config), head_size(config)
-        self.attention_fn, self.project_fn = attention_fn, project
+        self.attention_fn = attention_fn
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = Linear(config.hidden_size, queries, differs.qkv_bias)
         self.k_proj = Linear(config.hidden_size, keys, differs.qkv_bias)
@@ -155,7 +148,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
         B = x.size(0)
-        q, k, v = self.project_fn(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = self.q_proj.together(x, self.k_proj, self.v_proj)
         q, k = self.q_norm(q), self.k_norm(k)
         # H and K depend on the weights: a tp rank has H/tp query heads and max(1, K/tp) key/value heads.
         q, k, v = (
@@ -177,25 +170,31 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by the `hidden_act` of
 }
 
 
+class GatedActivation(nn.Module):
+    """activation(gate) * up, each (B, T, F)."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.activation(gate) * up
+
+
 class MLP(nn.Module):
     """A gated linear unit (Shazeer 2020, arXiv:2002.05202): SwiGLU with `silu`, GEGLU with `gelu`."""
 
     def __init__(self, config: "PreTrainedConfig") -> None:
         super().__init__()
-        self.project_fn, bias = project, differences(config).mlp_bias
-        self.activation_fn = functools.partial(gated, ACTIVATIONS[config.hidden_act])
+        bias = differences(config).mlp_bias
+        self.act_fn = GatedActivation(ACTIVATIONS[config.hidden_act])
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.project_fn(x, self.gate_proj, self.up_proj)  # (B, T, F) each
-        return self.down_proj(self.activation_fn(gate, up))
-
-
-def gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-    """Compute activation(gate) * up, each of any shape."""
-    return activation(gate) * up
+        gate, up = self.gate_proj.together(x, self.up_proj)  # (B, T, F) each
+        return self.down_proj(self.act_fn(gate, up))
 
 
 class DecoderLayer(nn.Module):
@@ -216,8 +215,8 @@ class DecoderLayer(nn.Module):
 
     def cheap_results(self) -> CheapResults:
         """Return what `recompute_cheap_results` does not keep: the results of the norms and of the activation."""
-        norms = (self.input_layernorm, "forward", self.self_attn), (self.post_attention_layernorm, "forward", self.mlp)
-        return [*norms, (self.mlp, "activation_fn", self.mlp.down_proj)]
+        norms = (self.input_layernorm, self.self_attn), (self.post_attention_layernorm, self.mlp)
+        return [*norms, (self.mlp.act_fn, self.mlp.down_proj)]
 
 
 class PostNormLayer(nn.Module):
@@ -236,28 +235,44 @@ class PostNormLayer(nn.Module):
 
     def cheap_results(self) -> CheapResults:
         """Return the result of the activation. Nothing keeps those of the norms, which are added."""
-        return [(self.mlp, "activation_fn", self.mlp.down_proj)]
+        return [(self.mlp.act_fn, self.mlp.down_proj)]
 
 
 class Head(nn.Linear):
-    """The linear layer that computes the logits of the next token: (B, T, D) -> (B, T, V)."""
+    """The linear layer that computes the logits of the next token, (B, T, D) -> (B, T, V), and losses without them.
+
+    Attributes:
+        vocabulary: the tokens of which this rank has rows of the weight.
+        loss_fn: `chunk_loss`, or the same compiled.
+    """
+
+    loss_fn: ChunkLoss = staticmethod(chunk_loss)
+
+    def __init__(self, hidden_size: int, vocab_size: int, **factory: Any) -> None:
+        super().__init__(hidden_size, vocab_size, bias=False, **factory)
+        self.vocabulary = VocabularyShard(0, vocab_size)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return the input of this rank's rows; here x itself. (Tensor parallelism has other rows on other ranks.)"""
+        return x
+
+    def local_logits(self, x: Tensor) -> Tensor:
+        """Compute the logits of the tokens in `vocabulary`, (B, T, V/tp)."""
+        return F.linear(self.enter(x), self.weight)[..., : self.vocabulary.rows]
 
     def log_probs(self, x: Tensor, target_ids: Tensor) -> Tensor:
         """Compute the log-probabilities of target_ids (B, T) given x (B, T, D): (B, T) in float32 or wider. They are 0
         for targets that are IGNORE_INDEX.
         """
-        logits = self(x).flatten(0, 1)
-        losses = F.cross_entropy(logits.to(accumulation_dtype(logits)), target_ids.flatten(), reduction="none")
-        return -losses.view(target_ids.shape)
+        return linear_log_probs(self.enter(x), self.weight, target_ids, self.vocabulary)
 
     def cross_entropy(self, x: Tensor, target_ids: Tensor, target_weights: Tensor | None = None) -> Tensor:
         """Compute the mean loss of predicting target_ids (B, T) from x (B, T, D), or the sum of the losses times
         target_weights (B, T). Targets that are IGNORE_INDEX count in neither. A scalar in float32 or wider.
         """
-        losses = -self.log_probs(x, target_ids)
-        if target_weights is None:
-            return losses.sum() / (target_ids != IGNORE_INDEX).sum()
-        return (losses * target_weights).sum()
+        return linear_cross_entropy(
+            self.enter(x), self.weight, target_ids, self.vocabulary, target_weights, self.loss_fn
+        )
 
 
 class Decoder(nn.Module):
@@ -293,7 +308,7 @@ class Llama(nn.Module):
         self.embedding_multiplier = differences(config).embedding_multiplier
         self.logits_scaling = differences(config).logits_scaling
         self.model = Decoder(config, attention_fn)
-        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size)
         self.tie_weights()
 
     def tie_weights(self) -> None:

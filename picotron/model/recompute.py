@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CheapResults = list[tuple[nn.Module, str, nn.Module]]  # module, name of its method, and the module that uses the result
+CheapResults = list[tuple[nn.Module, nn.Module]]  # a module, and the one that uses its result
 
 
 def recompute_cheap_results(model: nn.Module, splits_mlp: bool = False) -> None:
@@ -23,12 +23,12 @@ def recompute_cheap_results(model: nn.Module, splits_mlp: bool = False) -> None:
     """
     for layer in model.modules():
         cheap_results: Callable[[], CheapResults] | None = getattr(layer, "cheap_results", None)
-        for owner, name, user in cheap_results() if cheap_results else ():
-            recompute_result(owner, name, user, splits_mlp or hasattr(user, "attention_fn"))
+        for owner, user in cheap_results() if cheap_results else ():
+            recompute_result(owner, user, splits_mlp or hasattr(user, "attention_fn"))
 
 
-def recompute_result(owner: nn.Module, name: str, user: nn.Module, splits: bool) -> None:
-    """Let the result of a method or function, `owner.name`, be computed again in backward. Only its inputs are kept.
+def recompute_result(owner: nn.Module, user: nn.Module, splits: bool) -> None:
+    """Let the result of a module, `owner`, be computed again in backward. Only its inputs are kept.
 
     The result's memory is empty from the end of the forward of `user`, a module whose first argument it is, until the
     gradient of this module's output arrives. Where torch.compile compiles all of this together, it does the same.
@@ -37,7 +37,7 @@ def recompute_result(owner: nn.Module, name: str, user: nn.Module, splits: bool)
         splits: whether parts of `user` are not compiled. These would keep the result, if compiled code returned it, so
             neither the function nor what empties its result is compiled.
     """
-    fn: Callable[..., Tensor] = getattr(owner, name)
+    fn: Callable[..., Tensor] = owner.forward
     latest: list[Any] = [None, ()]  # the last result, until `user` gets it, and its inputs
 
     def compute(*inputs: Tensor) -> Tensor:
@@ -68,5 +68,5 @@ def recompute_result(owner: nn.Module, name: str, user: nn.Module, splits: bool)
         output.register_hook(fill)
 
     decorate = torch.compiler.disable if splits else lambda function: function
-    setattr(owner, name, decorate(compute))
+    owner.forward = decorate(compute)
     user.register_forward_hook(decorate(empty))

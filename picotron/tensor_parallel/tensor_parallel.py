@@ -19,7 +19,7 @@ all-gather: together, they send as many bytes as one all-reduce. For an MLP, wit
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,18 +31,13 @@ from transformers import PreTrainedConfig
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype
 from picotron.console import UserError
+from picotron.model.cross_entropy import VocabularyShard
 from picotron.model.families import differences, head_size
-from picotron.model.llama import HeadNorm, Llama, RMSNorm
+from picotron.model.linear import Products
+from picotron.model.llama import Head, HeadNorm, Llama, RMSNorm
 from picotron.model.placement import Shard, place
 from picotron.model.split_backward import compute_or_defer, gradient_edges, is_deferring
 from picotron.process_group_manager import new_groups
-from picotron.tensor_parallel.cross_entropy import (
-    ChunkLoss,
-    VocabularyShard,
-    chunk_loss,
-    linear_cross_entropy,
-    linear_log_probs,
-)
 from picotron.tensor_parallel.tp_communications import (
     all_gather,
     copy_to_ranks,
@@ -53,23 +48,6 @@ from picotron.tensor_parallel.tp_communications import (
     start_reduce_scatter,
     sum_over_ranks,
 )
-
-
-class Products:
-    """The matrix products of linear layers that share x. The dy and, in `dweight`, x are matrices."""
-
-    y = staticmethod(F.linear)
-
-    @staticmethod
-    def dx(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        dx = dys[0] @ weights[0]
-        for dy, weight in zip(dys[1:], weights[1:], strict=True):
-            dx.addmm_(dy, weight)
-        return dx
-
-    @staticmethod
-    def dweight(dy: Tensor, x: Tensor) -> Tensor:
-        return dy.t() @ x
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -85,7 +63,7 @@ class ColumnParallel(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)  # x may be a shard, (B, T/tp, D): backward gathers it again
         ctx.edges = gradient_edges(weights)
         full_x = start_all_gather(x, group)() if sequence_parallel else x  # (B, T, D)
-        return tuple(products.y(full_x, weight) for weight in weights)  # (B, T, outputs/tp) each
+        return tuple(products.linear(full_x, weight) for weight in weights)  # (B, T, outputs/tp) each
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,15 +86,6 @@ class ColumnParallel(torch.autograd.Function):
         return finish_dx(), None, None, None, *weight_gradients
 
 
-@torch.compiler.disable  # torch.compile cannot overlap these collectives, and matrix products gain nothing from it
-def column_parallel(x: Tensor, *linears: "ColumnParallelLinear") -> list[Tensor]:
-    """Apply column-parallel layers to the same x: (B, T, D), or its shard (B, T/tp, D) -> (B, T, outputs/tp) each."""
-    first = linears[0]
-    weights = (linear.weight for linear in linears)
-    ys = ColumnParallel.apply(x, first.group, first.sequence_parallel, first.products, *weights)
-    return [y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears, strict=True)]
-
-
 def placed(values: Tensor, shard: Shard | None, sum_over: dist.ProcessGroup | None = None) -> nn.Parameter:
     """Return a parameter with a `Placement`."""
     parameter = nn.Parameter(values)
@@ -135,17 +104,26 @@ class ColumnParallelLinear(nn.Module):
         replica_group: the ranks that hold the same rows, and use them for different query heads.
     """
 
+    products: Any = Products
+
     def __init__(
         self, linear: nn.Linear, shard: Shard, sequence_parallel: bool, replica_group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
-        self.products: Any = Products
         self.weight = placed(linear.weight.new_empty(shard.size, linear.in_features), shard, replica_group)
         self.bias = None if linear.bias is None else placed(linear.bias.new_empty(shard.size), shard, replica_group)
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_parallel(x, self)[0]
+        return self.together(x)[0]
+
+    @torch.compiler.disable  # torch.compile cannot overlap these collectives, and products gain nothing from it
+    def together(self, x: Tensor, *others: "ColumnParallelLinear") -> list[Tensor]:
+        """Apply this layer and others to the same x, which is gathered and whose gradient is summed only once."""
+        linears = (self, *others)
+        weights = (linear.weight for linear in linears)
+        ys = ColumnParallel.apply(x, self.group, self.sequence_parallel, self.products, *weights)
+        return [y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears, strict=True)]
 
 
 class RowParallelLinear(nn.Module):
@@ -153,16 +131,17 @@ class RowParallelLinear(nn.Module):
     (B, T/tp, D) with sequence parallelism.
     """
 
+    products: Any = Products
+
     def __init__(self, linear: nn.Linear, shard: Shard, sequence_parallel: bool) -> None:
         super().__init__()
         self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
-        self.linear_fn: Callable[..., Tensor] = F.linear
         self.weight = placed(linear.weight.new_empty(linear.out_features, shard.size), shard)
         sum_over = self.group if sequence_parallel else None  # each rank adds the bias to its own tokens
         self.bias = None if linear.bias is None else placed(linear.bias.new_empty(linear.out_features), None, sum_over)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear_fn(x, self.weight)  # (B, T, D), partial, so the bias is added after the sum
+        y = self.products.linear(x, self.weight)  # (B, T, D), partial, so the bias is added after the sum
         y = sum_over_ranks(y, self.group, self.sequence_parallel)
         return y if self.bias is None else y + self.bias
 
@@ -206,41 +185,28 @@ class VocabParallelEmbedding(nn.Module):
         return sum_over_ranks(y, self.group, self.sequence_parallel)
 
 
-class VocabParallelHead(ColumnParallelLinear):
+class VocabParallelHead(Head):
     """A head of which each rank computes some of the logits, (B, T, V/tp). Calling the module gathers them, (B, T, V):
     inference needs that, losses do not. Its inputs x are (B, T, D), or their shards (B, T/tp, D) with sequence
-    parallelism. `vocabulary` names the tokens whose logits this rank computes. `loss_fn` is `chunk_loss`, or the same
-    compiled.
+    parallelism.
     """
 
-    loss_fn: ChunkLoss = staticmethod(chunk_loss)
+    def __init__(self, head: Head, shard: Shard, sequence_parallel: bool) -> None:
+        super().__init__(head.in_features, shard.size, device=head.weight.device, dtype=head.weight.dtype)
+        place(self.weight, shard=shard)
+        self.vocab_size, self.sequence_parallel = head.out_features, sequence_parallel
+        self.vocabulary = VocabularyShard(
+            shard.start, shard.stop - shard.start, pgm.process_group_manager.tp_group
+        )  # without the padding
 
-    def __init__(self, linear: nn.Linear, shard: Shard, sequence_parallel: bool) -> None:
-        super().__init__(linear, shard, sequence_parallel)
-        self.vocab_size = linear.out_features
-        self.vocabulary = VocabularyShard(shard.start, shard.stop - shard.start, self.group)
+    def enter(self, x: Tensor) -> Tensor:
+        """Return the full x, whose gradient is summed over the tp ranks."""
+        group = self.vocabulary.group
+        return all_gather(x, group) if self.sequence_parallel else copy_to_ranks(x, group)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = gather_from_ranks(super().forward(x), self.group, 2)
-        return logits[..., : self.vocab_size]  # without the padding
-
-    def local_logits(self, x: Tensor) -> Tensor:
-        """Compute the logits of the tokens in `vocabulary`: (B, T, V/tp), without the padding."""
-        return super().forward(x)[..., : self.vocabulary.rows]
-
-    def log_probs(self, x: Tensor, target_ids: Tensor) -> Tensor:
-        """Compute `Head.log_probs`."""
-        return linear_log_probs(self._full(x), self.weight, target_ids, self.vocabulary)
-
-    def cross_entropy(self, x: Tensor, target_ids: Tensor, target_weights: Tensor | None = None) -> Tensor:
-        """Compute `Head.cross_entropy`."""
-        return linear_cross_entropy(
-            self._full(x), self.weight, target_ids, self.vocabulary, target_weights, self.loss_fn
-        )
-
-    def _full(self, x: Tensor) -> Tensor:
-        """Return the full x, whose gradient is summed over the tp ranks."""
-        return all_gather(x, self.group) if self.sequence_parallel else copy_to_ranks(x, self.group)
+        padded = F.linear(self.enter(x), self.weight)
+        return gather_from_ranks(padded, self.vocabulary.group, 2)[..., : self.vocab_size]
 
 
 def check_tensor_parallel(config: PreTrainedConfig, tp_size: int) -> None:
@@ -276,8 +242,6 @@ def _kv_shard(kv_heads: int, head_dim: int) -> Shard:
 def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llama:
     """Replace the layers of a Llama on the meta device by layers that hold this tp rank's shards.
 
-    If tp is 1, only the head is replaced, because its loss needs less memory (see `LinearCrossEntropy`).
-
     Args:
         sequence_parallel: whether to shard norms and residuals along the sequence; tp must divide T.
 
@@ -286,12 +250,7 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
     """
     config, tp = model.config, pgm.process_group_manager.tp_world_size
     check_tensor_parallel(config, tp)
-    sequence_parallel = sequence_parallel and tp > 1
-    vocabulary = _even_shard(config.vocab_size)
-    untyped: Any = model  # the new layers' classes are not those that `Llama` declares
-    untyped.lm_head = VocabParallelHead(model.lm_head, vocabulary, sequence_parallel)
     if tp == 1:
-        model.tie_weights()
         return model
 
     queries = _even_shard(config.num_attention_heads * head_size(config))
@@ -300,11 +259,13 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
     # In the grid, tp is the last axis, so the ranks that hold the same key/value head are consecutive.
     grid = pgm.process_group_manager.grid
     replica_group = new_groups(grid.view(-1, kv.replicas).tolist()) if kv.replicas > 1 else None
+    vocabulary = _even_shard(config.vocab_size)
+    untyped: Any = model  # the new layers' classes are not those that `Llama` declares
+    untyped.lm_head = VocabParallelHead(model.lm_head, vocabulary, sequence_parallel)
     decoder = untyped.model
     decoder.embed_tokens = VocabParallelEmbedding(decoder.embed_tokens, vocabulary, sequence_parallel)
     for layer in decoder.layers.values():
         attention, mlp = layer.self_attn, layer.mlp
-        attention.project_fn = mlp.project_fn = column_parallel
         attention.q_proj = ColumnParallelLinear(attention.q_proj, queries, sequence_parallel)
         attention.k_proj = ColumnParallelLinear(attention.k_proj, kv, sequence_parallel, replica_group)
         attention.v_proj = ColumnParallelLinear(attention.v_proj, kv, sequence_parallel, replica_group)

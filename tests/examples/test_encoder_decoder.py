@@ -11,7 +11,7 @@ from conformance.oracle import assert_close, make_config, with_exact_norms
 from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from examples.encoder_decoder import PAD, build_model, name_in_transformers, run
-from picotron.model.llama import IGNORE_INDEX
+from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.model.placement import main_grad
 from picotron.optimizer import AdamW, update_weights
 from picotron.process_group_manager import setup_process_group_manager

@@ -139,7 +139,8 @@ def recorded_rank(rank: int, config: Config) -> Iterator[Program]:
     try:
         # On NCCL, the grid communicates once in the groups that have messages.
         with mock.patch.object(dist, "get_backend", return_value="nccl"), WithoutCuda():
-            setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+            grid = setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+            grid.create_reverse_group()
         with (
             mock.patch.object(dist, "batch_isend_irecv", record_batch),
             mock.patch.object(data_parallel, "check_equal"),  # reads values, before the first step

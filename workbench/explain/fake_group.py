@@ -27,9 +27,10 @@ from picotron import process_group_manager as pgm
 from picotron.config import Distributed
 from picotron.context_parallel import cp_communications
 from picotron.pipeline_parallel import pp_communications
-from picotron.process_group_manager import AXES, setup_process_group_manager
+from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import tp_communications
 
+AXES = ("dp", "pp", "cp", "tp", "cp_dp")
 # Modules that only communicate for other modules: a call site is a function that calls one of these modules.
 CARRIERS = {module.__name__ for module in (collectives, cp_communications, pp_communications, tp_communications)}
 OPERATIONS = {  # methods of a process group; older versions of torch have the names with _base
@@ -46,7 +47,7 @@ OPERATIONS = {  # methods of a process group; older versions of torch have the n
 
 
 class Message(NamedTuple):
-    axis: str  # a key of AXES, "world", or "within pp" for a group inside of a pp group
+    axis: str  # one of AXES, "world", or "within pp" for a group inside of a pp group
     ranks: int  # in the group
     operation: str
     shape: tuple[int, ...]  # of the full tensor: the result of an all-gather, the input of a reduce-scatter
@@ -80,7 +81,9 @@ def message(operation: str, arguments: Iterable[Any], group: dist.ProcessGroup, 
 def axis_of(group: dist.ProcessGroup) -> str:
     grid, ids = pgm.process_group_manager, set(dist.get_process_group_ranks(group))
     axes = {getattr(grid, f"{axis}_group"): axis for axis in AXES}
-    axes |= {grid.pp_reverse_group: "pp", dist.group.WORLD: "world"}
+    axes |= {dist.group.WORLD: "world"}
+    if grid.pp_reverse_group is not None:
+        axes[grid.pp_reverse_group] = "pp"
     around = next((axis for axis in AXES if ids <= set(getattr(grid, f"{axis}_group_ids"))), "world")
     return axes.get(group, f"within {around}")
 

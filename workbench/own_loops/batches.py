@@ -22,7 +22,7 @@ from picotron.console import UserError
 from picotron.context_parallel.positions import local_positions
 from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.model.llama import IGNORE_INDEX
+from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.model.placement import scale_gradients
 from picotron.tensor_parallel.tp_communications import pair, start_all_reduce
 from picotron.train_step import Step

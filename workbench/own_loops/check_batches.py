@@ -13,7 +13,8 @@ from picotron.collectives import run_on_all_ranks
 from picotron.console import UserError
 from picotron.context_parallel.positions import chunk_count, local_positions
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.model.llama import IGNORE_INDEX, Llama
+from picotron.model.cross_entropy import IGNORE_INDEX
+from picotron.model.llama import Llama
 from picotron.model.model_config import check_window
 from picotron.parallelize import unwrap
 from workbench.pipelines.modules import sequence_shards

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from picotron import parallelize
+from picotron import layout_checks
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import BatchList
@@ -45,21 +45,21 @@ def plan_pipeline(config: Config, model_config: PreTrainedConfig) -> ExecutorPla
 
 def check_layout(config: Config, model_config: PreTrainedConfig) -> ExecutorPlan:
     """Check that the model can run in the config's layout, and return the plan of its pipeline, see
-    `parallelize.check_layout`.
+    `layout_checks.check_layout`.
     """
-    plan: Any = parallelize.check_layout(config, model_config, plan_pipeline)
+    plan: Any = layout_checks.check_layout(config, model_config, plan_pipeline)
     return plan
 
 
 def check_model(config: Config) -> tuple[PreTrainedConfig, ExecutorPlan]:
-    """Load the model's config, and check the layout, see `parallelize.check_model`."""
-    found: Any = parallelize.check_model(config, plan_pipeline)
+    """Load the model's config, and check the layout, see `layout_checks.check_model`."""
+    found: Any = layout_checks.check_model(config, plan_pipeline)
     return found
 
 
 def check_run(config: Config) -> tuple[PreTrainedConfig, ExecutorPlan]:
-    """Check a run before it starts, see `parallelize.check_run`."""
-    found: Any = parallelize.check_run(config, plan_pipeline)
+    """Check a run before it starts, see `layout_checks.check_run`."""
+    found: Any = layout_checks.check_run(config, plan_pipeline)
     return found
 
 

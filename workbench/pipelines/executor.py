@@ -45,6 +45,7 @@ class Executor:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
+        pgm.process_group_manager.create_reverse_group()
         self.program = add_communication(schedule)[pgm.process_group_manager.pp_rank]
 
     def __call__(self, model: Any, data_loader: Any, device: torch.device, recorder: Recorder | None = None) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from picotron.model.flops import part_costs
-from picotron.pipeline_parallel.stages import Stage, expand
+from picotron.pipeline_parallel.pp_layout import Stage, expand
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -10,7 +10,7 @@ from conformance.oracle import assert_close, our_model, tiny_llama
 from conformance.training import pipeline_config, train
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
-from picotron.model.float8 import E4M3, E5M2, float8_linear, float8_product, quantise, use_float8
+from picotron.model.float8 import E4M3, E5M2, Float8Products, float8_product, quantise, use_float8
 from picotron.model.llama import rope
 from workbench.pipelines.engine import check_layout
 
@@ -41,7 +41,7 @@ def test_products_on_the_cpu_are_those_of_the_kernel(dtype: torch.dtype) -> None
 def test_gradients_are_products_of_rounded_operands() -> None:
     x, weight, dy = random(2, 9, 32).requires_grad_(), random(48, 32, seed=1).requires_grad_(), random(2, 9, 48, seed=2)
     bias = torch.ones(48, requires_grad=True)
-    y = float8_linear(x, weight, bias)
+    y = Float8Products.linear(x, weight, bias)
     y.backward(dy)
     flat, dy8 = x.detach().flatten(0, 1), rounded(dy.flatten(0, 1), E5M2)
     weight8 = rounded(weight.detach(), E4M3)

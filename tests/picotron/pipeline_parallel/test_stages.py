@@ -4,7 +4,8 @@ import pytest
 
 from picotron.console import UserError
 from picotron.model.flops import Cost
-from picotron.pipeline_parallel.stages import _assign_layers, parse_stages
+from picotron.pipeline_parallel.pp_layout import parse_stages
+from picotron.pipeline_parallel.stages import _assign_layers
 from workbench.schedules.actions import rank_of
 
 

@@ -14,11 +14,11 @@ from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
+from picotron.model.cross_entropy import LinearCrossEntropy
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.tensor_parallel.cross_entropy import LinearCrossEntropy
 from workbench.explain.memory import layer_bytes, rank_memory, sizes
 from workbench.pipelines.engine import check_layout, make_train_step, plan_pipeline
 

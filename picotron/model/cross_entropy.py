@@ -1,4 +1,6 @@
-"""Cross entropy of a vocabulary-parallel head: each rank computes the logits of its shard of the vocabulary only."""
+"""Cross entropy of the head's logits, of which memory holds those of a few tokens at a time, and of which a rank
+computes those of its shard of the vocabulary only.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,8 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from picotron.collectives import accumulation_dtype, all_reduce
-from picotron.model.llama import IGNORE_INDEX
 
+IGNORE_INDEX = -100  # target that does not count, as in torch.nn.functional.cross_entropy
 CHUNK_TOKENS = 512  # number of tokens whose logits are in memory at the same time, on a CPU
 CHUNK_LOGITS = 2**28  # number of logits in memory at the same time, on a GPU, which needs large products to be fast
 TILE = 256  # tokens by which a GPU divides a product: a chunk that is no multiple of it leaves a part of the GPU idle
@@ -26,11 +28,11 @@ def chunk_tokens(device_type: str, vocabulary: int) -> int:
 
 
 class VocabularyShard(NamedTuple):
-    """The rows of the head's weight that a rank holds."""
+    """The rows of the head's weight that a rank holds: without tensor parallelism, all."""
 
     start: int  # token of the first row
     rows: int  # number of rows that are tokens; the others, at the end, are padding
-    group: dist.ProcessGroup  # the tp ranks
+    group: dist.ProcessGroup | None = None  # the ranks that hold the others
 
 
 class Softmax(NamedTuple):
@@ -56,13 +58,15 @@ class Softmax(NamedTuple):
         is_local = (column >= 0) & (column < shard.rows)
         column = column.where(is_local, 0)
         top = logits.amax(-1).to(wide)
-        all_reduce(top, shard.group, dist.ReduceOp.MAX)
+        if shard.group is not None:
+            all_reduce(top, shard.group, dist.ReduceOp.MAX)
         target_logit = logits.gather(1, column[:, None])[:, 0] - top
         target_logit = target_logit.where(is_local, 0)  # partial: 0 on all other ranks
         # A new buffer only if the logits are in bfloat16.
         exponentials = torch.sub(logits, top[:, None], out=logits if logits.dtype == wide else None).exp_()
         sums = torch.stack((exponentials.sum(-1), target_logit))
-        all_reduce(sums, shard.group)
+        if shard.group is not None:
+            all_reduce(sums, shard.group)
         return cls(exponentials, sums[0], sums[1] - sums[0].log(), column, is_local)
 
     def gradient(self, scale: Tensor, out: Tensor) -> Tensor:

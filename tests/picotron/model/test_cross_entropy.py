@@ -11,13 +11,14 @@ from torch import Tensor
 from benchmarks.context_parallel import LiveBytes
 from conformance.oracle import assert_close
 from conformance.worker_pool import WorkerPool
-from picotron.process_group_manager import setup_process_group_manager
-from picotron.tensor_parallel import cross_entropy, tensor_parallel
-from picotron.tensor_parallel.cross_entropy import (
+from picotron.model import cross_entropy
+from picotron.model.cross_entropy import (
     VocabularyShard,
     linear_cross_entropy,
     linear_log_probs,
 )
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.tensor_parallel import tensor_parallel
 
 
 def sharded_cross_entropy(vocab_size: int, ignored: list[int], chunk: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,89 @@
+"""Checks of a run before it starts: that the machine, the model and the layout fit together."""
+
+import os
+from collections.abc import Callable
+
+from transformers import PreTrainedConfig
+
+from picotron.config import Config
+from picotron.console import Problems, UserError
+from picotron.context_parallel.context_parallel import check_context_parallel
+from picotron.model.families import head_size
+from picotron.model.model_config import check_window, load_model_config
+from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan, plan_stages
+from picotron.run.launch import check_world_size
+from picotron.run.metrics import check_wandb
+from picotron.tensor_parallel.tensor_parallel import check_tensor_parallel
+
+PlanPipeline = Callable[[Config, PreTrainedConfig], PipelinePlan]
+
+
+def check_layout(
+    config: Config, model_config: PreTrainedConfig, plan_pipeline: PlanPipeline = plan_stages
+) -> PipelinePlan:
+    """Check that the model can run in the config's layout, and return the plan of its pipeline.
+
+    Args:
+        plan_pipeline: that of the workbench, if `config.needs_workbench`.
+
+    Raises:
+        UserError: some of the parallelisms do not fit the model.
+    """
+    problems = Problems()
+    with problems:
+        check_tensor_parallel(model_config, config.distributed.tp_size)
+    with problems:
+        plan = plan_pipeline(config, model_config)
+    with problems:
+        length = config.training.seq_length
+        check_window(model_config, length, f"training.seq_length={length}")
+    with problems:
+        check_context_parallel(model_config, config.distributed)
+    with problems:
+        if config.model.float8:
+            check_float8(config, model_config)
+    problems.report()
+    if config.model.float8 and plan.splits_backward:
+        raise UserError(
+            f"model.float8=true cannot split a backward, as distributed.pp_engine={config.distributed.pp_engine!r} "
+            f"requires; use another pp_engine, such as '1f1b', or float8=false"
+        )
+    return plan
+
+
+def check_float8(config: Config, model: PreTrainedConfig) -> None:
+    """Raise UserError if the kernels of float8 do not support the sizes of the matrices."""
+    tp = config.distributed.tp_size
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "intermediate_size / tp_size": model.intermediate_size / tp,
+        "num_attention_heads * head_dim / tp_size": model.num_attention_heads * head_size(model) / tp,
+    }
+    if wrong := ", ".join(f"{name}={size:g}" for name, size in sizes.items() if size % 16):
+        raise UserError(f"model.float8=true needs multiples of 16, not {wrong}; use other sizes, or float8=false")
+
+
+def check_model(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tuple[PreTrainedConfig, PipelinePlan]:
+    """Load the model's config, and check that the model can run in the config's layout.
+
+    Returns:
+        The model's config and the plan of the pipeline.
+
+    Raises:
+        UserError: `load_model_config` or `check_layout` fails.
+    """
+    model_config = load_model_config(config.model)
+    return model_config, check_layout(config, model_config, plan_pipeline)
+
+
+def check_run(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tuple[PreTrainedConfig, PipelinePlan]:
+    """Check the number of processes that torchrun has started, wandb, and the model as `check_model` does."""
+    problems = Problems()
+    with problems:
+        check_world_size(config.distributed, int(os.environ.get("WORLD_SIZE", 1)))
+    with problems:
+        check_wandb(config)
+    with problems:
+        found = check_model(config, plan_pipeline)
+    problems.report()
+    return found

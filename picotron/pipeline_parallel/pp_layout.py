@@ -1,0 +1,83 @@
+"""Pipeline stages written as text, in the notation of Megatron-LM's `--pipeline-model-parallel-layout`. No torch.
+
+E is the embedding, t a (transformer) layer, L the head with its loss, and | a boundary between two stages. x*n repeats
+x n times, where x is one of these or a group in parentheses. Commas and spaces are ignored. An empty stage passes its
+input on. But the first stage reads the tokens and the last one computes the loss, so if they are empty, they get the E
+and the L.
+
+    Et*3|(tt|)*5L       seven stages: the embedding and three layers, five times two layers, the head alone
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+
+from picotron.console import UserError
+
+MAX_SYMBOLS = 10_000  # in one repetition of a pp_layout, written out
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The contents of a stage: numbers of layers, in order. Prints in the notation above."""
+
+    layers: Sequence[int]
+    has_embedding: bool = False
+    has_head: bool = False
+
+    def __str__(self) -> str:
+        return "E" * self.has_embedding + "t" * len(self.layers) + "L" * self.has_head
+
+
+def parse_stages(text: str, num_layers: int, num_stages: int) -> list[Stage]:
+    """Parse stages that are written in the notation above.
+
+    Raises:
+        UserError: the text is not in that notation, or does not fit the model or the number of stages.
+    """
+    symbols = expand(text)
+    stages = symbols.split("|")
+    if "m" in symbols:
+        why = "has m (multi-token prediction), which these models do not support; remove it"
+    elif len(stages) != num_stages:
+        why = f"has {len(stages)} stages, but pp_size times pp_chunks (of pp_engine) is {num_stages}; write as many"
+    elif symbols.count("t") != num_layers:
+        why = f"has {symbols.count('t')} layers (t), but num_hidden_layers={num_layers}; write as many"
+    elif symbols.count("E") != 1 or symbols.strip("|")[0] != "E":
+        why = f"has {symbols.count('E')} E; it must begin with its only E, because the first stage reads the tokens"
+    elif symbols.count("L") != 1 or symbols.strip("|")[-1] != "L":
+        why = f"has {symbols.count('L')} L; it must end with its only L, because the last stage computes the loss"
+    else:
+        ends = list(itertools.accumulate(stage.count("t") for stage in stages))
+        layers = [range(end - stage.count("t"), end) for stage, end in zip(stages, ends, strict=True)]
+        return [Stage(each, i == 0, i == num_stages - 1) for i, each in enumerate(layers)]
+    raise UserError(f"pp_layout={text!r} {why}")
+
+
+def expand(text: str) -> str:
+    """Write out repetitions and groups, and drop commas and spaces: `E,(t|)*2L` is `Et|t|L`."""
+    groups = [""]  # the expanded text so far, then that of each open group
+    last = ""  # the text that a * would repeat
+    for match in re.finditer(r"\*([0-9]{0,9})|.", text, re.DOTALL):
+        token, times = match[0], int(match[1] or 0)
+        if token in "EtmL|":
+            last = token
+            groups[-1] += last
+        elif token == "(":
+            groups.append("")
+            last = ""
+        elif token == ")" and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] += last
+        elif times > 0 and last and times * len(last) <= MAX_SYMBOLS:
+            groups[-1] += last * (times - 1)
+            last = ""
+        elif token not in ", ":
+            raise UserError(
+                f"cannot parse pp_layout={text!r} at character {match.start() + 1}, {token!r}; expected E, t, L, |, "
+                f"( or ), or *n after what it repeats, with n at least 1; a repetition has up to {MAX_SYMBOLS} symbols"
+            )
+    if len(groups) > 1:
+        raise UserError(f"pp_layout={text!r} lacks {len(groups) - 1} closing parentheses at its end")
+    return groups[0]
