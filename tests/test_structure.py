@@ -25,7 +25,7 @@ LAYERS = """
     picotron.data picotron.optimizer
     picotron.train_step
     picotron.pipeline_parallel
-    picotron.parallelize
+    picotron.parallelize picotron.layout_checks
     picotron.checkpoint
 
     workbench.schedules workbench.prepare
