@@ -149,7 +149,7 @@ PUZZLES = [
             "Only one rank has the target's logit; the others add 0 to the sum: `local = targets - rank * V/n` is on this rank "
             "if 0 <= local < V/n. With the sum of the exponentials S and the target's logit z, both after the subtraction, "
             "the loss is log(S) - z, and the softmax exp(logits) / S. Best known: a rank's log-sum-exp replaces maximum "
-            "and sum. Make an all-reduce of it from messages, group.send and group.receive, with torch.logaddexp, and let the "
+            "and sum. Make an all-reduce of it from messages, group.send and group.recv, with torch.logaddexp, and let the "
             "rank that has a target's logit send it to one rank, and the one of the two that has sent less send it on.",
         ),
         "picotron/model/cross_entropy.py Softmax.of computes it, with two all-reduces per chunk of tokens.",
@@ -266,6 +266,35 @@ PUZZLES = [
             "take more memory on a rank: choose a dp_engine that shards them.",
         ),
         "workbench/sweep/planner.py best_configs searches all layouts, for create_config.py --best.",
+    ),
+    Puzzle(
+        "p17_pipeline_step",
+        "pipeline",
+        "a step of 1F1B, with its messages",
+        "docs/pipeline_parallel.md#the-algorithm-of-1f1b",
+        (
+            "First the forward of one micro-batch through all ranks, and then its backward. x comes from the previous rank, "
+            "so autograd does not know it: which call makes x.grad appear? And how does the gradient of y enter y's graph?",
+            "x = group.recv(rank - 1).requires_grad_(), y = stage(x), group.send(y, rank + 1); later y.backward(dy) with dy "
+            "from the next rank, and group.send(x.grad, rank - 1). On the last rank, y is the loss divided by m.",
+            "Put x and y into a queue until their backward. Then the order is that of puzzle 12: min(p - 1 - r, m) forwards; "
+            "a forward and a backward in turn; the remaining backwards.",
+        ),
+        "picotron/pipeline_parallel/pipeline_parallel.py train_step_pipeline_1f1b is this loop, with two messages in one batch.",
+    ),
+    Puzzle(
+        "p18_whole_step",
+        "layout",
+        "a whole training step over dp 2 x tp 2",
+        "docs/tensor_parallel.md#reading-the-code",
+        (
+            "Write it for one process first. Then four numbers are partial: y over tp, all gradients over dp, and the sum of "
+            "squares in the norm over tp. Which part of this sum must not be added twice?",
+            "y: tp.all_reduce of silu(x up') down', before the bias. Autograd does not see it; but a sum has the gradient of its "
+            "term, so the graph may end in the term. The mean over the batch is the mean of both dp ranks' means.",
+            "norm = sqrt(tp.all_reduce(squares of up and down) + squares of bias), of gradients that are averaged over dp before.",
+        ),
+        "picotron/optimizer.py clip_grad_norm counts what several ranks hold once; update_weights does the rest of the step.",
     ),
 ]
 

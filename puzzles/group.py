@@ -28,15 +28,17 @@ def remedy(x: Any) -> str:
 
 class Group:
     """n ranks that communicate. Collectives are called by all ranks in the same order, on tensors of equal shapes in
-    float64. They return a new tensor and leave their argument unchanged. Autograd does not see them.
+    float64. They return a new tensor and leave their argument unchanged. Autograd does not see them. Each docstring has
+    the call of torch.distributed, which writes into a tensor that the caller has allocated.
 
     Args:
         rank: number of this rank, 0 to n - 1.
         size: n.
     """
 
-    def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group  # None: all ranks
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._forbidden: tuple[str, ...] = ()
         self._begin()
 
@@ -49,36 +51,42 @@ class Group:
     # For the learner's code:
 
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
-        """Return the sum (or with "max", the maximum) of all ranks' x, element by element: `dist.all_reduce`."""
+        """Return the sum (or with "max", the maximum) of all ranks' x, element by element.
+        In torch: dist.all_reduce(x), in place.
+        """
         if operation not in OPERATIONS:
             raise Misuse(f'all_reduce computes "sum" or "max", not {operation!r}')
         x = self._checked(f"all_reduce ({operation})", x).clone()
-        dist.all_reduce(x, OPERATIONS[operation])
+        dist.all_reduce(x, OPERATIONS[operation], self._group)
         self.sent += 2 * x.numel() * (self.size - 1) / self.size
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return all ranks' x, one after the other along the first dimension: (k, ...) -> (n k, ...)."""
+        """Return all ranks' x, one after the other along the first dimension: (k, ...) -> (n k, ...).
+        In torch: dist.all_gather_into_tensor(full, x), with an empty tensor full (n k, ...).
+        """
         x = self._checked("all_gather", x)
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x)
+        dist.all_gather(parts, x, self._group)
         self.sent += x.numel() * (self.size - 1)
         return torch.cat([part.reshape(-1, *x.shape[1:]) for part in parts])
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return part `rank` of the sum of all ranks' x, which is cut into n equal parts along the first dimension:
-        (n k, ...) -> (k, ...).
+        (n k, ...) -> (k, ...). In torch: dist.reduce_scatter_tensor(part, x), with an empty tensor part (k, ...).
         """
         x = self._checked("reduce_scatter", x)
         if x.ndim == 0 or len(x) % self.size:
             raise Misuse(f"reduce_scatter cuts its argument into {self.size} equal parts, so it cannot be {kind(x)}")
         whole = x.clone()
-        dist.all_reduce(whole)
+        dist.all_reduce(whole, group=self._group)
         self.sent += x.numel() * (self.size - 1) / self.size
         return whole.chunk(self.size)[self.rank].clone()
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to a rank. Returns immediately; x may be changed afterwards."""
+        """Send a tensor to a rank. Returns immediately; x may be changed afterwards.
+        In torch: work = dist.isend(x, to), after which x may be changed only when work.wait() has returned.
+        """
         x = self._message("send", x, to).clone()
         header = torch.tensor([x.ndim, *x.shape, *[0] * (7 - x.ndim)])
         self._pending += [header, dist.isend(header, to), x, dist.isend(x.reshape(-1), to)]
@@ -86,9 +94,11 @@ class Group:
         self.sent += x.numel()
         self.log.append((to, x.numel()))
 
-    def receive(self, source: int) -> Tensor:
-        """Wait for the next tensor that a rank sends to this one, and return it."""
-        self._other("receive", source)
+    def recv(self, source: int) -> Tensor:
+        """Wait for the next tensor that a rank sends to this one, and return it.
+        In torch: dist.recv(x, source), with an empty tensor x of the same shape.
+        """
+        self._other("recv", source)
         header = torch.empty(8, dtype=torch.int64)
         dist.recv(header, source)
         x = torch.empty(header[1 : 1 + int(header[0])].tolist(), dtype=torch.float64)
@@ -142,7 +152,7 @@ class Group:
         """Return a value of each rank, on all ranks."""
         values = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, self._group)
         return values
 
     def _agree(self, call: str) -> None:

@@ -12,7 +12,7 @@ from puzzles.group import Group
 def ring_all_reduce(x: Tensor, group: Group) -> Tensor:
     """Return the sum of all ranks' x, a vector of the same length on every rank, using only messages.
 
-    `group.send(y, to)` sends a tensor to a rank and returns immediately. `group.receive(source)` waits for the next
+    `group.send(y, to)` sends a tensor to a rank and returns immediately. `group.recv(source)` waits for the next
     tensor from a rank, and returns it. There are n = `group.size` ranks; this one is `group.rank`. The length of x need
     not be divisible by n.
 

@@ -13,9 +13,9 @@ def ring_all_reduce(x: Tensor, group: Group) -> Tensor:
     # Reduce-scatter: chunk i starts on rank i, and each rank adds its own chunk i. Rank i - 1 ends with the sum.
     for step in range(n - 1):
         group.send(chunks[(rank - step) % n], after)
-        chunks[(rank - step - 1) % n] = chunks[(rank - step - 1) % n] + group.receive(before)
+        chunks[(rank - step - 1) % n] = chunks[(rank - step - 1) % n] + group.recv(before)
     # All-gather: the sums travel around the ring.
     for step in range(n - 1):
         group.send(chunks[(rank - step + 1) % n], after)
-        chunks[(rank - step) % n] = group.receive(before)
+        chunks[(rank - step) % n] = group.recv(before)
     return torch.cat(chunks)

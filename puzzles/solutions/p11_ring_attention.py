@@ -24,5 +24,5 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
             y = (lse - new).exp()[..., None] * y + (block_lse - new).exp()[..., None] * (scores.softmax(-1) @ kv[1])
             lse = new
         if step < n - 1:
-            kv = group.receive((rank - 1) % n)
+            kv = group.recv((rank - 1) % n)
     return y

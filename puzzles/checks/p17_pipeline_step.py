@@ -1,0 +1,89 @@
+"""Check of puzzle 17: losses and gradients of one process, and the order in which each rank runs its stage."""
+
+import itertools
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from puzzles.group import Group
+from puzzles.pictures import PALE, Cell, colour_of, rows
+from puzzles.report import Report, randn
+
+SIZES = (1, 2, 4)
+TOKENS, WIDTH = 3, 5
+
+
+class Noted(torch.autograd.Function):
+    """forward and backward: identity, which writes F or B into a list."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, events: list[str]) -> Tensor:
+        ctx.events = events
+        events.append("F")
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.events.append("B")
+        return dy, None
+
+
+class Stage(nn.Module):
+    """A layer of a toy model, y = x + tanh(x W'), which remembers its forwards and backwards."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(randn(WIDTH, WIDTH, seed=number))
+        self.events: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Noted.apply(x + torch.tanh(x @ self.weight.T), self.events)
+
+
+def check(learner: ModuleType, group: Group, report: Report) -> None:
+    for m in (6, 2, 1):
+        where = report.case = f"m = {m}"
+        report.begin(where)
+        inputs = [randn(TOKENS, WIDTH, seed=100 + i) for i in range(m)]
+        targets = [randn(TOKENS, WIDTH, seed=200 + i) for i in range(m)]
+
+        def loss(y: Tensor, i: int, targets: list[Tensor] = targets) -> Tensor:
+            return (y - targets[i]).square().mean()
+
+        model, total = [Stage(number) for number in range(group.size)], torch.zeros((), dtype=torch.float64)
+        for i, x in enumerate(inputs):
+            for layer in model:
+                x = layer(x)
+            total = total + loss(x, i) / m
+        total.backward()
+
+        stage = Stage(group.rank)
+        result, _ = group.call(learner.step, stage, [x.clone() for x in inputs], loss, group)
+        programs = group.gather(stage.events)
+        report.picture = draw(programs)
+        last = group.rank == group.size - 1
+        group.expect(torch.as_tensor(result, dtype=torch.float64), total.detach() * last, where, "the mean loss")
+        group.expect(stage.weight.grad, model[group.rank].weight.grad, where, "the gradient of the stage's weight")
+        counts = {kind: stage.events.count(kind) for kind in "FB"}
+        group.require(counts == {"F": m, "B": m}, f"{group.here}{where}: the stage ran {counts}, expected {m} of each")
+        held = max(itertools.accumulate(1 if event == "F" else -1 for event in stage.events))
+        most = min(group.size - group.rank, m)
+        sentence = (
+            f"{group.here}{where}: {held} micro-batches had activations at the same time, expected at most {most}"
+        )
+        group.require(held <= most, sentence)
+
+
+def draw(programs: list[list[str]]) -> str:
+    """Draw the forwards and backwards of each rank, numbered, in their order."""
+    lines = []
+    for rank, events in enumerate(programs):
+        counts = {"F": itertools.count(), "B": itertools.count()}
+        cells = [
+            Cell(f"{event}{next(counts[event])}", colour_of(rank) if event == "F" else PALE, 1 if event == "F" else 2)
+            for event in events
+        ]
+        lines.append((f"rank {rank}", cells))
+    return rows("The forwards and backwards of each rank, in their order", lines, "Waits are not drawn.")
