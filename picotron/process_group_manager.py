@@ -53,6 +53,7 @@ class ProcessGroupManager:
         self.tp_group, self.tp_group_ids, self.tp_world_size, self.tp_rank = self._join(grid)
         cp_dp = grid.permute(1, 3, 0, 2).flatten(2)  # (pp, tp, dp cp)
         self.cp_dp_group, self.cp_dp_group_ids, self.cp_dp_world_size, self.cp_dp_rank = self._join(cp_dp)
+        self.pp_rows: list[list[int]] = grid.movedim(1, -1).reshape(-1, pp_size).tolist()
         self.pp_reverse_group: dist.ProcessGroup | None = None
 
         self.pp_is_first_stage = self.pp_rank == 0
@@ -80,7 +81,7 @@ class ProcessGroupManager:
         `start_message`. AFAB and 1F1B do not need it.
         """
         if self.pp_reverse_group is None:
-            self.pp_reverse_group = new_groups(self.grid.movedim(1, -1).reshape(-1, self.pp_world_size).tolist())
+            self.pp_reverse_group = new_groups(self.pp_rows)
             first_communication(self.pp_reverse_group)
 
     def __str__(self) -> str:
