@@ -39,6 +39,7 @@ TIMED: dict[str, list[tuple[Any, str, str]]] = {
     ],
     "picotron": [
         (PipelineParallel, "forward", "forward"),
+        (PipelineParallel, "backward", "backward"),  # of the loops
         (executor, "backward", "backward"),
         (executor, "run_deferred", "backward"),
         (AdamW, "step", "AdamW"),
