@@ -63,7 +63,7 @@ def run_config(layout: dict[str, Any], **training: Any) -> Config:
         {
             "distributed": {**layout, "use_cpu": not ON_GPU},
             "model": {"name": "benchmark", "dtype": "bfloat16" if ON_GPU else "float32"},
-            "training": sizes | training,
+            "training": sizes | {"compile": False} | training,  # as the other trainers, which are not compiled
             "dataset": {"name": "random tokens"},
         }
     )

@@ -17,7 +17,7 @@ from conformance.worker_pool import WorkerPool
 from workbench.pipelines.engine import check_layout
 
 CPU = Options(on_gpu=False, compiled=False)
-ROWS = {"transformers": 5, "machine": 8, "speed": 8, "rates": 16, "trace": 20}  # at least
+ROWS = {"programs": 3, "transformers": 5, "machine": 8, "speed": 8, "rates": 16, "trace": 20, "memory": 3}  # at least
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -27,6 +27,10 @@ def test_section_runs_on_the_cpu(pool: WorkerPool, name: str) -> None:
     assert result.errors == {}
     assert "failed" not in result.text()
     assert sum(line.startswith("| ") for line in result.lines) > ROWS[name]
+
+
+def test_the_sections_that_run_by_default_fit_into_the_time() -> None:
+    assert sum(section.limit for section in SECTIONS.values() if section.first) <= program.SECONDS
 
 
 # ----------------------------------------------------------------------------------------------------------- failures

@@ -83,6 +83,7 @@ def round_trip(options: Options, changes: dict[str, Any]) -> dict[str, float]:
                 training__total_train_steps=STEPS,
                 training__gradient_accumulation_steps=2,
                 training__learning_rate=1e-3,
+                training__compile=False,
                 dataset__shuffle=False,
                 checkpoint__save_dir=f"{home}/{name}",
                 checkpoint__save_frequency=SAVED,

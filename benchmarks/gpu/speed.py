@@ -230,7 +230,7 @@ def measured(
 
 def forecast_row(workload: Workload, options: Options) -> Outcome:
     """Return the row that `train.py --explain --hardware` forecasts."""
-    config, hardware = workload.config(), options.hardware
+    config, hardware = workload.config(compile=options.compiled), options.hardware
     if hardware is None:
         return Outcome([row([workload.name, workload.rows, "forecast: this GPU is not in hardware.py", *["-"] * 6])])
     seconds = forecast(config, workload.model, plan_pipeline(config, workload.model), hardware).step_time
@@ -262,16 +262,19 @@ def trainings(options: Options) -> Iterator[Part]:
             workload, name, functools.partial(picotron, workload, **training), estimated_gb(workload, **training)
         )
 
-    kinds = {"picotron": {}} | ({"picotron, compiled": {"compile": True}} if options.compiled else {})
+    kinds = {"picotron, compiled": True} if options.compiled else {}
     for workload in micro_batches(options):
-        yield from (ours(workload, name, **training) for name, training in kinds.items())
+        for name, compiles in (kinds | {"picotron, eager": False}).items():
+            yield ours(workload, name, compile=compiles)
     for workload in workloads(options):
         if options.compiled:
             whole = functools.partial(transformers, workload, autocast=False)
             yield part(workload, "transformers, bfloat16, compiled as a whole", whole, None, WHOLE_MODEL)
     for workload in workloads(options):
         yield part(workload, "transformers, autocast", functools.partial(transformers, workload, autocast=True), None)
-        yield ours(workload, "picotron, activation checkpointing", activation_checkpointing="full")
+        yield ours(
+            workload, "picotron, eager, activation checkpointing", activation_checkpointing="full", compile=False
+        )
 
 
 def speed_section(options: Options) -> Content:

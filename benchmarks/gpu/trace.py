@@ -150,7 +150,7 @@ def traced(name: str, options: Options, **training: Any) -> Outcome:
 
 def trace_section(options: Options) -> Content:
     """Return the section of the report."""
-    steps = {"eager": {}} | ({"compiled": {"compile": True}} if options.compiled else {})
+    steps = ({"compiled": {"compile": True}} if options.compiled else {}) | {"eager": {"compile": False}}
     return [
         "One step with picotron, as in the section on speed, with micro-batches of 4 sequences.",
         *(Part([name], functools.partial(traced, name, options, **training), 60) for name, training in steps.items()),

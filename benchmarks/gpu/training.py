@@ -47,6 +47,7 @@ def one_process(options: Options) -> tuple[Config, PreTrainedConfig]:
         training__seq_length=128 if options.on_gpu else 16,
         training__gradient_accumulation_steps=2,
         training__learning_rate=1e-3,
+        training__compile=False,
         dataset__shuffle=False,
     )
     sizes = {
@@ -78,7 +79,7 @@ def transformers_section(options: Options) -> Content:
 
     def checks() -> Iterator[Check]:
         for dtype, (name, trainer) in itertools.product(
-            (torch.float64, torch.float32, torch.bfloat16), {"picotron": picotron, "transformers": transformers}.items()
+            (torch.float32, torch.bfloat16, torch.float64), {"picotron": picotron, "transformers": transformers}.items()
         ):
             if (name, dtype) != ("transformers", torch.float64):  # the reference itself
 
@@ -139,6 +140,7 @@ def layout_run(
     data = config.model_dump()
     data["distributed"]["use_cpu"] = not options.on_gpu
     data["model"]["dtype"] = "float32" if blocks else "float64"
+    data["training"]["compile"] = False  # unless `changes` say so; null would compile on a GPU
     for section, keys in changes.items():
         data[section] |= keys
     model_config.hidden_size, model_config.head_dim = 64, 8  # kernels on GPUs need a multiple of 8

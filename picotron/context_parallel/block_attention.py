@@ -13,8 +13,11 @@ aten = torch.ops.aten
 
 
 def prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Return whether torch would choose cuDNN's kernel, as it does in half precision on Hopper GPUs."""
-    if not q.is_cuda:
+    """Return whether torch would choose cuDNN's kernel, as it does in half precision on Hopper GPUs.
+
+    Its backward returned NaN for numbers of keys that leave a part of a tile of 128 (pytorch/pytorch#196678).
+    """
+    if not q.is_cuda or k.size(2) % 128:
         return False
     choice = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, enable_gqa=q.size(1) != k.size(1))
     return choice == SDPBackend.CUDNN_ATTENTION.value
