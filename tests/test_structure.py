@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 PACKAGE = sorted([*Path("picotron").rglob("*.py"), *Path("workbench").rglob("*.py")])
-FOLDERS = ("picotron", "workbench", "tests", "docs", "benchmarks", "examples", "playground", "puzzles", "conformance")
-ALL_FILES = sorted([*Path().glob("*.py"), *(path for folder in FOLDERS for path in Path(folder).rglob("*.py"))])
 PARALLEL = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel")
 # Layers, from bottom to top: the trainer, and the workbench on it. A room, which is a module or a folder of modules,
 # imports only from lower lines, or from itself.
@@ -88,6 +86,12 @@ def test_schedules_import_only_the_standard_library() -> None:
         others = {name.split(".")[0] for name in imports(path)} - {"picotron", "workbench"}
         assert others <= sys.stdlib_module_names, path
         assert rooms(path) <= allowed, path
+
+
+def test_steps_import_torch_alone() -> None:
+    """So a machine with torch can run them."""
+    for path in Path("steps").glob("*.py"):
+        assert {name.split(".")[0] for name in imports(path)} <= {"steps", "torch", *sys.stdlib_module_names}, path
 
 
 def test_train_opens_the_workbench_inside_three_ifs() -> None:

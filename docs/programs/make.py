@@ -1,4 +1,4 @@
-"""Update of README.md and docs/*.md: run the commands of a page and write their output into it.
+"""Update of README.md, steps/README.md and docs/*.md: run the commands of a page and write their output into it.
 
     make docs                                         all pages
     python -m docs.programs.make docs/checkpoints.md  some pages
@@ -61,7 +61,7 @@ CODE = re.compile(
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [ROOT / "README.md", ROOT / "steps/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +231,7 @@ def make(page: Path, wanted: Callable[[Block], bool]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Run the commands on README.md and docs/*.md, and write their output into these pages."
+        description="Run the commands on README.md, steps/README.md and docs/*.md, and write their output into these pages."
     )
     parser.add_argument("pages", nargs="*", type=Path, help="pages to update; default: all")
     parser.add_argument("--code", action="store_true", help="run no command: only update the code on the pages")

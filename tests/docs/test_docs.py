@@ -1,4 +1,4 @@
-"""README.md and docs/**/*.md: commands print what the page shows, code is that of its file, links and files exist."""
+"""Pages: commands print what the page shows, code is that of its file, links and files exist."""
 
 import re
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_links_and_named_files_exist(page: Path) -> None:
         if symbol and target.suffix == ".py":  # a function or a class, such as Bucket.launch
             assert re.search(rf"\b{symbol.split('.')[-1]}\b", target.read_text()), f"{link} lacks {symbol}"
     for block in blocks(page):
-        for file in re.findall(r"(?<![\w/.])(?:template|tests|docs)/[\w./-]+(?![\w*/.-])", block.command):
+        for file in re.findall(r"(?<![\w/.])(?:template|tests|docs|steps)/[\w./-]+(?![\w*/.-])", block.command):
             assert (ROOT / file).exists(), f"there is no {file}"
 
 

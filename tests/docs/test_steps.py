@@ -1,88 +1,149 @@
-"""docs/steps: every step trains like step 1, and step 1 like transformers."""
+"""steps/: every step trains like transformers on one process, with what it adds to the model and to the optimizer."""
 
+import contextlib
 import functools
 import importlib
 import math
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from conformance.oracle import assert_close, with_exact_norms
 from conformance.worker_pool import WorkerPool
-from docs.steps import communication, llama
+from steps import communication, llama
 
-LAYOUTS = {
-    "s2_tp": {"tp": 2},
-    "s3_sp": {"tp": 2},
-    "s4_dp": {"dp": 2, "tp": 2},
-    "s5_buckets": {"dp": 2, "tp": 2},
-    "s6_zero": {"dp": 2, "tp": 2},
-    "s7_pp": {"dp": 1, "pp": 2, "tp": 2},
-    "s8_1f1b": {"dp": 1, "pp": 4, "tp": 1},
-    "s9_cp": {"dp": 1, "pp": 2, "cp": 2, "tp": 1},
-}
+LAYOUTS: list[tuple[str, dict[str, int]]] = [
+    ("only_dp", {"dp": 2}),
+    ("only_tp", {"tp": 2}),
+    ("only_pp", {"pp": 3}),
+    ("only_cp", {"cp": 4}),
+    ("s2_tp", {"tp": 2}),
+    ("s3_sp", {"tp": 2}),
+    ("s4_dp", {"dp": 2, "tp": 2}),
+    ("s5_buckets", {"dp": 2, "tp": 2}),
+    ("s6_zero", {"dp": 2, "tp": 2}),
+    ("s7_pp", {"dp": 1, "pp": 2, "tp": 2}),
+    ("s8_1f1b", {"dp": 1, "pp": 4, "tp": 1}),
+    ("s9_cp", {"dp": 1, "pp": 2, "cp": 2, "tp": 1}),
+    *(
+        (step, dict(zip(("dp", "pp", "cp", "tp"), sizes, strict=True)))
+        for step in ("s10_ep", "s11_muon")
+        for sizes in ((1, 1, 1, 1), (4, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 1), (1, 1, 2, 2), (2, 1, 2, 1))
+    ),
+]
+STEPS = 4  # of training
+MORE_THAN_LLAMA = {"s10_ep", "s11_muon"}  # with experts, and the second one with Muon
 Result = tuple[list[float], dict[str, Tensor]]
 
 
 def train(step: str, sizes: dict[str, int]) -> Result:
     """Run a step on this rank. Returns the losses and this rank's weights."""
-    with mock.patch.object(llama, "STEPS", 4):
-        model, losses = importlib.import_module(f"docs.steps.{step}").train(**sizes)
+    with mock.patch.object(llama, "STEPS", STEPS):
+        module = importlib.import_module(f"steps.{step}")
+        model, losses = module.train() if step.startswith("only") else module.train(**sizes)
     communication.group.clear()  # the threads of a group end with its last reference
     return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-@functools.cache
-def expected() -> Result:
-    return train("s1_one_process", {})
-
-
-@pytest.mark.parametrize("step", LAYOUTS)
-def test_step_trains_like_one_process(pool: WorkerPool, step: str) -> None:
-    """All ranks have the losses of step 1, and its weights or the shards of their index in the tp group."""
-    (losses, weights), sizes = expected(), LAYOUTS[step]
-    results, tp = pool.run(train, math.prod(sizes.values()), step, sizes), sizes["tp"]
-    for rank, (rank_losses, rank_weights) in enumerate(results):
-        assert_close(rank_losses, losses, what="losses")
-        for name, weight in rank_weights.items():
-            dim = next((d for d in range(weight.ndim) if weight.size(d) != weights[name].size(d)), None)
-            shard = weights[name] if dim is None else weights[name].chunk(tp, dim)[rank % tp]
-            assert_close(weight, shard, what=name)
-            assert (dim is None) == (tp == 1 or "_proj" not in name)
-    assert {name for _, held in results for name in held} == weights.keys()
 
 
 def transformers_names(name: str) -> str:
     """Translate the name of a parameter, such as `1.q_proj.weight`."""
     index, rest = name.split(".", 1)
     ends = {0: "model.embed_tokens", llama.LAYERS + 1: "model.norm", llama.LAYERS + 2: "lm_head"}
-    part = "self_attn." if rest[:2] in ("q_", "k_", "v_", "o_") else "mlp." if "_proj" in rest else ""
+    part = "self_attn." if rest[:2] in ("q_", "k_", "v_", "o_") else ""
     return f"{ends[int(index)]}.{rest}" if int(index) in ends else f"model.layers.{int(index) - 1}.{part}{rest}"
 
 
-def test_step_1_trains_like_transformers() -> None:
+class DenseMixture(nn.Module):
+    """Mixture of eight MLPs that all compute all tokens; the weights of all but the two best are 0."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.router = nn.Linear(config.hidden_size, 8, bias=False)
+        self.experts = nn.ModuleList(LlamaMLP(config) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x)
+        second = scores.sort(dim=-1, descending=True).values[..., 1:2]
+        weights = scores.masked_fill(scores < second, -torch.inf).softmax(-1)
+        return torch.einsum("bte,ebtd->btd", weights, torch.stack([expert(x) for expert in self.experts]))
+
+
+@contextlib.contextmanager
+def without_bfloat16() -> Iterator[None]:
+    """Keep the dtype where torch.optim.Muon rounds to bfloat16."""
+    with mock.patch.object(Tensor, "bfloat16", Tensor.clone):
+        yield
+
+
+@functools.cache
+def expected(step: str) -> Result:
+    """Train transformers' Llama from a step's initial weights. Returns losses, and weights by their names there."""
+    module = importlib.import_module(f"steps.{step}") if step in MORE_THAN_LLAMA else llama
     config = LlamaConfig(
         vocab_size=len(llama.VOCABULARY), hidden_size=llama.HIDDEN, intermediate_size=llama.INTERMEDIATE,
         num_hidden_layers=llama.LAYERS, num_attention_heads=llama.HEADS, num_key_value_heads=llama.KV_HEADS,
         rms_norm_eps=1e-6, tie_word_embeddings=False, pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(llama.DTYPE)
-    initial = {transformers_names(name): weight for name, weight in llama.make_model().state_dict().items()}
-    model.load_state_dict(initial, strict=True)
+    model = LlamaForCausalLM(config)
+    if module is not llama:
+        for layer in model.model.layers:
+            layer.mlp = DenseMixture(config)
+    initial = module.make_model().state_dict()
+    model.to(llama.DTYPE).load_state_dict({transformers_names(name): w for name, w in initial.items()}, strict=True)
     model = with_exact_norms(model)
-    optimizer = torch.optim.AdamW(model.parameters(), llama.LEARNING_RATE)
-    (step_1_losses, step_1_weights), losses = expected(), []
-    for batch in llama.make_batches()[: len(step_1_losses)]:
+    of_muon = [w for name, w in model.named_parameters() if step == "s11_muon" and "_proj" in name]
+    others = [w for name, w in model.named_parameters() if not (step == "s11_muon" and "_proj" in name)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, llama.LEARNING_RATE)]
+    if of_muon:
+        rate = {"lr": llama.LEARNING_RATE, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers.append(torch.optim.Muon(of_muon, **rate))
+    losses = []
+    for batch in llama.make_batches()[:STEPS]:
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with without_bfloat16():
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
         losses.append(loss.item())
-    assert_close(step_1_losses, losses, what="losses")
-    for name, weight in step_1_weights.items():
-        assert_close(weight, model.get_parameter(transformers_names(name)).detach(), what=name)
+    return losses, {name: model.get_parameter(transformers_names(name)).detach() for name in initial}
+
+
+def test_step_1_trains_like_transformers() -> None:
+    (losses, weights), (expected_losses, expected_weights) = train("s1_one_process", {}), expected("s1_one_process")
+    assert_close(losses, expected_losses, what="losses")
+    for name, weight in weights.items():
+        assert_close(weight, expected_weights[name], what=name)
+
+
+def global_name(name: str, held: int, dp_rank: int) -> str:
+    """Return the name of a parameter among all experts, of which a dp rank holds this many."""
+    before, experts, after = name.partition(".experts.")
+    index, _, rest = after.partition(".")
+    return f"{before}.experts.{dp_rank * held + int(index)}.{rest}" if experts else name
+
+
+@pytest.mark.parametrize(("step", "sizes"), LAYOUTS, ids=lambda value: value if isinstance(value, str) else None)
+def test_step_trains_like_transformers(pool: WorkerPool, step: str, sizes: dict[str, int]) -> None:
+    """All ranks have the losses of one process, and its weights or the shards of their index in the tp group."""
+    losses, weights = expected(step if step in MORE_THAN_LLAMA else "s1_one_process")
+    ranks = math.prod(sizes.values())
+    results, tp, dp = pool.run(train, ranks, step, sizes), sizes.get("tp", 1), sizes.get("dp", 1)
+    seen = set()
+    for rank, (rank_losses, rank_weights) in enumerate(results):
+        assert_close(rank_losses, losses, what="losses")
+        for local_name, weight in rank_weights.items():
+            name = global_name(local_name, 8 // dp, rank * dp // ranks)
+            dim = next((d for d in range(weight.ndim) if weight.size(d) != weights[name].size(d)), None)
+            shard = weights[name] if dim is None else weights[name].chunk(tp, dim)[rank % tp]
+            assert_close(weight, shard, what=name)
+            assert (dim is None) == (tp == 1 or "_proj" not in name)
+            seen.add(name)
+    assert seen == weights.keys()

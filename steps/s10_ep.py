@@ -1,17 +1,73 @@
-"""Step 9, context parallelism: each cp rank holds some of the tokens, and keys and values travel around a ring.
+"""Step 10, expert parallelism: each dp rank holds some MLPs; a router sends tokens to two of all.
 
-torchrun --nproc_per_node 8 -m docs.steps.s9_cp --pp 2 --cp 2 --tp 2
+torchrun --nproc_per_node 8 -m steps.s10_ep --dp 2 --cp 2 --tp 2
 """
 
 from collections import deque
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from docs.steps import communication as comm
-from docs.steps import llama
-from docs.steps.communication import group, rank, size
+from steps import communication as comm
+from steps import llama
+from steps.communication import group, rank, size
+
+EXPERTS, CHOSEN = 8, 2  # MLPs of a layer; MLPs that compute a token
+
+
+class Exchange(torch.autograd.Function):
+    """forward: send rows, sent[i] of them to dp rank i, and receive received[i]. backward: send gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        ctx.sent, ctx.received, out = sent, received, rows.new_empty(sum(received), rows.size(1))
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group["dp"])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return Exchange.apply(gradient, ctx.received, ctx.sent), None, None
+
+
+class Experts(nn.Module):
+    """A router, and MLPs of which it chooses two for each token (Shazeer et al. 2017, arXiv:1701.06538).
+
+    Each dp rank holds some of the MLPs (Lepikhin et al. 2020, arXiv:2006.16668). They compute all tokens that are sent
+    to them, however many: none is dropped (Gale et al. 2022, arXiv:2211.15841).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(llama.HIDDEN, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(llama.MLP() for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)  # (N, D)
+        scores, chosen = self.router(tokens).topk(CHOSEN)  # (N, 2)
+        order = chosen.flatten().argsort(stable=True)  # (2 N,), a row for each choice, sorted by expert
+        counts = chosen.flatten().bincount(minlength=EXPERTS).view(size["dp"], -1)  # rows by (dp rank, its expert)
+        arriving = torch.empty_like(counts)  # rows by (the dp rank that they come from, expert of this rank)
+        dist.all_to_all_single(arriving, counts, group=group["dp"])
+        sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
+        rows = Exchange.apply(tokens[order // CHOSEN], sent, received)
+        expert = torch.arange(len(self.experts)).repeat(size["dp"]).repeat_interleave(arriving.flatten())
+        sorting, parts = expert.argsort(stable=True), arriving.sum(0).tolist()
+        # An expert without rows computes, too: its gradients are 0, and its bucket waits for them.
+        outs = [mlp(part) for mlp, part in zip(self.experts, rows[sorting].split(parts), strict=True)]
+        rows = Exchange.apply(torch.cat(outs)[sorting.argsort()], received, sent)
+        weights = scores.softmax(-1).flatten()[order, None]  # (2 N, 1)
+        return torch.zeros_like(tokens).index_add(0, order // CHOSEN, rows * weights).view_as(x)
+
+
+def make_model() -> nn.Sequential:
+    """Make the model of the other steps, with experts instead of MLPs."""
+    model = llama.make_model()
+    for layer in model:
+        if isinstance(layer, llama.DecoderLayer):
+            layer.mlp = Experts()
+    return model.to(llama.DTYPE)
 
 
 def local_positions(cp_rank: int) -> Tensor:
@@ -36,8 +92,11 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def parallelize(model: nn.Sequential) -> nn.Module:
-    """Keep this rank's shards of matrices, rows of the first ones and columns of the last ones, and its layers."""
+    """Keep this rank's shards of matrices, rows of the first ones and columns of the last ones, experts and layers."""
     for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            own = EXPERTS // size["dp"]
+            module.experts = module.experts[rank["dp"] * own : (rank["dp"] + 1) * own]
         if name.endswith("_proj"):
             dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
             shard = module.get_parameter("weight").detach().chunk(size["tp"], dim)[rank["tp"]]
@@ -87,7 +146,8 @@ def make_buckets(model: nn.Module) -> list[Bucket]:
     """Make buckets of the parameters that are in the same module and have the same axis."""
     members: dict[tuple[str, str], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        axis = "cp_dp" if "_proj" in name else "cp_dp_tp"  # ranks that hold these weights and saw different tokens
+        # Ranks that hold these weights and saw different tokens. An expert has seen those of all dp ranks.
+        axis = "cp" if "experts" in name else "cp_dp" if "_proj" in name else "cp_dp_tp"
         members.setdefault((name.split(".")[0], axis), []).append(parameter)
     return [Bucket(parameters, axis) for (_, axis), parameters in members.items()]
 
@@ -127,7 +187,7 @@ def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> 
 def train(dp: int, pp: int, cp: int, tp: int) -> tuple[nn.Module, list[float]]:
     """Train. Returns this rank's part of the model, and the loss of each step."""
     comm.make_groups({"dp": dp, "pp": pp, "cp": cp, "tp": tp}, "dp", "pp", "cp", "tp", "cp_dp", "cp_dp_tp")
-    model = parallelize(llama.make_model())
+    model = parallelize(make_model())
     buckets = make_buckets(model)
     optimizer = torch.optim.AdamW([bucket.own for bucket in buckets], llama.LEARNING_RATE)
     losses, tokens = [], local_positions(rank["cp"]).chunk(size["tp"])[rank["tp"]]  # positions of this rank's tokens

@@ -1,14 +1,14 @@
-"""Step 2, tensor parallelism: each rank computes some of the heads and some of the hidden units of every layer.
+"""Step 2, tensor parallelism: each rank computes some of the heads and of the hidden units.
 
-torchrun --nproc_per_node 2 -m docs.steps.s2_tp --tp 2
+torchrun --nproc_per_node 2 -m steps.s2_tp --tp 2
 """
 
 import torch
 from torch import Tensor, nn
 
-from docs.steps import communication as comm
-from docs.steps import llama
-from docs.steps.communication import rank, size
+from steps import communication as comm
+from steps import llama
+from steps.communication import rank, size
 
 
 def parallelize(model: nn.Sequential) -> nn.Module:

@@ -1,7 +1,7 @@
 """A tiny Llama and its data, which all steps use unchanged: the model contains no parallelism.
 
-Steps replace attributes of a layer: `enter`, `leave`, `attend` and `positions`. Local sizes come from the shapes of the
-weights, so a layer that holds half of the heads runs the same code.
+Steps replace attributes of a layer: `enter`, `leave`, `attend`, `positions` and `mlp`. Local sizes come from the shapes
+of the weights, so a layer that holds half of the heads runs the same code.
 
 In shapes, B is the number of sequences of a micro-batch, T of tokens, H of query heads, K of key/value heads; D is the
 hidden size, d the head size, F the intermediate size and V the vocabulary size.
@@ -42,6 +42,19 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+class MLP(nn.Module):
+    """Gated MLP (Shazeer 2020, arXiv:2002.05202): (..., D) -> (..., D)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+        self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP: (B, T, D) -> (B, T, D)."""
 
@@ -56,9 +69,7 @@ class DecoderLayer(nn.Module):
         self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
         self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
         self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
-        self.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
-        self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
-        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
+        self.mlp: nn.Module = MLP()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.enter(self.input_layernorm(x))
@@ -66,8 +77,7 @@ class DecoderLayer(nn.Module):
         q, k = rotate(q, self.positions), rotate(k, self.positions)  # (B, T, H, d), (B, T, K, d)
         y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, T, d)
         x = x + self.leave(self.o_proj(y.transpose(1, 2).flatten(2)))
-        y = self.enter(self.post_attention_layernorm(x))
-        return x + self.leave(self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y)))
+        return x + self.leave(self.mlp(self.enter(self.post_attention_layernorm(x))))
 
 
 def make_model() -> nn.Sequential:

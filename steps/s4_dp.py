@@ -1,15 +1,15 @@
-"""Step 5, buckets: a few large collectives sum the gradients, while backward computes the next ones.
+"""Step 4, data parallelism: each dp rank processes some sequences; all sum their gradients.
 
-torchrun --nproc_per_node 4 -m docs.steps.s5_buckets --dp 2 --tp 2
+torchrun --nproc_per_node 4 -m steps.s4_dp --dp 2 --tp 2
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from docs.steps import communication as comm
-from docs.steps import llama
-from docs.steps.communication import group, rank, size
+from steps import communication as comm
+from steps import llama
+from steps.communication import group, rank, size
 
 
 def parallelize(model: nn.Sequential) -> nn.Module:
@@ -25,38 +25,6 @@ def parallelize(model: nn.Sequential) -> nn.Module:
     return model
 
 
-class Bucket:
-    """Parameters whose gradients are views of one flat buffer, which is summed over the ranks of an axis."""
-
-    def __init__(self, parameters: list[nn.Parameter], axis: str) -> None:
-        self.axis, self.parameters = axis, parameters
-        sizes = [parameter.numel() for parameter in parameters]
-        self.gradients = torch.zeros(sum(sizes), dtype=llama.DTYPE)
-        for parameter, gradient in zip(parameters, self.gradients.split(sizes), strict=True):
-            parameter.grad = gradient.view_as(parameter)  # backward adds to it in place
-            parameter.register_post_accumulate_grad_hook(self.ready)
-        self.reset()
-
-    def reset(self) -> None:
-        self.gradients.zero_()
-        self.pending = len(self.parameters) * llama.MICRO_BATCHES
-
-    def ready(self, parameter: Tensor) -> None:
-        """Start to sum the buffer after its last gradient of the last micro-batch. Backward goes on meanwhile."""
-        self.pending -= 1
-        if self.pending == 0:
-            self.work = dist.all_reduce(self.gradients, group=group[self.axis], async_op=True)
-
-
-def make_buckets(model: nn.Module) -> list[Bucket]:
-    """Make buckets of the parameters that are in the same module and have the same axis."""
-    members: dict[tuple[str, str], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        axis = "dp" if "_proj" in name else "dp_tp"  # ranks that hold these weights and saw different tokens
-        members.setdefault((name.split(".")[0], axis), []).append(parameter)
-    return [Bucket(parameters, axis) for (_, axis), parameters in members.items()]
-
-
 def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Add up the gradients of all micro-batches, (ids, targets) each (B, T). Returns their part of the loss."""
     total = torch.zeros((), dtype=llama.DTYPE)
@@ -64,6 +32,9 @@ def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> 
         loss = llama.loss_fn(model(ids), targets)
         loss.backward()
         total += loss.detach()
+    for name, parameter in model.named_parameters():
+        axis = "dp" if "_proj" in name else "dp_tp"  # ranks that hold these weights and saw different tokens
+        dist.all_reduce(parameter.grad, group=group[axis])
     return total
 
 
@@ -71,17 +42,13 @@ def train(dp: int, tp: int) -> tuple[nn.Module, list[float]]:
     """Train. Returns this rank's shards of the model, and the loss of each step."""
     comm.make_groups({"dp": dp, "tp": tp}, "dp", "tp", "dp_tp")
     model = parallelize(llama.make_model())
-    buckets = make_buckets(model)
     optimizer = torch.optim.AdamW(model.parameters(), llama.LEARNING_RATE)
     losses, tokens = [], torch.arange(llama.LENGTH).chunk(size["tp"])[rank["tp"]]  # positions of this rank's tokens
     for batch in llama.make_batches():
         rows = batch.view(size["dp"], llama.MICRO_BATCHES, -1, llama.LENGTH + 1)[rank["dp"]]  # (micro-batch, B, T + 1)
         loss = train_step(model, list(zip(rows[..., tokens], rows[..., tokens + 1], strict=True)))
-        for bucket in buckets:
-            bucket.work.wait()
         optimizer.step()
-        for bucket in buckets:
-            bucket.reset()
+        optimizer.zero_grad()
         dist.all_reduce(loss)
         losses.append(loss.item())
     return model, losses

@@ -1,15 +1,15 @@
-"""Step 3, sequence parallelism: between attention and MLP, each tp rank holds some of the tokens.
+"""Step 3, sequence parallelism: between attention and MLP, a tp rank holds some of the tokens.
 
-torchrun --nproc_per_node 2 -m docs.steps.s3_sp --tp 2
+torchrun --nproc_per_node 2 -m steps.s3_sp --tp 2
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from docs.steps import communication as comm
-from docs.steps import llama
-from docs.steps.communication import group, rank, size
+from steps import communication as comm
+from steps import llama
+from steps.communication import group, rank, size
 
 
 def parallelize(model: nn.Sequential) -> nn.Module:

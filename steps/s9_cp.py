@@ -1,6 +1,6 @@
-"""Step 8, 1F1B: after a warm-up, a backward follows each forward, so that fewer micro-batches are in memory.
+"""Step 9, context parallelism: each cp rank holds some tokens; keys and values go round a ring.
 
-torchrun --nproc_per_node 4 -m docs.steps.s8_1f1b --pp 4
+torchrun --nproc_per_node 8 -m steps.s9_cp --pp 2 --cp 2 --tp 2
 """
 
 from collections import deque
@@ -9,9 +9,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from docs.steps import communication as comm
-from docs.steps import llama
-from docs.steps.communication import group, rank, size
+from steps import communication as comm
+from steps import llama
+from steps.communication import group, rank, size
+
+
+def local_positions(cp_rank: int) -> Tensor:
+    """Compute the positions of a rank's tokens, (T/cp,): two of 2 cp chunks, such that all ranks have the same work."""
+    chunks = torch.arange(llama.LENGTH).chunk(2 * size["cp"])
+    return torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]))
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend to all ranks' keys and values, one rank after the other: q (B, H, T/cp, d), k and v (B, K, T/cp, d)."""
+    kv, groups = torch.stack((k, v)), q.size(1) // k.size(1)
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)  # weighted mean of v; log of the total weight
+    for step in range(size["cp"]):
+        k, v = kv.repeat_interleave(groups, dim=2)  # a key and value head for each query head
+        future = local_positions(rank["cp"])[:, None] < local_positions((rank["cp"] - step) % size["cp"])
+        scores = (q @ k.mT / llama.HEAD_DIM**0.5).masked_fill(future, -1e9)  # finite: a row can be all future
+        new = torch.logaddexp(lse, scores.logsumexp(-1))
+        out, lse = out * (lse - new).exp()[..., None] + (scores - new[..., None]).exp() @ v, new
+        if step < size["cp"] - 1:
+            kv = comm.Pair.apply(kv, "cp", comm.send_to_next, comm.send_to_previous)
+    return out
 
 
 def parallelize(model: nn.Sequential) -> nn.Module:
@@ -22,6 +43,7 @@ def parallelize(model: nn.Sequential) -> nn.Module:
             shard = module.get_parameter("weight").detach().chunk(size["tp"], dim)[rank["tp"]]
             module.weight = nn.Parameter(shard.clone())
         if isinstance(module, llama.DecoderLayer):
+            module.attend, module.positions = ring_attention, local_positions(rank["cp"])
             module.enter = lambda x: comm.Pair.apply(x, "tp", comm.all_gather, comm.reduce_scatter)
             module.leave = lambda x: comm.Pair.apply(x, "tp", comm.reduce_scatter, comm.all_gather)
     cuts = [1 + llama.LAYERS * stage // size["pp"] for stage in range(1, size["pp"])]  # module 0 is the embedding
@@ -65,7 +87,7 @@ def make_buckets(model: nn.Module) -> list[Bucket]:
     """Make buckets of the parameters that are in the same module and have the same axis."""
     members: dict[tuple[str, str], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        axis = "dp" if "_proj" in name else "dp_tp"  # ranks that hold these weights and saw different tokens
+        axis = "cp_dp" if "_proj" in name else "cp_dp_tp"  # ranks that hold these weights and saw different tokens
         members.setdefault((name.split(".")[0], axis), []).append(parameter)
     return [Bucket(parameters, axis) for (_, axis), parameters in members.items()]
 
@@ -102,13 +124,13 @@ def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> 
     return total
 
 
-def train(dp: int, pp: int, tp: int) -> tuple[nn.Module, list[float]]:
+def train(dp: int, pp: int, cp: int, tp: int) -> tuple[nn.Module, list[float]]:
     """Train. Returns this rank's part of the model, and the loss of each step."""
-    comm.make_groups({"dp": dp, "pp": pp, "tp": tp}, "dp", "pp", "tp", "dp_tp")
+    comm.make_groups({"dp": dp, "pp": pp, "cp": cp, "tp": tp}, "dp", "pp", "cp", "tp", "cp_dp", "cp_dp_tp")
     model = parallelize(llama.make_model())
     buckets = make_buckets(model)
     optimizer = torch.optim.AdamW([bucket.own for bucket in buckets], llama.LEARNING_RATE)
-    losses, tokens = [], torch.arange(llama.LENGTH).chunk(size["tp"])[rank["tp"]]  # positions of this rank's tokens
+    losses, tokens = [], local_positions(rank["cp"]).chunk(size["tp"])[rank["tp"]]  # positions of this rank's tokens
     for batch in llama.make_batches():
         rows = batch.view(size["dp"], llama.MICRO_BATCHES, -1, llama.LENGTH + 1)[rank["dp"]]  # (micro-batch, B, T + 1)
         loss = train_step(model, list(zip(rows[..., tokens], rows[..., tokens + 1], strict=True)))
@@ -124,4 +146,4 @@ def train(dp: int, pp: int, tp: int) -> tuple[nn.Module, list[float]]:
 
 
 if __name__ == "__main__":
-    comm.launch(train, "dp", "pp", "tp")
+    comm.launch(train, "dp", "pp", "cp", "tp")

@@ -1,19 +1,21 @@
-"""Step 6, ZeRO-1: each rank of an axis owns a slice of its buckets, and updates only this slice of the weights.
+"""Step 7, pipeline parallelism: each pp rank holds some layers, and passes on micro-batches.
 
-torchrun --nproc_per_node 4 -m docs.steps.s6_zero --dp 2 --tp 2
+torchrun --nproc_per_node 4 -m steps.s7_pp --pp 4
 """
+
+from collections import deque
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from docs.steps import communication as comm
-from docs.steps import llama
-from docs.steps.communication import group, rank, size
+from steps import communication as comm
+from steps import llama
+from steps.communication import group, rank, size
 
 
 def parallelize(model: nn.Sequential) -> nn.Module:
-    """Keep this rank's shards: rows of the first matrices of attention and MLP, and columns of the last ones."""
+    """Keep this rank's shards of matrices, rows of the first ones and columns of the last ones, and its layers."""
     for name, module in model.named_modules():
         if name.endswith("_proj"):
             dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
@@ -22,7 +24,8 @@ def parallelize(model: nn.Sequential) -> nn.Module:
         if isinstance(module, llama.DecoderLayer):
             module.enter = lambda x: comm.Pair.apply(x, "tp", comm.all_gather, comm.reduce_scatter)
             module.leave = lambda x: comm.Pair.apply(x, "tp", comm.reduce_scatter, comm.all_gather)
-    return model
+    cuts = [1 + llama.LAYERS * stage // size["pp"] for stage in range(1, size["pp"])]  # module 0 is the embedding
+    return model[[0, *cuts][rank["pp"]] : [*cuts, len(model)][rank["pp"]]]
 
 
 class Bucket:
@@ -69,17 +72,36 @@ def make_buckets(model: nn.Module) -> list[Bucket]:
 
 def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Add up the gradients of all micro-batches, (ids, targets) each (B, T). Returns their part of the loss."""
-    total = torch.zeros((), dtype=llama.DTYPE)
+    total, running, sent = torch.zeros((), dtype=llama.DTYPE), deque[tuple[Tensor, Tensor]](), []
+    first, last = rank["pp"] == 0, rank["pp"] == size["pp"] - 1
+
+    def forward(ids: Tensor, targets: Tensor) -> None:
+        x = ids if first else comm.receive((*ids.shape, llama.HIDDEN), "pp", rank["pp"] - 1).requires_grad_()
+        y = llama.loss_fn(model(x), targets) if last else model(x)
+        if last:
+            total.add_(y.detach())
+        else:
+            sent.append(comm.send(y.detach(), "pp", rank["pp"] + 1))
+        running.append((x, y))
+
+    def backward() -> None:
+        x, y = running.popleft()
+        y.backward(None if last else comm.receive(y.shape, "pp", rank["pp"] + 1))
+        if x.grad is not None:  # not on the first stage, whose x are token ids
+            sent.append(comm.send(x.grad, "pp", rank["pp"] - 1))
+
     for ids, targets in micro_batches:
-        loss = llama.loss_fn(model(ids), targets)
-        loss.backward()
-        total += loss.detach()
+        forward(ids, targets)
+    while running:
+        backward()
+    for work in sent:
+        work.wait()
     return total
 
 
-def train(dp: int, tp: int) -> tuple[nn.Module, list[float]]:
-    """Train. Returns this rank's shards of the model, and the loss of each step."""
-    comm.make_groups({"dp": dp, "tp": tp}, "dp", "tp", "dp_tp")
+def train(dp: int, pp: int, tp: int) -> tuple[nn.Module, list[float]]:
+    """Train. Returns this rank's part of the model, and the loss of each step."""
+    comm.make_groups({"dp": dp, "pp": pp, "tp": tp}, "dp", "pp", "tp", "dp_tp")
     model = parallelize(llama.make_model())
     buckets = make_buckets(model)
     optimizer = torch.optim.AdamW([bucket.own for bucket in buckets], llama.LEARNING_RATE)
@@ -99,4 +121,4 @@ def train(dp: int, tp: int) -> tuple[nn.Module, list[float]]:
 
 
 if __name__ == "__main__":
-    comm.launch(train, "dp", "tp")
+    comm.launch(train, "dp", "pp", "tp")

@@ -1,4 +1,4 @@
-"""Communication between ranks, which steps 2 to 9 use unchanged: groups of ranks, and functions of (tensor, axis).
+"""Communication between ranks, which steps 2 to 11 use unchanged: groups of ranks, and functions of (tensor, axis).
 
 All functions return a new tensor. The size of a group, and a rank's index in it, are in `size[axis]` and `rank[axis]`.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from docs.steps import llama
+from steps import llama
 
 group: dict[str, Any] = {}  # for each axis, this rank's group,
 size: dict[str, int] = {}  # the number of its members,
@@ -117,3 +117,4 @@ def launch(train: Callable[..., tuple[nn.Module, list[float]]], *axes: str) -> N
         llama.print_losses(losses)
     dist.barrier()  # no rank ends while another one still communicates with it
     dist.destroy_process_group()
+    group.clear()  # the threads of a group end with its last reference, and should end before Python does

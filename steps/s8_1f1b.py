@@ -1,6 +1,6 @@
-"""Step 7, pipeline parallelism: each pp rank holds some of the layers, and micro-batches flow from rank to rank.
+"""Step 8, 1F1B: a backward follows each forward, so fewer micro-batches are in memory.
 
-torchrun --nproc_per_node 4 -m docs.steps.s7_pp --pp 4
+torchrun --nproc_per_node 4 -m steps.s8_1f1b --pp 4
 """
 
 from collections import deque
@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from docs.steps import communication as comm
-from docs.steps import llama
-from docs.steps.communication import group, rank, size
+from steps import communication as comm
+from steps import llama
+from steps.communication import group, rank, size
 
 
 def parallelize(model: nn.Sequential) -> nn.Module:
@@ -90,8 +90,11 @@ def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> 
         if x.grad is not None:  # not on the first stage, whose x are token ids
             sent.append(comm.send(x.grad, "pp", rank["pp"] - 1))
 
+    warmup = size["pp"] - rank["pp"] - 1  # the forwards that run before the first gradient arrives
     for ids, targets in micro_batches:
         forward(ids, targets)
+        if len(running) > warmup:
+            backward()
     while running:
         backward()
     for work in sent:

@@ -1,12 +1,12 @@
-"""Step 1: train on one process.
+"""Step 1, one process: micro-batches add up their gradients, and AdamW updates the weights.
 
-python -m docs.steps.s1_one_process
+python -m steps.s1_one_process
 """
 
 import torch
 from torch import Tensor, nn
 
-from docs.steps import llama
+from steps import llama
 
 
 def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:

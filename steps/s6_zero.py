@@ -1,0 +1,102 @@
+"""Step 6, ZeRO-1: each rank owns a slice of its buckets, and updates only this slice.
+
+torchrun --nproc_per_node 4 -m steps.s6_zero --dp 2 --tp 2
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from steps import communication as comm
+from steps import llama
+from steps.communication import group, rank, size
+
+
+def parallelize(model: nn.Sequential) -> nn.Module:
+    """Keep this rank's shards: rows of the first matrices of attention and MLP, and columns of the last ones."""
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
+            shard = module.get_parameter("weight").detach().chunk(size["tp"], dim)[rank["tp"]]
+            module.weight = nn.Parameter(shard.clone())
+        if isinstance(module, llama.DecoderLayer):
+            module.enter = lambda x: comm.Pair.apply(x, "tp", comm.all_gather, comm.reduce_scatter)
+            module.leave = lambda x: comm.Pair.apply(x, "tp", comm.reduce_scatter, comm.all_gather)
+    return model
+
+
+class Bucket:
+    """Parameters that are views of a flat buffer, as are their gradients. Each rank of an axis owns a slice of both."""
+
+    def __init__(self, parameters: list[nn.Parameter], axis: str) -> None:
+        self.axis, self.parameters = axis, parameters
+        sizes = [parameter.numel() for parameter in parameters]
+        self.gradients = torch.zeros(sum(sizes), dtype=llama.DTYPE)
+        self.weights = nn.utils.parameters_to_vector(parameters).detach()
+        nn.utils.vector_to_parameters(self.weights, parameters)  # now they are views of it
+        for parameter, gradient in zip(parameters, self.gradients.split(sizes), strict=True):
+            parameter.grad = gradient.view_as(parameter)  # backward adds to it in place
+            parameter.register_post_accumulate_grad_hook(self.ready)
+        self.gradient_slices = list(self.gradients.view(size[axis], -1))  # one for each rank
+        self.weight_slices = list(self.weights.view(size[axis], -1))
+        self.own = nn.Parameter(self.weight_slices[rank[axis]])  # what the optimizer sees
+        self.own.grad = self.gradient_slices[rank[axis]]
+        self.reset()
+
+    def reset(self) -> None:
+        self.gradients.zero_()
+        self.pending = len(self.parameters) * llama.MICRO_BATCHES
+
+    def ready(self, parameter: Tensor) -> None:
+        """Start to sum this rank's slice after the last gradient of the last micro-batch."""
+        self.pending -= 1
+        if self.pending == 0:
+            self.work = dist.reduce_scatter(self.own.grad, self.gradient_slices, group=group[self.axis], async_op=True)
+
+    def gather(self) -> None:
+        """Send the updated weights of each slice to all ranks."""
+        dist.all_gather(self.weight_slices, self.own.detach(), group=group[self.axis])
+
+
+def make_buckets(model: nn.Module) -> list[Bucket]:
+    """Make buckets of the parameters that are in the same module and have the same axis."""
+    members: dict[tuple[str, str], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        axis = "dp" if "_proj" in name else "dp_tp"  # ranks that hold these weights and saw different tokens
+        members.setdefault((name.split(".")[0], axis), []).append(parameter)
+    return [Bucket(parameters, axis) for (_, axis), parameters in members.items()]
+
+
+def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Add up the gradients of all micro-batches, (ids, targets) each (B, T). Returns their part of the loss."""
+    total = torch.zeros((), dtype=llama.DTYPE)
+    for ids, targets in micro_batches:
+        loss = llama.loss_fn(model(ids), targets)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def train(dp: int, tp: int) -> tuple[nn.Module, list[float]]:
+    """Train. Returns this rank's shards of the model, and the loss of each step."""
+    comm.make_groups({"dp": dp, "tp": tp}, "dp", "tp", "dp_tp")
+    model = parallelize(llama.make_model())
+    buckets = make_buckets(model)
+    optimizer = torch.optim.AdamW([bucket.own for bucket in buckets], llama.LEARNING_RATE)
+    losses, tokens = [], torch.arange(llama.LENGTH).chunk(size["tp"])[rank["tp"]]  # positions of this rank's tokens
+    for batch in llama.make_batches():
+        rows = batch.view(size["dp"], llama.MICRO_BATCHES, -1, llama.LENGTH + 1)[rank["dp"]]  # (micro-batch, B, T + 1)
+        loss = train_step(model, list(zip(rows[..., tokens], rows[..., tokens + 1], strict=True)))
+        for bucket in buckets:
+            bucket.work.wait()
+        optimizer.step()
+        for bucket in buckets:
+            bucket.gather()
+            bucket.reset()
+        dist.all_reduce(loss)
+        losses.append(loss.item())
+    return model, losses
+
+
+if __name__ == "__main__":
+    comm.launch(train, "dp", "tp")
