@@ -9,16 +9,28 @@ CHROMIUM ?= chromium
 export CHROMIUM
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train check test slow parity pages oldest fuzz mutants lint schema docs bench gpu clean playground playground-test playground-pictures
+.PHONY: help steps setup train check test slow parity pages oldest fuzz mutants lint schema docs bench gpu clean playground playground-test playground-pictures
 .DEFAULT_GOAL := help
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(STAMP): requirements.txt
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; try make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv || { echo "cannot create .venv; on Debian: apt install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt --editable .
+
+# Without a GPU, PyTorch's index of CPU builds comes first; the build for GPUs is several times as large.
+INDEX := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
+PIP := -m pip install --quiet --disable-pip-version-check
+$(BIN)/torchrun: | $(BIN)/python
+	$(BIN)/python $(PIP) --retries 1 --no-deps $(INDEX) $$(grep ^torch== requirements.txt)
+	$(BIN)/python $(PIP) $$(grep ^torch== requirements.txt)
+
+steps: | $(BIN)/torchrun ## train a tiny Llama with 4D parallelism on 16 ranks, in 149 lines that need torch alone
+	$(BIN)/torchrun --nproc_per_node 16 -m steps.s9_cp --dp 2 --pp 2 --cp 2 --tp 2
+
+$(STAMP): requirements.txt | $(BIN)/torchrun
+	$(BIN)/python $(PIP) -r requirements.txt --editable .
 	@touch $@
 
 setup: $(STAMP) ## create .venv, install requirements.txt into it, and a link to this folder's packages

@@ -47,11 +47,12 @@ def difference(name: str, *symbols: str) -> Iterator[str]:
 def table() -> Iterator[str]:
     """Yield a line for each program: its lines, lines added to and removed from the step before, and what it does."""
     yield f"{'':14} {'lines':>5} {'added':>5} {'removed':>7}"
-    for name in [*NAMES, *sorted(path.stem for path in FOLDER.glob("only_*.py"))]:
+    for name in [*NAMES, *sorted(path.stem for path in FOLDER.glob("only_*.py")), "llama", "communication"]:
         text = (FOLDER / f"{name}.py").read_text()
         signs = [line[:1] for line in difference(name)] if name in NAMES[1:] else []
         changes = f"{signs.count('+'):5} {signs.count('-'):7}" if signs else " " * 13
         title = re.sub(r'^"""(Step \d+, )?|\.$', "", text.splitlines()[0])
+        title = title if name in NAMES else title[0].lower() + title[1:]
         yield f"{name:14} {len(text.splitlines()):5} {changes}  {title}"
 
 

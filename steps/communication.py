@@ -1,4 +1,4 @@
-"""Communication between ranks, which steps 2 to 11 use unchanged: groups of ranks, and functions of (tensor, axis).
+"""Communication, which steps 2 to 11 use unchanged: groups of ranks, and functions of (tensor, axis).
 
 All functions return a new tensor. The size of a group, and a rank's index in it, are in `size[axis]` and `rank[axis]`.
 """

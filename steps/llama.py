@@ -1,4 +1,4 @@
-"""A tiny Llama and its data, which all steps use unchanged: the model contains no parallelism.
+"""Tiny Llama and its data, which all steps use unchanged: the model contains no parallelism.
 
 Steps replace attributes of a layer: `enter`, `leave`, `attend`, `positions` and `mlp`. Local sizes come from the shapes
 of the weights, so a layer that holds half of the heads runs the same code.

@@ -119,32 +119,28 @@ def overview() -> str:
 
 
 SPLIT = {  # by axis: what it splits, and what the ranks of a group exchange
-    "dp": ("the batch", "average gradients"),
-    "pp": ("the layers", "send hidden states"),
-    "cp": ("the sequences", "exchange keys and values"),
-    "tp": ("the matrices", "sum partial results"),
+    "dp": ("the batch", "gradients"),
+    "pp": ("the layers", "hidden states"),
+    "cp": ("sequences", "keys and values"),
+    "tp": ("the matrices", "partial sums"),
 }
 
 
 def axes(size: int = 2) -> str:
     """Draw 16 ranks four times, once for each axis: the colour is the part that a rank holds, arrows join a group."""
     layout = quickstart(**{f"{axis}_size": size for axis in SPLIT}).distributed
-    box, near, panel, top = 52, 84, 490, 2 * LINE + 26
-    height = top + 180 + near + box
-    picture = Svg(WIDTH, 2 * height + 30)
-    for number, (axis, (what, exchange)) in enumerate(SPLIT.items()):
-        left, above = number % 2 * panel, number // 2 * (height + 30)
-        picture.text(left, above + 16, f"{axis} splits {what}", "title")
-        picture.text(left, above + 16 + LINE, f"The ranks of a group {exchange}.")
+    box, near, far, panel, top = 30, 56, 120, WIDTH / 4, 2 * LINE + 32
+    picture = Svg(WIDTH, top + near + far + box)
+    for number, (axis, (what, exchanged)) in enumerate(SPLIT.items()):
+        left = number * panel
+        picture.text(left, 16, f"{axis} splits {what}", "title")
+        picture.text(left, 16 + LINE, f"Arrows: {exchanged}")
         grids = []
         for rank in range(layout.world_size):
             with fake_rank(rank, layout):
                 grids.append(pgm.process_group_manager)
         places = [
-            (
-                left + 40 + 198 * grid.pp_rank + near * grid.tp_rank,
-                above + top + 180 * grid.dp_rank + near * grid.cp_rank,
-            )
+            (left + 22 + far * grid.pp_rank + near * grid.tp_rank, top + far * grid.dp_rank + near * grid.cp_rank)
             for grid in grids
         ]
         for rank, (grid, (x, y)) in enumerate(zip(grids, places, strict=True)):
@@ -163,8 +159,8 @@ def link(picture: Svg, start: tuple[float, float], end: tuple[float, float], box
     if end[along] - start[along] < 2 * box:
         bent = [(start[along] + box + 3, middle), (end[along] - 3, middle)]
     else:
-        first, last = (place[along] + box / 2 + 16 * lane - 8 for place in (start, end))
-        out = side - 10 - 8 * lane
+        first, last = (place[along] + box / 2 + 12 * lane - 6 for place in (start, end))
+        out = side - 8 - 8 * lane
         bent = [(first, side), (first, out), (last, out), (last, side)]
     numbers = (number for point in bent for number in (point if along == 0 else point[::-1]))
     picture.arrow(*numbers, double=True, title=title)
