@@ -19,12 +19,13 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; try make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv || { echo "cannot create .venv; on Debian: apt install python3-venv"; exit 1; }
 
-# Without a GPU, PyTorch's index of CPU builds comes first; the build for GPUs is several times as large.
+# Without a GPU, the CPU build of torch is installed, because the one for GPUs is several times as large. Without NumPy,
+# torch warns on each rank.
 INDEX := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
 PIP := -m pip install --quiet --disable-pip-version-check
 $(BIN)/torchrun: | $(BIN)/python
 	$(BIN)/python $(PIP) --retries 1 --no-deps $(INDEX) $$(grep ^torch== requirements.txt)
-	$(BIN)/python $(PIP) $$(grep -E '^(torch|numpy)==' requirements.txt)  # without NumPy, torch warns on each rank
+	$(BIN)/python $(PIP) $$(grep -E '^(torch|numpy)==' requirements.txt)
 
 steps: | $(BIN)/torchrun ## train a tiny Llama with 4D parallelism on 16 ranks, in 149 lines that need torch alone
 	$(BIN)/torchrun --nproc_per_node 16 -m steps.s9_cp --dp 2 --pp 2 --cp 2 --tp 2
