@@ -27,7 +27,7 @@ $(BIN)/torchrun: | $(BIN)/python
 	$(BIN)/python $(PIP) --retries 1 --no-deps $(INDEX) $$(grep ^torch== requirements.txt)
 	$(BIN)/python $(PIP) $$(grep -E '^(torch|numpy)==' requirements.txt)
 
-steps: | $(BIN)/torchrun ## train a tiny Llama with 4D parallelism on 16 ranks, in 149 lines that need torch alone
+steps: | $(BIN)/torchrun ## train a tiny Llama with 4D parallelism on 16 ranks, with torch alone
 	$(BIN)/torchrun --nproc_per_node 16 -m steps.s9_cp --dp 2 --pp 2 --cp 2 --tp 2
 
 $(STAMP): requirements.txt | $(BIN)/torchrun
