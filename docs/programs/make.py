@@ -14,8 +14,8 @@ tests/docs/test_docs.py checks that outputs and code have not changed. A page ca
     <!-- picture: python -m docs.programs.run_pictures axes --out docs/pictures/axes.svg -->
     ![Sixteen ranks](pictures/axes.svg)                                     a picture, and the command that draws it
     <!-- code: picotron/data_parallel/data_parallel.py Bucket.reset Bucket.launch -->
-    ```python                   the source of functions, methods or classes of a file; with `, without docstring`
-    ...                         before the end of the comment, without theirs
+    ```python                   the source of functions, methods or classes of a file, or all of it; with
+    ...                         `, without docstring` before the end of the comment, without theirs
     ```
 
 Comments before the other blocks are their options:
@@ -54,7 +54,7 @@ BLOCK = re.compile(
     re.MULTILINE,
 )
 CODE = re.compile(
-    r"^<!-- code: (?P<file>\S+) (?P<symbols>[\w. ]+)(?P<bare>, without docstring)? -->\n"
+    r"^<!-- code: (?P<file>\S+)(?P<symbols>[\w. ]*?)(?P<bare>, without docstring)? -->\n"
     r"```python\n(?P<shown>(?:(?!```).*\n)*)```$",
     re.MULTILINE,
 )
@@ -199,7 +199,8 @@ def paste_code(text: str) -> str:
     """Replace the code on a page by the source of its symbols, with an empty line between two of them."""
 
     def paste(match: re.Match[str]) -> str:
-        sources = [source(ROOT / match["file"], symbol, not match["bare"]) for symbol in match["symbols"].split()]
+        file, symbols = ROOT / match["file"], match["symbols"].split()
+        sources = [source(file, symbol, not match["bare"]) for symbol in symbols] or [file.read_text()]
         return match[0].removesuffix(match["shown"] + "```") + "\n".join(sources) + "```"
 
     return CODE.sub(paste, text)

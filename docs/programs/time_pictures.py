@@ -238,12 +238,13 @@ def calls_of(rank: int, replacements: dict[str, Any]) -> list[Message]:
     noting = {"workbench.explain.fake_group.message": note}
     rows = TextRows(np.zeros(length * config.global_batch_size + 1, np.uint16), length)
     with fake_rank(rank, config.distributed), replaced(SMALL_BUCKETS | replacements | noting):
-        model, plan = model_of(config), plan_pipeline(config, model_config)
+        dtype = torch.float64  # that of docs/small.json: it decides which gradients fit into a bucket
+        model, plan = model_of(config, dtype), plan_pipeline(config, model_config)
         loader = MicroBatchDataLoader(rows, config, CPU)
         for _ in range(3):
             called.clear()
             with contextlib.suppress(Stuck):
-                run_step(model, loader, config, make_train_step(config, plan, CPU, torch.float32))
+                run_step(model, loader, config, make_train_step(config, plan, CPU, dtype))
     return called
 
 

@@ -11,7 +11,7 @@ from transformers import get_wsd_schedule
 from conformance.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama
 from conformance.training import all_stages, step_of, wrapped
 from conformance.worker_pool import WorkerPool
-from docs.solutions import training_step
+from docs.solutions import measure, training_step
 from docs.solutions.striped import pairs, striped_positions
 from docs.solutions.z_loss import log_z
 from picotron.config import Training
@@ -69,3 +69,13 @@ def test_wsd_with_a_root_equals_that_of_transformers() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     theirs = get_wsd_schedule(optimizer, 10, 20, 100, decay_type="1-sqrt", min_lr_ratio=0.1).lr_lambdas[0]
     assert_close([factor(step) for step in range(10, 101)], [theirs(step) for step in range(10, 101)], 1e-12)
+
+
+def test_fit_returns_the_latency_and_the_time_per_byte_of_exact_times() -> None:
+    sizes = [4.0**k for k in range(10)]
+    assert measure.fit(sizes, [3e-4 + 2e-9 * size for size in sizes]) == pytest.approx((3e-4, 2e-9), rel=1e-9)
+
+
+def test_hidden_time_counts_overlapping_events_once_and_only_during_backward() -> None:
+    events = [{"ts": 0.0, "dur": 4.0}, {"ts": 3.0, "dur": 3.0}, {"ts": 9.0, "dur": 5.0}]
+    assert measure.hidden(events, {"ts": 2.0, "dur": 8.0}) == 4 + 1

@@ -1,0 +1,25 @@
+"""A first program in plain torch: a sum over all ranks, a ring of messages, and a sum over pairs of ranks."""
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets
+rank, n = dist.get_rank(), dist.get_world_size()
+
+x = torch.full((2,), float(rank))
+dist.all_reduce(x)  # in place: x is now the sum, on every rank
+
+received = torch.empty(2)  # the receiver allocates; shape and dtype must be those of the sender
+messages = [
+    dist.P2POp(dist.isend, torch.full((2,), float(rank)), (rank + 1) % n),  # peers are global ranks
+    dist.P2POp(dist.irecv, received, (rank - 1) % n),
+]
+for work in dist.batch_isend_irecv(messages):  # starts all of them: if every rank first sent, all could wait forever
+    work.wait()  # until then, do not read `received`, and do not write to the tensor that is sent
+
+pairs = [dist.new_group([i, i + 1]) for i in range(0, n, 2)]  # every rank makes every group, in the same order,
+dist.all_reduce(x, group=pairs[rank // 2])  # but only the members of a group communicate in it
+
+print(rank, x.tolist(), received.tolist())
+dist.barrier()  # no rank ends while another one still communicates with it
+dist.destroy_process_group()
