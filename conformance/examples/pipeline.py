@@ -43,10 +43,8 @@ def run(case: Case) -> Result:
         return tensor
 
     def backward(batch: Batch, total: Tensor) -> float | None:
-        pieces, messages = (
-            iter(chunks(batch, case.micro_batches)),
-            list[Any](),
-        )  # isend: the other rank may be sending, too
+        pieces = iter(chunks(batch, case.micro_batches))
+        messages = list[Any]()  # handles of isend: with send, a rank would wait while the other one sends, too
         waiting, loss = list[tuple[Tensor, Tensor]](), torch.zeros((), dtype=torch.float64)
         for action in order(rank, ranks, case.micro_batches, name):
             if action == "F":
