@@ -47,8 +47,8 @@ ROTATION, SCHEDULES = "workbench/generation/rotation.py", "workbench/schedules/s
 CONFIG_CHECKS, RUN_FOLDER = "picotron/config_conflicts.py", "picotron/run/run_folder.py"
 LOCAL_JOBS, JOBS = "workbench/sweep/local_jobs.py", "workbench/sweep/jobs.py"
 ADAPTER = "conformance/adapters/picotron.py"
-DDP, OWN_ZERO1, OWN_PIPELINE, OWN_RING = (
-    f"conformance/examples/{name}.py" for name in ("ddp", "zero1", "pipeline", "ring")
+DDP, OWN_ZERO1, OWN_TENSOR, OWN_PIPELINE, OWN_RING = (
+    f"conformance/examples/{name}.py" for name in ("ddp", "zero1", "tensor", "pipeline", "ring")
 )
 ADAMW = "optimizer = adamw(model.parameters(), case)"
 
@@ -452,6 +452,11 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "zero1: norm_of_own_parts": Mistake(
         "conformance/adapters/loop.py", "    dist.all_reduce(square)\n", "", (f"{OWN_ZERO1} step dp2",)
+    ),
+    "tensor: copy_not_summed": Mistake(OWN_TENSOR, "return sum_over_ranks(gradients[0])", "return gradients[0]", ("step tp2",)),
+    "tensor: partial_sums": Mistake(OWN_TENSOR, "return sum_over_ranks(partial)", "return partial.clone()", ("step tp2",)),
+    "tensor: replicas_counted_on_every_rank": Mistake(
+        OWN_TENSOR, "for name in places), torch.zeros", "for name in squares), torch.zeros", ("step tp2",)
     ),
     "pipeline: tied_gradients_of_one_end": Mistake(OWN_PIPELINE, "dist.all_reduce(shared.grad, group=ends)", "pass", ("tied pp2",)),
     "pipeline: tied_gradients_counted_twice": Mistake(

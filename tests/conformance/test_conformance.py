@@ -21,7 +21,9 @@ from conformance.mistakes import MISTAKES
 from conformance.mutants import command
 from conformance.reference import Reference
 
-DDP, ZERO1, PIPELINE, RING = (Path(f"conformance/examples/{name}.py") for name in ("ddp", "zero1", "pipeline", "ring"))
+DDP, ZERO1, TENSOR, PIPELINE, RING = (
+    Path(f"conformance/examples/{name}.py") for name in ("ddp", "zero1", "tensor", "pipeline", "ring")
+)
 PICOTRON = Path("conformance/adapters/picotron.py")
 OF_PICOTRON = ("fuzz", "grid", "oracle", "training", "worker_pool", "mutants", "mistakes")  # what uses the checker
 PACKAGE = [
@@ -153,10 +155,10 @@ def test_mistakes_can_be_planted_and_looked_for() -> None:
             assert (
                 check == "fuzz" or Path(check.partition("::")[0]).exists() or command(check, mistake)[4] in CHAPTERS
             ), (name, check)
-        assert not mistake.page or f"\n{name}: " in Path(f"docs/{mistake.page}.md").read_text(), name
+        assert not mistake.page or f"mutants --page {mistake.page}" in Path(f"docs/{mistake.page}.md").read_text(), name
 
 
-EXAMPLES = {DDP: "dp2", ZERO1: "dp2", PIPELINE: "pp4", RING: "cp2"}
+EXAMPLES = {DDP: "dp2", ZERO1: "dp2", TENSOR: "tp2", PIPELINE: "pp4", RING: "cp2"}
 
 
 @pytest.mark.processes

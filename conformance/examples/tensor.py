@@ -1,0 +1,97 @@
+"""Tensor parallelism in plain torch: each rank has some heads and some hidden units of every layer.
+
+Shoeybi et al. 2019, arXiv:1909.08053. Embedding, norms and head are whole on every rank.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from conformance import Case, Part, Result
+from conformance.adapters.loop import accumulate, train
+from conformance.case import Batch
+from conformance.reference import logits_of
+
+AXES = ("tp",)
+CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "packed", "masks", "weights", "loss", "float32")
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW_PARALLEL = ("o_proj", "down_proj")
+
+
+def sum_over_ranks(x: Tensor) -> Tensor:
+    total = x.clone()  # all_reduce works in place, and x belongs to autograd
+    dist.all_reduce(total)
+    return total
+
+
+class Copy(torch.autograd.Function):
+    """forward: identity. backward: sum, because each rank has the contribution of its own outputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return sum_over_ranks(gradients[0])
+
+
+class Sum(torch.autograd.Function):
+    """forward: sum of the ranks' products. backward: identity."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor) -> Tensor:
+        return sum_over_ranks(partial)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def split(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Keep this rank's rows of column-parallel matrices, and its columns of row-parallel ones.
+
+    Returns:
+        For each of them, the dimension that is split, and the place of this rank's first row or column.
+    """
+    rank, ranks, places = dist.get_rank(), dist.get_world_size(), dict[str, tuple[int, int]]()
+    for name, module in model.named_modules():
+        kind = name.rpartition(".")[2]
+        if kind in COLUMN_PARALLEL + ROW_PARALLEL:
+            weight, dim = module.get_parameter("weight"), int(kind in ROW_PARALLEL)
+            shards = weight.detach().chunk(ranks, dim)
+            places[f"{name}.weight"] = dim, sum(shard.size(dim) for shard in shards[:rank])
+            weight.data = shards[rank].clone()
+        if kind in COLUMN_PARALLEL:
+            module.register_forward_pre_hook(lambda _, inputs: Copy.apply(*inputs))
+        if kind in ROW_PARALLEL:
+            module.register_forward_hook(lambda _, inputs, output: Sum.apply(output))
+    return places
+
+
+def run(case: Case) -> Result:
+    dist.init_process_group("gloo")
+    model = case.model()
+    places, parameters = split(model), dict(model.named_parameters())
+
+    def backward(batch: Batch, total: Tensor) -> float:
+        return float(accumulate(case, batch, total, lambda piece: logits_of(model, piece)))  # the same on all ranks
+
+    def clip(own: list[nn.Parameter], limit: float) -> float:
+        squares = {name: p.grad.double().square().sum() for name, p in parameters.items() if p.grad is not None}
+        square = sum_over_ranks(sum((squares[name] for name in places), torch.zeros((), dtype=torch.float64)))
+        norm = (square + sum(x for name, x in squares.items() if name not in places)).sqrt()  # replicas count once
+        nn.utils.clip_grads_with_norm_(own, limit, norm)
+        return float(norm)
+
+    def parts(own: Mapping[str, Any]) -> dict[str, Tensor | Part]:
+        """Return each tensor with the place of its first element in the whole one."""
+        starts = {name: (0, start) if dim else (start, 0) for name, (dim, start) in places.items()}
+        return {name: Part(x, starts[name]) if name in starts else x for name, x in own.items()}
+
+    result = train(case, parameters, backward, clip)
+    result.gradients, result.weights = parts(result.gradients), parts(result.weights)
+    return result
