@@ -20,6 +20,6 @@ for work in dist.batch_isend_irecv(messages):  # starts all of them: if every ra
 pairs = [dist.new_group([i, i + 1]) for i in range(0, n, 2)]  # every rank makes every group, in the same order,
 dist.all_reduce(x, group=pairs[rank // 2])  # but only the members of a group communicate in it
 
-print(rank, x.tolist(), received.tolist())
+print(f"{rank} {x.tolist()} {received.tolist()}\n", end="")  # in one piece, because all ranks print at the same time
 dist.barrier()  # no rank ends while another one still communicates with it
 dist.destroy_process_group()
