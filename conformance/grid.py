@@ -3,8 +3,8 @@
     make parity        or: python -m conformance.grid [WORD ...]
 
 checks every layout of LAYOUTS with `conformance`, through picotron's adapter. All train the same model. It prints the
-largest errors, writes them to docs/reference/parity.md, and fails if one is above LIMIT. With words it takes only
-layouts that have all of them, and writes nothing.
+largest errors, writes them to docs/reference/parity.csv and a summary to parity.md, and fails if one is above LIMIT.
+With words it takes only layouts that have all of them, and writes nothing.
 """
 
 import math
@@ -25,6 +25,8 @@ from workbench.schedules.schedules import SCHEDULES
 
 ADAPTER = Path("conformance/adapters/picotron.py").resolve()
 REPORT = Path("docs/reference/parity.md")
+TABLE = REPORT.with_suffix(".csv")
+KINDS = ("loss", "gradients", "weights")  # of errors
 HEADS = 8
 GLOBAL_BATCH = 16  # sequences
 ONE_STAGE = [name for name, recipe in SCHEDULES.items() if recipe.chunks == 1]  # per pp rank
@@ -237,19 +239,25 @@ def report(rows: dict[str, dict[str, float]]) -> str:
         "Any two of these options that can be combined occur together in at least one layout. To check only the layouts whose",
         "names contain certain words, give these words: `python -m conformance.grid dp2 zbv`.",
         "",
-        "## Largest relative errors of each layout",
+        "## Largest relative errors",
         "",
-        "The last row has the largest error of each column.",
+        f"[{TABLE.name}]({TABLE.name}) has the errors of each layout. The largest, by the number of ranks:",
         "",
-        "| layout | ranks | loss, relative error | gradients, relative error | weights, relative error |",
+        "| ranks | layouts | loss, relative error | gradients, relative error | weights, relative error |",
         "|---|---|---|---|---|",
     ]
+    by_ranks: dict[int, list[dict[str, float]]] = {}
     for name, errors in rows.items():
-        ranks = settings(name)[0].distributed.world_size
-        lines.append(f"| {name} | {ranks} | " + " | ".join(f"{error:.1e}" for error in errors.values()) + " |")
-    worst = [f"{max(errors[kind] for errors in rows.values()):.1e}" for kind in ("loss", "gradients", "weights")]
-    lines.append("| **largest** | | " + " | ".join(f"**{each}**" for each in worst) + " |")
+        by_ranks.setdefault(settings(name)[0].distributed.world_size, []).append(errors)
+    for ranks, group in [*sorted(by_ranks.items()), ("all", [*rows.values()])]:
+        worst = [f"{max(errors[kind] for errors in group):.1e}" for kind in KINDS]
+        lines.append(f"| {ranks} | {len(group)} | " + " | ".join(worst) + " |")
     return "\n".join(lines) + "\n"
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    lines = [",".join([name, *(f"{errors[kind]:.1e}" for kind in KINDS)]) for name, errors in rows.items()]
+    return "\n".join([",".join(["layout", *KINDS]), *lines]) + "\n"
 
 
 def main(words: list[str]) -> int:
@@ -263,6 +271,7 @@ def main(words: list[str]) -> int:
     bad = [name for name, errors in rows.items() if not max(errors.values()) <= LIMIT]
     if not words:
         REPORT.write_text(report(rows))
+        TABLE.write_text(table(rows))
     print(f"{len(rows)} layouts, {len(bad)} above {LIMIT:g}", *bad, sep="\n")
     return 1 if bad or not rows else 0
 
