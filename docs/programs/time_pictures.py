@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from docs.programs.broken_run import MISTAKES, STEP, count_tokens, in_step_3, replaced
+from docs.programs.broken_run import MISTAKES, count_tokens, in_step_3, replaced
 from docs.programs.quickstart import CPU, model_of, quickstart, stage_of
 from docs.programs.scoreboard import entries
 from docs.programs.svg import LINE, RUNS, WIDTH, Panel, Svg, main
@@ -49,6 +49,7 @@ def small_buckets(parameters: Any, group: Any, megabytes: float) -> list[Bucket]
     return make_buckets(parameters, group, 1.0)
 
 
+STEP = "workbench.pipelines.engine.train_step"
 MAKE_BUCKETS = "picotron.data_parallel.data_parallel.make_buckets"
 SMALL_BUCKETS = {MAKE_BUCKETS: small_buckets}
 CASES: dict[str, Callable[[], dict[str, Any]]] = {  # replacements of functions, new ones for each rank
