@@ -43,7 +43,9 @@ class Layout:
         settings = {
             "use_cpu": False,
             "model__dtype": "bfloat16",
-            "training__seq_length": 64,
+            "training__seq_length": 512
+            if self.config.get("cp_size", 1) > 1
+            else 64,  # blocks of 128 keys, as for cuDNN
             "training__gradient_accumulation_steps": 2 * pp,
             "training__eval_steps": 1,
             **self.config,

@@ -55,8 +55,10 @@ def test_each_kernel_returns_the_same_shapes(cudnn: bool, dtype: torch.dtype, ke
 @pytest.mark.parametrize(("choice", "expected"), [(3, True), (1, False)])
 def test_cudnn_is_used_where_torch_would_choose_it(choice: int, expected: bool) -> None:
     mode = FakeTensorMode()
-    q, k = fake(mode, B, H, T, D), fake(mode, B, K, T, D)
+    q, k = fake(mode, B, H, T, D), fake(mode, B, K, 256, D)
     with mock.patch("torch._fused_sdp_choice", return_value=choice) as ask:
         assert block_attention.prefers_cudnn(q, k, k, True) is expected
+        part = fake(mode, B, K, 200, D)  # of a tile
+        assert not block_attention.prefers_cudnn(q, part, part, True)
         assert ask.call_args.kwargs == {"enable_gqa": True}
         assert not block_attention.prefers_cudnn(torch.zeros(1), torch.zeros(1), torch.zeros(1), True)
