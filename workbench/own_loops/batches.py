@@ -26,8 +26,9 @@ from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.model.placement import scale_gradients
 from picotron.tensor_parallel.tp_communications import pair, start_all_reduce
 from picotron.train_step import Step
-from workbench.own_loops.check_batches import Batch, LossParts, check_batches, check_loss, check_split
+from workbench.own_loops.check_batches import Batch, check_batches, check_split
 
+LossParts = tuple[Tensor, Tensor | float, dict[str, Tensor | float]]  # loss, weight and statistics of a micro-batch
 Loss = Tensor | tuple[Tensor, Tensor | float, dict[str, Tensor]]
 MODEL_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
 # The loss of each rank depends on the sum, and the loss of the step is the sum of the ranks' losses.
@@ -194,8 +195,13 @@ def train_batch(
 
     def with_loss(i: int, batch: Batch) -> Batch:
         def loss(head: Any, x: Tensor) -> Tensor:
-            value, weight, statistics = check_loss(loss_fn(head, x, batch))
-            results[i] = value.detach(), weight, statistics
+            returned = loss_fn(head, x, batch)
+            value, weight, statistics = returned if isinstance(returned, tuple) else (returned, 1.0, {})
+            if not value.requires_grad:
+                raise UserError(
+                    "loss_fn returned a loss without a gradient; unfreeze a parameter, or compute the loss from x without detach"
+                )
+            results[i] = value.detach(), _detached(weight), {name: _detached(each) for name, each in statistics.items()}
             if outputs is not None:
                 with torch.no_grad():
                     hooked[i] = post_hook(head, x, batch)
@@ -228,6 +234,10 @@ def _without_uncounted_targets(batch: Batch) -> Batch:
     if not {"target_ids", "target_weights"} <= batch.keys():
         return batch
     return batch | {"target_ids": batch["target_ids"].where(batch["target_weights"] != 0, IGNORE_INDEX)}
+
+
+def _detached(number: Tensor | float) -> Tensor | float:
+    return number.detach() if isinstance(number, Tensor) else number
 
 
 def _with_all_gradients(loss: Tensor, inputs: Sequence[Tensor]) -> Tensor:
