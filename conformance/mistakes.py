@@ -312,7 +312,7 @@ MISTAKES: dict[str, Mistake] = {
         WRITER, "[:-keep] if keep else []", "[: 1 - keep or None] if keep else []", ("tests/picotron/checkpoint/test_checkpoint_writer.py",)
     ),
     "final_name_too_early": Mistake(
-        WRITER, "folder = final.with_name(final.name + UNFINISHED)", "folder = final", ("tests/picotron/checkpoint/test_checkpoint_writer.py",)
+        "picotron/files.py", "path.with_name(path.name.removesuffix(UNFINISHED) + UNFINISHED)", "path", ("tests/picotron/checkpoint/test_checkpoint_writer.py",)
     ),
     "checksums_not_compared": Mistake(
         SAFETENSORS, "if checksum.hexdigest() != expected.xxh3:", "if False:", ("tests/picotron/checkpoint/test_checkpoint_mistakes.py",)

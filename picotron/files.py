@@ -1,28 +1,30 @@
-"""Files: written whole or not at all, and JSON that people and programs may have damaged."""
+"""Files and folders that are written whole or not at all, locks, and JSON that people and programs may have damaged."""
 
-import glob
+import contextlib
+import fcntl
 import json
+import logging
 import os
 import re
-import time
+import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from picotron.console import UserError, first_line
 
-STALE_SECONDS = 3600  # age of an unfinished file that no process writes any more: writing one takes seconds
+logger = logging.getLogger("picotron")
+
+UNFINISHED = ".unfinished"  # suffix of a folder that is being written or deleted
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Write a file so that readers, and a crash of the process or the machine, see either the complete old file or the
     complete new one. If several processes write the same file, the last one wins.
 
-    A process that is killed leaves a file NAME.XXXXXXXX.new; a later write of the same file deletes it.
+    A process that is killed meanwhile leaves a file NAME.XXXXXXXX.new.
     """
-    for left in path.parent.glob(f"{glob.escape(path.name)}.????????.new"):
-        if _age(left) > STALE_SECONDS:
-            left.unlink(missing_ok=True)
     new = path.with_name(f"{path.name}.{os.urandom(4).hex()}.new")
     try:
         with open(new, "xb") as file:
@@ -33,24 +35,66 @@ def write_atomically(path: Path, data: str | bytes) -> None:
     except BaseException:
         new.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    _sync_folder(path.parent)
 
 
-def _age(path: Path) -> float:
-    """Return the seconds since a file was changed; 0 if another process has just deleted it."""
+def unfinished(path: Path) -> Path:
+    """Return the name of a folder while it is written or deleted."""
+    return path.with_name(path.name.removesuffix(UNFINISHED) + UNFINISHED)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Context that fills a folder of another name, which gets its own name at the end, in place of an earlier folder.
+    After an error it is deleted.
+
+    A process that is killed meanwhile leaves a folder NAME.unfinished. At most one process may write a folder.
+    """
+    new = unfinished(path)
+    if new.exists():
+        shutil.rmtree(new)
+    new.mkdir(parents=True)
     try:
-        return time.time() - path.lstat().st_mtime
-    except FileNotFoundError:
-        return 0
+        yield new
+        _sync_folder(new)
+        if path.exists():
+            shutil.rmtree(path)
+        new.rename(path)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    _sync_folder(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Flush the names of the files in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: Path, wait: bool = False) -> Iterator[IO[str] | None]:
+    """Context that locks a file. Yields the open file, or None if another process holds the lock.
+
+    The lock lasts until every process that has inherited the file's descriptor has closed it, has ended or was killed.
+
+    Args:
+        wait: whether to wait for the other process instead.
+    """
+    with open(path, "a+") as file:
+        is_held = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            is_held = False
+        except OSError as error:  # some network file systems have no locks
+            logger.warning(
+                "%s cannot be locked (%s); make sure that no other process writes there", path, error.strerror
+            )
+        yield file if is_held else None
 
 
 def trace_path(run_dir: str | Path, step: int) -> Path:

@@ -28,7 +28,7 @@ from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Model
 from picotron.console import UserError
 from picotron.data.loader import HeldOut
-from picotron.files import read_object
+from picotron.files import UNFINISHED, read_object
 from picotron.model.families import architecture
 from picotron.model.llama import Llama
 from picotron.model.model_config import load_model_config
@@ -36,7 +36,7 @@ from picotron.model.placement import Index
 from picotron.model.weights import ReadTensor, copy_owned
 from picotron.optimizer import AdamW
 from picotron.run.progress import Progress
-from picotron.run.run_folder import UNFINISHED, checkpoint_folders, parse_load_path
+from picotron.run.run_folder import checkpoint_folders, parse_load_path
 
 logger = logging.getLogger("picotron")
 

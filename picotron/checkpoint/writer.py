@@ -10,7 +10,6 @@ import dataclasses
 import json
 import logging
 import platform
-import shutil
 import tempfile
 import threading
 import time
@@ -33,12 +32,12 @@ from picotron.checkpoint.stage_files import StageFiles, TensorSlice, WrittenFile
 from picotron.collectives import all_reduce, run_on_all_ranks
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.files import sync_folder
+from picotron.files import UNFINISHED, new_folder, unfinished
 from picotron.model.llama import Llama
 from picotron.model.model_config import end_tokens
 from picotron.optimizer import AdamW
 from picotron.run.progress import Progress
-from picotron.run.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders, delete_checkpoint
+from picotron.run.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint
 
 logger = logging.getLogger("picotron")
 
@@ -168,27 +167,29 @@ class CheckpointWriter:
         began = time.perf_counter()
         is_rank_0 = pgm.process_group_manager.global_rank == 0
         final = checkpoint_folder(self.save_dir, progress.step)
-        folder = final.with_name(final.name + UNFINISHED)
+        folder = unfinished(final)
+        with contextlib.ExitStack() as complete:  # rank 0 renames the folder, or after an error deletes it
 
-        def begin() -> bool:
-            is_new = not final.exists()
-            if is_rank_0 and is_new:
-                for leftover in self.save_dir.glob(f"step_*{UNFINISHED}"):  # of runs that were killed
-                    delete_checkpoint(leftover)
-                folder.mkdir(parents=True)
-            return is_new
+            def begin() -> bool:
+                is_new = not final.exists()
+                if is_rank_0 and is_new:
+                    for leftover in self.save_dir.glob(f"step_*{UNFINISHED}"):  # of runs that were killed
+                        delete_checkpoint(leftover)
+                    complete.enter_context(new_folder(final))
+                return is_new
 
-        try:
+            def finish() -> None:
+                if is_rank_0:
+                    self._write_files_without_tensors(folder, progress, written)
+                    complete.close()
+                    self._delete_old()
+
             if not self._on_all_ranks(final, begin)[0]:
                 logger.warning("%s exists already, and is not written again", final)
                 return
             files_by_rank = self._on_all_ranks(final, lambda: self.files.write(folder, slices))
             written = [file for files in files_by_rank for file in files]
-            self._on_all_ranks(final, lambda: self._publish(folder, final, progress, written) if is_rank_0 else None)
-        except UserError:
-            if is_rank_0:
-                shutil.rmtree(folder, ignore_errors=True)  # frees a full disk
-            raise
+            self._on_all_ranks(final, finish)
         size = sum(byte_range.size for file in written for byte_range in file.ranges)
         logger.info("checkpoint %s: %.3g GB in %.1f s", final, size / 1e9, time.perf_counter() - began)
 
@@ -206,8 +207,8 @@ class CheckpointWriter:
 
         return run_on_all_ranks(guarded, self.group)
 
-    def _publish(self, folder: Path, final: Path, progress: Progress, written: list[WrittenFile]) -> None:
-        """Write the files without tensors, rename the now complete folder, and delete old checkpoints."""
+    def _write_files_without_tensors(self, folder: Path, progress: Progress, written: list[WrittenFile]) -> None:
+        """Write the model's other files, the indices, and last the state with the checksums of all files."""
         files: dict[str, list[ByteRange]] = defaultdict(list)
         for each in written:
             files[each.file] = sorted([*files[each.file], *each.ranges], key=lambda each: each.start)
@@ -227,9 +228,9 @@ class CheckpointWriter:
             files=files,
         )  # fmt: skip
         write_file(folder / STATE_FILE, state.to_json().encode())
-        sync_folder(folder)
-        folder.rename(final)
-        sync_folder(final.parent)
+
+    def _delete_old(self) -> None:
+        """Delete all checkpoints but the last ones that the config keeps."""
         keep = self.config.checkpoint.keep_last
         for old in list(checkpoint_folders(self.save_dir).values())[:-keep] if keep else []:
             delete_checkpoint(old)

@@ -7,7 +7,6 @@ A checkpoint folder with its final name is complete: it is written under another
 """
 
 import contextlib
-import fcntl
 import itertools
 import json
 import logging
@@ -18,23 +17,22 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.files import parse_json, trace_files, write_atomically
+from picotron.files import locked, parse_json, trace_files, unfinished, write_atomically
 
 logger = logging.getLogger("picotron")
 
-CLAIMS: list[IO[str]] = []  # open files, so that their locks last; a forked worker may live longer than the run
-os.register_at_fork(after_in_child=lambda: [claim.close() for claim in CLAIMS])
+CLAIM = contextlib.ExitStack()  # holds the lock of the folder; closed in workers, which may live longer than the run
+os.register_at_fork(after_in_child=CLAIM.close)
 LARGEST = 1e30  # number in a record, so that it can be averaged and plotted
-UNFINISHED = ".unfinished"  # suffix of a checkpoint folder that is being written or deleted
 
 
 def claim_save_dir(config: Config) -> None:
     """Create the folder for the outputs, and claim it for this run until its first process ends, however it ends, or
-    calls `release_save_dir`.
+    closes `CLAIM`.
 
     Raises:
         UserError: the folder cannot be written, holds a model, is claimed by another run, or has a checkpoint that the
@@ -51,17 +49,19 @@ def claim_save_dir(config: Config) -> None:
             )
         _check_kept(config)
         if int(os.environ.get("RANK", 0)) == 0:
-            _claim(Path(name, ".run_lock"))
+            path, started = Path(name, ".run_lock"), time.strftime("%Y-%m-%d %H:%M:%S")
+            if (lock := CLAIM.enter_context(locked(path))) is None:
+                raise UserError(
+                    f"checkpoint.save_dir={name!r} is being written by another run "
+                    f"({path.read_text(errors='replace').strip()}); wait until it ends, or choose another folder"
+                )
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {platform.node()}, started at {started}\n")
+            lock.flush()
     except OSError as error:
         raise UserError(
             f"checkpoint.save_dir={name!r} cannot be written: {error.strerror}; choose another folder"
         ) from None
-
-
-def release_save_dir() -> None:
-    """Let other runs write to the folder that this process has claimed."""
-    while CLAIMS:
-        CLAIMS.pop().close()
 
 
 def _check_kept(config: Config) -> None:
@@ -78,31 +78,6 @@ def _check_kept(config: Config) -> None:
                 f"model.{key}={name!r} is in checkpoint.save_dir={save_dir!r}, where a new run moves earlier checkpoints "
                 f"to another folder; choose another save_dir"
             )
-
-
-def _claim(path: Path) -> None:
-    """Lock a file that names the process, host and start time of its owner. The lock ends when the file is closed.
-
-    Raises:
-        UserError: another process holds the lock.
-    """
-    lock = open(path, "a+", errors="replace")  # noqa: SIM115 -- closed at the end of the run
-    CLAIMS.append(lock)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        raise UserError(
-            f"checkpoint.save_dir={str(path.parent)!r} is being written by another run ({lock.read().strip()}); wait "
-            f"until it ends, or choose another folder"
-        ) from None
-    except OSError as error:  # some network file systems have no locks
-        logger.warning("%s cannot be locked (%s); make sure that no other run writes there", path, error.strerror)
-        return
-    lock.truncate(0)
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    lock.write(f"process {os.getpid()} on {platform.node()}, started at {started}\n")
-    lock.flush()
 
 
 def checkpoint_folder(save_dir: Path, step: int) -> Path:
@@ -131,8 +106,7 @@ def delete_checkpoint(folder: Path) -> None:
     Failures are only logged.
     """
     try:
-        unfinished = folder.with_name(folder.name.removesuffix(UNFINISHED) + UNFINISHED)
-        shutil.rmtree(folder.rename(unfinished))
+        shutil.rmtree(folder.rename(unfinished(folder)))
     except OSError as error:
         logger.warning("%s cannot be deleted: %s", folder, error.strerror)
 

@@ -38,7 +38,7 @@ from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import StopSignals, check_same_config, exit_after_signal, init_process_group, set_up_device
 from picotron.run.metrics import check_finite, max_over_ranks
 from picotron.run.progress import Progress
-from picotron.run.run_folder import begin_run, claim_save_dir, release_save_dir, user_error_on_failure
+from picotron.run.run_folder import CLAIM, begin_run, claim_save_dir, user_error_on_failure
 from workbench.own_loops.batches import Loss, cross_entropy, forward_batch, split_batch, train_batch
 from workbench.own_loops.check_batches import Batch
 from workbench.pipelines.engine import check_model, check_run, make_evaluation, make_train_step
@@ -130,7 +130,7 @@ def set_up(
         dist.barrier()  # torchrun stops the other processes when one of them exits with an error code
         dist.destroy_process_group()
     finally:
-        release_save_dir()
+        CLAIM.close()
     if trainer.stop:
         exit_after_signal(trainer.stop)
 

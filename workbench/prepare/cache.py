@@ -5,26 +5,24 @@
 compares all entries with their checksums. A run only compares sizes and times of change.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
-from filelock import FileLock, Timeout
 
 from picotron.console import UserError
-from picotron.files import write_atomically
+from picotron.files import UNFINISHED, locked, new_folder, write_atomically
 
 logger = logging.getLogger("picotron")
 
 CHECKSUMS = ".json"  # suffix of the file with the checksum, size and time of change of each file of an entry
-UNFINISHED = ".unfinished"  # suffix of an entry that is being written
+LOCK = ".lock"  # suffix of the file that the writer of an entry locks
 
 
 def cache_folder() -> Path:
@@ -53,10 +51,19 @@ def cached(kind: str, key: str, write: Callable[[Path], None]) -> Path:
         return entry
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(entry):
+        _delete_unfinished(entry.parent)
+        lock_file = entry.with_suffix(LOCK)
+        with locked(lock_file) as is_free:
+            if not is_free:
+                logger.warning("waiting for another process that writes %s", entry)
+        with locked(lock_file, wait=True):
             if not _is_intact(entry):  # no other process has written it meanwhile
-                _delete_unfinished(entry.parent)
-                _write(entry, write)
+                if entry.exists():
+                    logger.warning("%s is damaged and is written again", entry)
+                with new_folder(entry) as new:
+                    write(new)
+                    by_name = {name: [checksum, *_state(new / name)] for name, checksum in checksums(new).items()}
+                    write_atomically(entry.with_suffix(CHECKSUMS), json.dumps(by_name))
     except OSError as error:
         raise UserError(
             f"the cache {entry.parent} cannot be written: {error.strerror}; free some space, or set XDG_CACHE_HOME to "
@@ -71,24 +78,6 @@ def checksums(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): _checksum(path) for path in files}
 
 
-def _write(entry: Path, write: Callable[[Path], None]) -> None:
-    """Write an entry under another name, and rename it when it is complete."""
-    new = entry.with_name(entry.name + UNFINISHED)
-    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
-    new.mkdir()
-    if entry.exists():
-        logger.warning("%s is damaged and is written again", entry)
-    try:
-        write(new)
-        by_name = {name: [checksum, *_state(new / name)] for name, checksum in checksums(new).items()}
-        write_atomically(entry.with_name(entry.name + CHECKSUMS), json.dumps(by_name))
-        shutil.rmtree(entry, ignore_errors=True)
-        new.rename(entry)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-
-
 def _is_intact(entry: Path, read_all: bool = False) -> bool:
     """Return whether an entry exists and its files are unchanged. Files with the same size and time of change are not
     read, unless `read_all`.
@@ -96,7 +85,7 @@ def _is_intact(entry: Path, read_all: bool = False) -> bool:
     try:
         return all(
             (not read_all and _state(entry / name) == state) or _checksum(entry / name) == checksum
-            for name, (checksum, *state) in json.loads(entry.with_name(entry.name + CHECKSUMS).read_text()).items()
+            for name, (checksum, *state) in json.loads(entry.with_suffix(CHECKSUMS).read_text()).items()
         )
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return False
@@ -114,27 +103,12 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-@contextlib.contextmanager
-def _lock(entry: Path) -> Iterator[None]:
-    """Context in which no other process writes the entry."""
-    lock = FileLock(entry.with_name(f"{entry.name}.lock"))
-    try:
-        lock.acquire(timeout=1)
-    except Timeout:
-        logger.warning("waiting for another process that writes %s", entry)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _delete_unfinished(folder: Path) -> None:
     """Delete the incomplete entries of killed processes."""
     for path in folder.glob(f"*{UNFINISHED}"):
-        lock = FileLock(path.with_name(f"{path.name.removesuffix(UNFINISHED)}.lock"))
-        with contextlib.suppress(Timeout), lock.acquire(timeout=0):
-            shutil.rmtree(path)
+        with locked(path.with_suffix(LOCK)) as lock:
+            if lock:
+                shutil.rmtree(path)
 
 
 def main() -> None:

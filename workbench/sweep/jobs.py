@@ -10,19 +10,17 @@ Programs that start a job pass `Job.overrides` to train.py. So a sweep can be mo
 folder, and a job that has begun continues from its newest checkpoint.
 """
 
-import contextlib
-import fcntl
 import importlib.metadata
 import logging
 import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import IO, Literal, cast, get_args
 
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.files import write_atomically
+from picotron.files import locked, write_atomically
 from picotron.run.run_folder import parse_load_path
 
 logger = logging.getLogger("picotron")
@@ -91,20 +89,9 @@ class Job:
         """Write status.txt atomically."""
         write_atomically(self.folder / "status.txt", status + "\n")
 
-    @contextlib.contextmanager
-    def claim(self) -> Iterator[int | None]:
-        """Claim the job, so that no other process submits or runs it. Yields the descriptor of a locked file, or None
-        if another process holds the claim.
-
-        The claim lasts until every process that has the descriptor has closed it, has ended or was killed.
-        """
-        with open(self.folder / ".lock", "a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield None
-            else:
-                yield lock.fileno()
+    def claim(self) -> AbstractContextManager[IO[str] | None]:
+        """Claim the job, so that no other process submits or runs it, see `locked`."""
+        return locked(self.folder / ".lock")
 
 
 def stop_options(grace: int) -> list[str]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from picotron.config import Config
 from picotron.console import print_line
@@ -58,7 +58,7 @@ def stop(process: subprocess.Popen[bytes], grace: int) -> None:
         process.wait()
 
 
-def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: int, interrupt: Interrupt) -> None:
+def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: IO[str], interrupt: Interrupt) -> None:
     """Run a job and record in its status how it ended.
 
     If this process is killed, torchrun keeps running, and the claim lasts as long as torchrun.
@@ -66,7 +66,7 @@ def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: 
     Args:
         timeout: time limit in seconds, or None.
         grace: see `run_local_jobs`.
-        claim: the descriptor that `Job.claim` yields, which torchrun inherits.
+        claim: the file that `Job.claim` yields, whose descriptor torchrun inherits.
         interrupt: ends the job early.
     """
     (job.folder / "slurm_job_id.txt").unlink(missing_ok=True)  # Slurm no longer knows the state of this job
@@ -79,7 +79,7 @@ def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: 
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=[claim],
+            pass_fds=[claim.fileno()],
         )
         stopped: Status | None = None
         while process.poll() is None:

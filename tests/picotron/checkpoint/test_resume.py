@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from conformance.oracle import make_config, tiny_llama
 from conformance.worker_pool import WorkerError, WorkerPool
+from picotron.files import UNFINISHED
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import StopSignals
 from picotron.run.metrics import Metrics
 from picotron.run.progress import Progress
-from picotron.run.run_folder import UNFINISHED, checkpoint_folder, checkpoint_folders
+from picotron.run.run_folder import checkpoint_folder, checkpoint_folders
 from tests.support.checkpoints import run_config, tensors_of, train
 from tests.support.program import TORCHRUN, arguments, metrics
 

@@ -7,8 +7,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
+from picotron.files import locked
 from workbench.prepare.cache import CHECKSUMS, cached, main
 
 
@@ -92,7 +92,7 @@ def test_what_killed_writers_left_is_deleted(folder: Path) -> None:
 
 def test_a_lock_does_not_stop_those_who_only_read() -> None:
     entry = cached("kind", "key", Writer())
-    with FileLock(f"{entry}.lock"):
+    with locked(Path(f"{entry}.lock")):
         assert cached("kind", "key", Writer()) == entry
 
 
@@ -101,7 +101,7 @@ def test_a_lock_of_another_process_is_waited_for() -> None:
     entry = cached("kind", "key", write)
     truncated(entry / "data")
     waiting = threading.Thread(target=cached, args=("kind", "key", write))
-    with FileLock(f"{entry}.lock"):
+    with locked(Path(f"{entry}.lock")):
         waiting.start()
         waiting.join(0.5)
         assert write.calls == 1
