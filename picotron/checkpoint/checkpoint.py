@@ -27,7 +27,6 @@ from picotron.checkpoint.safetensors_folder import ByteRange, SafetensorsFolder,
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Model
 from picotron.console import UserError
-from picotron.data.loader import HeldOut
 from picotron.files import UNFINISHED, read_object
 from picotron.model.families import architecture
 from picotron.model.llama import Llama
@@ -184,11 +183,11 @@ class Checkpoint:
         return self.state if Path(save_dir).resolve() in places else None
 
     @property
-    def held_out(self) -> HeldOut | None:
-        """The rows that the run held out; None if they are not known."""
+    def held_out(self) -> tuple[int, str] | None:
+        """Number of rows that the run held out, and the fingerprint of its training rows; None if not known."""
         if self.state is None or self.state.held_out is None:
             return None
-        return HeldOut(self.state.held_out, self.state.data_fingerprint, self.state.config)
+        return self.state.held_out, self.state.data_fingerprint
 
     @property
     def tokenizer(self) -> Path | None:
@@ -224,7 +223,7 @@ class Checkpoint:
         if fingerprint != self.state.data_fingerprint:
             logger.warning(
                 "%s was trained on different data, or in a different order (data set, tokenizer, seq_length, seed, "
-                "evaluation); this run starts at the beginning of its data",
+                "evaluation); this run starts at the beginning of its data, and its evaluations may read what was trained on",
                 self.folder,
             )
         samples = self.state.samples if fingerprint == self.state.data_fingerprint else 0

@@ -9,7 +9,7 @@ import logging
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,60 +42,27 @@ def data_fingerprint(rows: Rows, config: Config) -> str:
     return hashlib.sha256(repr(rules).encode() + ends.astype(np.int64).tobytes()).hexdigest()[:24]
 
 
-class HeldOut(NamedTuple):
-    """What is known of an earlier run: the number of rows at the end of its data that it has not trained on, the
-    fingerprint of its training rows, and the sections of its config.
-    """
-
-    rows: int
-    fingerprint: str
-    config: dict[str, Any]
-
-    def apply(self, config: Config) -> Config:
-        """Return a config whose rows have the length and the order of the earlier run's."""
-        changes = {"training": ("seq_length", "seed"), "dataset": ("shuffle",)}
-        sections = {}
-        for name, keys in changes.items():
-            section, earlier = getattr(config, name), self.config.get(name, {})
-            sections[name] = section.model_copy(update={key: earlier[key] for key in keys if key in earlier})
-        return config.model_copy(update=sections)
-
-
-def rows_to_hold_out(data: Text | Samples, config: Config, earlier: HeldOut | None) -> int:
+def rows_to_hold_out(data: Text | Samples, config: Config, earlier: tuple[int, str] | None) -> int:
     """Return the number of rows at the end of the data that are not trained on: as many as an evaluation reads, or if
-    the run continues on the data of an earlier one, as many as that one has held out.
+    the run continues on the data of an earlier one, as many as that one has held out, because the order of the training
+    rows depends on their number.
 
-    Raises:
-        UserError: an evaluation would read rows that the earlier run has trained on.
+    Args:
+        earlier: number of rows that an earlier run has held out, and the fingerprint of its training rows.
     """
-    needed, length = config.held_out_sequences, config.training.seq_length
-    if earlier is None:
+    needed = config.held_out_sequences
+    if earlier is None or earlier[0] == needed:
         return needed
-    before = earlier.apply(config)
-    held_out, length_before = earlier.rows, before.training.seq_length
-
-    def warn(key: str) -> int:
-        if needed:
-            logger.warning("with another %s, evaluations may read what this run has trained on before", key)
+    held_out, fingerprint = earlier
+    training, *_ = _split(data, config, held_out)
+    if not len(training) or data_fingerprint(training, config) != fingerprint:  # other data
         return needed
-
-    if config.dataset.mixture and before.training.seed != config.training.seed:  # documents in another order
-        return warn("seed of a mixture")
-    if (held_out, length_before) == (needed, length):
-        return needed
-    training, *_ = _split(data, before, held_out)
-    if not len(training) or data_fingerprint(training, before) != earlier.fingerprint:  # other data
-        return needed
-    if length_before != length:
-        if not isinstance(data, Text):  # other samples are packed into a row
-            return warn("seq_length")
-        held_out = held_out * length_before // length
     if needed > held_out:
-        batch = config.global_batch_size
-        fewer = f"use eval_steps of at most {held_out // batch}" if held_out >= batch else "set eval_frequency to 0"
-        raise UserError(
-            f"an evaluation reads {needed} sequences (eval_steps={config.training.eval_steps} x {batch} per global batch), "
-            f"but this run has held out only {held_out} from its start, and trained on the others; {fewer}"
+        logger.warning(
+            "an evaluation reads %d sequences, but this run has held out only %d, and trains on the others; use fewer "
+            "eval_steps to avoid this",
+            needed,
+            held_out,
         )
     return held_out
 
@@ -104,8 +71,8 @@ def split_train_eval(data: Text | Samples, config: Config, held_out: int | None 
     """Make rows of the data, and split them into training rows and evaluation rows.
 
     Args:
-        held_out: number of rows at the end of the data that are not trained on, of which an evaluation reads the first
-            `eval_steps` global batches; by default it reads all of them.
+        held_out: number of rows at the end of the data that are not trained on, see `rows_to_hold_out`; by default as
+            many as an evaluation reads.
 
     Raises:
         UserError: there are fewer rows than evaluation and one global batch need.
@@ -130,14 +97,16 @@ def _split(data: Text | Samples, config: Config, held_out: int) -> tuple[Rows, R
     """
     name, length, evaluated = config.dataset.title, config.training.seq_length, config.held_out_sequences
     if isinstance(data, Text):
-        start = max(0, len(data.tokens) - 1 - held_out * length)
-        # The shared token is the last target of one, the first input of the other.
-        parts = data.tokens[: start + 1], data.tokens[start : start + evaluated * length + 1]
+        end, start = (max(0, len(data.tokens) - 1 - count * length) for count in (held_out, evaluated))
+        # Where both meet, the shared token is the last target of one, the first input of the other.
+        parts = data.tokens[: end + 1], data.tokens[start : start + evaluated * length + 1]
         size = f"{len(data.tokens):,} tokens"
         summary = f"{size} in {name}, {evaluated * length:,} of them for evaluation"
         return TextRows(parts[0], length, data.end), TextRows(parts[1], length, data.end), size, 0, summary
-    drops_long = config.dataset.long_samples == "drop"
-    packed = pack_samples(data, length, held_out, drops_long, config.dataset.masks_documents, evaluated)
+    drops_long, masks = config.dataset.long_samples == "drop", config.dataset.masks_documents
+    packed = pack_samples(data, length, held_out, drops_long, masks)
+    if held_out != evaluated:
+        packed = packed._replace(evaluation=pack_samples(data, length, evaluated, drops_long, masks).evaluation)
     size = f"{len(data.lengths):,} samples"
     summary = (
         f"{size} in {name}, {packed.cut:,} cut and {packed.dropped:,} dropped; "

@@ -244,7 +244,6 @@ def pack_samples(
     held_out: int = 0,
     drops_long: bool = False,
     masks_documents: bool = True,
-    evaluated: int | None = None,
 ) -> Packed:
     """Pack samples into rows.
 
@@ -253,7 +252,6 @@ def pack_samples(
             them; the training rows get all others.
         drops_long: whether to drop samples that take more than seq_length positions, or to cut them.
         masks_documents: see `SampleRows`.
-        evaluated: number of the rows held out that become evaluation rows; by default all.
     """
     starts, sizes = np.cumsum(samples.lengths) - samples.lengths, samples.lengths - 1
     used = (sizes > 0) & (sizes <= seq_length if drops_long else True)
@@ -265,15 +263,12 @@ def pack_samples(
     evaluation = np.array(best_fit(sizes[::-1].tolist(), seq_length, held_out)[::-1], np.int64)
     cut = len(sizes) - len(evaluation)
 
-    held_out_rows = by_first_item(evaluation)
-    read = held_out_rows < (held_out if evaluated is None else evaluated)
-
-    def rows(which: slice | np.ndarray, numbers: np.ndarray) -> SampleRows:
+    def rows(which: slice, numbers: np.ndarray) -> SampleRows:
         return SampleRows(samples, starts[which], sizes[which], counts[which], numbers, seq_length, masks_documents)
 
     return Packed(
         rows(slice(cut), pack(sizes[:cut], seq_length)),
-        rows(np.flatnonzero(read) + cut, held_out_rows[read]),
+        rows(slice(cut, None), by_first_item(evaluation)),
         cut=int(is_long.sum()),
         dropped=len(samples.lengths) - len(sizes),
     )
