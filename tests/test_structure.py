@@ -105,7 +105,7 @@ def test_train_opens_the_workbench_inside_three_ifs() -> None:
 
 
 def test_only_torchrun_and_secrets_come_from_the_environment() -> None:
-    allowed = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"}
+    allowed = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
     allowed |= {"TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "XDG_CACHE_HOME"}
     for path in [*PACKAGE, Path("train.py")]:
         for node in ast.walk(ast.parse(path.read_text())):

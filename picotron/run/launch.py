@@ -3,7 +3,6 @@
 import ctypes
 import faulthandler
 import hashlib
-import json
 import logging
 import os
 import signal
@@ -12,7 +11,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -21,7 +19,6 @@ import torch.distributed as dist
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Distributed
 from picotron.console import LinePrinter, UserError, first_line, print_line
-from picotron.files import write_atomically
 from picotron.model.families import architecture
 from picotron.run.run_folder import parse_load_path
 
@@ -247,36 +244,21 @@ def sentence_of(error: Exception) -> str | None:
     return None
 
 
-def tell_torchrun(message: str) -> None:
-    """Write a message to the file from which torchrun reads the error of this process. Its report, the last lines that
-    a user sees, then contains the message. (ErrorHandler of torch.distributed.elastic would write a traceback.)
-    """
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        error = {"message": {"message": message, "extraInfo": extra}}
-        write_atomically(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), json.dumps(error))
-
-
 def exit_after_signal(number: int) -> NoReturn:
     """Exit with the status that shells report for a program ended by a signal.
 
     torchrun has the same exit code, 1, for stopped runs and for failed ones. If it has received the signal itself, it
     then prints a traceback, which nothing but another launcher could prevent.
     """
-    message = f"stopped by {signal.Signals(number).name}, without an error"
-    by_torchrun = (
-        "; torchrun now prints a traceback and exits with code 1" if "TORCHELASTIC_RUN_ID" in os.environ else ""
-    )
-    logger.info("%s%s", message, by_torchrun)
-    tell_torchrun(message)
+    logger.info("stopped by %s, without an error", signal.Signals(number).name)
     sys.exit(128 + number)
 
 
 def exit_on_error(main: Callable[[], None]) -> None:
     """Call `main`. If it raises, print the error and exit immediately, so that torchrun stops the other ranks.
 
-    An error is printed as a sentence, if it has one (see `sentence_of`), else as a traceback. torchrun's report, which
-    follows, repeats it at its end. A rank that waited for others in vain prints the line at which it waited.
+    An error is printed as a sentence, if it has one (see `sentence_of`), else as a traceback. A rank that waited for
+    others in vain prints the line at which it waited. torchrun's report follows.
     """
     rank = int(os.environ.get("RANK", 0))
     try:
@@ -304,7 +286,4 @@ def exit_on_error(main: Callable[[], None]) -> None:
         sentence = sentence_of(error)
         message = f"\n{traceback.format_exc()}" if sentence is None else f" error: {sentence}\n"
         print(f"\n[rank {rank}]{message}", file=sys.stderr, flush=True)
-        try:
-            tell_torchrun(message.strip())
-        finally:
-            os._exit(1)  # sys.exit would wait for, or abort in, threads of a process group whose peers are gone
+        os._exit(1)  # sys.exit would wait for, or abort in, threads of a process group whose peers are gone

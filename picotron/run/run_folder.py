@@ -68,12 +68,8 @@ def _check_kept(config: Config) -> None:
     """Raise a UserError if a run reads its model or tokenizer from a checkpoint that it archives, see `begin_run`."""
     save_dir, (latest, start) = config.checkpoint.save_dir, parse_load_path(config.checkpoint.load_path)
     checkpoints = {path.resolve() for path in checkpoint_folders(Path(save_dir)).values()}
-
-    def is_checkpoint(name: str | None) -> bool:
-        return name is not None and os.path.isdir(name) and Path(name).resolve() in checkpoints
-
     for key, name in (("name", config.model.name), ("tokenizer", config.model.tokenizer)):
-        if is_checkpoint(name) and not (latest or is_checkpoint(start)):
+        if Path(name or "").resolve() in checkpoints and not (latest or Path(start).resolve() in checkpoints):
             raise UserError(
                 f"model.{key}={name!r} is in checkpoint.save_dir={save_dir!r}, where a new run moves earlier checkpoints "
                 f"to another folder; choose another save_dir"
