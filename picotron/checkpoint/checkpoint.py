@@ -151,9 +151,6 @@ class Checkpoint:
 
     Args:
         weights_only: whether to use the trainer's state only to check the files of the model.
-
-    Raises:
-        UserError: on every rank, see `read_state` and `check_files`.
     """
 
     def __init__(self, folder: Path, weights_only: bool = False) -> None:

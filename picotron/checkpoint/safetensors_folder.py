@@ -85,9 +85,6 @@ class SafetensorsFolder:
     def fingerprint(self) -> str:
         """Return a hash of the sizes of all files and of blocks spread over them. Two sets of weights have different
         hashes, unless they differ in a few numbers only.
-
-        Raises:
-            UserError: a file is missing or cannot be read.
         """
         digest = xxhash.xxh3_64()
         for path in sorted({*self.file_of.values()}):

@@ -118,9 +118,6 @@ class StageFiles:
     def write(self, folder: Path, slices: list[TensorSlice]) -> list[WrittenFile]:
         """Write this rank's rows of all tensors. All ranks of its tp group must call this; with ZeRO, those of its
         cp_dp group, too.
-
-        Raises:
-            OSError: some bytes could not be written.
         """
         writers: dict[str, FileWriter] = {}
         tensors: dict[tuple[str, str], list[TensorSlice]] = defaultdict(list)

@@ -111,9 +111,6 @@ def init_process_group(
 
     Args:
         model_config, schedule: see `check_same_config`.
-
-    Raises:
-        UserError: see `check_same_config`.
     """
     backend = config.distributed.backend or ("nccl" if device.type == "cuda" else "gloo")
     # With a device, NCCL creates the communicators of all groups here and in `new_group`, where an error names its

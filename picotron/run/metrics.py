@@ -204,9 +204,6 @@ class Metrics:
 
         Returns:
             The record, for `log`, and the number of a stop signal that any rank has received, or 0.
-
-        Raises:
-            UserError: on every rank, if the loss or the gradient norm is NaN or infinite.
         """
         grid = pgm.process_group_manager
         maxima = max_over_ranks(self.device, memory_gb(self.device), stop)

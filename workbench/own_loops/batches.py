@@ -68,9 +68,6 @@ def split_batch(batch: Batch, micro_batches: int | None = None, cp_sharding: str
         micro_batches: number of micro-batches on each dp rank, see `micro_batches_or_default`. Micro-batch i of dp
             rank r has the sequences that `MicroBatchDataLoader` would give it.
         cp_sharding: see `local_positions`.
-
-    Raises:
-        UserError: the sequences or their tokens cannot be divided evenly.
     """
     grid = pgm.process_group_manager
     micro_batches = micro_batches_or_default(micro_batches)
@@ -315,9 +312,6 @@ def forward_batch(
 
     Returns:
         On ranks with the last stage, the merged outputs, or a dict of them; on the others None.
-
-    Raises:
-        UserError: the batches do not fit the step or each other.
     """
     check_batches(model, batches)
     batches = [_without_uncounted_targets(batch) for batch in batches]

@@ -37,11 +37,7 @@ MAX_SENDS_IN_FLIGHT = 2  # per receiving rank; each holds the memory of one outp
 
 
 class Executor:
-    """A training step of a `PipelineStages` in a `DataParallel`, or its evaluation, that follows a schedule.
-
-    Raises:
-        UserError: the schedule is incomplete or would deadlock, see `checker`.
-    """
+    """A training step of a `PipelineStages` in a `DataParallel`, or its evaluation, that follows a schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -59,9 +55,6 @@ class Executor:
 
         Returns:
             See `train_step_pipeline_afab`.
-
-        Raises:
-            UserError: the schedule is for another number of micro-batches.
         """
         check_micro_batches(self.schedule.micro_batches, data_loader.grad_acc_steps)
         forward_only = self.schedule.forward_only

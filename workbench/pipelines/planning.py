@@ -53,11 +53,7 @@ def _from_file(path: str, pp: int, micro_batches: int, chunks: int | None) -> Sc
 
 
 def plan_pipeline(config: "Config", model_config: "PreTrainedConfig") -> SchedulePlan:
-    """Choose the schedule and the stages of a config's pipeline.
-
-    Raises:
-        UserError: `training_schedule` or `search_schedule` fails, or the stages do not fit the model.
-    """
+    """Choose the schedule and the stages of a config's pipeline."""
     layout = config.distributed
     if layout.pp_engine == "auto" and layout.pp_size > 1:
         from workbench.pipelines.auto import search_schedule  # other engines need none of it

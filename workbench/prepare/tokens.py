@@ -88,9 +88,6 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the run. If `model.tokenizer` is "bpe", it is that of the checkpoint, because weights know
     the ids of one BPE only; without one, train it, unless it is in the cache.
-
-    Raises:
-        UserError: see `read_tokenizer`.
     """
     if config.model.tokenizer == "bpe" and trained is None:
         if column := config.dataset.messages_column:
@@ -373,9 +370,6 @@ def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path |
 
     Args:
         trained: see `prepare`.
-
-    Raises:
-        UserError: see `load_documents`, `load_tokenizer` and `SampleEncoder`.
     """
     section = config.dataset
     documents = load_documents(section, config.training.num_samples, config.training.seed)
@@ -409,9 +403,6 @@ def prepare(config: Config, model_config: PreTrainedConfig, trained: Path | None
 
     Returns:
         The folder of the token files on this machine.
-
-    Raises:
-        UserError: on every rank, see `write_tokens`.
     """
     local_rank = pgm.process_group_manager.local_rank
     # A separate group with a long timeout, because tokenising may take longer than the default timeout of collectives.

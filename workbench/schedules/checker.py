@@ -87,9 +87,6 @@ def add_communication(schedule: Schedule) -> list[list[AnyAction]]:
 
     SEND and RECV are placed where the message leaves in a simulated step. So the receiver posts its receive before the
     computation that runs while the message travels.
-
-    Raises:
-        UserError: see `check`.
     """
     timeline = check(schedule)
     spans = [(span.end, rank, span.action) for rank, spans in enumerate(timeline.spans) for span in spans]

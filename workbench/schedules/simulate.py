@@ -125,9 +125,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     Args:
         schedule: a complete schedule; `checker.check` finds missing actions.
-
-    Raises:
-        Deadlock: the schedule deadlocks, see `run_order`.
     """
     costs = costs or Costs()
     return (

@@ -117,9 +117,6 @@ def recorded_costs(run_dir: str | Path, step: int | None = None) -> tuple[Schedu
 
     Args:
         step: number of the recorded step, by default the newest.
-
-    Raises:
-        UserError: there is no such step, or its trace cannot be read or is incomplete.
     """
     step, timeline = read_trace(run_dir, step)
     return timeline_costs(timeline, f"of step {step} in {str(run_dir)!r}")
