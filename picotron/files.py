@@ -5,7 +5,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -95,17 +94,6 @@ def locked(path: Path, wait: bool = False) -> Iterator[IO[str] | None]:
                 "%s cannot be locked (%s); make sure that no other process writes there", path, error.strerror
             )
         yield file if is_held else None
-
-
-def trace_path(run_dir: str | Path, step: int) -> Path:
-    """Return the trace of a step in a run's folder."""
-    return Path(run_dir, f"trace_step_{step:08d}.jsonl")
-
-
-def trace_files(run_dir: Path) -> dict[int, Path]:
-    """Return the traces of steps in a run's folder by step, in ascending order."""
-    matches = (re.fullmatch(r"trace_step_([0-9]{8})\.jsonl", path.name) for path in run_dir.glob("trace_step_*"))
-    return dict(sorted((int(match[1]), run_dir / match[0]) for match in matches if match))
 
 
 def parse_json(text: str | bytes, source: str) -> Any:

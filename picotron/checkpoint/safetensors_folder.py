@@ -74,10 +74,9 @@ class SafetensorsFolder:
                 with safe_open(single, framework="pt") as file:
                     self.file_of = dict.fromkeys(file.keys(), single)
         except FileNotFoundError:
-            check_permission(single)
             raise UserError(
-                f"{folder} has no {kind}.safetensors and no {kind}.safetensors.index.json; only safetensors are read, "
-                f"so save the model with transformers' save_pretrained first"
+                f"{folder} has no readable {kind}.safetensors or {kind}.safetensors.index.json; only safetensors are read, so "
+                f"save the model with transformers' save_pretrained first"
             ) from None
         except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
             raise UserError(f"the safetensors of {folder} are damaged ({error}); download or save them again") from None
@@ -122,18 +121,13 @@ class SafetensorsFolder:
         try:
             yield
         except (FileNotFoundError, PermissionError):
-            check_permission(path)
-            raise UserError(f"{path} is missing, but the index of {self.folder} lists it; download it again") from None
+            raise UserError(
+                f"{path} is missing or cannot be read; check its permissions, or download it again"
+            ) from None
         except (SafetensorError, OSError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"{path} is damaged ({error}); download or save it again") from None
-
-
-def check_permission(path: Path) -> None:
-    """Raise a UserError if a file exists, but may not be read, which the safetensors library calls a missing file."""
-    if os.path.exists(path):
-        raise UserError(f"{path} cannot be read: Permission denied; check its permissions")
 
 
 def plan_file(tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> tuple[bytes, dict[str, int]]:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import tempfile
 import time
@@ -21,7 +22,7 @@ from typing import Any
 
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.files import locked, parse_json, trace_files, unfinished, write_atomically
+from picotron.files import locked, parse_json, unfinished, write_atomically
 
 logger = logging.getLogger("picotron")
 
@@ -168,8 +169,10 @@ def begin_run(config: Config, resumed_step: int | None, searched: str | None = N
     """
     save_dir = Path(config.checkpoint.save_dir)
     metrics, config_file, schedule_file = (save_dir / n for n in ("metrics.jsonl", "config.json", "schedule.csv"))
-    by_step = [*checkpoint_folders(save_dir).items(), *trace_files(save_dir).items()]
-    old = [path for step, path in by_step if resumed_step is None or step > resumed_step]
+    by_step = [
+        (path, re.fullmatch(r"(?:trace_)?step_([0-9]{8})(?:\.jsonl)?", path.name)) for path in save_dir.glob("*step_*")
+    ]
+    old = [path for path, match in by_step if match and (resumed_step is None or int(match[1]) > resumed_step)]
     if resumed_step is None:
         old += [path for path in (metrics, config_file, schedule_file) if path.exists()]
     with user_error_on_failure(save_dir):

@@ -16,11 +16,11 @@ from transformers import PreTrainedConfig
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.files import trace_path, write_atomically
+from picotron.files import write_atomically
 from workbench.pipelines.plan import SchedulePlan, settings_of
 from workbench.schedules.actions import parse_action
 from workbench.schedules.simulate import Span
-from workbench.schedules.trace import settings_line, trace_line
+from workbench.schedules.trace import settings_line, trace_line, trace_path
 
 logger = logging.getLogger("picotron.pipeline")
 

@@ -14,17 +14,29 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
 from picotron.console import UserError
-from picotron.files import parse_json, trace_files, trace_path
+from picotron.files import parse_json
 from workbench.schedules.actions import Schedule, parse_action
 from workbench.schedules.order import Event
 from workbench.schedules.schedule_csv import assemble
 from workbench.schedules.simulate import Costs, Span, Timeline, computes, measured_costs
+
+
+def trace_path(run_dir: str | Path, step: int) -> Path:
+    """Return the trace of a step in a run's folder."""
+    return Path(run_dir, f"trace_step_{step:08d}.jsonl")
+
+
+def trace_files(run_dir: Path) -> dict[int, Path]:
+    """Return the traces of steps in a run's folder by step, in ascending order."""
+    matches = (re.fullmatch(r"trace_step_([0-9]{8})\.jsonl", path.name) for path in run_dir.glob("trace_step_*"))
+    return dict(sorted((int(match[1]), run_dir / match[0]) for match in matches if match))
 
 
 def trace_line(rank: int, span: Span) -> str:

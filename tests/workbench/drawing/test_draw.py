@@ -8,14 +8,13 @@ from xml.etree import ElementTree
 import pytest
 
 from picotron.console import UserError
-from picotron.files import trace_path
 from workbench.drawing import __main__ as drawing
 from workbench.drawing.draw import as_trace
 from workbench.drawing.draw_svg import LEFT, as_page, as_svg
 from workbench.schedules.schedule_csv import read_csv
 from workbench.schedules.schedules import SCHEDULES, build
 from workbench.schedules.simulate import Costs, Timeline, simulate
-from workbench.schedules.trace import read_trace, trace_line
+from workbench.schedules.trace import read_trace, trace_line, trace_path
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
-from picotron.files import trace_path
 from tests.support.zero_bubble import CASES, Case
 from tests.workbench.drawing.test_draw import write_trace
 from tests.workbench.schedules.test_schedules import assert_runs
@@ -26,7 +25,7 @@ from workbench.schedules.actions import Schedule
 from workbench.schedules.schedules import build
 from workbench.schedules.search import Shape, fastest_schedule, hand_made
 from workbench.schedules.simulate import Costs, memory_curves, peak_activations, simulate
-from workbench.schedules.trace import settings_line
+from workbench.schedules.trace import settings_line, trace_path
 
 LOOP: Shape = (1, "loop")
 FEW_MOVES = mock.patch.object(search, "BUDGET", 40_000)  # for what holds after any number of moves
