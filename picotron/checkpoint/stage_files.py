@@ -14,6 +14,7 @@ assembles the full tensor in memory:
 """
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from pathlib import Path
 
@@ -29,31 +30,21 @@ from picotron.optimizer import AdamW
 from picotron.process_group_manager import new_groups
 
 
-def full_shape(local: torch.Size, shard: Shard | None) -> torch.Size:
-    """Return the shape of the full tensor of a shard or replica."""
-    return local if shard is None else shard.full_shape(local)
-
-
 @dataclasses.dataclass(frozen=True)
 class TensorSlice:
-    """This rank's shard of a tensor, or its replica, and the place of the full tensor in a file.
+    """This rank's shard of a tensor, or its replica.
 
     Attributes:
+        kind: model, exp_avg, exp_avg_sq or master.
         tensor: the shard or replica, or with ZeRO the elements of it that this rank owns.
         shape: shape of the shard or replica.
-        owned: description of these elements, None without ZeRO.
-        kind: model, exp_avg, exp_avg_sq or master.
-        start: offset of the full tensor in the file, in bytes.
-        header: for the first tensor of the file, the bytes before this tensor, else empty.
         shard: description of the shard, None for a replicated tensor.
+        owned: description of the elements, None without ZeRO.
         updates: number of optimizer updates of the parameter.
     """
 
     kind: str
-    file: str
     name: str
-    start: int
-    header: bytes
     tensor: Tensor
     shape: torch.Size
     shard: Shard | None
@@ -61,9 +52,8 @@ class TensorSlice:
     updates: int
 
     @property
-    def size(self) -> int:
-        """Size of the full tensor in bytes."""
-        return full_shape(self.shape, self.shard).numel() * self.tensor.dtype.itemsize
+    def full_shape(self) -> torch.Size:
+        return self.shape if self.shard is None else self.shard.full_shape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,59 +85,54 @@ class StageFiles:
         self.group = new_groups(grid.grid.view(-1, grid.tp_world_size).tolist(), "gloo")
 
     def slices(self) -> list[TensorSlice]:
-        """List the slices of all files that this rank writes or sends, in the order of the files."""
-        grid, updates = pgm.process_group_manager, self.optimizer.updates()
-        tensors: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        places: dict[str, tuple[torch.Size, Shard | None, OwnedSlice | None, int]] = {}
+        """List the slices that this rank writes or sends, those of a kind one after the other."""
+        slices: dict[str, list[TensorSlice]] = defaultdict(list)
+        updates = self.optimizer.updates()
         for name, parameter in self.llama.named_parameters():
             place = placement(parameter)
-            if not place.is_replica and (grid.cp_dp_rank == 0 or place.owned):
-                places[name] = parameter.shape, place.shard, place.owned, updates.get(parameter, 0)
+            if not place.is_replica and (pgm.process_group_manager.cp_dp_rank == 0 or place.owned):
+                known = parameter.shape, place.shard, place.owned, updates.get(parameter, 0)
                 for kind, tensor in {"model": owned_weight(parameter), **self.optimizer.state_of(parameter)}.items():
-                    tensors[kind][name] = tensor.detach()
-        number, count = grid.pp_rank + 1, grid.pp_world_size
-        suffix = f"-{number:05d}-of-{count:05d}.safetensors" if count > 1 else ".safetensors"
-        slices = []
-        for kind, group in tensors.items():
-            header, starts = plan_file({name: (t.dtype, full_shape(*places[name][:2])) for name, t in group.items()})
-            for name, tensor in group.items():
-                slices.append(TensorSlice(kind, kind + suffix, name, starts[name], header, tensor, *places[name]))
-                header = b""
-        return slices
+                    slices[kind].append(TensorSlice(kind, name, tensor.detach(), *known))
+        return [each for of_kind in slices.values() for each in of_kind]
 
     def write(self, folder: Path, slices: list[TensorSlice]) -> list[WrittenFile]:
         """Write this rank's rows of all tensors. All ranks of its tp group must call this; with ZeRO, those of its
         cp_dp group, too.
         """
-        writers: dict[str, FileWriter] = {}
-        tensors: dict[tuple[str, str], list[TensorSlice]] = defaultdict(list)
-        for each in slices:
-            local = self.gather(each)
-            if local is None:
+        grid, files = pgm.process_group_manager, list[tuple[str, str, FileWriter, list[TensorSlice]]]()
+        number, count = grid.pp_rank + 1, grid.pp_world_size
+        suffix = f"-{number:05d}-of-{count:05d}.safetensors" if count > 1 else ".safetensors"
+        for kind, of_kind in itertools.groupby(slices, lambda each: each.kind):
+            tensors = list(of_kind)
+            if grid.cp_dp_rank > 0:
+                for each in tensors:
+                    self.gather(each)
                 continue
-            if each.file not in writers:
-                writers[each.file] = FileWriter(folder / each.file)
-            writer, (first, rows) = writers[each.file], self.rows_to_write(local, each.shard)
-            if each.header and pgm.process_group_manager.tp_rank == 0:
-                writer.write(0, each.header)
-            if len(rows):
-                data = rows.reshape(len(rows), -1).contiguous().view(torch.uint8)  # (rows, bytes of a row)
-                writer.write(each.start + first * data.size(1), data.flatten().numpy().data)
-            tensors[each.kind, each.file].append(each)
+            writer = FileWriter(folder / (kind + suffix))
+            header, starts = plan_file({each.name: (each.tensor.dtype, each.full_shape) for each in tensors})
+            if grid.tp_rank == 0:
+                writer.write(0, header)
+            for each in tensors:
+                first, rows = self.rows_to_write(self.gather(each), each.shard)
+                if len(rows):
+                    data = rows.reshape(len(rows), -1).contiguous().view(torch.uint8)  # (rows, bytes of a row)
+                    writer.write(starts[each.name] + first * data.size(1), data.flatten().numpy().data)
+            files.append((kind, kind + suffix, writer, tensors))
         return [
             WrittenFile(
                 kind,
                 file,
-                writers[file].close(),
-                sizes={each.name: each.size for each in of_file},
-                updates={each.name: each.updates for each in of_file},
+                writer.close(),
+                sizes={each.name: each.full_shape.numel() * each.tensor.dtype.itemsize for each in tensors},
+                updates={each.name: each.updates for each in tensors},
             )
-            for (kind, file), of_file in tensors.items()
+            for kind, file, writer, tensors in files
         ]
 
-    def gather(self, tensor_slice: TensorSlice) -> Tensor | None:
+    def gather(self, tensor_slice: TensorSlice) -> Tensor:
         """Return this rank's shard or replica of a tensor. With ZeRO, cp_dp rank 0 receives it from the ranks that own
-        slices of it, and the others return None.
+        slices of it, and the others return their slice.
         """
         ranks = pgm.process_group_manager.cp_dp_group_ids
         owned, own = tensor_slice.owned, tensor_slice.tensor.cpu()
@@ -156,7 +141,7 @@ class StageFiles:
         if owned.rank > 0:
             if len(own):
                 dist.send(own.view(torch.uint8), ranks[0], self.world)
-            return None
+            return own
         local = own.new_empty(owned.numel)
         for number, rank in enumerate(ranks):
             first, last = owned.bounds(number)
