@@ -57,7 +57,7 @@ def main() -> None:
         from workbench.pipelines.engine import check_model
 
         return explain(parse_config(options.data, check_model), options.hardware, options.gib, options.json)
-    config = parse_config(options.data, check)
+    config = parse_config(options.data, check)  # wrong values are reported together with what `check` finds
     model_config, plan = check(config)
     layout, training, dtype = config.distributed, config.training, getattr(torch, config.model.dtype)
     claim_save_dir(config)

@@ -79,7 +79,8 @@ def build_model(
             )
         for layer in unwrap(stage).model.layers.values():
             use_float8(layer)
-    if device.type == "cuda" if config.training.compile is None else config.training.compile:
+    compiles = device.type == "cuda" if config.training.compile is None else config.training.compile
+    if compiles:
         compile_model(unwrap(stage))
     if not whole:
         model = DataParallelZero3(stage, units_of(unwrap(stage)), stage.used_twice())
@@ -104,7 +105,7 @@ def compile_model(llama: Llama) -> None:
         layer.forward = torch.compile(layer.forward)  # without the module's hooks, which gather weights with zero3
     head: Any = llama.lm_head
     if head is not None:
-        head.loss_fn = torch.compile(chunk_loss)
+        head.compute_chunk = torch.compile(chunk_loss)
 
 
 def unwrap(model: nn.Module) -> Llama:

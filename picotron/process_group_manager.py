@@ -57,7 +57,7 @@ class ProcessGroupManager:
         self.pp_reverse_group: dist.ProcessGroup | None = None
 
         self.pp_is_first_stage = self.pp_rank == 0
-        self.pp_is_last_stage = self.pp_rank == pp_size - 1  # if ranks have one stage, see `SchedulePlan.last_rank`
+        self.pp_is_last_stage = self.pp_rank == pp_size - 1  # if each rank has one stage
         self.pp_prev_rank = None if self.pp_is_first_stage else self.pp_group_ids[self.pp_rank - 1]
         self.pp_next_rank = None if self.pp_is_last_stage else self.pp_group_ids[self.pp_rank + 1]
         self.cp_send_rank = self.cp_group_ids[(self.cp_rank + 1) % cp_size]  # the ring: send to the next,

@@ -98,7 +98,7 @@ def loss(options: Options, tokens: int, hidden: int, vocabulary: int, kind: str)
         return F.cross_entropy((x @ weight.t()).flatten(0, 1).float(), targets.flatten())
 
     def ours() -> Tensor:
-        return linear_cross_entropy(x, weight, targets, shard, loss_fn=loss_fn)
+        return linear_cross_entropy(x, weight, targets, shard, compute_chunk=loss_fn)
 
     compiled = kind.endswith("compiled")
     loss_fn = torch.compile(chunk_loss) if compiled else chunk_loss

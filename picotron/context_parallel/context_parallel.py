@@ -123,7 +123,7 @@ class RingAttention(torch.autograd.Function):
             dkv = torch.zeros_like(kv, dtype=accumulation_dtype(kv))
             accumulate_gradients(dy, q, kv, ctx.blocks_of(source, q.size(2)), out, lse, dq, dkv)
             dkv += receive_sum()
-            receive_sum = start_ring_step(dkv)
+            receive_sum = start_ring_step(dkv)  # the last shard in the ring is the next rank's own
             del kv
         dk, dv = receive_sum()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
@@ -136,7 +136,7 @@ class AllGatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks_of: BlocksOf) -> Tensor:
-        out, lse = blockwise_attention(q, enumerate(gather_from_ranks(torch.stack((k, v)))), blocks_of)
+        out, lse = blockwise_attention(q, enumerate(gather_shards(torch.stack((k, v)))), blocks_of)
         ctx.blocks_of = blocks_of
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -144,7 +144,7 @@ class AllGatherAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        all_kv = gather_from_ranks(torch.stack((k, v)))  # (cp, 2, B, K, T/cp, d)
+        all_kv = gather_shards(torch.stack((k, v)))  # (cp, 2, B, K, T/cp, d)
         dq, dkv = (torch.zeros_like(x, dtype=accumulation_dtype(x)) for x in (q, all_kv))
         for source, kv in enumerate(all_kv):
             accumulate_gradients(dy, q, kv, ctx.blocks_of(source, q.size(2)), out, lse, dq, dkv[source])
@@ -154,7 +154,7 @@ class AllGatherAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
-def gather_from_ranks(x: Tensor) -> Tensor:
+def gather_shards(x: Tensor) -> Tensor:
     """Gather the x of every cp rank: (...) -> (cp, ...)."""
     grid = pgm.process_group_manager
     gathered = x.new_empty(grid.cp_world_size, *x.shape)

@@ -49,4 +49,4 @@ def ring(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         receive = start_ring_step(tensor)
         yield (grid.cp_rank - step) % grid.cp_world_size, tensor
         tensor = receive()
-    yield (grid.cp_rank + 1) % grid.cp_world_size, tensor
+    yield (grid.cp_rank + 1) % grid.cp_world_size, tensor  # cp - 1 steps back is one step ahead

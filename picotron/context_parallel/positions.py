@@ -32,7 +32,7 @@ class PackedBlock(NamedTuple):
 
     @property
     def new_shape(self) -> bool:
-        """Whether blocks of other micro-batches have other shapes."""
+        """Whether blocks of other micro-batches have other shapes, for which cuDNN would plan anew."""
         return self.rows != slice(None)
 
 

@@ -96,7 +96,7 @@ class DataParallelZero1(DataParallelBucket):
             assert isinstance(bucket, SlicedBucket)
             update(bucket.parameters)
             bucket.start_gather()
-            if previous is not None:  # gloo copies what it sends, so only one buffer is on its way
+            if previous is not None:  # so at most two are on their way, of which gloo holds copies
                 previous.wait()
         for bucket in self.buckets[-1:]:
             bucket.wait()

@@ -114,7 +114,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         target_weights: Tensor,
         shard: VocabularyShard,
-        loss_fn: ChunkLoss,
+        compute_chunk: ChunkLoss,
         with_gradients: bool,
     ) -> Tensor:
         wide = accumulation_dtype(x)
@@ -125,7 +125,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), step):
             chunk = slice(start, start + step)
             logits = x[chunk] @ weight.t()  # (C, V/tp), with C tokens in the chunk
-            part, gradient = loss_fn(logits, targets[chunk], target_weights[chunk], shard, with_gradients)
+            part, gradient = compute_chunk(logits, targets[chunk], target_weights[chunk], shard, with_gradients)
             loss += part
             if gradient is not None:
                 torch.mm(gradient, weight, out=dx[chunk])
@@ -163,7 +163,7 @@ def linear_cross_entropy(
     targets: Tensor,
     shard: VocabularyShard,
     target_weights: Tensor | None = None,
-    loss_fn: ChunkLoss = chunk_loss,
+    compute_chunk: ChunkLoss = chunk_loss,
 ) -> Tensor:
     """Compute the sum of the tokens' cross entropies times `target_weights`, or without weights their mean. Targets
     that are IGNORE_INDEX count in neither. A scalar in float32 or wider.
@@ -172,13 +172,13 @@ def linear_cross_entropy(
         x: (B, T, D), full; its gradient is partial.
         weight: (V/tp, D), this rank's shard of the vocabulary.
         targets, target_weights: (B, T). A target whose weight is 0 can be any number.
-        loss_fn: `chunk_loss`, or the same compiled.
+        compute_chunk: `chunk_loss`, or the same compiled.
     """
     wide = accumulation_dtype(x)
     counted = (targets != IGNORE_INDEX).to(wide)
     target_weights = counted / counted.sum() if target_weights is None else counted * target_weights
     flat = x.flatten(0, 1), weight, targets.flatten(), target_weights.to(wide).flatten()
-    return LinearCrossEntropy.apply(*flat, shard, loss_fn, torch.is_grad_enabled())
+    return LinearCrossEntropy.apply(*flat, shard, compute_chunk, torch.is_grad_enabled())
 
 
 class LinearLogProbs(torch.autograd.Function):

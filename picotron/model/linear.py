@@ -10,7 +10,7 @@ from torch import Tensor, nn
 class Products:
     """The matrix products of linear layers that share their input x (..., inputs), with weights W (outputs, inputs).
 
-    Layers have them as an attribute: float8 exchanges all of them, and a schedule that splits backward exchanges the
+    Layers have them as an attribute: float8 replaces all of them, and a schedule that splits backward replaces the
     first.
     """
 
@@ -32,7 +32,7 @@ class Products:
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` with exchangeable `products`."""
+    """`torch.nn.Linear` with replaceable `products`."""
 
     products: Any = Products
 

@@ -243,10 +243,10 @@ class Head(nn.Linear):
 
     Attributes:
         vocabulary: the tokens of which this rank has rows of the weight.
-        loss_fn: `chunk_loss`, or the same compiled.
+        compute_chunk: `chunk_loss`, or the same compiled.
     """
 
-    loss_fn: ChunkLoss = staticmethod(chunk_loss)
+    compute_chunk: ChunkLoss = staticmethod(chunk_loss)
 
     def __init__(self, hidden_size: int, vocab_size: int, **factory: Any) -> None:
         super().__init__(hidden_size, vocab_size, bias=False, **factory)
@@ -271,7 +271,7 @@ class Head(nn.Linear):
         target_weights (B, T). Targets that are IGNORE_INDEX count in neither. A scalar in float32 or wider.
         """
         return linear_cross_entropy(
-            self.enter(x), self.weight, target_ids, self.vocabulary, target_weights, self.loss_fn
+            self.enter(x), self.weight, target_ids, self.vocabulary, target_weights, self.compute_chunk
         )
 
 

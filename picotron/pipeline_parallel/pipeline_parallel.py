@@ -68,7 +68,7 @@ class PipelineParallel(nn.Module):
             del untyped.model.layers[str(i)]
         if not stage.has_head:
             untyped.model.norm = untyped.lm_head = None
-        if has_replica and (stage.has_embedding or stage.has_head):
+        if has_replica and (stage.has_embedding or stage.has_head):  # the last stage keeps it as the head's weight
             place(untyped.model.embed_tokens.weight, is_tied=True, is_replica=not stage.has_embedding)
         elif not stage.has_embedding:
             untyped.model.embed_tokens = None

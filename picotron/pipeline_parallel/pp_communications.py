@@ -37,10 +37,10 @@ def _exchange(messages: list[tuple[str, Tensor]]) -> None:
     One group serves both directions, because a rank waits for each batch before it starts the next one.
     """
     group = pgm.process_group_manager.pp_group
-    kinds = {"send": dist.isend, "recv": dist.irecv}
-    batch = [
-        dist.P2POp(kinds[operation[:4]], tensor.detach(), _peer(operation), group) for operation, tensor in messages
-    ]
+    batch = []
+    for operation, tensor in messages:
+        start = dist.isend if operation.startswith("send") else dist.irecv
+        batch.append(dist.P2POp(start, tensor.detach(), _peer(operation), group))
     for handle in dist.batch_isend_irecv(batch):
         handle.wait()
 

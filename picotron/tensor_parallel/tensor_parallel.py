@@ -61,7 +61,7 @@ class ColumnParallel(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.sequence_parallel, ctx.products = group, sequence_parallel, products
         ctx.save_for_backward(x, *weights)  # x may be a shard, (B, T/tp, D): backward gathers it again
-        ctx.edges = gradient_edges(weights)
+        ctx.edges = gradient_edges(weights)  # None for a frozen weight
         full_x = start_all_gather(x, group)() if sequence_parallel else x  # (B, T, D)
         return tuple(products.linear(full_x, weight) for weight in weights)  # (B, T, outputs/tp) each
 
@@ -72,8 +72,8 @@ class ColumnParallel(torch.autograd.Function):
         def start_gather() -> Callable[[], Tensor]:
             return start_all_gather(x, ctx.group) if ctx.sequence_parallel else lambda: x
 
-        now = any(ctx.edges) and not is_deferring()  # deferred weight gradients gather x later
-        finish_gather = start_gather() if now else None
+        # A schedule may defer the weights' gradients, see `split_backward`: they gather x when it is their turn.
+        finish_gather = start_gather() if any(ctx.edges) and not is_deferring() else None
         dys = [gradient.flatten(0, 1) for gradient in gradients]  # (B * T, outputs/tp)
         dx = ctx.products.dx(dys, weights).view(*gradients[0].shape[:2], -1)  # (B, T, D), partial
         finish_dx = start_reduce_scatter(dx, ctx.group) if ctx.sequence_parallel else start_all_reduce(dx, ctx.group)
@@ -101,18 +101,18 @@ class ColumnParallelLinear(nn.Module):
         linear: the unsharded layer, on the meta device.
         shard: this rank's rows of the weight, and elements of the bias.
         sequence_parallel: whether x is sharded along the sequence.
-        replica_group: the ranks that hold the same rows, and use them for different query heads.
+        sum_over: the ranks that hold the same rows, and use them for different query heads, see `Placement`.
     """
 
     products: Any = Products
 
     def __init__(
-        self, linear: nn.Linear, shard: Shard, sequence_parallel: bool, replica_group: dist.ProcessGroup | None = None
+        self, linear: nn.Linear, shard: Shard, sequence_parallel: bool, sum_over: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
-        self.weight = placed(linear.weight.new_empty(shard.size, linear.in_features), shard, replica_group)
-        self.bias = None if linear.bias is None else placed(linear.bias.new_empty(shard.size), shard, replica_group)
+        self.weight = placed(linear.weight.new_empty(shard.size, linear.in_features), shard, sum_over)
+        self.bias = None if linear.bias is None else placed(linear.bias.new_empty(shard.size), shard, sum_over)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.together(x)[0]
@@ -153,10 +153,10 @@ class NormOverRanks(nn.Module):
     ranks that hold the same head change nothing, because then each head is held equally often.
     """
 
-    def __init__(self, norm: RMSNorm, shard: Shard, replica_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, norm: RMSNorm, shard: Shard, sum_over: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.group, self.eps = pgm.process_group_manager.tp_group, norm.eps
-        self.weight = placed(norm.weight.new_empty(shard.size), shard, replica_group)
+        self.weight = placed(norm.weight.new_empty(shard.size), shard, sum_over)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(accumulation_dtype(x))
@@ -195,9 +195,8 @@ class VocabParallelHead(Head):
         super().__init__(head.in_features, shard.size, device=head.weight.device, dtype=head.weight.dtype)
         place(self.weight, shard=shard)
         self.vocab_size, self.sequence_parallel = head.out_features, sequence_parallel
-        self.vocabulary = VocabularyShard(
-            shard.start, shard.stop - shard.start, pgm.process_group_manager.tp_group
-        )  # without the padding
+        rows = shard.stop - shard.start  # without the padding
+        self.vocabulary = VocabularyShard(shard.start, rows, pgm.process_group_manager.tp_group)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the full x, whose gradient is summed over the tp ranks."""
@@ -258,7 +257,7 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
     hidden = _even_shard(config.intermediate_size)
     # In the grid, tp is the last axis, so the ranks that hold the same key/value head are consecutive.
     grid = pgm.process_group_manager.grid
-    replica_group = new_groups(grid.view(-1, kv.replicas).tolist()) if kv.replicas > 1 else None
+    kv_replicas = new_groups(grid.view(-1, kv.replicas).tolist()) if kv.replicas > 1 else None
     vocabulary = _even_shard(config.vocab_size)
     untyped: Any = model  # the new layers' classes are not those that `Llama` declares
     untyped.lm_head = VocabParallelHead(model.lm_head, vocabulary, sequence_parallel)
@@ -267,18 +266,17 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
     for layer in decoder.layers.values():
         attention, mlp = layer.self_attn, layer.mlp
         attention.q_proj = ColumnParallelLinear(attention.q_proj, queries, sequence_parallel)
-        attention.k_proj = ColumnParallelLinear(attention.k_proj, kv, sequence_parallel, replica_group)
-        attention.v_proj = ColumnParallelLinear(attention.v_proj, kv, sequence_parallel, replica_group)
+        attention.k_proj = ColumnParallelLinear(attention.k_proj, kv, sequence_parallel, kv_replicas)
+        attention.v_proj = ColumnParallelLinear(attention.v_proj, kv, sequence_parallel, kv_replicas)
         attention.o_proj = RowParallelLinear(attention.o_proj, dataclasses.replace(queries, dim=1), sequence_parallel)
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, hidden, sequence_parallel)
         mlp.up_proj = ColumnParallelLinear(mlp.up_proj, hidden, sequence_parallel)
         mlp.down_proj = RowParallelLinear(mlp.down_proj, dataclasses.replace(hidden, dim=1), sequence_parallel)
         if differences(config).qk_norm == "all heads":
             attention.q_norm = NormOverRanks(attention.q_norm, queries)
-            attention.k_norm = NormOverRanks(attention.k_norm, kv, replica_group)
-    for (
-        norm
-    ) in model.modules():  # each rank applies it to different heads, or with sequence parallelism to other tokens
+            attention.k_norm = NormOverRanks(attention.k_norm, kv, kv_replicas)
+    for norm in model.modules():
+        # Each rank applies it to different heads, or with sequence parallelism to other tokens.
         if isinstance(norm, HeadNorm) or (sequence_parallel and isinstance(norm, RMSNorm)):
             place(norm.weight, sum_over=pgm.process_group_manager.tp_group)
     model.tie_weights()
