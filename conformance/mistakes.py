@@ -324,7 +324,7 @@ MISTAKES: dict[str, Mistake] = {
         RUN_FOLDER, 'if record["step"] <= (resumed_step or 0)]', "]", ("tests/picotron/run/test_metrics.py",)
     ),
     "earlier_checkpoints_stay": Mistake(
-        RUN_FOLDER, "if resumed_step is None or step > resumed_step]", "if step == resumed_step]", ("tests/picotron/run/test_metrics.py",)
+        RUN_FOLDER, "(resumed_step is None or int(match[1]) > resumed_step)]", "int(match[1]) == resumed_step]", ("tests/picotron/run/test_metrics.py",)
     ),
     "stop_signal_of_own_rank": Mistake(
         "picotron/run/metrics.py", "return record, int(any_stop)", "return record, int(stop)", ("tests/picotron/checkpoint/test_resume.py",)
