@@ -89,7 +89,7 @@ def map_token_files(folder: Path, config: Config, model_config: PreTrainedConfig
         found = os.path.getsize(folder / name) if os.path.isfile(folder / name) else 0
         if found != size:
             raise UserError(
-                f"{folder / name} has {found:,} bytes, but {size:,} were written; copy the whole folder again"
+                f"{folder / name} has {found:,} bytes, but {size:,} were written; copy the whole folder again, or delete it"
             )
     names = [name.split(".") for name in ARRAYS if name in facts.sizes]
     try:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch.distributed as dist
+import xxhash
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -28,7 +29,7 @@ from picotron.data.token_files import FILE, TokenFiles, check_end
 from picotron.files import parse_json
 from picotron.model.hub import connect
 from picotron.run.launch import ignore_stop_signals
-from workbench.prepare.cache import cached, checksums
+from workbench.prepare.cache import cached
 from workbench.prepare.documents import Documents, Record, load_documents
 from workbench.prepare.samples import SampleEncoder
 from workbench.prepare.text import Columns, TextEncoder, pieces_of
@@ -365,6 +366,11 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder
         progress.update((documents.size or progress.n) - progress.n)  # sizes of records are approximate
 
 
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+
+
 def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> Path:
     """Tokenise the data set, unless its token files are in the cache. Returns their folder.
 
@@ -381,7 +387,7 @@ def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path |
         make_encoder = SampleEncoder if section.has_samples else TextEncoder
         _write_arrays(documents, make_encoder(section.columns, tokenizer, dtype), section.num_proc, folder)
         save(tokenizer, folder / "tokenizer")
-        sums = checksums(folder)
+        sums = {str(path.relative_to(folder)): _checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()}
         facts = TokenFiles(
             end=tokenizer.eos_token_id,
             vocab_size=vocabulary_size(tokenizer),
