@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from picotron.config import Dataset as DatasetSection
+from picotron.config_reader import default_of
 from picotron.console import UserError, first_line
 from picotron.files import parse_json
 from picotron.model.hub import connect
@@ -110,31 +111,25 @@ def _load(name: str, section: DatasetSection, columns: Columns) -> Documents:
         if _type(Path(name)) in READERS or Path(name).is_absolute() or name.startswith(".") or glob.has_magic(name):
             raise UserError(f"dataset.name={name!r}: there is no such file or folder; check the path")
         return _hub_documents(name, section, columns)
-    if section.subset_name is not None:
-        raise UserError(f"dataset.subset_name={section.subset_name!r}, but {name} has no subsets; remove it")
-    if section.split != "train":
-        raise UserError(
-            f"dataset.split={section.split!r}, but {name} has only the split 'train'; remove it (training.num_samples "
-            f"selects the first documents)"
-        )
+    for key in ("subset_name", "split"):
+        if (value := getattr(section, key)) != default_of(f"dataset.{key}"):
+            raise UserError(
+                f"dataset.{key}={value!r}, but {name} has no subsets, and only the split 'train'; remove the key "
+                f"(training.num_samples selects the first documents)"
+            )
     files = python_stdlib() if name == PYTHON_STDLIB else find_files(name)
-    read = READERS[_type(files[0])]
-    if section.has_samples and read is _read_text:
-        raise UserError(
-            f"{' and '.join(f'dataset.{key}={column!r}' for key, column in section.columns.items())}, but {name} has no "
-            f"columns; use .jsonl, .json, .csv or .parquet files"
-        )
-    if section.text_column not in (None, "text") and read is _read_text and section.mixture is None:
-        raise UserError(f"dataset.text_column={section.text_column!r}, but {name} has no columns; remove it")
+    read = READERS.get(_type(files[0]), _read_text)
+    if (
+        read is _read_text
+        and section.columns != {"text_column": "text"}
+        and (section.has_samples or not section.mixture)
+    ):
+        given = " and ".join(f"dataset.{key}={column!r}" for key, column in section.columns.items())
+        raise UserError(f"{given}, but {name} has no columns; use .jsonl, .json, .csv or .parquet files")
     with _user_errors(name):
         state = [(os.path.abspath(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     size = None if any(file.suffix in COMPRESSIONS for file in files) else sum(size for _, size, _ in state)
-    return Documents(
-        name,
-        repr(state),
-        size,
-        lambda: (document for file in files for document in read(file, columns)),
-    )
+    return Documents(name, repr(state), size, lambda: itertools.chain.from_iterable(read(f, columns) for f in files))
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -156,23 +151,19 @@ def find_files(name: str) -> list[Path]:
     for path in [Path(name)] if os.path.exists(name) else map(Path, glob.glob(name, recursive=True)):
         inside = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
         found |= {*inside} if path.is_dir() else {path}
-    types = [kind for kind in READERS if kind != ".py"]
-    files = sorted(path for path in found if path.is_file() and _type(path) in types)
+    files = sorted(path for path in found if path.is_file() and _type(path) in READERS)
     counts = Counter(map(_type, files))
     if len(counts) != 1:
         has = " and ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
         raise UserError(
-            f"dataset.name={name!r} should have files of one of the types {', '.join(types)}, but it has {has}; name a "
+            f"dataset.name={name!r} should have files of one of the types {', '.join(READERS)}, but it has {has}; name a "
             f"file, a pattern or a folder with files of one type"
         )
-    size = f"{sum(file.stat().st_size for file in files):,} bytes"
-    if files == [Path(name)]:
-        logger.info("%s: %s", name, size)
-        return files
     links = sum(path.is_dir() and path.is_symlink() for path in found)
     others = sum(not path.is_dir() for path in found) - len(files)
+    kind = "" if files == [Path(name)] else f"{len(files):,} {_type(files[0])} files, "
     ignored = f"; ignored: {others:,} other files, {links:,} linked folders" if others or links else ""
-    logger.info("%s: %s %s files, %s%s", name, f"{len(files):,}", *counts, size, ignored)
+    logger.info("%s: %s%s bytes%s", name, kind, f"{sum(file.stat().st_size for file in files):,}", ignored)
     return files
 
 
@@ -194,6 +185,8 @@ def _user_errors(name: Path | str) -> Iterator[None]:
     """Context in which a failure to read a file raises a UserError."""
     try:
         yield
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 ({error.reason}); convert the file to UTF-8") from None
     except OSError as error:
         raise UserError(
             f"{error.filename or name} cannot be read: {first_line(error)}; check the file and its permissions"
@@ -204,16 +197,13 @@ def _user_errors(name: Path | str) -> Iterator[None]:
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file, which may be compressed."""
     with _user_errors(path), path.open("rb") as file:
-        stream: Any = file
-        if path.suffix in COMPRESSIONS:
-            import pyarrow
+        if path.suffix not in COMPRESSIONS:
+            yield file
+            return
+        import pyarrow
 
-            stream = io.BufferedReader(pyarrow.CompressedInputStream(file, COMPRESSIONS[path.suffix]))
-        try:
-            yield stream
-        except UnicodeDecodeError as error:  # of the bytes that a text wrapper has read last
-            place = f" at byte {stream.tell() - len(error.object) + error.start:,}" if stream.seekable() else ""
-            raise UserError(f"{path} is not UTF-8{place} ({error.reason}); convert the file to UTF-8") from None
+        stream: Any = pyarrow.CompressedInputStream(file, COMPRESSIONS[path.suffix])
+        yield io.BufferedReader(stream)
 
 
 def _read_text(path: Path, _: Columns) -> Iterator[Iterator[Record]]:
@@ -239,20 +229,12 @@ def _read_json(path: Path, columns: Columns) -> Iterator[list[Record]]:
     """A .json file holds an array, which is read as a whole, or a record per line."""
     with _opened(path) as file:
         if not file.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):  # type: ignore[attr-defined]
-            _check_first_line(path, file)
             yield from _read_lines(path, columns)
             return
         content = file.read()
     records = parse_json(content, str(path))
     for number, record in enumerate(records, 1):
         yield [Record(f"{path}, record {number:,}", record, len(content) // len(records))]
-
-
-def _check_first_line(path: Path, file: BinaryIO) -> None:
-    try:
-        parse_json(next(filter(None, map(bytes.rstrip, file)), b"{}"), f"{path}, its first line,")
-    except UserError as error:
-        raise UserError(f"{error}; a .json file should hold an array of records, or a record in each line") from None
 
 
 def _read_csv(path: Path, _: Columns) -> Iterator[list[Record]]:
@@ -278,21 +260,16 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[list[Record]]:
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        with _opened(path) as file, pyarrow.parquet.ParquetFile(file) as table:
-            names = check_columns(columns, {each.name: str(each.type) for each in table.schema_arrow}, str(path))
-            size = path.stat().st_size // max(1, table.metadata.num_rows)
-            rows = (
-                row for batch in table.iter_batches(ROWS, columns=names) for row in zip(*batch.columns, strict=True)
-            )
-            for number, row in enumerate(rows, 1):
-                place = f"{path}, row {number:,}"
-                try:
-                    yield [Record(place, _as_record(names, [value.as_py() for value in row]), size)]
-                except UnicodeDecodeError as error:
-                    raise UserError(f"{place}: the text is not UTF-8 ({error.reason}); correct it") from None
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path} is not a valid parquet file: {first_line(error)}; check it") from None
+    with _opened(path) as file:
+        try:
+            table = pyarrow.parquet.ParquetFile(file)
+        except pyarrow.ArrowException as error:
+            raise UserError(f"{path} is not a valid parquet file: {first_line(error)}; check it") from None
+        names = check_columns(columns, {each.name: str(each.type) for each in table.schema_arrow}, str(path))
+        batches = table.iter_batches(ROWS, columns=names)
+        rows = (row for batch in batches for row in zip(*batch.columns, strict=True))
+        records = ({name: value.as_py() for name, value in zip(names, row, strict=True)} for row in rows)
+        yield from _read_rows(records, str(path), path.stat().st_size // max(1, table.metadata.num_rows))
 
 
 READERS: dict[str, Callable[[Path, Columns], Iterator[Iterable[Record]]]] = {
@@ -301,7 +278,6 @@ READERS: dict[str, Callable[[Path, Columns], Iterator[Iterable[Record]]]] = {
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
-    ".py": _read_text,
 }
 
 
@@ -329,9 +305,9 @@ def check_columns(columns: Columns, types: dict[str, str], source: str) -> list[
     return [*columns.values(), *([TOOLS] if "messages_column" in columns and TOOLS in types else [])]
 
 
-def _as_record(names: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
-    """Return a row of a table without keys of objects that are null: in a table, every object has the keys of all
-    objects in its column.
+def _read_rows(rows: Iterable[dict[str, Any]], source: str, size: int) -> Iterator[list[Record]]:
+    """Yield a record for each row of a table, without keys of objects that are null: in a table, every object has the
+    keys of all objects in its column.
     """
 
     def without_nulls(value: Any) -> Any:
@@ -339,7 +315,15 @@ def _as_record(names: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
             return {key: without_nulls(each) for key, each in value.items() if each is not None}
         return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
-    return {name: without_nulls(value) for name, value in zip(names, values, strict=True)}
+    number = 0
+    try:
+        for number, row in enumerate(rows, 1):
+            record = {name: without_nulls(value) for name, value in row.items()}
+            yield [Record(f"{source}, row {number:,}", record, size)]
+    except Exception as error:  # of arrow or its files, text that is not UTF-8, ...
+        raise UserError(
+            f"{source}, row {number + 1:,} cannot be read ({first_line(error)}); correct the file"
+        ) from None
 
 
 def _hub_documents(name: str, section: DatasetSection, columns: Columns) -> Documents:
@@ -357,15 +341,4 @@ def _hub_documents(name: str, section: DatasetSection, columns: Columns) -> Docu
     types = {name: str(getattr(feature, "dtype", "nested")) for name, feature in rows.features.items()}
     rows = rows.select_columns(check_columns(columns, types, name))  # others, such as images, would be decoded
     size = (rows.dataset_size or 0) // max(1, len(rows))
-
-    def read() -> Iterator[list[Record]]:
-        number = 0
-        try:
-            for number, row in enumerate(rows, 1):
-                yield [Record(f"row {number:,} of {name}", _as_record(row, row.values()), size)]
-        except Exception as error:  # of arrow or of its files
-            raise UserError(
-                f"{name} cannot be read after row {number:,} ({first_line(error)}); download it again"
-            ) from None
-
-    return Documents(name, rows._fingerprint, size * len(rows) or None, read)
+    return Documents(name, rows._fingerprint, size * len(rows) or None, lambda: _read_rows(rows, name, size))

@@ -106,7 +106,11 @@ def test_compressed_files_are_read(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"\xef\xbb\xbf" + b"a" * 70_000 + b" \x80" + b"b" * 20_000, "is not UTF-8 at byte 70,004"),
+        (
+            "a.txt",
+            b"\xef\xbb\xbf" + b"a" * 70_000 + b" \x80" + b"b" * 20_000,
+            r"a\.txt is not UTF-8 \(invalid start byte\)",
+        ),
         ("a.txt.gz", gzip.compress(b"a" * 70_000 + b"\xff"), r"a\.txt\.gz is not UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": }\n', "line 3: the record is not valid JSON: .* at column 10"),
         ("a.jsonl", b'{"text": "a"}\n{"text": 1}\n', "line 2: dataset.text_column='text' has no text there"),
@@ -129,7 +133,7 @@ def test_bad_parquet_files_are_reported_with_their_place(tmp_path: Path) -> None
     file, column = tmp_path / "a.parquet", [b"a"] * (ROWS + 1) + [b"\xff"]
     text = pyarrow.array(column, pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": text}), file)
-    with pytest.raises(UserError, match=rf"a\.parquet, row {ROWS + 2}: the text is not UTF-8 \(invalid start byte\)"):
+    with pytest.raises(UserError, match=rf"a\.parquet, row {ROWS + 2:,} cannot be read \('utf-8' codec can't"):
         list(pieces_of(documents_of(file)))
 
 
