@@ -99,10 +99,7 @@ def load_tokenizer(
 
         def write(folder: Path) -> None:
             logger.info("training a byte-level BPE of %d tokens on %s", model_config.vocab_size, documents.name)
-            quick = documents.size is not None and documents.size < 2**24  # a few seconds need no progress bar
-            with _progress(documents, "Reading", disable=quick) as progress:
-                texts = _texts(documents, config.dataset.columns, progress)
-                save(train_bpe(texts, model_config.vocab_size), folder)
+            save(train_bpe(_texts(documents, config.dataset.columns), model_config.vocab_size), folder)
 
         trained = cached("bpe", f"{documents.key} {model_config.vocab_size}", write)
     return read_tokenizer(config, model_config, trained if config.model.tokenizer == "bpe" else None, can_train=True)
@@ -205,19 +202,12 @@ def tokenizer_folder(tokenizer: PreTrainedTokenizerBase) -> Path:
 
 
 def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a text that differs between tokenizers whose files differ."""
+    """Return a text that differs between tokenizers whose files differ, or that encode texts differently."""
     options = {key: value for key, value in tokenizer.init_kwargs.items() if key not in PLACES}
+    vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
     changeable = tokenizer.chat_template, tokenizer.special_tokens_map  # also after the tokenizer was made
-    return _encoding(tokenizer) + json.dumps([options, changeable], default=str, sort_keys=True)
-
-
-def _encoding(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a text that differs between tokenizers that encode texts differently."""
-    if tokenizer.is_fast:
-        text: str = tokenizer.backend_tokenizer.to_str()
-        return text + " split_special_tokens" if tokenizer.split_special_tokens else text
-    options = {key: value for key, value in tokenizer.init_kwargs.items() if key not in PLACES}
-    return json.dumps([type(tokenizer).__name__, tokenizer.get_vocab(), options], default=str, sort_keys=True)
+    state = type(tokenizer).__name__, vocabulary, tokenizer.split_special_tokens, options, changeable
+    return json.dumps(state, default=str, sort_keys=True)
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -228,18 +218,16 @@ def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
     return {key: backend[key] for key in ("normalizer", "pre_tokenizer", "model", "post_processor")}
 
 
-def _progress(documents: Documents, label: str, disable: bool = False) -> Any:
-    return tqdm(total=documents.size, unit="B", unit_scale=True, desc=label, mininterval=1, disable=disable)
+def _progress(documents: Documents, label: str, delay: float = 0) -> Any:
+    return tqdm(total=documents.size, unit="B", unit_scale=True, desc=label, mininterval=1, delay=delay)
 
 
-def _texts(documents: Documents, columns: Columns, progress: Any) -> Iterator[str]:
-    """Yield the texts of all documents, in pieces. Raises a UserError as `BrokenRecords.report`."""
-    broken = BrokenRecords()
-    for record in documents.records():
-        yield from (piece.text for piece in broken.convert(record, lambda value: pieces_of(value, columns)))
-        progress.update(record.size)
-        broken.report(at_end=False)
-    broken.report()
+def _texts(documents: Documents, columns: Columns) -> Iterator[str]:
+    """Yield the texts of all documents, in pieces."""
+    with _progress(documents, "Reading", delay=3) as progress:  # a few seconds need no progress bar
+        for record in documents.records():
+            yield from (piece.text for piece in convert(record, lambda value: pieces_of(value, columns)))
+            progress.update(record.size)
 
 
 def convert(record: Record, function: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
@@ -249,41 +237,6 @@ def convert(record: Record, function: Callable[[Any], Iterator[Any]]) -> Iterato
         yield from function(parse_json(value, "the record") if isinstance(value, bytes) else value)
     except UserError as error:
         raise UserError(f"{record.place}: {error}") from None
-
-
-class BrokenRecords:
-    """The number of records that were read and cannot be used, and the problems of the first ones."""
-
-    def __init__(self) -> None:
-        self.total, self.count = 0, 0
-        self.first: list[str] = []
-
-    def convert(self, record: Record, function: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-        """Yield what a function makes of a record, see `convert`, or note its problem."""
-        self.total += 1
-        try:
-            yield from convert(record, function)
-        except UserError as error:
-            self.count += 1
-            self.first = [*self.first, *error.problems][:SHOWN]
-
-    def add(self, others: "BrokenRecords") -> None:
-        """Add those of the next records."""
-        self.total, self.count = self.total + others.total, self.count + others.count
-        self.first = [*self.first, *others.first][:SHOWN]
-
-    def report(self, at_end: bool = True) -> None:
-        """Raise a UserError if there are any; before the end of the data only if all records so far are broken, as they
-        are if a column has another name.
-        """
-        if not self.count or not (at_end or self.count == self.total >= SHOWN):
-            return
-        if self.count == 1:
-            raise UserError(*self.first)
-        if self.count == self.total:
-            raise UserError(f"{self.first[0]} (none of the {self.total:,} records that were read can be used)")
-        lines = "".join(f"\n  - {problem}" for problem in self.first)
-        raise UserError(f"{self.count:,} of {self.total:,} records that were read cannot be used; the first:{lines}")
 
 
 def in_batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
@@ -303,36 +256,52 @@ def in_batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]
 
 
 class Encoded(NamedTuple):
-    """Parts of the arrays of some records, the approximate number of bytes of these, and those that are broken."""
+    """Parts of the arrays of some records, the approximate size of these in bytes, their number, and the problems of
+    those that cannot be used.
+    """
 
     parts: list[dict[str, np.ndarray]]
     size: int
-    broken: BrokenRecords
+    records: int
+    problems: list[str]
 
 
-class Encoding(Dataset[Encoded | UserError]):
-    """Encodings of batches of records; a batch is its own index. After a broken record, batches are only checked.
-
-    A UserError is returned as an item, because a loader adds a traceback to an error that a worker raises.
-    """
+class Encoding(Dataset[Encoded]):
+    """Encodings of batches of records; a batch is its own index."""
 
     def __init__(self, encoder: Encoder) -> None:
-        self.encoder, self.only_checks = encoder, False
+        self.encoder = encoder
 
-    def __getitem__(self, records: list[Record]) -> Encoded | UserError:
-        encoder, broken = self.encoder, BrokenRecords()
-        items = (item for record in records for item in broken.convert(record, encoder.convert) if encoder.size(item))
+    def __getitem__(self, records: list[Record]) -> Encoded:
+        encoder, parts = self.encoder, []
+        problems: list[str] = []  # returned, because a loader adds a traceback to an error that a worker raises
+
+        def items() -> Iterator[Any]:
+            for record in records:
+                try:
+                    yield from filter(encoder.size, convert(record, encoder.convert))
+                except UserError as error:
+                    problems.extend(error.problems)
+
         try:  # a batch has more text than it should if records are compressed, or one is long
-            parts = [encoder.encode(batch) for batch in in_batches(items, encoder.size) if not self.only_checks]
+            parts = [encoder.encode(batch) for batch in in_batches(items(), encoder.size)]
         except UserError as error:
-            return error
-        self.only_checks |= broken.count > 0
-        return Encoded(parts, sum(record.size for record in records), broken)
+            problems.extend(error.problems)
+        return Encoded(parts, sum(record.size for record in records), len(records), problems)
 
 
 def _start_worker(worker: int) -> None:
     ignore_stop_signals(worker)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has none of the tokenizer's threads
+
+
+def _broken(total: int, count: int, first: list[str]) -> str:
+    """Return the message about records that cannot be used, with the problems of the first ones."""
+    if count == 1:
+        return first[0]
+    if count == total:
+        return f"{first[0]} (none of the {total:,} records that were read can be used)"
+    return "\n  - ".join([f"{count:,} of {total:,} records that were read cannot be used; the first:", *first])
 
 
 def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder: Path) -> None:
@@ -350,17 +319,19 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder
         progress = stack.enter_context(_progress(documents, "Tokenising"))
         paths = {name: folder / f"{name}.{np.dtype(dtype).name}" for name, dtype in encoder.dtypes.items()}
         files = {name: stack.enter_context(open(path, "wb")) for name, path in paths.items()}
-        broken = BrokenRecords()
+        total, count = 0, 0
+        first: list[str] = []
         for encoded in loader:
-            if isinstance(encoded, UserError):
-                raise encoded
             for name, values in (item for part in encoded.parts for item in part.items()):
                 assert values.dtype == encoder.dtypes[name]
                 files[name].write(values)
             progress.update(encoded.size)
-            broken.add(encoded.broken)
-            broken.report(at_end=False)
-        broken.report()
+            total, count = total + encoded.records, count + len(encoded.problems)
+            first = [*first, *encoded.problems][:SHOWN]
+            if count == total >= SHOWN:  # as if a column has another name
+                break
+        if count:
+            raise UserError(_broken(total, count, first))
         if files["tokens"].tell() == 0:
             raise UserError(f"dataset.name={documents.name!r} has no text; choose other data")
         progress.update((documents.size or progress.n) - progress.n)  # sizes of records are approximate
