@@ -56,6 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=writable_file, help="file for the results")
     parser.add_argument("--badge", type=writable_file, help="file for a picture of the verdict (.svg)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a case hangs [60]")
+    parser.add_argument("--trace", action="store_true", help="name the first wrong tensor of each row that differs")
     parser.add_argument("--torchrun", action="store_true", help="start the ranks of each case with torchrun (slow)")
     return parser.parse_args()
 
@@ -90,7 +91,7 @@ def main() -> int:
         print(*(f"{name:12} {chapter.summary}" for name, chapter in CHAPTERS.items()), sep="\n")
         return 0
     rows: list[Row] = []
-    with Checker(options.adapter, options.timeout, options.torchrun) as checker:
+    with Checker(options.adapter, options.timeout, options.torchrun, options.trace) as checker:
         for chapter, layout, other in plan(checker, options):
             rows.append(checker.check(chapter, layout, other))
             print(rows[-1], flush=True)

@@ -14,12 +14,14 @@ from typing import Any
 
 from conformance.case import AXES, Case, sizes_of
 from conformance.chapters import cases_of
-from conformance.compare import compare
+from conformance.compare import Difference, compare
 from conformance.export import check_export, read_weights
 from conformance.ranks import load_adapter
 from conformance.reference import Reference, run_reference
 from conformance.result import Result
 from conformance.rounding import bounds
+from conformance.trace import Trace
+from conformance.trace_recorder import Record, Recorder
 
 EQUAL, DIFFERS, NOT_OFFERED, CRASHED, HANGS = "equal", "differs", "not offered", "crashed", "hangs"
 LOST = re.compile("gloo|[Cc]onnection (closed|reset|refused)|Broken pipe|recvValue failed|socket")
@@ -36,6 +38,7 @@ class Row:
         seconds: time of the case.
         difference: fields of the first difference, for programs.
         log: tracebacks of the ranks.
+        trace: the first wrong tensor, the number of tensors that are equal, or why none was compared; "" without trace.
     """
 
     chapter: str
@@ -46,6 +49,7 @@ class Row:
     seconds: float = 0.0
     difference: dict[str, Any] = dataclasses.field(default_factory=dict)
     log: str = ""
+    trace: str = ""
 
     @property
     def is_bad(self) -> bool:
@@ -53,7 +57,8 @@ class Row:
 
     def __str__(self) -> str:
         error = f"{max(self.errors.values()):.0e}" if self.errors and self.verdict == EQUAL else ""
-        return f"{self.verdict:11} {self.chapter:12} {self.layout:12} {error or self.detail}".rstrip()
+        trace = f"\n{'':11} {self.trace}" if self.trace else ""
+        return f"{self.verdict:11} {self.chapter:12} {self.layout:12} {error or self.detail}".rstrip() + trace
 
 
 class Checker:
@@ -63,13 +68,15 @@ class Checker:
         path: the adapter's file.
         timeout: seconds after which a case hangs.
         torchrun: whether torchrun starts the ranks of each case, instead of a process that forks them.
+        trace: whether to look for the first wrong tensor of each case, see `Trace`.
     """
 
-    def __init__(self, path: Path, timeout: float = 60.0, torchrun: bool = False) -> None:
-        self.path, self.timeout, self.torchrun = path, timeout, torchrun
+    def __init__(self, path: Path, timeout: float = 60.0, torchrun: bool = False, trace: bool = False) -> None:
+        self.path, self.timeout, self.torchrun, self.trace = path, timeout, torchrun, trace
         self.adapter: ModuleType = load_adapter(path)
         self.server: subprocess.Popen[str] | None = None
         self.known: dict[tuple[str, Case], tuple[Reference, Any]] = {}
+        self.records: dict[tuple[str, Case], list[Record]] = {}  # of the last reference
 
     def __enter__(self) -> "Checker":
         return self
@@ -105,6 +112,8 @@ class Checker:
         with tempfile.TemporaryDirectory() as folder:
             for case in cases_of(chapter, layout, other, Path(folder), **changes):
                 if row.verdict == EQUAL:
+                    if self.trace and case.dtype == "float64" and case.steps:
+                        (case.folder / "trace").mkdir()
                     self.start(case, adapter)
                     self.judge(case, row)
         row.seconds = time.monotonic() - began
@@ -153,11 +162,14 @@ class Checker:
             row.verdict, row.detail = HANGS, "; ".join(self.place(case, rank) for rank in missing)
         else:
             right, results = self.reference(case), [outcome[1] for _, outcome in sorted(outcomes.items())]
+            difference = None
             try:
-                self.compare(case, results, row, *right)
+                difference = self.compare(case, results, row, *right)
             except Exception as error:  # results of any kind, or a model folder that transformers cannot load
                 first = (str(error).strip() or type(error).__name__).splitlines()[0]
                 row.verdict, row.detail = DIFFERS, f"the results cannot be compared: {first}"
+            if self.trace:
+                row.trace = self.traced(case, results, right[0], difference)
 
     def place(self, case: Case, rank: int) -> str:
         """Say where a rank that has not returned is, or that it has ended."""
@@ -168,7 +180,7 @@ class Checker:
             return f"rank {rank} has ended its process"
         return f"rank {rank} is in line {lines[0]} of {self.path.name}" if lines else f"rank {rank} has not returned"
 
-    def compare(self, case: Case, results: list[Result], row: Row, right: Reference, limits: Any) -> None:
+    def compare(self, case: Case, results: list[Result], row: Row, right: Reference, limits: Any) -> Difference | None:
         if not any(each.weights for each in results) and (case.output / "config.json").exists():
             results = [dataclasses.replace(results[0], weights=read_weights(case)[0].weights), *results[1:]]
         errors, difference = compare(results, right, case.first_step, limits)
@@ -177,12 +189,44 @@ class Checker:
         row.errors = {kind: max(error, row.errors.get(kind, 0.0)) for kind, error in errors.items()}
         if difference is not None:
             row.verdict, row.detail, row.difference = DIFFERS, str(difference), dataclasses.asdict(difference)
+        return difference
+
+    def traced(self, case: Case, results: list[Result], right: Reference, difference: Difference | None) -> str:
+        """Say which tensor of a case is the first wrong one, or how many are equal: a run of which none is compared
+        proves nothing.
+        """
+        if not (case.folder / "trace").exists():
+            return "not traced: only steps in float64 are"
+        try:
+            trace = Trace(case, self.records_of(case), right, results, getattr(self.adapter, "module_name", str))
+            text = trace.first_wrong(difference)
+        except Exception as error:  # a trainer's modules can return anything
+            return f"not traced: its records cannot be compared: {type(error).__name__}: {error}"
+        if trace.seen and not trace.reason:
+            count = f"{len(trace.seen)} tensors of {len(trace.reached)} of {len(trace.modules)} modules"
+            return text or f"traced: {count} are equal"
+        names = ", ".join(sorted(trace.raw)[:3])
+        unknown = f"no module has a name of transformers' model ({names}); see `module_name`"
+        return f"not traced: {trace.reason or (unknown if names else 'no module was called')}"
 
     def reference(self, case: Case) -> tuple[Reference, Any]:
         """Return the reference of a case, and the bounds of its dtype, from those of an earlier layout if possible."""
-        model = (case.model_folder / "config.json").read_text()
-        key = model, dataclasses.replace(case, layout="", folder=Path(), load=None, micro_batches=1)
+        key = self.key(case)
         if key not in self.known:
             right = run_reference(case)
             self.known[key] = right, None if case.dtype == "float64" else bounds(case, right)
         return self.known[key]
+
+    def records_of(self, case: Case) -> list[Record]:
+        """Return the records of a second run of the reference, which are those of an earlier layout if possible."""
+        key = self.key(case)
+        if key not in self.records:
+            with Recorder() as recorder:
+                run_reference(case)
+            self.records = {key: recorder.records}
+        return self.records[key]
+
+    def key(self, case: Case) -> tuple[str, Case]:
+        """Return what the reference of a case depends on."""
+        model = (case.model_folder / "config.json").read_text()
+        return model, dataclasses.replace(case, layout="", folder=Path(), load=None, micro_batches=1)

@@ -28,6 +28,7 @@ import transformers.models.llama.modeling_llama  # so that forked processes need
 
 from conformance.case import Case
 from conformance.result import NotOffered
+from conformance.trace_recorder import recording
 
 GRACE = 3.0  # seconds that the other ranks have after the first error
 
@@ -48,7 +49,9 @@ def run_rank(adapter: Path, case: Case, rank: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # no trainer may rely on equal seeds
     try:
-        outcome = ("result", load_adapter(adapter).run(case).local())
+        module = load_adapter(adapter)
+        with recording(case, rank):
+            outcome = ("result", module.run(case).local())
     except NotOffered as error:
         outcome = ("not offered", str(error))
     except BaseException:
