@@ -1,0 +1,182 @@
+"""Tensor and sequence parallelism in plain torch, as in Megatron-LM: activations are (T, B, D), between the blocks each
+rank has some of the tokens, and one matrix computes queries, keys and values, another both halves of the MLP.
+
+Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from conformance import Case, Part, Result
+from conformance.adapters.loop import accumulate, chunks, train
+from conformance.case import Batch
+
+AXES = ("tp",)
+CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "masks", "weights", "loss", "float32")
+NAMES = {"embedding": ("model.embed_tokens",), "final_norm": ("model.norm",), "output": ("lm_head",)}
+NAMES_IN_LAYERS = {  # transformers' modules that a module of a layer computes
+    "input_norm": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "proj": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+def all_gather(x: Tensor) -> Tensor:
+    """Join the tokens of all ranks: (T/tp, B, D) -> (T, B, D)."""
+    found = x.new_empty(x.size(0) * dist.get_world_size(), *x.shape[1:])
+    dist.all_gather_into_tensor(found, x.contiguous())
+    return found
+
+
+def reduce_scatter(x: Tensor) -> Tensor:
+    """Sum over the ranks, of which each keeps its tokens: (T, B, D) -> (T/tp, B, D)."""
+    found = x.new_empty(x.size(0) // dist.get_world_size(), *x.shape[1:])
+    dist.reduce_scatter_tensor(found, x.contiguous())
+    return found
+
+
+class Enter(torch.autograd.Function):
+    """forward: all-gather. backward: reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return all_gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return reduce_scatter(gradients[0])
+
+
+class Leave(torch.autograd.Function):
+    """forward: reduce-scatter. backward: all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return all_gather(gradients[0])
+
+
+class Columns(nn.Module):
+    """This rank's outputs of several matrices: x (T/tp, B, D) -> y (T, B, outputs/tp)."""
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        super().__init__()
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.weight = nn.Parameter(torch.cat([linear.weight.detach().chunk(ranks)[rank] for linear in linears]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(Enter.apply(x), self.weight)
+
+
+class Rows(nn.Module):
+    """A matrix of which this rank has some inputs: x (T, B, inputs/tp) -> y (T/tp, B, D)."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.weight = nn.Parameter(linear.weight.detach().chunk(ranks, 1)[rank].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Leave.apply(F.linear(x, self.weight))
+        return y
+
+
+class Layer(nn.Module):
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv, self.proj = Columns(attention.q_proj, attention.k_proj, attention.v_proj), Rows(attention.o_proj)
+        self.gate_up, self.down = Columns(mlp.gate_proj, mlp.up_proj), Rows(mlp.down_proj)
+        self.head_dim = attention.head_dim
+        self.sizes = [
+            x.out_features // dist.get_world_size() for x in (attention.q_proj, attention.k_proj, attention.v_proj)
+        ]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        parts = self.qkv(self.input_norm(x)).split(self.sizes, -1)  # (T, B, heads/tp * d) each
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3) for y in parts)  # (B, heads/tp, T, d)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.proj(y.permute(2, 0, 1, 3).flatten(2))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Model(nn.Module):
+    """This rank's part of transformers' Llama: input_ids (B, T/tp) -> logits (B, T/tp, V)."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.embedding, self.final_norm, self.output = model.model.embed_tokens, model.model.norm, model.lm_head
+        self.layers = nn.ModuleList(Layer(each) for each in model.model.layers)
+        self.rotary = [model.model.rotary_emb]  # in a list: it has no weights, and is no part of the model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids).transpose(0, 1)  # (T/tp, B, D)
+        cos, sin = self.rotary[0](x, torch.arange(x.size(0) * dist.get_world_size())[None])
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        logits: Tensor = self.output(self.final_norm(x).transpose(0, 1))
+        return logits
+
+
+def module_name(name: str) -> tuple[str, ...]:
+    """Return the names of the modules of transformers that a module computes."""
+    layer, _, part = name.rpartition(".")
+    return NAMES.get(name) or tuple(f"model.{layer}.{each}" for each in NAMES_IN_LAYERS.get(part, ()))
+
+
+def run(case: Case) -> Result:
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole: Any = case.model()
+    case.require(whole.config.model_type == "llama", "the layers are those of a Llama")
+    case.require(whole.config.num_key_value_heads % ranks == 0, "the ranks would share key/value heads")
+    model = Model(whole)
+    split = [m.weight for m in model.modules() if isinstance(m, (Columns, Rows))]
+    copied = [p for p in model.parameters() if not any(p is each for each in split)]
+
+    def backward(batch: Batch, total: Tensor) -> float:
+        own = chunks(batch, ranks, 1)[rank]  # (G, T) -> (G, T/tp)
+        loss = accumulate(case, own, total, lambda piece: model(piece["input_ids"]))
+        dist.all_reduce(loss)
+        for p in copied:  # each rank has used it for its own tokens
+            dist.all_reduce(p.grad)
+        return float(loss)
+
+    def clip(own: list[nn.Parameter], limit: float) -> float:
+        square, rest = (
+            torch.stack([p.grad.square().sum() for p in each if p.grad is not None]).sum() for each in (split, copied)
+        )
+        dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(own, limit, (square + rest).sqrt())
+        return float((square + rest).sqrt())
+
+    def parts(tensors: Any) -> dict[str, Part]:
+        """Return the parts of transformers' matrices that this rank's tensors hold."""
+        found = dict[str, Part]()
+        for own, tensor in tensors.items():
+            names = module_name(own.removesuffix(".weight"))
+            dim = 1 if names[0].endswith(("o_proj", "down_proj")) else 0
+            sizes = [whole.get_parameter(f"{name}.weight").size(0) // ranks for name in names]
+            for name, part in zip(names, tensor.split(sizes) if len(names) > 1 else [tensor], strict=True):
+                start = [0] * part.ndim
+                start[dim] = rank * part.size(dim) if name.endswith("_proj") else 0
+                found[f"{name}.weight"] = Part(part, tuple(start))
+        return found
+
+    result = train(case, dict(model.named_parameters()), backward, clip)
+    result.gradients, result.weights = parts(result.gradients), parts(result.weights)
+    return result
