@@ -17,6 +17,8 @@ class Mistake(NamedTuple):
             fixed seeds, a file of tests (FILE::TEST may be slow), or a chapter and a layout of `conformance`, in front
             of them perhaps an adapter (by default picotron's, or `file` if that is an adapter).
         page, text: a page of docs/ that shows it, and the mistake in one sentence.
+        thread: a thread of a public tracker that reports such a mistake: OWNER/REPOSITORY#NUMBER.
+        place: a regular expression of the first wrong tensor, which `--trace` names, see `trace_faults`.
     """
 
     file: str
@@ -25,6 +27,8 @@ class Mistake(NamedTuple):
     found_by: tuple[str, ...]
     page: str = ""
     text: str = ""
+    thread: str = ""
+    place: str = ""
 
 
 FUZZ = ("fuzz",)
@@ -47,6 +51,7 @@ ROTATION, SCHEDULES = "workbench/generation/rotation.py", "workbench/schedules/s
 CONFIG_CHECKS, RUN_FOLDER = "picotron/config_conflicts.py", "picotron/run/run_folder.py"
 LOCAL_JOBS, JOBS = "workbench/sweep/local_jobs.py", "workbench/sweep/jobs.py"
 ADAPTER = "conformance/adapters/picotron.py"
+PLAIN_TP, TORCH_FSDP = "conformance/adapters/plain_tp.py", "conformance/adapters/torch_fsdp.py"
 DDP, OWN_ZERO1, OWN_TENSOR, OWN_PIPELINE, OWN_RING = (
     f"conformance/examples/{name}.py" for name in ("ddp", "zero1", "tensor", "pipeline", "ring")
 )
@@ -181,10 +186,17 @@ MISTAKES: dict[str, Mistake] = {
     "head_norms_not_summed": Mistake(
         TENSOR_PARALLEL, "if isinstance(norm, HeadNorm) or (", "if False or (",
         ("fuzz", "step tp2 qwen3"), "families", "Qwen3: the gradients of the norms inside heads are not summed over the ranks.",
+        thread="NVIDIA/Megatron-LM#7452", place=r"gradient of \S*self_attn\.[qk]_norm\.weight .* one term of a sum",
+    ),
+    "shared_heads_not_summed": Mistake(
+        TENSOR_PARALLEL, "new_groups(grid.view(-1, kv.replicas).tolist()) if kv.replicas > 1 else None", "None",
+        ("fuzz", "step tp4 kv2"),
+        thread="bigcode-project/Megatron-LM#37", place=r"gradient of \S*self_attn\.[kv]_proj\.weight .* one term of a sum",
     ),
     "norm_of_own_heads": Mistake(
         TENSOR_PARALLEL, "mean_over_ranks(wide.square().mean(-1, keepdim=True), self.group)", "wide.square().mean(-1, keepdim=True)",
         ("fuzz", "step tp2 olmo2"), "families", "OLMo 2: each rank normalises its own heads, instead of all heads together.",
+        thread="EleutherAI/gpt-neox#1424", place=r"layers\.0\.self_attn\.[qk]_norm output",
     ),
     "logits_multiplied": Mistake(
         LLAMA, "x = x / self.logits_scaling", "x = x * self.logits_scaling", ("fuzz", "step dp2 granite")
@@ -412,7 +424,8 @@ MISTAKES: dict[str, Mistake] = {
     "ddp: sum_instead_of_mean": Mistake(DDP, "dist.all_reduce(total)", "pass", ("step dp2",)),
     "ddp: mean_of_ranks_means": Mistake(DDP, "dist.all_reduce(total)", "total *= ranks", ("masks dp2",)),
     "ddp: mean_of_micro_batches_means": Mistake(
-        DDP, "losses.sum() / total", "losses.sum() / weights_of(piece).sum() / case.micro_batches / ranks", ("masks dp2",)
+        DDP, "losses.sum() / total", "losses.sum() / weights_of(piece).sum() / case.micro_batches / ranks", ("masks dp2",),
+        thread="PrimeIntellect-ai/prime-rl#583", place=r"gradient of lm_head output .* times what it should be",
     ),
     "ddp: divided_by_micro_batches_twice": Mistake(
         DDP, "losses.sum() / total", "losses.sum() / total / case.micro_batches", ("accumulation dp2",)
@@ -423,14 +436,21 @@ MISTAKES: dict[str, Mistake] = {
         DDP, 'piece["target_ids"]) * weights_of(piece)', 'piece["target_ids"])', ("weights dp2",)
     ),
     "ddp: stale_replica": Mistake(DDP, "        optimizer.step()", "        rank or optimizer.step()", ("step dp2",)),
-    "ddp: gradients_not_set_to_zero": Mistake(DDP, "        optimizer.zero_grad()\n", "", ("steps dp2",)),
+    "ddp: gradients_not_set_to_zero": Mistake(
+        DDP, "        optimizer.zero_grad()\n", "", ("steps dp2",),
+        thread="facebookresearch/nwm#16", place=r"step 2: gradient of .*, when the optimizer gets it",
+    ),
     "ddp: no_clipping": Mistake(DDP, "case.max_grad_norm or ", "", ("steps dp2",)),
     "ddp: rate_of_the_step_before": Mistake(
         DDP, "case.learning_rates[step]", "case.learning_rates[max(0, step - 1)]", ("steps dp2",)
     ),
-    "ddp: decay_of_norms": Mistake(DDP, ADAMW, f"{ADAMW}\n    optimizer.param_groups[1]['weight_decay'] = 0.1", ("steps dp2",)),
+    "ddp: decay_of_norms": Mistake(
+        DDP, ADAMW, f"{ADAMW}\n    optimizer.param_groups[1]['weight_decay'] = 0.1", ("steps dp2",),
+        thread="verl-project/verl#5070", place=r"step 1: \S*input_layernorm\.weight .* after the optimizer's step",
+    ),
     "ddp: documents_see_each_other": Mistake(
-        DDP, "logits_of(model, piece)", "model(input_ids=piece['input_ids']).logits", ("packed dp2",)
+        DDP, "logits_of(model, piece)", "model(input_ids=piece['input_ids']).logits", ("packed dp2",),
+        thread="huggingface/nanoVLM#204", place=r"(rotary_emb output|layers\.0\.self_attn\.o_proj input)",
     ),
     "ddp: untied": Mistake(
         DDP, f"    {ADAMW}", f"    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())\n    {ADAMW}", ("tied dp2",)
@@ -458,13 +478,107 @@ MISTAKES: dict[str, Mistake] = {
     "tensor: replicas_counted_on_every_rank": Mistake(
         OWN_TENSOR, "for name in places), torch.zeros", "for name in squares), torch.zeros", ("step tp2",)
     ),
-    "pipeline: tied_gradients_of_one_end": Mistake(OWN_PIPELINE, "dist.all_reduce(shared.grad, group=ends)", "pass", ("tied pp2",)),
+    "pipeline: tied_gradients_of_one_end": Mistake(
+        OWN_PIPELINE, "dist.all_reduce(shared.grad, group=ends)", "pass", ("tied pp2",),
+        thread="uw-syfi/piper#13", place=r"gradient of model\.embed_tokens\.weight .* one term of a sum over ranks 0, 1",
+    ),
     "pipeline: tied_gradients_counted_twice": Mistake(
         OWN_PIPELINE, ", uncounted=shared if rank == last > 0 else None", "", ("tied pp2",)
     ),
-    "pipeline: newest_micro_batch_first": Mistake(OWN_PIPELINE, "waiting.pop(0)", "waiting.pop()", ("step pp2",)),
-    "ring: shift_without_backward": Mistake(OWN_RING, "return shift(gradients[0], -1)", "return gradients[0]", ("step cp2",)),
+    "pipeline: newest_micro_batch_first": Mistake(
+        OWN_PIPELINE, "waiting.pop(0)", "waiting.pop()", ("step pp2",),
+        thread="pytorch/pytorch#139404", place=r"gradient of model\.layers\.1 output on rank 0 holds the values of rows 12-15",
+    ),
+    "ring: shift_without_backward": Mistake(
+        OWN_RING, "return shift(gradients[0], -1)", "return gradients[0]", ("step cp2",),
+        thread="NVIDIA/Megatron-LM#1464", place=r"gradient of \S*layers\.1\.self_attn\.[vk]_proj output",
+    ),
     "ring: keys_of_the_next_rank": Mistake(OWN_RING, "(rank - i) % ranks  #", "(rank + i) % ranks  #", ("step cp4",)),
-    "ring: position_0_on_every_rank": Mistake(OWN_RING, 'position_ids=piece["position_ids"], ', "", ("step cp2",)),
+    "ring: position_0_on_every_rank": Mistake(
+        OWN_RING, 'position_ids=piece["position_ids"], ', "", ("step cp2",),
+        thread="NVIDIA/Megatron-LM#560", place=r"rotary_emb output on rank 1",
+    ),
     "ring: output_of_one_block": Mistake(OWN_RING, "out * (lse - new).exp() + ", "out + ", ("step cp2",)),
+    "ddp: not_divided_by_micro_batches": Mistake(
+        DDP, "losses.sum() / total", "losses.sum() / total * case.micro_batches", ("accumulation dp2",),
+        thread="ByteDance-Seed/VeOmni#963", place=r"gradient of lm_head\.weight .* is 4 times",
+    ),
+    "ddp: only_last_micro_batch": Mistake(
+        DDP, "part.backward()", "optimizer.zero_grad(); part.backward()", ("accumulation dp2",),
+        thread="NVIDIA-NeMo/Automodel#3530", place=r"gradient of lm_head\.weight .* the gradients of all outputs are equal",
+    ),
+    "ddp: first_rate_is_0": Mistake(
+        DDP, "case.learning_rates[step]", "case.learning_rates[step] * (step > 0)", ("steps dp2",),
+        thread="EleutherAI/gpt-neox#1379", place=r"step 1: .*\.weight on ranks 0, 1 after the optimizer's step",
+    ),
+    "fsdp: sum_instead_of_mean": Mistake(
+        TORCH_FSDP, "(part * ranks).backward()", "(part * ranks**2).backward()", (f"{TORCH_FSDP} step dp2",),
+        thread="pytorch/pytorch#162338", place=r"gradient of lm_head\.weight .* is 2 times",
+    ),
+    "pipeline: norm_of_one_stage": Mistake(
+        OWN_PIPELINE, "return sum_norms(own, limit, uncounted=shared if rank == last > 0 else None)",
+        "return float(nn.utils.clip_grad_norm_(own, limit))", ("step pp2",),
+        thread="pytorch/torchtitan#596", place=r"the gradient norm",
+    ),
+    "ring: gradients_of_own_tokens": Mistake(
+        OWN_RING, "            dist.all_reduce(p.grad)\n", "            pass\n", ("step cp2",),
+        thread="ByteDance-Seed/VeOmni#1115", place=r"gradient of lm_head\.weight .* one term of a sum over ranks 0, 1",
+    ),
+    "ring: stale_keys_in_backward": Mistake(
+        OWN_RING, "kv = Shift.apply(kv) if", "kv = kv + (Shift.apply(kv) - kv).detach() if", ("step cp2",),
+        thread="huggingface/diffusers#14265", place=r"gradient of \S*layers\.1\.self_attn\.[vk]_proj output",
+    ),
+    "ring: mean_of_own_targets": Mistake(
+        OWN_RING, "accumulate(case, tokens, total, logits_of)",
+        'accumulate(case, tokens, (tokens["target_ids"] >= 0).sum() * dist.get_world_size(), logits_of)', ("masks cp2",),
+        thread="NVIDIA/Megatron-LM#673", place=r"gradient of lm_head output .* times what it should be",
+    ),
+    "ddp: mean_of_no_targets": Mistake(
+        DDP, "losses.sum() / total", "(losses.sum(1) / weights_of(piece).sum(1)).sum() / 16", ("masks dp2",),
+        thread="NVIDIA/Megatron-LM#1764", place=r"gradient of lm_head output",
+    ),
+    "ring: row_that_sees_nothing": Mistake(
+        OWN_RING,
+        "> torch.arange(tokens)[:, None]\n"
+        "        # Not -inf: every rank computes every block, so that every Shift has a backward, also that of an unseen block.\n"
+        '        scores = (q @ kv[0].mT * options["scaling"]).masked_fill(ahead, torch.finfo(q.dtype).min)',
+        ">= torch.arange(tokens)[:, None]\n"
+        '        scores = (q @ kv[0].mT * options["scaling"]).masked_fill(ahead, -math.inf)',
+        ("step cp2",),
+        thread="axolotl-ai-cloud/axolotl#3026", place=r"layers\.0\.self_attn\.o_proj input on rank.* NaN",
+    ),
+    "tp: norms_not_summed": Mistake(
+        PLAIN_TP, "for p in copied:", "for p in [p for p in copied if p.ndim > 1]:", (f"{PLAIN_TP} step tp2",),
+        thread="NVIDIA-NeMo/RL#3716", place=r"gradient of model\.norm\.weight .* one term of a sum over ranks 0, 1",
+    ),
+    "tp: final_norm_not_summed": Mistake(
+        PLAIN_TP, "for p in copied:", "for p in [p for p in copied if p is not model.final_norm.weight]:",
+        (f"{PLAIN_TP} step tp2",),
+        thread="NVIDIA/Megatron-LM#1446", place=r"gradient of model\.norm\.weight .* one term of a sum over ranks 0, 1",
+    ),
+    "tp: joined_matrix_split_as_one": Mistake(
+        PLAIN_TP, "torch.cat([linear.weight.detach().chunk(ranks)[rank] for linear in linears])",
+        "torch.cat([linear.weight.detach() for linear in linears]).chunk(ranks)[rank].clone()", (f"{PLAIN_TP} step tp2",),
+        thread="NVIDIA-NeMo/Automodel#1324", place=r"layers\.0\.self_attn\.o_proj input",
+    ),
+    "tp: same_shard_on_every_rank": Mistake(
+        PLAIN_TP, "linear.weight.detach().chunk(ranks)[rank] for", "linear.weight.detach().chunk(ranks)[0] for",
+        (f"{PLAIN_TP} step tp2",),
+        thread="vllm-project/vllm-gguf-plugin#103", place=r"layers\.0\.self_attn\.q_proj.* rows .* are on no rank",
+    ),
+    "tp: backward_not_summed": Mistake(
+        PLAIN_TP, "        return reduce_scatter(gradients[0])",
+        "        return gradients[0].chunk(dist.get_world_size())[dist.get_rank()].clone()", (f"{PLAIN_TP} step tp2",),
+        thread="NovaSky-AI/SkyRL#1886", place=r"gradient of \S*layers\.1\.post_attention_layernorm output",
+    ),
+    "tp: mean_instead_of_sum": Mistake(
+        PLAIN_TP, "        return reduce_scatter(x)", "        return reduce_scatter(x) / dist.get_world_size()",
+        (f"{PLAIN_TP} step tp2",),
+        thread="vllm-project/vllm#33088", place=r"layers\.0\.self_attn\.o_proj output .* is 0\.5 times",
+    ),
+    "tp: norm_counts_copies": Mistake(
+        PLAIN_TP, "        dist.all_reduce(square)\n", "        square += rest\n        dist.all_reduce(square)\n        rest = 0.0\n",
+        (f"{PLAIN_TP} step tp2",),
+        thread="NVIDIA-NeMo/RL#3788", place=r"the gradient norm",
+    ),
 }  # fmt: skip

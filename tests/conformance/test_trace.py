@@ -1,0 +1,123 @@
+"""The first wrong tensor: it is the one that a mistake makes wrong, and there is none where nothing is wrong."""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from conformance.check import Checker, Row
+from conformance.mistakes import DDP, MISTAKES, PLAIN_TP, Mistake
+from conformance.mutants import command
+from conformance.trace_places import find_columns, place, settle
+
+Check = Callable[..., Row]
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Check]:
+    """Trace a chapter and a layout of an adapter with a text replaced."""
+    variant = tmp_path_factory.mktemp("trace") / "variant.py"
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def checker(adapter: str) -> Checker:
+            return stack.enter_context(Checker(Path(adapter).resolve(), trace=True))
+
+        def run(adapter: str, chapter: str, layout: str, old: str = "", new: str = "") -> Row:
+            source = Path(adapter).read_text()
+            assert not old or source.count(old) == 1
+            variant.write_text(source.replace(old, new) if old else source)
+            return checker(adapter).check(chapter, layout, adapter=variant)
+
+        yield run
+
+
+FAST = (
+    "ddp: gradients_not_set_to_zero",
+    "ddp: first_rate_is_0",
+    "pipeline: newest_micro_batch_first",
+    "ring: stale_keys_in_backward",
+    "ring: row_that_sees_nothing",
+    "tp: joined_matrix_split_as_one",
+    "tp: same_shard_on_every_rank",
+    "tp: backward_not_summed",
+)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", FAST)
+def test_a_mistake_is_placed(name: str, check: Check) -> None:
+    mistake: Mistake = MISTAKES[name]
+    _, _, adapter, _, chapter, _, layout = command(mistake.found_by[-1], mistake)
+    row = check(adapter, chapter, layout, mistake.old, mistake.new)
+    assert row.verdict == "differs"
+    assert re.search(mistake.place, row.trace), row.trace
+
+
+RECOMPUTED = (
+    "__import__('torch.utils.checkpoint').utils.checkpoint.checkpoint(logits_of, model, piece, use_reentrant={})"
+)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("adapter", "chapter", "layout", "old", "new"),
+    [
+        (PLAIN_TP, "masks", "tp2", "", ""),  # (T, B, D), joined matrices and other names
+        (DDP, "packed", "dp2", "", ""),  # each document is a padded row
+        (DDP, "step", "dp2", "logits_of(model, piece)", RECOMPUTED.format(False)),
+    ],
+)
+def test_nothing_is_wrong_where_all_is_equal(
+    adapter: str, chapter: str, layout: str, old: str, new: str, check: Check
+) -> None:
+    row = check(adapter, chapter, layout, old, new)
+    assert row.verdict == "equal"
+    assert re.fullmatch(r"traced: [1-9]\d+ tensors of \d+ of 30 modules are equal", row.trace), row.trace
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("chapter", "old", "new", "reason"),
+    [
+        ("float32", "", "", "only steps in float64 are"),
+        (
+            "step",
+            "    optimizer = adamw",
+            "    model._compiled_call_impl = model._call_impl\n    optimizer = adamw",
+            "torch.compile",
+        ),
+    ],
+)
+def test_what_is_not_compared_is_not_called_equal(chapter: str, old: str, new: str, reason: str, check: Check) -> None:
+    row = check(DDP, chapter, "dp2", old, new)
+    assert row.verdict == "equal"
+    assert row.trace.startswith(f"not traced: {reason}"), row.trace
+
+
+def test_tokens_with_the_same_numbers_are_told_apart_by_their_neighbours() -> None:
+    ids = torch.tensor([[5, 1, 2, 3], [5, 4, 1, 2]])
+    for rows in (ids[[1, 0]], ids[[1, 0]].T):  # (B, T) and (T, B)
+        cells = rows.flatten()[:, None] == ids.flatten()
+        places = settle([cells], tuple(rows.shape), 4).view(rows.shape)
+        expected = torch.tensor([[4, 5, 6, 7], [0, 1, 2, 3]])
+        assert torch.equal(places, expected if rows.shape == (2, 4) else expected.T)
+
+
+def test_parts_are_found_by_their_numbers() -> None:
+    whole = torch.rand(6, 4, dtype=torch.float64)
+    columns = find_columns(whole[:, [3, 1]], whole)
+    assert columns is not None
+    assert columns.nonzero()[:, 1].tolist() == [3, 1]
+    assert find_columns(whole[:, :2] + 1e-6, whole) is None
+    for dim, part in ((0, whole[2:4]), (1, whole[:, 1:3])):
+        found = place(part, whole)
+        assert found is not None
+        assert found[0] == dim
+        assert found[1] is not None
+    assert place(whole[2:4] + 1, whole) == (0, None)
+    assert place(whole.flatten()[:5], whole) is None
