@@ -31,13 +31,11 @@ OTHERS = {
     "pipeline": ["step pp4", "tied pp2", "masks pp2", "step pp2 afab"],
     "ring": ["step cp2", "step cp4", "masks cp2", "tied cp2"],
     "plain_tp": ["step tp2", "odd tp4", "tied tp2", "masks tp2", "accumulation tp2"],
-    "torch_ddp": ["steps dp2", "packed dp2", "step dp2 own_loss"],
+    "torch_ddp": ["steps dp2", "packed dp2"],
     "torch_fsdp": ["steps dp2", "tied dp2", "accumulation dp2"],
     "torch_tp": ["step tp2", "odd tp2"],
     "torch_pp": ["step pp2", "step pp2 ZBVZeroBubble", "step pp2 Interleaved1F1B"],
     "torch_cp": ["step cp2 cpu_kernel"],
-    "hf_tp": ["step tp2", "steps tp2"],
-    "hf_accelerate": ["steps dp2", "step dp2 fsdp"],
 }
 
 

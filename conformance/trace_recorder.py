@@ -172,7 +172,8 @@ class Recorder:
             values = Values(plain(x))
             self.known[key] = x, values
             if x.requires_grad:
-                x.register_hook(lambda gradient: add_gradient(values, gradient))
+                step = self.step  # a pipeline may receive into the same leaf in every step, and its hooks stay
+                x.register_hook(lambda gradient: add_gradient(values, gradient) if self.step == step else None)
         self.add(name, kind, self.known[key][1])
 
     def add(self, name: str, kind: str, values: Values) -> None:
