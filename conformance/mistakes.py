@@ -163,7 +163,8 @@ MISTAKES: dict[str, Mistake] = {
         "The forward of reduce_from_ranks returns the rank's own term instead of the sum over the ranks.",
     ),
     "partial_gradients": Mistake(
-        TENSOR_PARALLEL, "else start_all_reduce(dx, ctx.group)", "else dx.clone", ("fuzz", "step tp2"), "tensor_parallel",
+        TENSOR_PARALLEL,
+        "finish_dx = start_sum(dx, ctx.group, ctx.sequence_parallel)", "finish_dx = dx.clone", ("fuzz", "step tp2"), "tensor_parallel",
         "ColumnParallel.backward does not sum the gradient of x over the ranks.",
     ),
     "copy_not_summed": Mistake(

@@ -19,10 +19,9 @@ from picotron.config import Training
 from picotron.model.cross_entropy import VocabularyShard, linear_cross_entropy
 from picotron.model.llama import RMSNorm, rope
 from picotron.model.placement import set_main_grad
-from picotron.model.split_backward import defer_weight_grads, run_deferred
 from picotron.optimizer import AdamW
 from picotron.process_group_manager import setup_process_group_manager
-from workbench.pipelines.split_linear import split_backward
+from workbench.pipelines.split_backward import defer_weight_grads, run_deferred, split_backward
 
 
 def loss_errors(device: torch.device, dtype: torch.dtype, tokens: int, hidden: int, vocab: int) -> list[float]:

@@ -19,7 +19,6 @@ all-gather: together, they send as many bytes as one all-reduce. For an MLP, wit
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from picotron.model.families import differences, head_size
 from picotron.model.linear import Products
 from picotron.model.llama import Head, HeadNorm, Llama, RMSNorm
 from picotron.model.placement import Shard, place
-from picotron.model.split_backward import compute_or_defer, gradient_edges, is_deferring
 from picotron.process_group_manager import new_groups
 from picotron.tensor_parallel.tp_communications import (
     all_gather,
@@ -44,8 +42,7 @@ from picotron.tensor_parallel.tp_communications import (
     gather_from_ranks,
     mean_over_ranks,
     start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
+    start_sum,
     sum_over_ranks,
 )
 
@@ -61,29 +58,22 @@ class ColumnParallel(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.sequence_parallel, ctx.products = group, sequence_parallel, products
         ctx.save_for_backward(x, *weights)  # x may be a shard, (B, T/tp, D): backward gathers it again
-        ctx.edges = gradient_edges(weights)  # None for a frozen weight
         full_x = start_all_gather(x, group)() if sequence_parallel else x  # (B, T, D)
         return tuple(products.linear(full_x, weight) for weight in weights)  # (B, T, outputs/tp) each
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-
-        def start_gather() -> Callable[[], Tensor]:
-            return start_all_gather(x, ctx.group) if ctx.sequence_parallel else lambda: x
-
-        # A schedule may defer the weights' gradients, see `split_backward`: they gather x when it is their turn.
-        finish_gather = start_gather() if any(ctx.edges) and not is_deferring() else None
+        trained = ctx.needs_input_grad[4:]  # False for frozen weights
+        finish_x = start_all_gather(x, ctx.group) if ctx.sequence_parallel and any(trained) else lambda: x
         dys = [gradient.flatten(0, 1) for gradient in gradients]  # (B * T, outputs/tp)
         dx = ctx.products.dx(dys, weights).view(*gradients[0].shape[:2], -1)  # (B, T, D), partial
-        finish_dx = start_reduce_scatter(dx, ctx.group) if ctx.sequence_parallel else start_all_reduce(dx, ctx.group)
-
-        def dweights() -> list[Tensor]:
-            inputs = (finish_gather or start_gather())().flatten(0, 1)  # (B * T, D)
-            return [ctx.products.dweight(dy, inputs) for dy in dys]
-
-        weight_gradients = compute_or_defer(ctx.edges, dweights)  # while the sum of dx is on its way
-        return finish_dx(), None, None, None, *weight_gradients
+        finish_dx = start_sum(dx, ctx.group, ctx.sequence_parallel)
+        inputs = finish_x().flatten(0, 1)  # (B * T, D); the sum of dx is on its way
+        dweights = [
+            ctx.products.dweight(dy, inputs) if needed else None for dy, needed in zip(dys, trained, strict=True)
+        ]
+        return finish_dx(), None, None, None, *dweights
 
 
 def placed(values: Tensor, shard: Shard | None, sum_over: dist.ProcessGroup | None = None) -> nn.Parameter:
@@ -105,6 +95,7 @@ class ColumnParallelLinear(nn.Module):
     """
 
     products: Any = Products
+    function: Any = ColumnParallel
 
     def __init__(
         self, linear: nn.Linear, shard: Shard, sequence_parallel: bool, sum_over: dist.ProcessGroup | None = None
@@ -122,7 +113,7 @@ class ColumnParallelLinear(nn.Module):
         """Apply this layer and others to the same x, which is gathered and whose gradient is summed only once."""
         linears = (self, *others)
         weights = (linear.weight for linear in linears)
-        ys = ColumnParallel.apply(x, self.group, self.sequence_parallel, self.products, *weights)
+        ys = self.function.apply(x, self.group, self.sequence_parallel, self.products, *weights)
         return [y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears, strict=True)]
 
 

@@ -61,6 +61,11 @@ def start_all_reduce(partial: Tensor, group: Group) -> Finish:
     return after(all_reduce(full, group, async_op=True), lambda: full)
 
 
+def start_sum(partial: Tensor, group: Group, sequence_parallel: bool) -> Finish:
+    """Start to sum partial (B, T, D) over the ranks: to (B, T, D), or with sequence parallelism to a shard of it."""
+    return start_reduce_scatter(partial, group) if sequence_parallel else start_all_reduce(partial, group)
+
+
 def keep_shard(full: Tensor, group: Group, dim: int = SEQUENCE) -> Finish:
     return lambda: full.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
-from picotron.model.split_backward import DeferredGrads, defer_weight_grads, run_deferred
 from picotron.pipeline_parallel.pipeline_parallel import sum_losses
 from workbench.pipelines.modules import (
     Graph,
@@ -30,6 +29,7 @@ from workbench.pipelines.modules import (
     with_gradients,
 )
 from workbench.pipelines.recorder import Recorder, record_action
+from workbench.pipelines.split_backward import DeferredGrads, defer_weight_grads, run_deferred
 from workbench.schedules.actions import Action, AnyAction, Schedule
 from workbench.schedules.checker import add_communication
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from conformance.oracle import assert_close, our_model, tiny_llama
 from picotron.model.recompute import recompute_cheap_results
-from workbench.pipelines.split_linear import split_backward
+from workbench.pipelines.split_backward import split_backward
 
 
 def saved_and_gradients(layer: nn.Module, x: Tensor, tables: Tensor) -> tuple[float, list[Tensor]]:

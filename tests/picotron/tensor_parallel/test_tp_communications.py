@@ -108,7 +108,7 @@ def events_of_backward(sequence_parallel: bool) -> list[str]:
     """Return the events of a column-parallel backward in order: start and end of each collective, and each product."""
     setup_process_group_manager(2, 1, 1, 1)
     events: list[str] = []
-    names = {"start_all_reduce": "dx", "start_reduce_scatter": "dx", "start_all_gather": "x"}
+    names = {"start_sum": "dx", "start_all_gather": "x"}
     originals = {name: getattr(tensor_parallel, name) for name in names}
 
     def noted(name: str) -> Any:
