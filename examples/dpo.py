@@ -26,6 +26,7 @@ from picotron.console import UserError, number
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.run.launch import exit_on_error, set_up_logging
 from workbench.own_loops.batches import Batch, sum_over_sequence
+from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.trainer import (
     RECORD_KEYS,
     Data,
@@ -113,7 +114,7 @@ def batch_of(pairs: list[tuple[Row, Row]], length: int) -> Batch:
 
 def log_probs_of_answers(head: Any, x: Tensor, batch: Batch) -> Tensor:
     """Compute the log-probability of each row's answer, (B,), equal on all cp ranks."""
-    return sum_over_sequence(head.log_probs(x, batch["target_ids"]))
+    return sum_over_sequence(log_probs(head, x, batch["target_ids"]))
 
 
 def preference_loss(head: Any, x: Tensor, batch: Batch, beta: float) -> tuple[Tensor, int, dict[str, Tensor]]:

@@ -42,6 +42,7 @@ from workbench.generation.prompts import Encoder
 from workbench.generation.rotation import Completion, generate
 from workbench.generation.sampling import Sampling
 from workbench.own_loops.batches import Batch
+from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.trainer import RECORD_KEYS, Data, Trainer, check_used, fingerprint, set_up, used_keys
 from workbench.pipelines.engine import check_run
 from workbench.prepare.documents import load_documents
@@ -111,7 +112,7 @@ def clipped_ratio(head: Any, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, d
     should become likelier, but not by more than the factor 1 + CLIP, beyond which the gradient is 0. Returns the sum
     over the drawn tokens and their number, by which `train_batch` divides the sum over all micro-batches.
     """
-    ratio = (head.log_probs(x, batch["target_ids"]) - batch["log_probs"]).exp()  # new over old probability
+    ratio = (log_probs(head, x, batch["target_ids"]) - batch["log_probs"]).exp()  # new over old probability
     advantages = batch["advantages"][:, None]
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
     drawn = batch["drawn"]

@@ -26,6 +26,7 @@ from picotron.run.run_folder import checkpoint_folders
 from workbench.generation.rotation import generate
 from workbench.generation.sampling import Sampling
 from workbench.own_loops.batches import Loss, cross_entropy, forward_batch, train_batch
+from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.trainer import Data, Trainer, set_up
 from workbench.pipelines.engine import check_run
 from workbench.schedules.schedules import SCHEDULES
@@ -138,7 +139,7 @@ def evaluated(case: Case, trainer: Trainer) -> list[float]:
 
     def sums(head: Any, x: Tensor, batch: Batch) -> Tensor:
         weights = weights_of(batch)
-        return torch.stack([-(head.log_probs(x, batch["target_ids"]) * weights).sum(), weights.sum()])
+        return torch.stack([-(log_probs(head, x, batch["target_ids"]) * weights).sum(), weights.sum()])
 
     found = forward_batch(trainer.evaluate, trainer.model, trainer.split(case.evaluation()), sums, merge=list)
     if found is None:

@@ -13,6 +13,7 @@ from picotron import process_group_manager as pgm
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
 from workbench.own_loops import batches
+from workbench.own_loops.log_probs import log_probs
 
 Batch = dict[str, Any]
 
@@ -22,9 +23,9 @@ def focal(head: Any, x: Tensor, batch: Batch) -> Any:
     counted = batch["target_ids"] != IGNORE_INDEX
     if not counted.any():
         return x.sum() * 0, 0.0, {"log_prob": x.new_zeros(())}
-    log_probs = head.log_probs(x, batch["target_ids"])
-    losses = -((1 - log_probs.exp()) ** 2) * log_probs
-    return losses.sum(), counted.sum(), {"log_prob": log_probs.sum()}
+    target_log_probs = log_probs(head, x, batch["target_ids"])
+    losses = -((1 - target_log_probs.exp()) ** 2) * target_log_probs
+    return losses.sum(), counted.sum(), {"log_prob": target_log_probs.sum()}
 
 
 def mean_log_prob(logits: Tensor, batch: Batch) -> Tensor:
@@ -38,7 +39,9 @@ def focal_of_logits(logits: Tensor, batch: Batch) -> Tensor:
 
 def preference(head: Any, x: Tensor, batch: Batch) -> Any:
     """A loss of pairs of sequences, as in DPO: it needs the log-probability of a whole sequence."""
-    chosen, rejected = batches.sum_over_sequence(head.log_probs(x, batch["target_ids"])).unflatten(0, (-1, 2)).unbind(1)
+    chosen, rejected = (
+        batches.sum_over_sequence(log_probs(head, x, batch["target_ids"])).unflatten(0, (-1, 2)).unbind(1)
+    )
     return -F.logsigmoid(0.3 * (chosen - rejected)).sum(), float(len(chosen)), {}
 
 

@@ -15,20 +15,21 @@ from picotron.config_reader import load_config
 from picotron.console import print_line
 from picotron.run.launch import exit_on_error, set_up_logging
 from workbench.own_loops.batches import Batch, forward_batch
+from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.trainer import Data, set_up
 from workbench.pipelines.engine import check_run
 
 
 def focal_loss(head: Any, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the sum of the losses, the number of targets that count, and sums to report."""
-    log_probs = head.log_probs(x, batch["target_ids"])  # (B, T/cp), 0 for targets of -100
-    losses = -((1 - log_probs.exp()) ** 2) * log_probs
+    target_log_probs = log_probs(head, x, batch["target_ids"])  # (B, T/cp), 0 for targets of -100
+    losses = -((1 - target_log_probs.exp()) ** 2) * target_log_probs
     counted = batch["target_ids"] != -100  # not prompts
-    return losses.sum(), counted.sum(), {"cross entropy": -log_probs.sum()}
+    return losses.sum(), counted.sum(), {"cross entropy": -target_log_probs.sum()}
 
 
 def log_probs_of_targets(head: Any, x: Tensor, batch: Batch) -> Tensor:
-    return head.log_probs(x, batch["target_ids"])
+    return log_probs(head, x, batch["target_ids"])
 
 
 def counting_rows(sequences: int, length: int) -> Batch:

@@ -26,7 +26,6 @@ from picotron.model.cross_entropy import (
     VocabularyShard,
     chunk_loss,
     linear_cross_entropy,
-    linear_log_probs,
 )
 from picotron.model.families import differences, head_size
 from picotron.model.linear import Linear
@@ -259,12 +258,6 @@ class Head(nn.Linear):
     def local_logits(self, x: Tensor) -> Tensor:
         """Compute the logits of the tokens in `vocabulary`, (B, T, V/tp)."""
         return F.linear(self.enter(x), self.weight)[..., : self.vocabulary.rows]
-
-    def log_probs(self, x: Tensor, target_ids: Tensor) -> Tensor:
-        """Compute the log-probabilities of target_ids (B, T) given x (B, T, D): (B, T) in float32 or wider. They are 0
-        for targets that are IGNORE_INDEX.
-        """
-        return linear_log_probs(self.enter(x), self.weight, target_ids, self.vocabulary)
 
     def cross_entropy(self, x: Tensor, target_ids: Tensor, target_weights: Tensor | None = None) -> Tensor:
         """Compute the mean loss of predicting target_ids (B, T) from x (B, T, D), or the sum of the losses times

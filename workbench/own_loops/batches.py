@@ -165,7 +165,7 @@ def train_batch(
         batches: micro-batches, see `split_batch`, of any lengths. `target_weights` are normalised first, see
             `normalise_weights`. By default, all targets have the same weight, also if micro-batches differ.
         loss_fn: function of the head, its input x (B, T/cp, D) and the micro-batch, whose targets of weight 0 are
-            IGNORE_INDEX. The head has `cross_entropy`, `log_probs` and `local_logits`, and is itself a function of x
+            IGNORE_INDEX. The head has `cross_entropy` and `local_logits`, and is itself a function of x
             that returns the logits (B, T/cp, V); with sequence parallelism, x is (B, T/cp/tp, D), and only the head
             gathers all tokens. The result is the loss of the micro-batch, a scalar, or (loss, weight, statistics): then
             loss and statistics are sums over the micro-batch, numbers or scalar tensors, and are divided by the sum of

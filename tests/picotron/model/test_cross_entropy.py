@@ -15,10 +15,10 @@ from picotron.model import cross_entropy
 from picotron.model.cross_entropy import (
     VocabularyShard,
     linear_cross_entropy,
-    linear_log_probs,
 )
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import tensor_parallel
+from workbench.own_loops.log_probs import linear_log_probs
 
 
 def sharded_cross_entropy(vocab_size: int, ignored: list[int], chunk: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.model.placement import main_grad
 from workbench.own_loops.batches import cross_entropy, forward_batch, split_batch, train_batch
+from workbench.own_loops.log_probs import log_probs
 from workbench.pipelines.engine import make_evaluation, plan_pipeline
 
 MODEL = tiny_llama(num_hidden_layers=6)
@@ -38,10 +39,10 @@ def run_batch(config: Any) -> dict[str, Any]:
     batches, losses = split_batch(global_batch(), micro_batches), [torch.zeros(1)]
 
     def hook(head: Any, x: Tensor, batch: dict[str, Any]) -> dict[str, Tensor]:
-        return {"log_probs": head.log_probs(x, batch["target_ids"]), "number": batch["number"]}
+        return {"log_probs": log_probs(head, x, batch["target_ids"]), "number": batch["number"]}
 
     def loss_fn(head: Any, x: Tensor, batch: dict[str, Any]) -> Tensor:
-        return batch["factor"] * head.log_probs(x, batch["target_ids"]).mean()
+        return batch["factor"] * log_probs(head, x, batch["target_ids"]).mean()
 
     logits = forward_batch(evaluate, model, batches)
     outputs = forward_batch(evaluate, model, batches, hook)

@@ -17,6 +17,7 @@ from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.own_loops.batches import forward_batch, train_batch
+from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.sequences import pack_sequences
 from workbench.pipelines.engine import make_evaluation, plan_pipeline
 
@@ -31,7 +32,7 @@ def sequences(lengths: Sequence[int] = LENGTHS) -> list[dict[str, Any]]:
 
 
 def log_probs_of(head: Any, x: Tensor, batch: dict[str, Any]) -> Tensor:
-    return head.log_probs(x, batch["target_ids"])
+    return log_probs(head, x, batch["target_ids"])
 
 
 def run_packed(layout: dict[str, Any], options: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
