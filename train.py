@@ -18,8 +18,9 @@ from picotron.config_reader import parse_command_line, parse_config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
 from picotron.data.token_files import has_token_files, load_token_files, targets_and_bytes
 from picotron.layout_checks import check_run
+from picotron.learning_rate import make_scheduler
 from picotron.model.weights import initial_weights
-from picotron.optimizer import AdamW, make_scheduler, update_weights
+from picotron.optimizer import AdamW, update_weights
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan
 from picotron.process_group_manager import setup_process_group_manager

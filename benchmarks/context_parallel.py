@@ -103,7 +103,7 @@ def attention_work(cp: int, sharding: str) -> float:
             blocks = [block for source in range(cp) for block in visible_blocks(source, tokens, sharding)]
         pairs = [
             len(range(tokens)[queries]) * len(range(tokens)[keys]) / (2 if causal else 1)
-            for queries, keys, causal in blocks
+            for queries, keys, causal, _ in blocks
         ]
         work.append(sum(pairs))
     return max(work) / statistics.mean(work)

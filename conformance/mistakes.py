@@ -42,6 +42,7 @@ PIPELINE = "picotron/pipeline_parallel/pipeline_parallel.py"
 EXECUTOR = "workbench/pipelines/executor.py"
 POSITIONS = "picotron/context_parallel/positions.py"
 CONTEXT_PARALLEL = "picotron/context_parallel/context_parallel.py"
+BLOCKS, LEARNING_RATE = "picotron/context_parallel/block_attention.py", "picotron/learning_rate.py"
 RING = "picotron/context_parallel/cp_communications.py"
 LLAMA, BATCHES, LOADER = "picotron/model/llama.py", "workbench/own_loops/batches.py", "picotron/data/loader.py"
 CHECKPOINT, WRITER = "picotron/checkpoint/checkpoint.py", "picotron/checkpoint/writer.py"
@@ -75,7 +76,7 @@ MISTAKES: dict[str, Mistake] = {
         "Weight decay applies to norms and biases as well as to matrices.",
     ),
     "schedule_one_step_late": Mistake(
-        OPTIMIZER, "    def factor(step: int) -> float:\n", "    def factor(step: int) -> float:\n        step -= 1\n",
+        LEARNING_RATE, "    def factor(step: int) -> float:\n", "    def factor(step: int) -> float:\n        step -= 1\n",
         ("fuzz", "tests/picotron/test_optimizer.py"), "training_step",
         "The learning-rate schedule is one step late, so the first step has a learning rate of 0.",
     ),
@@ -86,12 +87,12 @@ MISTAKES: dict[str, Mistake] = {
     "loss_read_in_each_micro_batch": Mistake(
         STEP, "total_loss = total_loss + loss.detach()", "total_loss = total_loss + loss.item()", ("tests/test_fake_cuda.py",)
     ),
-    "warmup_too_fast": Mistake(OPTIMIZER, "(step + 1) / (warmup + 1)", "(step + 1) / warmup", FUZZ),
+    "warmup_too_fast": Mistake(LEARNING_RATE, "(step + 1) / (warmup + 1)", "(step + 1) / warmup", FUZZ),
     "decay_begins_after_warmup": Mistake(
-        OPTIMIZER, 'total - training.decay if training.lr_scheduler == "wsd" else warmup', "warmup", FUZZ
+        LEARNING_RATE, 'total - training.decay if training.lr_scheduler == "wsd" else warmup', "warmup", FUZZ
     ),
     "cosine_decays_to_zero": Mistake(
-        OPTIMIZER, "low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))", "0.5 * (1 + math.cos(math.pi * progress))", FUZZ
+        LEARNING_RATE, "low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))", "0.5 * (1 + math.cos(math.pi * progress))", FUZZ
     ),
     "norm_of_one_stage": Mistake(OPTIMIZER, "all_reduce(square, grid.pp_group)", "pass", ("fuzz", "step pp2")),
     "norm_counts_replicas": Mistake(
@@ -257,21 +258,21 @@ MISTAKES: dict[str, Mistake] = {
         ("fuzz",), "context_parallel", "Every rank numbers the positions of its tokens from 0.",
     ),
     "future_seen": Mistake(
-        POSITIONS, "else [(slice(half, tokens), full, False)]", "else [(full, full, False)]", ("fuzz", "step cp2"), "context_parallel",
+        POSITIONS, "else Block(slice(half, tokens), full)]", "else Block(full, full)]", ("fuzz", "step cp2"), "context_parallel",
         "visible_blocks lets all queries attend to the keys of later ranks, not only the queries of the second chunk.",
     ),
     "contiguous_shards": Mistake(
-        POSITIONS, "        ranges.append((row, first, last))\n    return ranges\n",
-        "        ranges.append((row, first, last))\n    return ranges\n\n\nzigzag_blocks = visible_blocks\n\n\n"
+        POSITIONS, "else Block(slice(half, tokens), full)]\n",
+        "else Block(slice(half, tokens), full)]\n\n\nzigzag_blocks = visible_blocks\n\n\n"
         "def chunk_count(cp_size, sharding):\n    return cp_size\n\n\n"
         'def visible_blocks(source, tokens, sharding):\n    return zigzag_blocks(source, tokens, "contiguous")\n',
         ("tests/picotron/context_parallel/test_context_parallel.py",), "context_parallel",
         "Data loader and attention use contiguous shards: the results are correct, but the last rank has the most work.",
     ),
     "shifted_mask": Mistake(
-        POSITIONS, "(slice(half, tokens), full, False)", "(slice(half - 1, tokens), full, False)", ("fuzz", "step cp2")
+        POSITIONS, "Block(slice(half, tokens), full)", "Block(slice(half - 1, tokens), full)", ("fuzz", "step cp2")
     ),
-    "documents_see_each_other": Mistake(POSITIONS, "    if documents is None:\n", "    if True:\n", ("fuzz", "packed cp2")),
+    "documents_see_each_other": Mistake(CONTEXT_PARALLEL, "if documents is not None:", "if False:", ("fuzz", "packed cp2")),
     "ring_turns_the_other_way": Mistake(
         RING,
         "tensor.contiguous(), grid.cp_send_rank, grid.cp_group),\n        dist.P2POp(dist.irecv, received, grid.cp_recv_rank",
@@ -279,7 +280,7 @@ MISTAKES: dict[str, Mistake] = {
         ("fuzz", "step cp4"),
     ),
     "blocks_merged_by_the_larger": Mistake(
-        CONTEXT_PARALLEL, "torch.logaddexp(lse, block_lse)", "torch.maximum(lse, block_lse)", FUZZ
+        BLOCKS, "torch.logaddexp(lse, block_lse)", "torch.maximum(lse, block_lse)", FUZZ
     ),
     "odd_length_loses_a_token": Mistake(
         POSITIONS, 'if sharding == "zigzag" and cp_size > 1 else', 'if sharding == "zigzag" else', FUZZ

@@ -17,8 +17,9 @@ from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.learning_rate import make_scheduler
 from picotron.model.placement import main_grad, placement
-from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan, plan_stages
 from picotron.process_group_manager import setup_process_group_manager

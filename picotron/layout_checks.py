@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 from transformers import PreTrainedConfig
 
-from picotron.config import Config
+from picotron.config import Config, Distributed
 from picotron.console import Problems, UserError
-from picotron.context_parallel.context_parallel import check_context_parallel
 from picotron.model.families import head_size
 from picotron.model.model_config import check_window, load_model_config
 from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan, plan_stages
@@ -49,6 +48,22 @@ def check_layout(
             f"requires; use another pp_engine, such as '1f1b', or float8=false"
         )
     return plan
+
+
+def check_context_parallel(config: PreTrainedConfig, layout: Distributed) -> None:
+    """Raise UserError if `cp_engine` cannot run this model."""
+    kv_heads = max(1, config.num_key_value_heads // layout.tp_size)  # per tp rank
+    if layout.cp_engine == "ulysses" and kv_heads % layout.cp_size:
+        raise UserError(
+            f"cp_engine='ulysses' cannot split the {kv_heads} key/value heads of a tp rank (num_key_value_heads / tp_size) over "
+            f"cp_size={layout.cp_size} ranks; use a cp_size that divides {kv_heads}, or cp_engine 'ring'"
+        )
+    uses_blocks = layout.cp_size > 1 and layout.cp_engine != "ulysses"
+    if uses_blocks and not layout.use_cpu and (head_size(config) % 8 or head_size(config) > 256):
+        raise UserError(
+            f"cp_engine={layout.cp_engine!r} on GPUs needs a head_dim that is a multiple of 8 and at most 256, not "
+            f"{head_size(config)}; use cp_engine 'ulysses' or use_cpu=true"
+        )
 
 
 def check_float8(config: Config, model: PreTrainedConfig) -> None:

@@ -178,7 +178,7 @@ PUZZLES = [
             "also if one of the two is -inf.",
             "exp(lse1 - lse) and exp(lse2 - lse) are at most 1. Append a dimension to multiply them by y: [..., None].",
         ),
-        "picotron/context_parallel/context_parallel.py merge_attention merges blocks like this.",
+        "picotron/context_parallel/block_attention.py merge_attention merges blocks like this.",
     ),
     Puzzle(
         "p11_ring_attention",

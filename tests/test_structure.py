@@ -20,7 +20,7 @@ LAYERS = """
     picotron.model
     picotron.run
     picotron.tensor_parallel picotron.context_parallel picotron.data_parallel
-    picotron.data picotron.optimizer
+    picotron.data picotron.optimizer picotron.learning_rate
     picotron.train_step
     picotron.pipeline_parallel
     picotron.parallelize picotron.layout_checks

@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.gpu.errors import LIMITS, draw, errors, name_of
 from benchmarks.gpu.report import Check, Options
 from picotron import process_group_manager as pgm
-from picotron.context_parallel.context_parallel import accumulate_gradients, blockwise_attention
-from picotron.context_parallel.positions import local_positions, packed_blocks
+from picotron.context_parallel.block_attention import accumulate_gradients, blockwise_attention
+from picotron.context_parallel.positions import local_positions, visible_blocks
 from picotron.model.attention import PackedDocuments, attend_per_document
 from picotron.model.llama import fused_attention, math_attention
 
@@ -45,7 +45,7 @@ class AttentionOfAllRanks(torch.autograd.Function):
         shards = [(rank, torch.stack((k, v))[:, :, :, keys]) for rank, keys in each_rank(q, sharding)]
         for _, own in each_rank(q, sharding):
             queries = as_in_the_model(q[:, :, own])
-            blocks_of = functools.partial(packed_blocks, sharding=sharding, documents=None)
+            blocks_of = functools.partial(visible_blocks, sharding=sharding)
             out[:, :, own], lse[:, :, own] = blockwise_attention(queries, shards, blocks_of)
         ctx.sharding = sharding
         ctx.save_for_backward(q, k, v, out, lse)
@@ -62,7 +62,7 @@ class AttentionOfAllRanks(torch.autograd.Function):
             for source, keys in shards:
                 kv = torch.stack((k, v))[:, :, :, keys]
                 block_dkv = torch.zeros_like(kv, dtype=lse.dtype)
-                blocks = packed_blocks(source, len(own), ctx.sharding, None)
+                blocks = visible_blocks(source, len(own), ctx.sharding)
                 accumulate_gradients(own_dy, own_q, kv, blocks, own_out, lse[:, :, own], own_dq, block_dkv)
                 dkv[:, :, :, keys] += block_dkv
             dq[:, :, own] = own_dq

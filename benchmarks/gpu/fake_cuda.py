@@ -41,9 +41,10 @@ from picotron.context_parallel.ulysses import sequence_order
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.learning_rate import make_scheduler
 from picotron.model.llama import rope_frequencies
 from picotron.model.placement import Index
-from picotron.optimizer import AdamW, make_scheduler
+from picotron.optimizer import AdamW
 from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan, plan_stages
 from picotron.run.metrics import Metrics
 from picotron.train_step import Step

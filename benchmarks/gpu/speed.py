@@ -22,11 +22,12 @@ from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
+from picotron.learning_rate import make_scheduler
 from picotron.model.flops import model_cost
 from picotron.model.model_config import check_supported
 from picotron.model.placement import Index
 from picotron.model.weights import ReadTensor
-from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.metrics import Metrics, peak_flops

@@ -26,8 +26,9 @@ from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to
 from picotron.data.token_files import load_token_files
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
+from picotron.learning_rate import make_scheduler
 from picotron.model.model_config import load_model_config
-from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
+from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import check_world_size

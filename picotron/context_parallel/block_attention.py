@@ -1,13 +1,18 @@
-"""Attention to one block of keys, and the log-sum-exp of its scores, with which the results of blocks are merged.
+"""Attention to one block of keys after the other, and the log-sum-exp of their scores, with which results are merged.
 
 PyTorch's fused kernels return the log-sum-exp, and their backwards accept any output and log-sum-exp: given those of
 the attention to all keys, they compute one block's contribution to the gradients. So the full matrix of scores is never
 in memory.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+
+from picotron.collectives import accumulation_dtype
+from picotron.context_parallel.positions import Block, BlocksOf
 
 aten = torch.ops.aten
 
@@ -95,3 +100,57 @@ def block_backward(
     )
     dk, dv = (x.unflatten(1, (-1, queries_per_kv)).sum(2) for x in repeated)
     return dq, dk, dv
+
+
+def merge_attention(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge the attention to one more block of keys and values into `out` and `lse`, in place.
+
+    Attention is a weighted mean of values with total weight exp(lse). Two results are merged by averaging them with
+    these weights, and by adding the weights.
+
+    Args:
+        out: (B, H, T/cp, d) in float32 or wider; starts at 0.
+        lse: (B, H, T/cp) in float32 or wider; starts at -inf, a weight of 0.
+        block_out, block_lse: output of the block, and log-sum-exp of its scores.
+    """
+    new_lse = torch.logaddexp(lse, block_lse)
+    out.mul_((lse - new_lse).exp_()[..., None]).add_((block_lse - new_lse).exp_()[..., None] * block_out)
+    lse.copy_(new_lse)
+
+
+def blockwise_attention(q: Tensor, shards: Iterable[tuple[int, Tensor]], blocks_of: BlocksOf) -> tuple[Tensor, Tensor]:
+    """Compute attention of q (B, H, T/cp, d) to the keys and values of all ranks.
+
+    Args:
+        shards: (cp rank, its keys and values (2, B, K, T/cp, d)) for all ranks, in any order.
+        blocks_of: see `positions.BlocksOf`.
+
+    Returns:
+        The output (B, H, T/cp, d) in q's dtype, and the log-sum-exp (B, H, T/cp) in float32 or wider.
+    """
+    wide = accumulation_dtype(q)
+    out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+    for source, kv in shards:
+        for block in blocks_of(source, q.size(2)):
+            part = block_forward(block.of_queries(q), *block.of_keys(kv), block.causal, block.new_shape)
+            merge_attention(block.of_queries(out), block.of_queries(lse), *part)
+            del part
+        del kv  # frees its memory before the next shard is allocated
+    return out.to(q.dtype), lse
+
+
+def accumulate_gradients(
+    dy: Tensor, q: Tensor, kv: Tensor, blocks: list[Block], out: Tensor, lse: Tensor, dq: Tensor, dkv: Tensor
+) -> None:
+    """Add the contribution of blocks to dq (B, H, T/cp, d) and dkv (2, B, K, T/cp, d), in place.
+
+    Args:
+        dy, out, lse: gradient, output and log-sum-exp of the attention to all keys.
+    """
+    for block in blocks:
+        block_dy, block_q, block_out, block_lse = (block.of_queries(each) for each in (dy, q, out, lse))
+        k, v = block.of_keys(kv)
+        block_dq, dk, dv = block_backward(block_dy, block_q, block_out, block_lse, k, v, block.causal, block.new_shape)
+        block.of_queries(dq).add_(block_dq)
+        for total, part in zip(block.of_keys(dkv), (dk, dv), strict=True):
+            total.add_(part)

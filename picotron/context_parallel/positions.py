@@ -1,25 +1,20 @@
 """Positions in the sequence that each context-parallel rank holds, and which of them attend to which."""
 
-import functools
 from collections.abc import Callable
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
-from picotron.model.attention import PackedDocuments
-
-Block = tuple[slice, slice, bool]
 
 
-class PackedBlock(NamedTuple):
+class Block(NamedTuple):
     """Queries of this rank and the keys of a rank to which they attend, in some rows of the batch."""
 
     queries: slice
     keys: slice
-    causal: bool
+    causal: bool = False
     rows: slice = slice(None)
 
     def of_queries(self, x: Tensor) -> Tensor:
@@ -36,7 +31,8 @@ class PackedBlock(NamedTuple):
         return self.rows != slice(None)
 
 
-BlocksOf = Callable[[int, int], list[PackedBlock]]  # `packed_blocks` of a cp rank and a number of tokens
+BlocksOf = Callable[[int, int], list[Block]]
+"""function of a cp rank and the number of tokens per rank, T/cp: `visible_blocks`, or `packed_blocks`"""
 
 
 def local_chunks(seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> list[range]:
@@ -65,54 +61,18 @@ def local_positions(seq_length: int, cp_size: int, cp_rank: int, sharding: str) 
 
 
 def visible_blocks(source: int, tokens: int, sharding: str) -> list[Block]:
-    """Return which of this rank's queries attend to which keys of cp rank `source`: (queries, keys, causal), as local
-    indices.
+    """Return which of this rank's queries attend to which keys of cp rank `source`, as local indices.
 
     Args:
         tokens: number of tokens per rank, T/cp.
     """
     rank, full, half = pgm.process_group_manager.cp_rank, slice(0, tokens), tokens // 2
     if source == rank:
-        return [(full, full, True)]  # the order of local tokens is that of the sequence, even if others lie between
+        return [
+            Block(full, full, causal=True)
+        ]  # the order of local tokens is that of the sequence, even if others lie between
     if sharding == "contiguous":
-        return [(full, full, False)] if source < rank else []
+        return [Block(full, full)] if source < rank else []
     # Zigzag: both chunks of this rank lie between the two chunks of an earlier rank, so all queries attend to the first
     # of these. Both chunks of a later rank lie between the two of this rank, so only its second one attends to them.
-    return [(full, slice(0, half), False)] if source < rank else [(slice(half, tokens), full, False)]
-
-
-def packed_blocks(source: int, tokens: int, sharding: str, documents: PackedDocuments | None) -> list[PackedBlock]:
-    """Cut `visible_blocks` so that queries attend to keys of their own document only."""
-    blocks = visible_blocks(source, tokens, sharding)
-    if documents is None:
-        return [PackedBlock(*block) for block in blocks]
-    grid, cut = pgm.process_group_manager, list[PackedBlock]()
-    own, others = (
-        local_documents(documents.boundaries, tokens * grid.cp_world_size, grid.cp_world_size, rank, sharding)
-        for rank in (grid.cp_rank, source)
-    )
-    for queries, keys, causal in blocks:
-        for (row, first_query, last_query), (_, first_key, last_key) in zip(own, others, strict=True):
-            q = slice(max(first_query, queries.start), min(last_query, queries.stop))
-            k = slice(max(first_key, keys.start), min(last_key, keys.stop))
-            if q.start < q.stop and k.start < k.stop:
-                cut.append(PackedBlock(q, k, causal, slice(row, row + 1)))
-    return cut
-
-
-@functools.lru_cache(maxsize=128)  # all layers use the same ones
-def local_documents(
-    boundaries: tuple[int, ...], length: int, cp_size: int, cp_rank: int, sharding: str
-) -> list[tuple[int, int, int]]:
-    """Return the row of each document, and the range of a rank's tokens in it: they are consecutive, because a rank's
-    tokens are in the order of the sequence.
-    """
-    ranges, chunks = [], local_chunks(length, cp_size, cp_rank, sharding)
-    for start, end in pairwise(boundaries):
-        row = start // length
-        first, last = (
-            sum(min(max(boundary - row * length - chunk.start, 0), len(chunk)) for chunk in chunks)
-            for boundary in (start, end)
-        )
-        ranges.append((row, first, last))
-    return ranges
+    return [Block(full, slice(0, half)) if source < rank else Block(slice(half, tokens), full)]

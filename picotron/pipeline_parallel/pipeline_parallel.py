@@ -34,8 +34,8 @@ from picotron.config import Config
 from picotron.model.llama import Llama
 from picotron.model.placement import main_grad, place
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
-from picotron.pipeline_parallel.pp_layout import Stage
-from picotron.pipeline_parallel.stages import format_stages, stages_for
+from picotron.pipeline_parallel.pp_layout import Stage, format_stages
+from picotron.pipeline_parallel.stages import stages_for
 from picotron.process_group_manager import new_groups
 from picotron.train_step import Step, train_step
 

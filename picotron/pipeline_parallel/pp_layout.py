@@ -13,7 +13,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
-from picotron.console import UserError
+from picotron.console import UserError, text_table
 
 MAX_SYMBOLS = 10_000  # in one repetition of a pp_layout, written out
 
@@ -81,3 +81,23 @@ def expand(text: str) -> str:
     if len(groups) > 1:
         raise UserError(f"pp_layout={text!r} lacks {len(groups) - 1} closing parentheses at its end")
     return groups[0]
+
+
+def format_stages(stages: Sequence[Stage], ranks: Sequence[int]) -> str:
+    """Return a table of the layers of each rank, given the rank of each stage."""
+    held = {rank: [stage for stage in range(len(stages)) if ranks[stage] == rank] for rank in sorted(set(ranks))}
+    rows = [["", *(f"chunk {chunk}" for chunk in range(len(held[0])))]]
+    for rank, numbers in held.items():
+        rows.append([f"pp {rank}", *(f"stage {stage}: {_contents(stages[stage])}" for stage in numbers)])
+    return text_table(rows)
+
+
+def _contents(stage: Stage) -> str:
+    parts = ["embedding"] if stage.has_embedding else []
+    if len(stage.layers) == 1:
+        parts.append(f"layer {stage.layers[0]}")
+    elif stage.layers:
+        parts.append(f"layers {stage.layers[0]}-{stage.layers[-1]}")
+    if stage.has_head:
+        parts.append("head")
+    return ", ".join(parts) or "nothing"

@@ -31,8 +31,9 @@ from picotron.console import UserError, print_line
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, epoch_order, split_train_eval
 from picotron.data.rows import Rows
 from picotron.data.token_files import has_token_files, load_token_files
+from picotron.learning_rate import make_scheduler
 from picotron.model.weights import initial_weights
-from picotron.optimizer import AdamW, make_scheduler, update_weights
+from picotron.optimizer import AdamW, update_weights
 from picotron.parallelize import build_model, build_stage, unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import StopSignals, check_same_config, exit_after_signal, init_process_group, set_up_device

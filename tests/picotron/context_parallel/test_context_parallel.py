@@ -15,10 +15,11 @@ from conformance.oracle import (
 from conformance.worker_pool import WorkerPool
 from picotron.config import Distributed
 from picotron.console import UserError
-from picotron.context_parallel import context_parallel
-from picotron.context_parallel.context_parallel import attend_across_ranks, check_context_parallel
+from picotron.context_parallel import block_attention
+from picotron.context_parallel.context_parallel import attend_across_ranks
 from picotron.context_parallel.cp_communications import ring, start_ring_step
 from picotron.context_parallel.positions import local_positions
+from picotron.layout_checks import check_context_parallel
 from picotron.model.llama import fused_attention
 from picotron.process_group_manager import setup_process_group_manager
 
@@ -82,7 +83,7 @@ def pairs_computed(engine: str, sharding: str) -> tuple[int, int]:
     def pairs(q: Tensor, k: Tensor, causal: bool) -> int:
         return q.size(2) * (q.size(2) + 1) // 2 if causal else q.size(2) * k.size(2)
 
-    forward, backward = context_parallel.block_forward, context_parallel.block_backward
+    forward, backward = block_attention.block_forward, block_attention.block_backward
 
     def count_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, new_shape: bool) -> Any:
         counts[0] += pairs(q, k, causal)
@@ -94,11 +95,11 @@ def pairs_computed(engine: str, sharding: str) -> tuple[int, int]:
         counts[1] += pairs(q, k, causal)
         return backward(dy, q, out, lse, k, v, causal, new_shape)
 
-    context_parallel.block_forward, context_parallel.block_backward = count_forward, count_backward
+    block_attention.block_forward, block_attention.block_backward = count_forward, count_backward
     try:
         attention_of_a_rank(engine, sharding, torch.float64)
     finally:
-        context_parallel.block_forward, context_parallel.block_backward = forward, backward
+        block_attention.block_forward, block_attention.block_backward = forward, backward
     return counts[0], counts[1]
 
 
