@@ -33,7 +33,7 @@ from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.collectives import all_reduce
 from picotron.model.placement import placement
-from picotron.model.weights import copy_shard, initial_weights
+from picotron.model.weights import initial_weights, read_owned_weights
 from picotron.optimizer import AdamW
 from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
@@ -103,10 +103,8 @@ class Run:
 
     def load(self) -> None:
         checkpoint = Checkpoint(checkpoint_folder(self.folder, self.saved))
-        read = checkpoint.weights()
-        for name, parameter in self.llama.named_parameters():
-            shard = placement(parameter).shard
-            copy_shard(parameter.data, name, shard, read)
+        with torch.no_grad():
+            read_owned_weights(self.llama, checkpoint.weights())
         checkpoint.restore(self.optimizer, self.llama)
 
     def torch_save(self) -> None:

@@ -32,7 +32,7 @@ from picotron.model.families import architecture
 from picotron.model.llama import Llama
 from picotron.model.model_config import load_model_config
 from picotron.model.placement import Index
-from picotron.model.weights import ReadTensor, copy_owned
+from picotron.model.weights import ReadTensor, copy_part
 from picotron.optimizer import AdamW
 from picotron.run.progress import Progress
 from picotron.run.run_folder import checkpoint_folders, parse_load_path
@@ -236,7 +236,7 @@ class Checkpoint:
         readers["master"] = self.weights()
 
         def read(parameter: nn.Parameter, kind: str, tensor: Tensor) -> None:
-            copy_owned(tensor, parameter, names[parameter], readers[kind])
+            copy_part(tensor, parameter, names[parameter], readers[kind])
 
         updates = {
             parameter: self.state.updates.get(name, self.state.step)

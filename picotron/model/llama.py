@@ -29,7 +29,6 @@ from picotron.model.cross_entropy import (
 )
 from picotron.model.families import differences, head_size
 from picotron.model.linear import Linear
-from picotron.model.recompute import CheapResults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -212,11 +211,6 @@ class DecoderLayer(nn.Module):
         y = self.mlp(self.post_attention_layernorm(x))
         return torch.add(x, y, alpha=self.residual_multiplier)
 
-    def cheap_results(self) -> CheapResults:
-        """Return what `recompute_cheap_results` does not keep: the results of the norms and of the activation."""
-        norms = (self.input_layernorm, self.self_attn), (self.post_attention_layernorm, self.mlp)
-        return [*norms, (self.mlp.act_fn, self.mlp.down_proj)]
-
 
 class PostNormLayer(nn.Module):
     """A decoder layer that normalises the outputs of attention and MLP, instead of their inputs (OLMo 2)."""
@@ -231,10 +225,6 @@ class PostNormLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
         x = x + self.post_attention_layernorm(self.self_attn(x, cos, sin, documents))
         return x + self.post_feedforward_layernorm(self.mlp(x))
-
-    def cheap_results(self) -> CheapResults:
-        """Return the result of the activation. Nothing keeps those of the norms, which are added."""
-        return [(self.mlp.act_fn, self.mlp.down_proj)]
 
 
 class Head(nn.Linear):
@@ -342,15 +332,13 @@ class Llama(nn.Module):
         # A tensor, because transformers rounds Gemma's factor to the dtype of x. (Granite's are exact in bfloat16.)
         return x if self.embedding_multiplier == 1 else x * torch.tensor(self.embedding_multiplier, dtype=x.dtype)
 
-    def run_layers(
-        self, x: Tensor, position_ids: Tensor, layers: Iterable[int], cu_seqlens: Tensor | None, keep: bool = False
-    ) -> Tensor:
-        """Apply decoder layers, without recomputation if `keep`: x (B, T, D), position_ids (B, T) -> (B, T, D)."""
+    def run_layers(self, x: Tensor, position_ids: Tensor, layers: Iterable[int], cu_seqlens: Tensor | None) -> Tensor:
+        """Apply decoder layers: x (B, T, D), position_ids (B, T) -> (B, T, D)."""
         documents = None if cu_seqlens is None else PackedDocuments.of(cu_seqlens, x.device)
         cos, sin = (table.to(x.dtype) for table in rope(self.config, position_ids))
         for i in layers:
             layer = self.model.layers[str(i)]
-            if self.checkpoint_activations and not keep and torch.is_grad_enabled():
+            if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, documents, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, cos, sin, documents)

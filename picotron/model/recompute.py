@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CheapResults = list[tuple[nn.Module, nn.Module]]  # a module, and the one that uses its result
+from picotron.model.llama import DecoderLayer, PostNormLayer
 
 
 def recompute_cheap_results(model: nn.Module, splits_mlp: bool = False) -> None:
@@ -22,9 +22,13 @@ def recompute_cheap_results(model: nn.Module, splits_mlp: bool = False) -> None:
             whole: not across ranks, and not with packed documents.)
     """
     for layer in model.modules():
-        cheap_results: Callable[[], CheapResults] | None = getattr(layer, "cheap_results", None)
-        for owner, user in cheap_results() if cheap_results else ():
-            recompute_result(owner, user, splits_mlp or hasattr(user, "attention_fn"))
+        if isinstance(layer, DecoderLayer):
+            recompute_result(layer.input_layernorm, layer.self_attn, splits=True)
+            recompute_result(layer.post_attention_layernorm, layer.mlp, splits_mlp)
+        if isinstance(
+            layer, (DecoderLayer, PostNormLayer)
+        ):  # nothing keeps the norms of a PostNormLayer, which are added
+            recompute_result(layer.mlp.act_fn, layer.mlp.down_proj, splits_mlp)
 
 
 def recompute_result(owner: nn.Module, user: nn.Module, splits: bool) -> None:

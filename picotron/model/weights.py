@@ -1,6 +1,5 @@
 """How a rank's parts of the weights get their values: from a checkpoint, or drawn."""
 
-import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from picotron.model.families import differences
 from picotron.model.llama import Llama
-from picotron.model.placement import Index, Shard, owned_weight, place, placement
+from picotron.model.placement import Index, owned_weight, place, placement
 
 TILE = 256  # rows and columns of a matrix that are drawn at a time
 ALL = slice(None)
@@ -20,48 +19,35 @@ ReadTensor = Callable[[str, torch.Size, Index], Tensor]
 """`read(name, shape, index)` returns the slice `[index]` of the parameter `name`, whose full shape is `shape`"""
 
 
-def copy_shard(tensor: Tensor, name: str, shard: Shard | None, read: ReadTensor) -> None:
-    """Copy this rank's shard of a parameter, or of the optimizer's state for it, into `tensor`. Padding becomes 0."""
-    if shard is None:
-        tensor.copy_(read(name, tensor.shape, ()))
-    else:
-        values = read(name, shard.full_shape(tensor.shape), shard.index)
-        held = shard.stop - shard.start
-        tensor.narrow(shard.dim, 0, held).copy_(values)
-        tensor.narrow(shard.dim, held, shard.size - held).zero_()
-
-
-def copy_owned(tensor: Tensor, parameter: nn.Parameter, name: str, read: ReadTensor) -> None:
-    """Copy the elements of a parameter that this rank owns, or the optimizer's state for them, into `tensor`, as in
-    `copy_shard`. Reads no rows without such elements.
+def copy_part(tensor: Tensor, parameter: Tensor, name: str, read: ReadTensor) -> None:
+    """Copy what this rank holds of a parameter, or of the optimizer's state for it, into `tensor`: all of it, a shard,
+    or with ZeRO this rank's elements. Padding becomes 0. Reads no rows that this rank does not need.
     """
     shard, owned = placement(parameter).shard, placement(parameter).owned
-    if owned is None:
-        return copy_shard(tensor, name, shard, read)
-    if tensor.numel() == 0:
-        return None
-    first, last = owned.bounds(owned.rank)
+    first, last = (0, parameter.numel()) if owned is None else owned.bounds(owned.rank)
+    if first == last:
+        return
     columns = parameter.shape[1:].numel()
-    rows = slice(first // columns, -(-last // columns))
-    values = tensor.new_zeros(rows.stop - rows.start, *parameter.shape[1:])
-    if shard is not None and shard.dim == 0:
-        start, stop = (min(shard.start + row, shard.stop) for row in (rows.start, rows.stop))
-        if start < stop:  # there are rows that are not padding
-            copy_shard(values, name, dataclasses.replace(shard, start=start, stop=stop, size=len(values)), read)
-    else:
-
-        def read_rows(name: str, shape: torch.Size, index: Index) -> Tensor:
-            return read(name, torch.Size([len(parameter), *shape[1:]]), (rows, *index[1:]))
-
-        copy_shard(values, name, shard, read_rows)
-    tensor.copy_(values.flatten()[first - rows.start * columns :][: last - first])
-    return None
+    rows = slice(first // columns, -(-last // columns))  # of the shard: those with this rank's elements
+    shape, index = list(parameter.shape), [rows, *[ALL] * (parameter.ndim - 1)]
+    if shard is not None:
+        start, stop = shard.start, shard.stop
+        if shard.dim == 0:
+            start, stop = (min(start + row, stop) for row in (rows.start, rows.stop))
+        shape[shard.dim], index[shard.dim] = shard.full_size, slice(start, stop)
+    values = padded = tensor.new_zeros(rows.stop - rows.start, *parameter.shape[1:])
+    if index[0].start < index[0].stop:  # else all of these rows are padding
+        values = read(name, torch.Size(shape), tuple(index))
+    if values.shape != padded.shape:  # padding follows the rows or the columns of a shard
+        padded[tuple(map(slice, values.shape))] = values
+        values = padded
+    tensor.copy_(values.flatten()[first - rows.start * columns :][: last - first].view_as(tensor))
 
 
 def read_owned_weights(model: nn.Module, read: ReadTensor) -> None:
     """Fill the `owned_weight` of each parameter with what `read` returns."""
     for name, parameter in model.named_parameters():
-        copy_owned(owned_weight(parameter), parameter, name, read)
+        copy_part(owned_weight(parameter), parameter, name, read)
 
 
 def materialise(model: Llama, device: torch.device, read: ReadTensor | None) -> None:
@@ -75,7 +61,7 @@ def materialise(model: Llama, device: torch.device, read: ReadTensor | None) -> 
         if read is None:
             values.untyped_storage().resize_(0)
         else:
-            copy_shard(values, name, placement(parameter).shard, read)
+            copy_part(values, parameter, name, read)
         owner, _, leaf = name.rpartition(".")
         allocated = nn.Parameter(values)
         place(allocated, **vars(placement(parameter)))

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -81,26 +81,21 @@ class PipelineParallel(nn.Module):
         position_ids: Tensor,
         hidden_states: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        stage: Stage | None = None,
-        keep: bool = False,
         **loss: Any,
     ) -> Tensor:
-        """Run a stage. The first one reads input_ids (B, T/cp), the others hidden_states (B, T/cp, D), or a shard of
+        """Run the stage. The first one reads input_ids (B, T/cp), the others hidden_states (B, T/cp, D), or a shard of
         them, (B, T/cp/tp, D), with sequence parallelism.
 
         Args:
             cu_seqlens, loss: boundaries of documents, and arguments of the loss, see `Llama.forward`.
-            stage: by default, all that this rank holds.
-            keep: whether to keep all activations, even if activation checkpointing is on.
 
         Returns:
             Hidden states for the next stage. On the last stage, the loss, or the logits if there are no targets.
         """
-        stage = stage or self.stage
-        x = self.module.embed(input_ids) if stage.has_embedding else hidden_states
+        x = self.module.embed(input_ids) if self.stage.has_embedding else hidden_states
         assert x is not None
-        y = self.module.run_layers(x, position_ids, stage.layers, cu_seqlens, keep)
-        return self.module.logits_or_loss(y, **loss) if stage.has_head else y
+        y = self.module.run_layers(x, position_ids, self.stage.layers, cu_seqlens)
+        return self.module.logits_or_loss(y, **loss) if self.stage.has_head else y
 
     def backward(
         self, input_tensor: Tensor | None, output_tensor: Tensor | GradientEdge, output_tensor_grad: Tensor | None
@@ -268,27 +263,19 @@ LOOPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
     """The stages of a pipeline with one stage on each pp rank, which AFAB or 1F1B runs; a single one is the whole
-    model. Prints as a table.
+    model. Prints as a table. The workbench has plans of all other pipelines.
 
-    The workbench has plans of all other pipelines, with the same methods.
+    Attributes:
+        stages: all stages, by pp rank.
+        splits_backward: whether weight gradients are computed apart from the other ones.
+        identity: text that differs between ranks if they would run different schedules.
+        searched: the schedule as a CSV file, if the plan is the result of a search.
     """
 
     stages: list[Stage]
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether weight gradients are computed apart from the other ones."""
-        return False
-
-    @property
-    def identity(self) -> str:
-        """Text that differs between ranks if they would run different schedules."""
-        return ""
-
-    @property
-    def searched(self) -> str | None:
-        """The schedule as a CSV file, if the plan is the result of a search."""
-        return None
+    splits_backward: ClassVar[bool] = False
+    identity: ClassVar[str] = ""
+    searched: ClassVar[str | None] = None
 
     def __str__(self) -> str:
         return format_stages(self.stages, range(len(self.stages)))

@@ -25,7 +25,7 @@ from workbench.schedules.schedules import forward_only
 
 
 @dataclasses.dataclass(frozen=True)
-class ExecutorPlan(SchedulePlan, PipelinePlan):
+class ExecutorPlan(SchedulePlan, PipelinePlan):  # type: ignore[override]  # properties for attributes
     """A plan that can run: an `Executor` follows its schedule, or one of the two loops if that does."""
 
     def wrap(self, model: Llama) -> LlamaStages:

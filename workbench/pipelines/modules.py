@@ -125,7 +125,8 @@ class LlamaStages(PipelineStages, PipelineParallel):
 
     Attributes:
         stages: contents of the stages, by number.
-        kept_activations: (stage, micro-batch) of the forwards whose activations are not recomputed in backward.
+        recomputes: whether activations are recomputed in backward.
+        kept_activations: (stage, micro-batch) of the forwards that keep them instead.
     """
 
     def __init__(self, model: Llama, plan: SchedulePlan, rank: int) -> None:
@@ -134,6 +135,7 @@ class LlamaStages(PipelineStages, PipelineParallel):
         ends = (any(stage.has_embedding for stage in stages.values()), any(stage.has_head for stage in stages.values()))
         super().__init__(model, Stage(layers, *ends), plan.last_rank)
         self.plan, self.stages, self.kept_activations = plan, stages, plan.kept_activations(rank)
+        self.recomputes = model.checkpoint_activations
         self.dtype, self.shards = next(model.parameters()).dtype, sequence_shards(model)
         if plan.schedule.splits_backward:
             split_backward(model)
@@ -143,8 +145,9 @@ class LlamaStages(PipelineStages, PipelineParallel):
     ) -> Tensor:
         """Run a stage, by default this rank's first one, see `PipelineParallel.forward`."""
         number = min(self.stages) if stage is None else stage
-        keep = (number, micro_batch) in self.kept_activations
-        y: Tensor = super().forward(**batch, stage=self.stages[number], keep=keep)
+        self.stage = self.stages[number]
+        self.module.checkpoint_activations = self.recomputes and (number, micro_batch) not in self.kept_activations
+        y: Tensor = super().forward(**batch)
         return y
 
     def receives(self, stage: int, batch: dict[str, Any]) -> Tensor:

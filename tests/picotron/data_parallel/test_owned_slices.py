@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from picotron.model.placement import Index, OwnedSlice, Shard, place
-from picotron.model.weights import copy_owned, copy_shard
+from picotron.model.weights import copy_part
 
 FULL = torch.arange(1.0, 7 * 6 + 1).view(7, 6)
 VECTOR = torch.arange(1.0, 8.0)
@@ -34,7 +34,8 @@ def test_slices_of_all_ranks_together_are_the_shard(case: str, offset: int, rank
         rows_read.append(len(values))
         return values
 
-    copy_shard(expected, "name", shard, read)
+    place(parameter, shard=shard)
+    copy_part(expected, parameter, "name", read)
     size = -(-(offset + parameter.numel()) // ranks)
     slices = []
     for rank in range(ranks):
@@ -44,7 +45,7 @@ def test_slices_of_all_ranks_together_are_the_shard(case: str, offset: int, rank
         first, last = owned.bounds(rank)
         slices.append(torch.full((last - first,), torch.nan))
         rows_read.clear()
-        copy_owned(slices[-1], parameter, "name", read)
+        copy_part(slices[-1], parameter, "name", read)
         columns = parameter.shape[1:].numel()
         assert sum(rows_read) <= (last - first) // columns + (2 if last > first else 0)
     assert torch.equal(torch.cat(slices).view(local), expected)
