@@ -22,7 +22,7 @@ from picotron.learning_rate import make_scheduler
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, update_weights
 from picotron.parallelize import build_model, unwrap
-from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan
+from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import (
     StopSignals,

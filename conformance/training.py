@@ -21,7 +21,7 @@ from picotron.learning_rate import make_scheduler
 from picotron.model.placement import main_grad, placement
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.parallelize import build_model, unwrap
-from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan, plan_stages
+from picotron.pipeline_parallel.plan import PipelinePlan, plan_stages
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.progress import Progress
 from workbench.pipelines.engine import make_train_step, plan_pipeline

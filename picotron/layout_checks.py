@@ -9,7 +9,7 @@ from picotron.config import Config, Distributed
 from picotron.console import Problems, UserError
 from picotron.model.families import head_size
 from picotron.model.model_config import check_window, load_model_config
-from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan, plan_stages
+from picotron.pipeline_parallel.plan import PipelinePlan, plan_stages
 from picotron.run.launch import check_world_size
 from picotron.run.metrics import check_wandb
 from picotron.tensor_parallel.tensor_parallel import check_tensor_parallel

@@ -18,7 +18,8 @@ from picotron.model.float8 import use_float8
 from picotron.model.llama import Llama, fused_attention, math_attention
 from picotron.model.recompute import recompute_cheap_results
 from picotron.model.weights import ReadTensor, materialise, read_owned_weights
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, PipelinePlan
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
 
 

@@ -45,7 +45,7 @@ from picotron.learning_rate import make_scheduler
 from picotron.model.llama import rope_frequencies
 from picotron.model.placement import Index
 from picotron.optimizer import AdamW
-from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan, plan_stages
+from picotron.pipeline_parallel.plan import PipelinePlan, plan_stages
 from picotron.run.metrics import Metrics
 from picotron.train_step import Step
 from workbench.explain.fake_group import fake_rank

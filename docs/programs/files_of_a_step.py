@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import train
-from picotron.pipeline_parallel.pipeline_parallel import PipelinePlan
+from picotron.pipeline_parallel.plan import PipelinePlan
 
 IMPORTED = [Path(str(module.__file__)) for module in sys.modules.values() if getattr(module, "__file__", None)]
 

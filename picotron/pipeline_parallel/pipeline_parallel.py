@@ -18,11 +18,9 @@ Both have the same bubble. But a micro-batch's activations stay in memory from i
 up to m micro-batches, and 1F1B holds up to p - (pp rank).
 """
 
-import dataclasses
-import functools
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +28,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
-from picotron.config import Config
 from picotron.model.llama import Llama
 from picotron.model.placement import main_grad, place
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
-from picotron.pipeline_parallel.pp_layout import Stage, format_stages
-from picotron.pipeline_parallel.stages import stages_for
+from picotron.pipeline_parallel.stages import Stage
 from picotron.process_group_manager import new_groups
-from picotron.train_step import Step, train_step
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 class PipelineParallel(nn.Module):
@@ -255,49 +247,3 @@ def evaluate_pipeline(
         y = forward_step(model, data_loader, x, losses)
         pipeline_communicate("send_forward", device, dtype, y)
     return sum_losses(losses, device)
-
-
-LOOPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
-
-
-@dataclasses.dataclass(frozen=True)
-class PipelinePlan:
-    """The stages of a pipeline with one stage on each pp rank, which AFAB or 1F1B runs; a single one is the whole
-    model. Prints as a table. The workbench has plans of all other pipelines.
-
-    Attributes:
-        stages: all stages, by pp rank.
-        splits_backward: whether weight gradients are computed apart from the other ones.
-        identity: text that differs between ranks if they would run different schedules.
-        searched: the schedule as a CSV file, if the plan is the result of a search.
-    """
-
-    stages: list[Stage]
-    splits_backward: ClassVar[bool] = False
-    identity: ClassVar[str] = ""
-    searched: ClassVar[str | None] = None
-
-    def __str__(self) -> str:
-        return format_stages(self.stages, range(len(self.stages)))
-
-    def wrap(self, model: Llama) -> PipelineParallel:
-        """Reduce a Llama to this rank's stages."""
-        return PipelineParallel(model, self.stages[pgm.process_group_manager.pp_rank])
-
-    def make_steps(
-        self, config: Config, model_config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype, done: int = 0
-    ) -> tuple[Step, Step]:
-        """Return the training step and the evaluation of a run that has completed `done` steps."""
-        layout, training = config.distributed, config.training
-        shards = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
-        shape = training.micro_batch_size, training.seq_length // shards, model_config.hidden_size
-        messages: dict[str, Any] = {"tensor_shapes": shape, "device": device, "dtype": dtype}
-        evaluate = functools.partial(evaluate_pipeline, **messages)
-        if layout.pp_size == 1:
-            return functools.partial(train_step, device=device), evaluate
-        return functools.partial(LOOPS[layout.pp_engine], **messages), evaluate
-
-
-def plan_stages(config: Config, model_config: "PreTrainedConfig") -> PipelinePlan:
-    """Plan a pipeline with one stage on each rank. Raises a UserError as `stages_for`."""
-    return PipelinePlan(stages_for(config, model_config, range(config.distributed.pp_size)))

@@ -14,7 +14,7 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import BatchList
 from picotron.model.llama import Llama
-from picotron.pipeline_parallel.pipeline_parallel import LOOPS, PipelinePlan
+from picotron.pipeline_parallel.plan import LOOPS, PipelinePlan
 from picotron.train_step import Step, train_step
 from workbench.pipelines import planning
 from workbench.pipelines.executor import Executor

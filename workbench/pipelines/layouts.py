@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from picotron.model.flops import part_costs
-from picotron.pipeline_parallel.pp_layout import Stage, expand
+from picotron.pipeline_parallel.pp_layout import expand
+from picotron.pipeline_parallel.stages import Stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
