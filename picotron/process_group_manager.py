@@ -51,8 +51,9 @@ class ProcessGroupManager:
         self.pp_group, self.pp_group_ids, self.pp_world_size, self.pp_rank = self._join(grid.movedim(1, -1))
         self.cp_group, self.cp_group_ids, self.cp_world_size, self.cp_rank = self._join(grid.movedim(2, -1))
         self.tp_group, self.tp_group_ids, self.tp_world_size, self.tp_rank = self._join(grid)
-        cp_dp = grid.permute(1, 3, 0, 2).flatten(2)  # (pp, tp, dp cp)
-        self.cp_dp_group, self.cp_dp_group_ids, self.cp_dp_world_size, self.cp_dp_rank = self._join(cp_dp)
+        dp = self.dp_group, self.dp_group_ids, self.dp_world_size, self.dp_rank  # is cp_dp without context parallelism
+        cp_dp = self._join(grid.permute(1, 3, 0, 2).flatten(2)) if cp_size > 1 else dp  # of rows (pp, tp, dp cp)
+        self.cp_dp_group, self.cp_dp_group_ids, self.cp_dp_world_size, self.cp_dp_rank = cp_dp
         self.pp_rows: list[list[int]] = grid.movedim(1, -1).reshape(-1, pp_size).tolist()
         self.pp_reverse_group: dist.ProcessGroup | None = None
 

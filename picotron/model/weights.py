@@ -2,7 +2,9 @@
 
 import hashlib
 import itertools
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +77,9 @@ def initial_weights(config: PreTrainedConfig, seed: int) -> ReadTensor:
 
     A matrix consists of tiles of TILE rows and columns. Each tile has its own CPU generator, seeded by (seed, name,
     number of the tile), and a rank draws only the tiles that its shard overlaps. So the numbers do not depend on the
-    layout.
+    layout, and several threads can draw them.
     """
+    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     padding = None if config.pad_token_id is None else config.pad_token_id % config.vocab_size  # -1: the last row
 
     def draw(name: str, shape: torch.Size, index: Index) -> Tensor:
@@ -93,12 +96,17 @@ def initial_weights(config: PreTrainedConfig, seed: int) -> ReadTensor:
         )
         weight = torch.empty(bottom - top, right - left)
         seed_of_name = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:4], "little")
-        for i, j in itertools.product(range(top, bottom, TILE), range(left, right, TILE)):
+
+        def fill(i: int, j: int) -> None:
             tile = weight[i - top : i - top + TILE, j - left : j - left + TILE]
             # torch's CPU generators use 32 bits of a seed. Consecutive seeds make the tiles of a matrix differ.
             number = i // TILE * -(-shape[1] // TILE) + j // TILE
             generator = torch.Generator().manual_seed((seed_of_name + number) % 2**32)
             tile.copy_(torch.normal(0.0, config.initializer_range, tile.shape, generator=generator))
+
+        tiles = itertools.product(range(top, bottom, TILE), range(left, right, TILE))
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda corner: fill(*corner), tiles))
         if name.endswith("embed_tokens.weight") and padding is not None and top <= padding < bottom:
             weight[padding - top] = 0.0  # the padding token's embedding is 0 and gets no gradient
         return weight[first_row - top : last_row - top, first_column - left : last_column - left]

@@ -32,6 +32,14 @@ def test_groups_have_the_expected_ranks() -> None:
         )  # messages of both directions do not wait for each other
 
 
+def test_axes_with_equal_groups_share_them() -> None:
+    """Each NCCL communicator takes time to create, and GPU memory."""
+    with fake_rank(5, Distributed(dp_size=4, tp_size=2)):
+        grid = pgm.process_group_manager
+        assert grid.cp_dp_group is grid.dp_group
+        assert grid.cp_dp_group_ids == [1, 3, 5, 7]
+
+
 def wrong_product() -> None:
     with pytest.raises(UserError, match="needs 4 ranks, but the process group has 2"):
         setup_process_group_manager(2, 1, 1, 2)
