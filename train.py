@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from picotron.bfloat16_states import make_optimizer
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
@@ -20,7 +21,7 @@ from picotron.data.token_files import has_token_files, load_token_files, targets
 from picotron.layout_checks import check_run
 from picotron.learning_rate import make_scheduler
 from picotron.model.weights import initial_weights
-from picotron.optimizer import AdamW, update_weights
+from picotron.optimizer import update_weights
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.process_group_manager import setup_process_group_manager
@@ -91,7 +92,7 @@ def main() -> None:
     # This rank's part of the model, with the four parallelisms applied, and its optimizer.
     weights = checkpoint.weights() if checkpoint else initial_weights(model_config, training.seed)
     model = build_model(config, model_config, plan, device, dtype, weights)
-    optimizer = AdamW(model, training, config.model.use_fused_adam)
+    optimizer = make_optimizer(model, config)
     if checkpoint:
         checkpoint.restore(optimizer, unwrap(model))
     scheduler = make_scheduler(optimizer, training, progress.step)

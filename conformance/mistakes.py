@@ -34,6 +34,7 @@ class Mistake(NamedTuple):
 FUZZ = ("fuzz",)
 DATA_PARALLEL = "picotron/data_parallel/data_parallel.py"
 ZERO1, ZERO3 = "picotron/data_parallel/zero1.py", "picotron/data_parallel/zero3.py"
+BFLOAT16, BFLOAT16_TESTS = "picotron/bfloat16_states.py", ("tests/picotron/test_bfloat16_states.py",)
 OPTIMIZER, STEP, PLACEMENT = "picotron/optimizer.py", "picotron/train_step.py", "picotron/model/placement.py"
 TENSOR_PARALLEL = "picotron/tensor_parallel/tensor_parallel.py"
 TP_COMMUNICATIONS = "picotron/tensor_parallel/tp_communications.py"
@@ -94,6 +95,18 @@ MISTAKES: dict[str, Mistake] = {
     "cosine_decays_to_zero": Mistake(
         LEARNING_RATE, "low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))", "0.5 * (1 + math.cos(math.pi * progress))", FUZZ
     ),
+    "each_rank_rounds_otherwise": Mistake(
+        BFLOAT16, 'f"{seed} {self.name} {update}"', "f\"{seed} {self.name} {update} {__import__('os').getpid()}\"", BFLOAT16_TESTS
+    ),
+    "slices_round_alike": Mistake(
+        BFLOAT16, "torch.arange(self.offset + start, self.offset + start + count", "torch.arange(start, start + count", BFLOAT16_TESTS
+    ),
+    "shards_round_alike": Mistake(BFLOAT16, "self.first + j + skipped", "j + skipped", BFLOAT16_TESTS),
+    "rounded_to_nearest": Mistake(BFLOAT16, "round_stochastically(weight, w, bits)", "weight.copy_(w)", BFLOAT16_TESTS),
+    "second_moment_to_nearest": Mistake(
+        BFLOAT16, "round_stochastically(exp_avg_sq, v, bits >> 16)", "exp_avg_sq.copy_(v)", BFLOAT16_TESTS
+    ),
+    "nan_becomes_zero": Mistake(BFLOAT16, "torch.where(values.isfinite(), rounded, values)", "rounded", BFLOAT16_TESTS),
     "norm_of_one_stage": Mistake(OPTIMIZER, "all_reduce(square, grid.pp_group)", "pass", ("fuzz", "step pp2")),
     "norm_counts_replicas": Mistake(
         OPTIMIZER, "replicas.append(grid.tp_world_size if shard is None else shard.replicas)", "replicas.append(1)",

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from conformance.oracle import drawn_weights, make_config, random_rows
 from picotron import process_group_manager as pgm
+from picotron.bfloat16_states import make_optimizer
 from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.collectives import all_reduce
@@ -19,7 +20,7 @@ from picotron.data.loader import MicroBatchDataLoader, data_fingerprint
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.learning_rate import make_scheduler
 from picotron.model.placement import main_grad, placement
-from picotron.optimizer import AdamW, clip_grad_norm
+from picotron.optimizer import clip_grad_norm
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.plan import PipelinePlan, plan_stages
 from picotron.process_group_manager import setup_process_group_manager
@@ -138,7 +139,7 @@ def train_steps(
     loader = MicroBatchDataLoader(rows, config, device_of(config), progress.samples)
     dtype = getattr(torch, config.model.dtype)
     take_step, _ = plan_of(config, model_config).make_steps(config, model_config, device_of(config), dtype)
-    optimizer = AdamW(model, config.training, fused=config.model.use_fused_adam)
+    optimizer = make_optimizer(model, config)
     if checkpoint:
         checkpoint.restore(optimizer, llama)
     scheduler = make_scheduler(optimizer, config.training, progress.step)

@@ -161,6 +161,9 @@ class Training(Section):
     """decay rate of AdamW's second moment"""
     adam_eps: float = Field(1e-8, gt=0)
     """term that AdamW adds to its denominator"""
+    optimizer_states: Literal["float32", "bfloat16_moments", "bfloat16"] = "float32"
+    """states of a bfloat16 model: float32 (18 bytes per parameter); moments in bfloat16 (14); or weights without a
+    float32 copy, too, updated with stochastic rounding (10)"""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """global gradient norm above which gradients are scaled down to it; null: no clipping"""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

@@ -98,6 +98,11 @@ def conflicts(config: Config) -> Iterator[str]:
                 f"use model.dtype='float32', cp_engine='ulysses' or use_cpu=true"
             )
 
+    if training.optimizer_states != "float32" and model.dtype != "bfloat16":
+        yield (
+            f"training.optimizer_states={training.optimizer_states!r} is for model.dtype='bfloat16', not {model.dtype!r}; "
+            f"remove it"
+        )
     if model.float8 and model.dtype == "float64":
         yield "model.float8=true rounds the products of model.dtype='float64'; use dtype='bfloat16'"
     if trace_steps and layout.pp_size == 1:

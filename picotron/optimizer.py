@@ -40,7 +40,7 @@ class AdamW(torch.optim.AdamW):
         self.model = model
         self.masters: dict[nn.Parameter, Tensor] = {}
         for p in filter(lambda p: p.requires_grad, model.parameters()):
-            weight, dtype = owned_weight(p), accumulation_dtype(p)
+            weight, dtype = owned_weight(p), self.master_dtype(p)
             self.masters[p] = weight if weight.dtype == dtype else weight.detach().to(dtype).requires_grad_()
         self.versions = {p: p._version for p in self.masters}  # torch's count of changes in place
         matrices = [master for p, master in self.masters.items() if p.ndim >= 2]
@@ -52,6 +52,14 @@ class AdamW(torch.optim.AdamW):
             eps=training.adam_eps,
             fused=fused,
         )
+
+    def master_dtype(self, parameter: Tensor) -> torch.dtype:
+        """Return the dtype in which a parameter is updated."""
+        return accumulation_dtype(parameter)
+
+    def moment_dtype(self, parameter: Tensor) -> torch.dtype:
+        """Return the dtype of a parameter's two moments."""
+        return accumulation_dtype(parameter)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -67,19 +75,23 @@ class AdamW(torch.optim.AdamW):
         for changed in (p for p in rounded if p._version != self.versions[p]):
             weight, master = owned_weight(changed), self.masters[changed]
             master.copy_(torch.where(weight == master.to(weight.dtype), master, weight))
+        self.update_masters(parameters)
+        if rounded:
+            torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])
+        self.versions |= {p: p._version for p in rounded}
+
+    def update_masters(self, parameters: list[nn.Parameter]) -> None:
+        """Update the master weights of some parameters, and their moments."""
         for parameter in parameters:
             self.masters[parameter].grad = main_grad(parameter)
         super().step()  # skips all other masters, which have no gradient
         for parameter in parameters:
             self.masters[parameter].grad = None  # the gradients stay in main_grad
-        if rounded:
-            torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])
-        self.versions |= {p: p._version for p in rounded}
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the tensors that the next step of a parameter depends on: `exp_avg`, `exp_avg_sq`, and `master` if it
-        is not the weight itself. They have the shape of `owned_weight` and are in float32 or wider. A frozen parameter
-        has none, nor has any parameter before its first step.
+        is not the weight itself. They have the shape of `owned_weight`. A frozen parameter has none, nor has any
+        parameter before its first step.
         """
         master = self.masters.get(parameter)
         if master is None or not self.state.get(master):
@@ -89,9 +101,7 @@ class AdamW(torch.optim.AdamW):
 
     def updates(self) -> dict[nn.Parameter, int]:
         """Return the number of updates of each parameter that has a state: fewer if it was frozen for some steps."""
-        steps = {p: self.state[master]["step"] for p, master in self.masters.items() if self.state.get(master)}
-        counts = torch.stack(list(steps.values())).tolist() if steps else []  # waits for the GPU only once
-        return {parameter: int(count) for parameter, count in zip(steps, counts, strict=True)}
+        return {p: int(self.state[master]["step"]) for p, master in self.masters.items() if self.state.get(master)}
 
     @torch.no_grad()
     def restore(self, updates: dict[nn.Parameter, int], read: ReadState) -> None:
@@ -103,12 +113,16 @@ class AdamW(torch.optim.AdamW):
             read: function that fills a tensor of `state_of`, called as `read(parameter, name, tensor)`.
         """
         for parameter in filter(self.masters.__contains__, updates):
-            master, fused = self.masters[parameter], self.param_groups[0]["fused"]
-            device = master.device if fused else "cpu"  # where torch's AdamW keeps it
-            self.state[master] = {"step": torch.tensor(updates[parameter], dtype=torch.float32, device=device)}
-            self.state[master] |= {name: torch.empty_like(master) for name in ("exp_avg", "exp_avg_sq")}
+            self.state[self.masters[parameter]] = self.new_state(parameter, updates[parameter])
             for name, tensor in self.state_of(parameter).items():
                 read(parameter, name, tensor)
+
+    def new_state(self, parameter: nn.Parameter, updates: int) -> dict[str, Tensor]:
+        """Return a state after a number of updates, with moments of 0."""
+        master, dtype = self.masters[parameter], self.moment_dtype(parameter)
+        device = master.device if self.param_groups[0]["fused"] else "cpu"  # where torch's AdamW keeps the number
+        moments = {name: torch.zeros_like(master, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.tensor(updates, dtype=torch.float32, device=device), **moments}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients of the model to zero, see `DataParallel.zero_grad`."""

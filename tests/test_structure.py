@@ -21,6 +21,7 @@ LAYERS = """
     picotron.run
     picotron.tensor_parallel picotron.context_parallel picotron.data_parallel
     picotron.data picotron.optimizer picotron.learning_rate
+    picotron.bfloat16_states
     picotron.train_step
     picotron.pipeline_parallel
     picotron.parallelize picotron.layout_checks

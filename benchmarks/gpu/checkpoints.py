@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.gpu.report import Check, Content, Options, checked, header
 from conformance.oracle import make_config, random_rows, random_tokens, relative_error, tiny_llama
 from conformance.training import device_of, train_steps, wrapped
+from picotron.bfloat16_states import make_optimizer
 from picotron.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
 from picotron.data.loader import data_fingerprint
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.optimizer import AdamW
 from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.pipelines.engine import plan_pipeline
@@ -48,7 +48,7 @@ def load(config: Config, model_config: LlamaConfig) -> tuple[Checkpoint, DataPar
 def files_changed_by_saving_again(config: Config, model_config: LlamaConfig, tokenizer: Path) -> int:
     """Load a checkpoint, save it without any training, and count the files of tensors that differ."""
     checkpoint, model = load(config, model_config)
-    optimizer = AdamW(model, config.training, config.model.use_fused_adam)
+    optimizer = make_optimizer(model, config)
     checkpoint.restore(optimizer, unwrap(model))
     fingerprint = data_fingerprint(random_rows(config), config)
     writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, tokenizer, fingerprint)

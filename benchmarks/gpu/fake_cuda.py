@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from picotron import parallelize
+from picotron.bfloat16_states import make_optimizer
 from picotron.config import Config
 from picotron.context_parallel.ulysses import sequence_order
 from picotron.data.loader import MicroBatchDataLoader
@@ -183,7 +184,7 @@ def fake_cuda_rank(
 
         with mock.patch.object(parallelize, "materialise", materialise_as_fake):
             model = parallelize.build_model(config, model_config, run_plan, DEVICE, dtype, fake_weights)
-        optimizer = AdamW(model, config.training, config.model.use_fused_adam)
+        optimizer = make_optimizer(model, config)
         length = config.training.seq_length
         train_step, evaluate = run_plan.make_steps(config, model_config, DEVICE, dtype)
         one_row = TextRows(np.zeros(length + 1, np.uint16), length)  # used again for every sample

@@ -18,6 +18,7 @@ from benchmarks.gpu.report import Content, Options, Outcome, Part, header, row, 
 from benchmarks.shapes import SHAPES
 from benchmarks.workload import torch_adamw
 from conformance.worker_pool import free_models
+from picotron.bfloat16_states import make_optimizer
 from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.data.loader import MicroBatchDataLoader
@@ -27,7 +28,7 @@ from picotron.model.flops import model_cost
 from picotron.model.model_config import check_supported
 from picotron.model.placement import Index
 from picotron.model.weights import ReadTensor
-from picotron.optimizer import AdamW, clip_grad_norm
+from picotron.optimizer import clip_grad_norm
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.metrics import Metrics, peak_flops
@@ -129,7 +130,7 @@ def picotron(workload: Workload, **training: Any) -> Step:
     config, device, model_config, dtype = workload.config(**training), workload.device, workload.model, torch.bfloat16
     plan = plan_pipeline(config, model_config)
     model = build_model(config, model_config, plan, device, dtype, random_weights(device))
-    optimizer = AdamW(model, config.training, config.model.use_fused_adam)
+    optimizer = make_optimizer(model, config)
     scheduler, loader = make_scheduler(optimizer, config.training), workload.loader()
     train_step = make_train_step(config, plan, device, dtype)
     metrics = Metrics(config, model_config, device, dtype)

@@ -18,6 +18,7 @@ from conformance.fuzz.modules import train_stages
 from conformance.oracle import drawn_weights
 from conformance.training import Failure, all_stages
 from picotron import layout_checks, parallelize
+from picotron.bfloat16_states import make_optimizer
 from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
@@ -28,7 +29,7 @@ from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.learning_rate import make_scheduler
 from picotron.model.model_config import load_model_config
-from picotron.optimizer import AdamW, clip_grad_norm
+from picotron.optimizer import clip_grad_norm
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import check_world_size
@@ -90,7 +91,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     llama = unwrap(model)
     for name, parameter in llama.named_parameters():
         parameter.requires_grad_(not frozen(name))
-    optimizer = AdamW(model, training, config.model.use_fused_adam)
+    optimizer = make_optimizer(model, config)
     if checkpoint:
         checkpoint.restore(optimizer, llama)
     scheduler = make_scheduler(optimizer, training, progress.step)

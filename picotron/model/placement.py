@@ -76,6 +76,7 @@ class Placement:
             gradient, see `sum_partial_gradients`.
         is_tied: pipeline parallelism: whether another stage holds this parameter, too, such as the tied embedding on
             the first and the last stage.
+        shared_name: its name on all of these stages; None if it has the same one in each of them.
         is_replica: whether that other stage's counts as the original. The gradient norm and checkpoints include the
             original only.
         owned: ZeRO: this rank's elements; None if each data-parallel rank updates all of them.
@@ -84,6 +85,7 @@ class Placement:
     shard: Shard | None = None
     sum_over: dist.ProcessGroup | None = None
     is_tied: bool = False
+    shared_name: str | None = None
     is_replica: bool = False
     owned: OwnedSlice | None = None
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from picotron.bfloat16_states import make_optimizer
 from picotron.config import Config
 from picotron.console import print_line, text_table
 from picotron.data.loader import MicroBatchDataLoader
@@ -33,7 +34,7 @@ from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.model_config import load_model_config
 from picotron.model.placement import Index
-from picotron.optimizer import AdamW, update_weights
+from picotron.optimizer import update_weights
 from picotron.parallelize import build_model, unwrap
 from picotron.run.metrics import global_mean, max_over_ranks
 from workbench.explain.fake_group import FakeGroup, Message, fake_rank
@@ -63,7 +64,10 @@ def run_step(model: DataParallel, data_loader: Any, config: Config, train_step: 
     """Run a training step of this rank, and count its bytes and messages."""
     parameters = list(model.parameters())
     first = parameters[0]
-    optimizer = AdamW(model, config.training, fused=False)  # there is no fused kernel for the meta device
+    # There is no fused kernel for the meta device, and nothing to compile.
+    off = {"model": {"use_fused_adam": False}, "training": {"compile": False}}
+    sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in off.items()}
+    optimizer = make_optimizer(model, config.model_copy(update=sections))
 
     weights, gradients = model.bytes_held()
     FakeGroup.messages.clear()

@@ -7,6 +7,9 @@ Bytes per parameter (`data_parallel` and `optimizer` give the reasons):
     float32        4         4            -                  8              16
     float64        8         8            -                 16              32
 
+With optimizer_states "bfloat16_moments", the moments of a bfloat16 parameter take 4 bytes; with "bfloat16", there is no
+master weight either.
+
 With dp_engine "zero1", the last two are divided by n, the number of dp ranks times that of cp ranks; with "zero3", all
 are. In a pipeline with "zero3", the full weights exist, too, from their first use in a step to its end.
 
@@ -291,7 +294,9 @@ def count_parameters(parts: tuple[int, int, int], tied: bool, stages: Sequence[S
 
 def state_bytes(config: "Config", s: Sizes, parameters: int) -> tuple[int, int, int]:
     """Bytes of the weights, gradients and optimizer state of a rank with this number of parameters."""
-    layout, optimizer = config.distributed, 2 * s.wide + (s.wide if s.number < s.wide else 0)
+    layout, states = config.distributed, config.training.optimizer_states
+    master = s.wide if s.number < s.wide and states != "bfloat16" else 0
+    optimizer = 2 * (s.wide if states == "float32" else s.number) + master
     ranks, engine = layout.dp_size * layout.cp_size, layout.dp_engine
     slices = parameters if engine not in ("zero1", "zero3") else -(-parameters // ranks)
     held = slices if engine == "zero3" else parameters

@@ -49,6 +49,8 @@ from workbench.schedules.simulate import Costs, Timeline, simulate
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+UNCOMPILED_STATES = 90  # numbers in temporary tensors that `bfloat16_states` reads and writes per parameter, by count
+
 
 class Seconds(NamedTuple):
     """Parts of a step: work of the busiest pp rank, its waits for messages (pp) and other ranks (bubble), the end."""
@@ -234,8 +236,13 @@ class Clock:
         s, engine, ranks = self.s, self.layout.dp_engine, self.data_ranks
         owned = parameters / (ranks if engine in ("zero1", "zero3") else 1)
         zeroed = parameters / (ranks if engine == "zero3" else 1)
-        copied = s.wide + s.number if s.number < s.wide else 0
-        moved = owned * (10 * s.wide + copied) + zeroed * s.wide
+        training = self.config.training
+        states = 6 * s.wide + (s.wide + s.number if s.number < s.wide else 0)  # read and written by the update
+        if training.optimizer_states != "float32":
+            compiled = not self.layout.use_cpu if training.compile is None else training.compile
+            masters = 2 * s.wide + s.number if training.optimizer_states == "bfloat16_moments" else 0
+            states = 6 * s.number + masters + (0 if compiled else UNCOMPILED_STATES * s.wide)
+        moved = owned * (4 * s.wide + states) + zeroed * s.wide
         return self.hardware.move(moved) + self.hardware.step(self.layout.world_size)
 
     @cached_property

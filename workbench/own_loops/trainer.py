@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
+from picotron.bfloat16_states import make_optimizer
 from picotron.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from picotron.checkpoint.safetensors_folder import find_folder
 from picotron.checkpoint.writer import CheckpointWriter
@@ -33,7 +34,7 @@ from picotron.data.rows import Rows
 from picotron.data.token_files import has_token_files, load_token_files
 from picotron.learning_rate import make_scheduler
 from picotron.model.weights import initial_weights
-from picotron.optimizer import AdamW, update_weights
+from picotron.optimizer import update_weights
 from picotron.parallelize import build_model, build_stage, unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import StopSignals, check_same_config, exit_after_signal, init_process_group, set_up_device
@@ -50,7 +51,7 @@ KEYS_WITH_EFFECT = """
     training.learning_rate training.total_train_steps training.seq_length training.micro_batch_size
     training.gradient_accumulation_steps training.max_tokens training.lr_scheduler training.warmup_steps
     training.decay_steps training.min_lr_ratio training.weight_decay training.adam_beta1 training.adam_beta2 training.adam_eps
-    training.max_grad_norm training.activation_checkpointing training.compile
+    training.optimizer_states training.max_grad_norm training.activation_checkpointing training.compile
 """  # sections and keys of the config that have an effect in every program
 DATA_SET_KEYS = "dataset training.num_samples"  # in a program that trains on the config's data set, see `read_data`
 RECORD_KEYS = "dataset.split dataset.subset_name dataset.mixture training.num_samples"  # in one with `load_documents`
@@ -200,7 +201,7 @@ class Trainer:
         weights = checkpoint.weights() if checkpoint else initial_weights(self.model_config, training.seed)
         self.model = build_model(config, self.model_config, plan, device, dtype, weights, frozen)
         self.stage: Any = self.model.module
-        self.optimizer = AdamW(self.model, training, config.model.use_fused_adam)
+        self.optimizer = make_optimizer(self.model, config)
         if checkpoint:
             checkpoint.restore(self.optimizer, unwrap(self.model))
         self.scheduler = make_scheduler(self.optimizer, training, self.progress.step)

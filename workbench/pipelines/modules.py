@@ -211,7 +211,7 @@ class Pipeline(PipelineStages):
                 is_frozen |= not getattr(module, leaf).requires_grad
                 mine = getattr(module, leaf) if mine is None else mine
                 setattr(module, leaf, mine)
-                place(mine, is_tied=True, is_replica=grid.pp_rank != ranks[0])
+                place(mine, is_tied=True, shared_name=str(places), is_replica=grid.pp_rank != ranks[0])
         if len(ranks) > 1 and ranks not in self.groups:
             rows = grid.grid.movedim(1, -1)[..., ranks].reshape(-1, len(ranks)).tolist()
             self.groups[ranks] = new_groups(rows)

@@ -173,11 +173,16 @@ def with_chunks(combination: Combination, config: Config) -> Iterator[tuple[Comb
 
 
 def what_fits(config: Config, model_config: PreTrainedConfig, gib: float) -> str:
-    """Return the smallest change with which a config fits into `gib`: recomputation, ZeRO, or also more ranks."""
+    """Return the smallest change with which a config fits into `gib`: recomputation, ZeRO, optimizer states, or also
+    more ranks.
+    """
     selective, full = ({"activation_checkpointing": how} for how in ("selective", "full"))
     zero3 = {"dp_engine": "zero3"}
     dp = config.distributed.dp_size
     changes: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, selective), ({}, full), (zero3, {}), (zero3, full)]
+    if config.model.dtype == "bfloat16":
+        states = [full | {"optimizer_states": each} for each in ("bfloat16_moments", "bfloat16")]
+        changes += [(engine, each) for engine in ({}, zero3) for each in states]
     changes += [(zero3 | {"dp_size": dp * 2**i}, full) for i in range(1, 13)]
     for layout, training in changes:
         sections = {"distributed": layout, "training": training}

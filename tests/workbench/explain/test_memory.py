@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 from conformance.oracle import make_config, random_rows, tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
+from picotron.bfloat16_states import make_optimizer
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.cross_entropy import LinearCrossEntropy
 from picotron.model.weights import initial_weights
-from picotron.optimizer import AdamW
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.explain.memory import layer_bytes, rank_memory, sizes
@@ -102,7 +102,7 @@ def measure_rank(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     plan = plan_pipeline(config, model_config)
     model = build_model(config, model_config, plan, CPU, dtype, initial_weights(model_config, config.training.seed))
     parameters = list(model.parameters())
-    optimizer = AdamW(model, config.training, fused=True)
+    optimizer = make_optimizer(model, config)
     step = make_train_step(config, plan, CPU, dtype)
     saved = SavedBytes(model)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), count_gradients_of_loss(saved):
@@ -131,12 +131,13 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [  # changes of the config,
     ({"model__dtype": "float32"}, {"tie_word_embeddings": True}),
     ({"distributed__tp_size": 2, "distributed__sequence_parallel": True}, {"attention_bias": True, "mlp_bias": True}),
     ({"distributed__cp_size": 2, "distributed__cp_engine": "ulysses"}, {"family": "qwen2"}),
-    ({"distributed__tp_size": 2, "model__dtype": "bfloat16"}, {"family": "qwen3", "num_key_value_heads": 1}),
+    ({"distributed__tp_size": 2, "model__dtype": "bfloat16", "training__optimizer_states": "bfloat16_moments"}, {"family": "qwen3", "num_key_value_heads": 1}),
     ({"distributed__pp_size": 2, "distributed__pp_engine": "1f1b"}, {"tie_word_embeddings": True}),
     ({"training__activation_checkpointing": "full", "distributed__pp_size": 2, "distributed__pp_keep_activations": 1}, {}),
     ({"training__activation_checkpointing": "selective", "distributed__pp_size": 2, "distributed__pp_engine": "zbv"}, {}),
     ({"model__use_flash_attention": False, "model__dtype": "bfloat16"}, {}),
     ({"distributed__dp_size": 2, "distributed__dp_engine": "zero3", "model__dtype": "bfloat16"}, {}),
+    ({"distributed__dp_size": 2, "distributed__dp_engine": "zero1", "model__dtype": "bfloat16", "training__optimizer_states": "bfloat16"}, {}),
 ]  # fmt: skip
 
 
