@@ -483,7 +483,7 @@ MISTAKES: dict[str, Mistake] = {
     "ddp: exported_without_weights": Mistake(DDP, "model.save_pretrained", "model.config.save_pretrained", ("export dp2",)),
     "zero1: slices_not_gathered": Mistake(OWN_ZERO1, "matrices.gather()", "pass", ("step dp2",)),
     "zero1: moments_of_the_next_slice": Mistake(
-        OWN_ZERO1, "nn.Parameter(self.whole.chunk(ranks)[self.rank])", "nn.Parameter(self.whole.chunk(ranks)[self.rank - 1])", ("step dp2",)
+        OWN_ZERO1, "nn.Parameter(self.weight_slices[self.rank])", "nn.Parameter(self.weight_slices[self.rank - 1])", ("step dp2",)
     ),
     "zero1: norm_of_own_parts": Mistake(
         "conformance/adapters/loop.py", "    dist.all_reduce(square)\n", "", (f"{OWN_ZERO1} step dp2",)

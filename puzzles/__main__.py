@@ -100,7 +100,8 @@ def check(puzzle: Puzzle, folder: Path) -> bool:
             known |= {"score": report.score.value, "text": report.score.text}
         known["solved"] = True
         write_progress(folder, progress)
-        others = PUZZLES[puzzle.number :] + PUZZLES[: puzzle.number]
+        place = PUZZLES.index(puzzle)
+        others = PUZZLES[place + 1 :] + PUZZLES[:place]
         following = next((each for each in others if not progress[each.name]["solved"]), None)
         to_read = following and f"next: puzzles/{following.path.name}, after {following.page.partition('#')[0]}"
         print(to_read or "You have solved all puzzles.")

@@ -1,4 +1,4 @@
-"""The puzzles in order, with hints. No torch here, so that listing them takes no time."""
+"""The puzzles in the order of the pages, with hints. No torch here, so that listing them takes no time."""
 
 import dataclasses
 from pathlib import Path
@@ -11,7 +11,7 @@ class Puzzle:
     """A puzzle.
 
     Args:
-        name: name of its three files, which begins with its number.
+        name: name of its three files, which begins with its number. (A number stays, because adapters use these names.)
         topic: one of the parts of the learning path.
         title: the title, as at the top of the file.
         page: page and section of the docs from which one can solve it.
@@ -96,21 +96,6 @@ PUZZLES = [
         "picotron/data/loader.py micro_batch_samples weights each micro-batch by the targets of all ranks.",
     ),
     Puzzle(
-        "p05_buckets",
-        "data",
-        "buckets of gradients that overlap with backward",
-        "docs/data_parallel.md#averaging-in-buckets-while-backward-is-running",
-        (
-            "Only what is left after the end of backward costs time. Where must the last bucket be small, and where do many "
-            "buckets cost more latency than they save?",
-            "Begin with a loop that closes a bucket at a limit of bytes, a function that computes when the last all-reduce "
-            "ends, and powers of two as limits. To get further, do not use the same limit everywhere.",
-            "Let best(b) be the earliest end of the reduction of the first b gradients. If their last bucket begins at "
-            "gradient a, it ends at max(best(a), ready[b - 1]) + latency + bytes / bandwidth: try every a.",
-        ),
-        "picotron/data_parallel/data_parallel.py make_buckets closes a bucket at one limit of bytes, as par does.",
-    ),
-    Puzzle(
         "p06_split",
         "tensor",
         "which part of each matrix a rank holds",
@@ -155,6 +140,109 @@ PUZZLES = [
         "picotron/model/cross_entropy.py Softmax.of computes it, with two all-reduces per chunk of tokens.",
     ),
     Puzzle(
+        "p18_whole_step",
+        "layout",
+        "a whole training step over dp 2 x tp 2",
+        "docs/data_parallel.md#the-line-that-does-it",
+        (
+            "Write it for one process first. Then four numbers are partial: y over tp, all gradients over dp, and the sum of "
+            "squares in the norm over tp. Which part of this sum must not be added twice?",
+            "y: tp.all_reduce of silu(x up') down', before the bias. Autograd does not see it; but a sum has the gradient of its "
+            "term, so the graph may end in the term. The mean over the batch is the mean of both dp ranks' means.",
+            "norm = sqrt(tp.all_reduce(squares of up and down) + squares of bias), of gradients that are averaged over dp before.",
+        ),
+        "picotron/optimizer.py clip_grad_norm counts what several ranks hold once; update_weights does the rest of the step.",
+    ),
+    Puzzle(
+        "p05_buckets",
+        "data",
+        "buckets of gradients that overlap with backward",
+        "docs/data_parallel.md#averaging-in-buckets-while-backward-is-running",
+        (
+            "Only what is left after the end of backward costs time. Where must the last bucket be small, and where do many "
+            "buckets cost more latency than they save?",
+            "Begin with a loop that closes a bucket at a limit of bytes, a function that computes when the last all-reduce "
+            "ends, and powers of two as limits. To get further, do not use the same limit everywhere.",
+            "Let best(b) be the earliest end of the reduction of the first b gradients. If their last bucket begins at "
+            "gradient a, it ends at max(best(a), ready[b - 1]) + latency + bytes / bandwidth: try every a.",
+        ),
+        "picotron/data_parallel/data_parallel.py make_buckets closes a bucket at one limit of bytes, as par does.",
+    ),
+    Puzzle(
+        "p15_zero1",
+        "sharding",
+        "an optimizer of which each rank has a slice (ZeRO-1)",
+        "docs/zero.md#the-algorithms",
+        (
+            "An all-reduce is a reduce-scatter and an all-gather, as in puzzle 1. What can happen between the two?",
+            "reduce_scatter returns the sum of the slice that this rank updates (divide it by n). After the update, all_gather "
+            "the slices of the weights.",
+            'In the first step, keep state["own"] = torch.nn.Parameter(a clone of this rank\'s slice of w; a view would keep '
+            "all of w) and an optimizer torch.optim.AdamW over it. Pad w and the gradient with zeros to a length that n "
+            "divides.",
+        ),
+        "picotron/data_parallel/zero1.py SlicedBucket reduces and gathers these slices; the optimizer sees only the rank's own.",
+    ),
+    Puzzle(
+        "p12_1f1b",
+        "pipeline",
+        "one forward, one backward",
+        "docs/pipeline_parallel.md#the-algorithm-of-1f1b",
+        (
+            "Begin with all forwards, then all backwards, and look at the picture. Which backward could start much earlier?",
+            "The last rank can run a backward right after each forward. Rank p - 2 needs one more forward first, and so on.",
+            "Rank r: min(p - 1 - r, m) forwards; then pairs of a forward and a backward until the forwards are used up; then "
+            "the remaining backwards.",
+        ),
+        "workbench/schedules/schedules.py one_f_one_b is this schedule; train_step_pipeline_1f1b runs it as a loop.",
+    ),
+    Puzzle(
+        "p17_pipeline_step",
+        "pipeline",
+        "a step of 1F1B, with its messages",
+        "docs/pipeline_parallel.md#the-algorithm-of-1f1b",
+        (
+            "First the forward of one micro-batch through all ranks, and then its backward. x comes from the previous rank, "
+            "so autograd does not know it: which call makes x.grad appear? And how does the gradient of y enter y's graph?",
+            "x = group.recv(rank - 1).requires_grad_(), y = stage(x), group.send(y, rank + 1); later y.backward(dy) with dy "
+            "from the next rank, and group.send(x.grad, rank - 1). On the last rank, y is the loss divided by m.",
+            "Put x and y into a queue until their backward. Then the order is that of puzzle 12: min(p - 1 - r, m) forwards; "
+            "a forward and a backward in turn; the remaining backwards.",
+        ),
+        "picotron/pipeline_parallel/pipeline_parallel.py train_step_pipeline_1f1b is this loop, with two messages in one batch.",
+    ),
+    Puzzle(
+        "p14_messages",
+        "pipeline",
+        "1F1B when messages take time",
+        "docs/pipeline_parallel.md#the-algorithm-of-1f1b",
+        (
+            "Begin with your solution of puzzle 12, and look at the picture: a rank waits although it could run another "
+            "forward. How many forwards must rank p - 2 start before its first backward, so that the last rank never waits?",
+            "Between a forward of a rank and the backward of the same micro-batch, each later rank adds a forward, a "
+            "backward and two messages: 3 + 2 p2p. How many micro-batches start in this time, one every 3?",
+            "Rank r: min(m, 1 + k (p - 1 - r)) forwards, with k = ceil(1 + 2/3 p2p); then a backward and a forward in turn. "
+            "So messages of up to 1.5 forwards need twice as long a warm-up as messages that take no time.",
+        ),
+        "workbench/schedules/search.py fastest_schedule runs ahead as far as messages and memory ask for: pp_engine auto trains with its result.",
+    ),
+    Puzzle(
+        "p13_bubble",
+        "pipeline",
+        "a smaller bubble than 1F1B",
+        "docs/pipeline_schedules.md#all-schedules-on-one-time-axis",
+        (
+            "Begin with your solution of puzzle 12. Its picture shows where ranks wait at the end: for backwards of later "
+            "ranks, of which they need only the half I. So each W that a later rank runs before an I delays them.",
+            "Split every backward, and run W directly after I. Then delay the last W of the last rank until after its last I. "
+            "What does this do to the end of the step? Then do the same on the other ranks, with fewer W.",
+            "Par: rank r runs its last r W after its last I, and every other W directly after its I. To get further, delay "
+            "other W, too, run W only when nothing else can run, and watch the activations; compare with `python -m "
+            "workbench.drawing schedule zb_h1 --pp 4 --micro_batches 8`.",
+        ),
+        "workbench/schedules/schedules.py zb_h1 is a schedule with the best known bubble.",
+    ),
+    Puzzle(
         "p09_owner",
         "context",
         "which rank gets which part of a sequence",
@@ -194,65 +282,6 @@ PUZZLES = [
         "picotron/context_parallel/context_parallel.py RingAttention does it, forward and backward, with zigzag shards.",
     ),
     Puzzle(
-        "p12_1f1b",
-        "pipeline",
-        "one forward, one backward",
-        "docs/pipeline_parallel.md#the-algorithm-of-1f1b",
-        (
-            "Begin with all forwards, then all backwards, and look at the picture. Which backward could start much earlier?",
-            "The last rank can run a backward right after each forward. Rank p - 2 needs one more forward first, and so on.",
-            "Rank r: min(p - 1 - r, m) forwards; then pairs of a forward and a backward until the forwards are used up; then "
-            "the remaining backwards.",
-        ),
-        "workbench/schedules/schedules.py one_f_one_b is this schedule; train_step_pipeline_1f1b runs it as a loop.",
-    ),
-    Puzzle(
-        "p13_bubble",
-        "pipeline",
-        "a smaller bubble than 1F1B",
-        "docs/pipeline_schedules.md#all-schedules-on-one-time-axis",
-        (
-            "Begin with your solution of puzzle 12. Its picture shows where ranks wait at the end: for backwards of later "
-            "ranks, of which they need only the half I. So each W that a later rank runs before an I delays them.",
-            "Split every backward, and run W directly after I. Then delay the last W of the last rank until after its last I. "
-            "What does this do to the end of the step? Then do the same on the other ranks, with fewer W.",
-            "Par: rank r runs its last r W after its last I, and every other W directly after its I. To get further, delay "
-            "other W, too, run W only when nothing else can run, and watch the activations; compare with `python -m "
-            "workbench.drawing schedule zb_h1 --pp 4 --micro_batches 8`.",
-        ),
-        "workbench/schedules/schedules.py zb_h1 is a schedule with the best known bubble.",
-    ),
-    Puzzle(
-        "p14_messages",
-        "pipeline",
-        "1F1B when messages take time",
-        "docs/pipeline_parallel.md#the-algorithm-of-1f1b",
-        (
-            "Begin with your solution of puzzle 12, and look at the picture: a rank waits although it could run another "
-            "forward. How many forwards must rank p - 2 start before its first backward, so that the last rank never waits?",
-            "Between a forward of a rank and the backward of the same micro-batch, each later rank adds a forward, a "
-            "backward and two messages: 3 + 2 p2p. How many micro-batches start in this time, one every 3?",
-            "Rank r: min(m, 1 + k (p - 1 - r)) forwards, with k = ceil(1 + 2/3 p2p); then a backward and a forward in turn. "
-            "So messages of up to 1.5 forwards need twice as long a warm-up as messages that take no time.",
-        ),
-        "workbench/schedules/search.py fastest_schedule runs ahead as far as messages and memory ask for: pp_engine auto trains with its result.",
-    ),
-    Puzzle(
-        "p15_zero1",
-        "sharding",
-        "an optimizer of which each rank has a slice (ZeRO-1)",
-        "docs/zero.md#the-algorithms",
-        (
-            "An all-reduce is a reduce-scatter and an all-gather, as in puzzle 1. What can happen between the two?",
-            "reduce_scatter returns the sum of the slice that this rank updates (divide it by n). After the update, all_gather "
-            "the slices of the weights.",
-            'In the first step, keep state["own"] = torch.nn.Parameter(a clone of this rank\'s slice of w; a view would keep '
-            "all of w) and an optimizer torch.optim.AdamW over it. Pad w and the gradient with zeros to a length that n "
-            "divides.",
-        ),
-        "picotron/data_parallel/zero1.py SlicedBucket reduces and gathers these slices; the optimizer sees only the rank's own.",
-    ),
-    Puzzle(
         "p16_layout",
         "layout",
         "sequences of 128 Ki tokens on 64 GPUs",
@@ -266,35 +295,6 @@ PUZZLES = [
             "take more memory on a rank: choose a dp_engine that shards them.",
         ),
         "workbench/sweep/planner.py best_configs searches all layouts, for create_config.py --best.",
-    ),
-    Puzzle(
-        "p17_pipeline_step",
-        "pipeline",
-        "a step of 1F1B, with its messages",
-        "docs/pipeline_parallel.md#the-algorithm-of-1f1b",
-        (
-            "First the forward of one micro-batch through all ranks, and then its backward. x comes from the previous rank, "
-            "so autograd does not know it: which call makes x.grad appear? And how does the gradient of y enter y's graph?",
-            "x = group.recv(rank - 1).requires_grad_(), y = stage(x), group.send(y, rank + 1); later y.backward(dy) with dy "
-            "from the next rank, and group.send(x.grad, rank - 1). On the last rank, y is the loss divided by m.",
-            "Put x and y into a queue until their backward. Then the order is that of puzzle 12: min(p - 1 - r, m) forwards; "
-            "a forward and a backward in turn; the remaining backwards.",
-        ),
-        "picotron/pipeline_parallel/pipeline_parallel.py train_step_pipeline_1f1b is this loop, with two messages in one batch.",
-    ),
-    Puzzle(
-        "p18_whole_step",
-        "layout",
-        "a whole training step over dp 2 x tp 2",
-        "docs/tensor_parallel.md#reading-the-code",
-        (
-            "Write it for one process first. Then four numbers are partial: y over tp, all gradients over dp, and the sum of "
-            "squares in the norm over tp. Which part of this sum must not be added twice?",
-            "y: tp.all_reduce of silu(x up') down', before the bias. Autograd does not see it; but a sum has the gradient of its "
-            "term, so the graph may end in the term. The mean over the batch is the mean of both dp ranks' means.",
-            "norm = sqrt(tp.all_reduce(squares of up and down) + squares of bias), of gradients that are averaged over dp before.",
-        ),
-        "picotron/optimizer.py clip_grad_norm counts what several ranks hold once; update_weights does the rest of the step.",
     ),
 ]
 

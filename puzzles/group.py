@@ -63,7 +63,7 @@ class Group:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return all ranks' x, one after the other along the first dimension: (k, ...) -> (n k, ...).
-        In torch: dist.all_gather_into_tensor(full, x), with an empty tensor full (n k, ...).
+        In torch: dist.all_gather(shards, x), with a list of n empty tensors like x.
         """
         x = self._checked("all_gather", x)
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -73,7 +73,7 @@ class Group:
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return part `rank` of the sum of all ranks' x, which is cut into n equal parts along the first dimension:
-        (n k, ...) -> (k, ...). In torch: dist.reduce_scatter_tensor(part, x), with an empty tensor part (k, ...).
+        (n k, ...) -> (k, ...). In torch: dist.reduce_scatter(part, list(x.chunk(n))), with an empty tensor part.
         """
         x = self._checked("reduce_scatter", x)
         if x.ndim == 0 or len(x) % self.size:

@@ -1,6 +1,6 @@
 """Puzzle 13, pipeline: a smaller bubble than 1F1B.
 
-To read: docs/pipeline_schedules.md, "Seven schedules on one time axis". Check your answer with `python -m puzzles 13`.
+To read: docs/pipeline_schedules.md, "All schedules on one time axis". Check your answer with `python -m puzzles 13`.
 """
 
 

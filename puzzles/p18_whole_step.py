@@ -1,6 +1,6 @@
 """Puzzle 18, layout: a whole training step over dp 2 x tp 2.
 
-To read: docs/tensor_parallel.md, "Reading the code". Check your answer with `python -m puzzles 18`.
+To read: docs/data_parallel.md, "The line that does it". Check your answer with `python -m puzzles 18`.
 """
 
 from torch import Tensor

@@ -31,16 +31,17 @@ NAMES_IN_LAYERS = {  # transformers' modules that a module of a layer computes
 
 def all_gather(x: Tensor) -> Tensor:
     """Join the tokens of all ranks: (T/tp, B, D) -> (T, B, D)."""
-    found = x.new_empty(x.size(0) * dist.get_world_size(), *x.shape[1:])
-    dist.all_gather_into_tensor(found, x.contiguous())
-    return found
+    shards = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, x.contiguous())
+    return torch.cat(shards)
 
 
 def reduce_scatter(x: Tensor) -> Tensor:
     """Sum over the ranks, of which each keeps its tokens: (T, B, D) -> (T/tp, B, D)."""
-    found = x.new_empty(x.size(0) // dist.get_world_size(), *x.shape[1:])
-    dist.reduce_scatter_tensor(found, x.contiguous())
-    return found
+    shards = list(x.contiguous().chunk(dist.get_world_size()))
+    own = torch.empty_like(shards[0])
+    dist.reduce_scatter(own, shards)
+    return own
 
 
 class Enter(torch.autograd.Function):

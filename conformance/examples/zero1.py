@@ -31,7 +31,9 @@ class Slices:
         flat = torch.cat([p.detach().flatten() for p in parameters.values()])
         self.whole = F.pad(flat, (0, -flat.numel() % ranks))  # so that all slices have the same size
         self.gradient = torch.zeros_like(self.whole)
-        self.own = nn.Parameter(self.whole.chunk(ranks)[self.rank])  # a view: its update changes `whole`
+        self.weight_slices = list(self.whole.view(ranks, -1))  # one for each rank, all of them views
+        self.gradient_slices = list(self.gradient.view(ranks, -1))
+        self.own = nn.Parameter(self.weight_slices[self.rank])  # what the optimizer sees
         self.places, start = dict[str, int](), 0
         for name, p in parameters.items():
             self.places[name], stop = start, start + p.numel()
@@ -42,12 +44,12 @@ class Slices:
     def reduce_gradient(self) -> None:
         """Sum the ranks' gradients (N), of which each rank keeps its slice (N/dp)."""
         self.own.grad = torch.empty_like(self.own)
-        dist.reduce_scatter_tensor(self.own.grad, self.gradient)
+        dist.reduce_scatter(self.own.grad, self.gradient_slices)
         self.gradient.zero_()
 
     def gather(self) -> None:
         """Replace the weights (N) by the slices that the ranks have updated."""
-        dist.all_gather_into_tensor(self.whole, self.own.detach().clone())
+        dist.all_gather(self.weight_slices, self.own.detach())
 
     def parts(self, own: Any) -> dict[str, Part]:
         """Return this rank's part of each tensor, given its slice of all of them."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron.collectives import all_gather_single, reduce_scatter_single, run_on_all_ranks
+from picotron.collectives import run_on_all_ranks
 from picotron.console import text_table
 
 NUMBERS = 2**20  # elements of the tensor whose bytes are counted: 4 MiB in float32
@@ -54,14 +54,15 @@ def gather(shard: Tensor) -> Tensor | None:
 
 
 def all_gather(shard: Tensor) -> Tensor:
-    full = shard.new_empty(dist.get_world_size() * len(shard))
-    all_gather_single(full, shard)
-    return full
+    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, shard)
+    return torch.cat(shards)
 
 
 def reduce_scatter(x: Tensor) -> Tensor:
-    shard = x.new_empty(len(x) // dist.get_world_size())
-    reduce_scatter_single(shard, x)
+    shards = list(x.chunk(dist.get_world_size()))
+    shard = torch.empty_like(shards[0])
+    dist.reduce_scatter(shard, shards)
     return shard
 
 

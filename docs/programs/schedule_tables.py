@@ -19,7 +19,7 @@ from workbench.schedules.schedules import SCHEDULES, build
 from workbench.schedules.search import fastest_schedule, shapes
 from workbench.schedules.simulate import Costs, peak_activations, simulate
 
-SIZES = ((2, 4), (2, 16), (4, 8), (4, 64), (8, 8), (8, 32), (16, 16), (16, 64))  # p, m
+SIZES = ((4, 8), (8, 32), (16, 64))  # p, m
 ENGINES = [
     (name, chunks)
     for name, recipe in SCHEDULES.items()

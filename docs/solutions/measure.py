@@ -1,7 +1,7 @@
 """Exercises "measure it yourself": the latency and bandwidth of an all-reduce, and a backward that hides one.
 
 torchrun --nproc_per_node 2 -m docs.solutions.measure all_reduce
-torchrun --nproc_per_node 2 -m docs.solutions.measure overlap     also writes overlap.json, for ui.perfetto.dev
+torchrun --nproc_per_node 2 -m docs.solutions.measure overlap     also writes two traces, for ui.perfetto.dev
 """
 
 import argparse
@@ -88,20 +88,20 @@ def hidden(events: list[dict[str, float]], backward: dict[str, float]) -> float:
 def overlap() -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
     x = torch.randn(256, 1024)
-    for kind in (False, True):
-        step(model, x, kind)  # opens connections and allocates memory
+    for name in ("after_backward", "in_hooks"):
+        step(model, x, name == "in_hooks")  # opens connections and allocates memory
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            step(model, x, kind)
+            step(model, x, name == "in_hooks")
         if dist.get_rank() == 0:
-            profiler.export_chrome_trace("overlap.json")
-            with open("overlap.json") as file:
+            profiler.export_chrome_trace(f"{name}.json")
+            with open(f"{name}.json") as file:
                 events = [event for event in json.load(file)["traceEvents"] if "dur" in event]
             backward = next(event for event in events if event["name"] == "backward")
             sums = [event for event in events if event["name"] == "gloo:all_reduce"]
             end = max(event["ts"] + event["dur"] for event in sums) - backward["ts"]
             print(
-                f"all-reduces {'in hooks' if kind else 'after backward'}: backward takes {backward['dur'] / 1000:.0f} ms, "
+                f"all-reduces {name.replace('_', ' ')}: backward takes {backward['dur'] / 1000:.0f} ms, "
                 f"the last all-reduce ends at {end / 1000:.0f} ms; "
                 f"one runs during {hidden(sums, backward) / backward['dur']:.0%} of backward"
             )

@@ -18,6 +18,7 @@ from tests.docs.test_docs import anchors
 from tests.support.puzzle_answers import FAILURES, FIRST, WRONG
 
 pytestmark = pytest.mark.processes
+BY_NUMBER = {puzzle.number: puzzle for puzzle in PUZZLES}
 each_puzzle = pytest.mark.parametrize("puzzle", PUZZLES, ids=lambda puzzle: puzzle.name)
 
 
@@ -58,7 +59,7 @@ def test_solution_is_right(puzzle: Puzzle, processes: WorkerPool) -> None:
 def test_wrong_answer_gets_its_first_difference(
     number: int, old: str, new: str, verdict: str, sentence: str, processes: WorkerPool, tmp_path: Path
 ) -> None:
-    puzzle = PUZZLES[number - 1]
+    puzzle = BY_NUMBER[number]
     text = puzzle.solution.read_text()
     assert old in text
     assert_report(answer(text.replace(old, new), puzzle, tmp_path, processes), verdict, sentence)
@@ -79,7 +80,7 @@ def test_failure_is_one_sentence(
 def test_check_prints_and_remembers_the_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    puzzle = PUZZLES[12]
+    puzzle = BY_NUMBER[13]
     monkeypatch.setattr(Puzzle, "path", property(lambda self: tmp_path / f"{self.name}.py"))
     puzzle.path.write_text(puzzle.solution.read_text())
     assert cli.main(["13"], tmp_path) == 0
@@ -103,8 +104,8 @@ def test_adapter_is_checked_function_by_function(tmp_path: Path, capsys: pytest.
 
 
 def test_puzzles_are_numbered_and_complete() -> None:
-    assert [puzzle.number for puzzle in PUZZLES] == list(range(1, len(PUZZLES) + 1))
-    assert [find(text) for text in ("7", "07", "p07", "p07_mlp")] == [PUZZLES[6]] * 4
+    assert sorted(BY_NUMBER) == list(range(1, len(PUZZLES) + 1))
+    assert [find(text) for text in ("7", "07", "p07", "p07_mlp")] == [BY_NUMBER[7]] * 4
     for puzzle in PUZZLES:
         file, symbol, *_ = puzzle.place.split()
         assert re.search(rf"(class |def |^){symbol.split('.')[-1]}\b", Path(file).read_text(), re.MULTILINE), (
@@ -113,3 +114,15 @@ def test_puzzles_are_numbered_and_complete() -> None:
         page, _, anchor = puzzle.page.partition("#")
         assert anchor in anchors(Path(page))
         assert f"`python -m puzzles {puzzle.number}`" in puzzle.path.read_text()
+
+
+def test_puzzles_and_pages_have_one_order() -> None:
+    """The table of README.md has the puzzles of each page, in the order in which `python -m puzzles` lists them."""
+    listed = []
+    for row in re.findall(r"^\| \[.*\|$", Path("README.md").read_text(), re.MULTILINE):
+        for name in re.findall(r"\]\(puzzles/(p\w+)\.py\)", row):
+            puzzle = find(name)
+            assert puzzle is not None
+            assert f"]({puzzle.page.partition('#')[0]})" in row
+            listed.append(puzzle)
+    assert listed == PUZZLES
