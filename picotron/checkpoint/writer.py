@@ -214,7 +214,7 @@ class CheckpointWriter:
             files[each.file] = sorted([*files[each.file], *each.ranges], key=lambda each: each.start)
         for name, content in (self.model_files | self._indices(written)).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            files[name] = write_file(folder / name, content)
+            files[name] = write_file(folder / name, [(0, content)])
         state = TrainerState(
             **dataclasses.asdict(progress),
             data_fingerprint=self.fingerprint,
@@ -227,7 +227,7 @@ class CheckpointWriter:
             wandb_run_id=self.wandb_run_id,
             files=files,
         )  # fmt: skip
-        write_file(folder / STATE_FILE, state.to_json().encode())
+        write_file(folder / STATE_FILE, [(0, state.to_json().encode())])
 
     def _delete_old(self) -> None:
         """Delete all checkpoints but the last ones that the config keeps."""
