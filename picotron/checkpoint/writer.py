@@ -55,7 +55,6 @@ class CheckpointWriter:
         tokenizer: folder with the tokenizer's files, used on rank 0; None: checkpoints have no tokenizer.
         fingerprint: fingerprint of the training data, see `data_fingerprint`.
         wandb_run_id: id of the wandb run, used on rank 0.
-        held_out: number of rows at the end of the data that are not trained on.
     """
 
     def __init__(
@@ -67,10 +66,9 @@ class CheckpointWriter:
         tokenizer: Path | None,
         fingerprint: str,
         wandb_run_id: str | None = None,
-        held_out: int = 0,
     ) -> None:
         grid = pgm.process_group_manager
-        self.config, self.fingerprint, self.wandb_run_id, self.held_out = config, fingerprint, wandb_run_id, held_out
+        self.config, self.fingerprint, self.wandb_run_id = config, fingerprint, wandb_run_id
         self.model_files = model_files(model_config, config.model.dtype, tokenizer) if grid.global_rank == 0 else {}
         self.save_dir = Path(config.checkpoint.save_dir)
         # Separate groups, because a background thread may call collectives during training; gloo for data on the CPU.
@@ -218,7 +216,6 @@ class CheckpointWriter:
         state = TrainerState(
             **dataclasses.asdict(progress),
             data_fingerprint=self.fingerprint,
-            held_out=self.held_out,
             updates={name: n for each in written for name, n in each.updates.items() if 0 < n != progress.step},
             seed=self.config.training.seed,
             layout=str(pgm.process_group_manager),
