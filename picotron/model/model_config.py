@@ -3,7 +3,7 @@
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
@@ -41,6 +41,7 @@ class Limits(BaseModel):
     rms_norm_eps: Annotated[float, Field(ge=0)] = 0
     pad_token_id: Annotated[int, Field(ge=-1)] | None = None
     num_labels: Annotated[int, Field(ge=0, le=2**16)] = 2  # transformers makes a table of this size
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     no_rope_layer_interval: Size = 1
     attention_multiplier: Multiplier = 1
     embedding_multiplier: Multiplier = 1
