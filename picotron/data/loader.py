@@ -8,7 +8,7 @@ import hashlib
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -208,13 +208,3 @@ class MicroBatchDataLoader:
         for name, tensor in next(self.iterators[0]).items():
             batch[name] = tensor if name == "cu_seqlens" else tensor.to(self.device, non_blocking=True)
         return batch
-
-
-class BatchList:
-    """A data loader of micro-batches in a list, for one step."""
-
-    def __init__(self, batches: Sequence[dict[str, Any]]) -> None:
-        self.batches, self.grad_acc_steps = iter(batches), len(batches)
-
-    def __next__(self) -> dict[str, Any]:
-        return next(self.batches)

@@ -34,8 +34,7 @@ from picotron.config import Config
 from picotron.model.llama import Llama
 from picotron.model.placement import main_grad, place
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
-from picotron.pipeline_parallel.pp_layout import Stage
-from picotron.pipeline_parallel.stages import format_stages, stages_for
+from picotron.pipeline_parallel.stages import Stage, balanced_stages, format_stages
 from picotron.process_group_manager import new_groups
 from picotron.train_step import Step, train_step
 
@@ -312,5 +311,5 @@ class PipelinePlan:
 
 
 def plan_stages(config: Config, model_config: "PreTrainedConfig") -> PipelinePlan:
-    """Plan a pipeline with one stage on each rank. Raises a UserError as `stages_for`."""
-    return PipelinePlan(stages_for(config, model_config, range(config.distributed.pp_size)))
+    """Plan a pipeline with one stage on each rank. Raises a UserError as `balanced_stages`."""
+    return PipelinePlan(balanced_stages(model_config, config.training.seq_length, range(config.distributed.pp_size)))

@@ -3,38 +3,27 @@
 A pipeline has one stage on each rank. Those of the workbench can have several, the chunks of the rank.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from picotron.console import UserError, text_table
 from picotron.model.flops import Cost, part_costs
-from picotron.pipeline_parallel.pp_layout import Stage, parse_stages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from picotron.config import Config
 
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The contents of a stage: numbers of layers, in order. Prints as `Ett`: embedding, two layers; `L` is the head."""
 
-def stages_for(config: "Config", model_config: "PreTrainedConfig", ranks: Sequence[int]) -> list[Stage]:
-    """Return the stages of a config's pp_layout, or the balanced ones.
+    layers: Sequence[int]
+    has_embedding: bool = False
+    has_head: bool = False
 
-    Args:
-        ranks: the rank of each stage.
-
-    Raises:
-        UserError: the stages do not fit the model, or a rank would hold nothing.
-    """
-    layout = config.distributed.pp_layout
-    if layout is None:
-        return balanced_stages(model_config, config.training.seq_length, ranks)
-    stages = parse_stages(layout, model_config.num_hidden_layers, len(ranks))
-    for rank in sorted(set(ranks)):
-        if not any(str(stage) for stage, other in zip(stages, ranks, strict=True) if other == rank):
-            raise UserError(
-                f"pp_layout={layout!r} gives pp rank {rank} nothing; give it a layer, the embedding or the head"
-            )
-    return stages
+    def __str__(self) -> str:
+        return "E" * self.has_embedding + "t" * len(self.layers) + "L" * self.has_head
 
 
 def balanced_layers(

@@ -83,7 +83,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from picotron.model.families import differences, head_size
 from picotron.model.flops import part_parameters
-from picotron.pipeline_parallel.pp_layout import Stage
+from picotron.pipeline_parallel.stages import Stage
 from workbench.pipelines.layouts import stage_weights
 from workbench.pipelines.plan import SchedulePlan
 from workbench.schedules.actions import Action

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from picotron.config import Config
 from picotron.model.flops import model_cost, part_parameters
-from picotron.pipeline_parallel.pp_layout import Stage
+from picotron.pipeline_parallel.stages import Stage
 from workbench.explain.hardware import Hardware
 from workbench.explain.memory import count_parameters, loss_chunk, sizes
 from workbench.pipelines.plan import SchedulePlan

@@ -31,7 +31,7 @@ from picotron.model.llama import Llama
 from picotron.model.placement import main_grad, place
 from picotron.model.split_backward import gradient_edges
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.pipeline_parallel.pp_layout import Stage
+from picotron.pipeline_parallel.stages import Stage
 from picotron.process_group_manager import new_groups
 from workbench.pipelines.plan import SchedulePlan
 from workbench.pipelines.split_linear import split_backward

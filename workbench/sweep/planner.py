@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from picotron.config import Config, Distributed
 from picotron.console import UserError
-from picotron.pipeline_parallel.pp_layout import Stage
+from picotron.pipeline_parallel.stages import Stage
 from workbench.explain.hardware import Hardware, fits
 from workbench.explain.memory import GIB, rank_memory, stage_bytes, state_bytes
 from workbench.explain.step_time import Clock, Work, forecast
