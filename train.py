@@ -16,7 +16,7 @@ from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
 from picotron.config_reader import parse_command_line, parse_config
-from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
+from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, split_train_eval
 from picotron.data.token_files import has_token_files, load_token_files, targets_and_bytes
 from picotron.layout_checks import check_run
 from picotron.learning_rate import make_scheduler
@@ -79,8 +79,7 @@ def main() -> None:
 
         folder = prepare(config, model_config, checkpoint.tokenizer if checkpoint else None)
     data, tokenizer = load_token_files(folder, config, model_config)
-    held_out = rows_to_hold_out(data, config, checkpoint.held_out if checkpoint else None)
-    train_rows, eval_rows = split_train_eval(data, config, held_out)
+    train_rows, eval_rows = split_train_eval(data, config)
     fingerprint = data_fingerprint(train_rows, config)
     progress = checkpoint.progress(fingerprint) if checkpoint else Progress()
     data_loader = MicroBatchDataLoader(train_rows, config, device, progress.samples)
@@ -103,7 +102,7 @@ def main() -> None:
     records = begin_run(config, resumed.step if resumed else None, plan.searched) if dist.get_rank() == 0 else []
     metrics = Metrics(config, model_config, device, dtype, records, resumed.wandb_run_id if resumed else None)
     writer = CheckpointWriter(
-        config, model_config, unwrap(model), optimizer, tokenizer, fingerprint, metrics.wandb_run_id, held_out
+        config, model_config, unwrap(model), optimizer, tokenizer, fingerprint, metrics.wandb_run_id
     )
 
     # Training loop. A stop signal ends it after the current step, with a checkpoint.

@@ -332,7 +332,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "resumed_one_sample_late": Mistake(CHECKPOINT, "samples = self.state.samples if", "samples = self.state.samples + 1 if", FUZZ),
     "tensors_not_flushed": Mistake(
-        SAFETENSORS, "            os.fsync(self.file.fileno())\n", "            pass\n", ("tests/picotron/checkpoint/test_checkpoint_writer.py",)
+        SAFETENSORS, "            os.fsync(file.fileno())\n", "", ("tests/picotron/checkpoint/test_checkpoint_writer.py",)
     ),
     "files_not_flushed": Mistake("picotron/files.py", "            os.fsync(file.fileno())\n", "", ("tests/picotron/test_files.py",)),
     "keeps_one_fewer": Mistake(

@@ -35,13 +35,13 @@ from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.config_reader import parse_config
 from picotron.console import Parser, UserError, number, print_line
-from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.learning_rate import make_scheduler
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.optimizer import AdamW, update_weights
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.launch import exit_on_error, init_process_group, set_up_device
+from workbench.pipelines.engine import BatchList
 from workbench.pipelines.executor import Executor
 from workbench.pipelines.modules import Message, Pipeline
 from workbench.schedules.actions import Schedule

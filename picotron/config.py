@@ -283,11 +283,11 @@ class Config(Section):
 
     @property
     def needs_workbench(self) -> bool:
-        """Whether the pipeline is none that AFAB or 1F1B runs: it has another schedule, or chunks, or keeps some
-        activations, or its actions are recorded or logged.
+        """Whether the pipeline is none that AFAB or 1F1B runs: it has another schedule, or chunks, or stages written by
+        hand, or keeps some activations, or its actions are recorded or logged.
         """
         layout, watches = self.distributed, self.logging.trace_steps or self.logging.level == "debug"
-        other = layout.pp_engine not in ("afab", "1f1b") or layout.pp_chunks or layout.pp_group_size
+        other = layout.pp_engine not in ("afab", "1f1b") or layout.pp_chunks or layout.pp_group_size or layout.pp_layout
         return layout.pp_size > 1 and bool(other or layout.pp_keep_activations or watches)
 
     @property

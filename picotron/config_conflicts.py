@@ -24,7 +24,7 @@ def conflicts(config: Config) -> Iterator[str]:
             f"cp_size={layout.cp_size} requires; set backend to null, or use_cpu to true"
         )
 
-    for key in ("pp_chunks", "pp_group_size", "pp_max_activations", "pp_recording", "pp_keep_activations"):
+    for key in ("pp_chunks", "pp_group_size", "pp_max_activations", "pp_recording", "pp_layout", "pp_keep_activations"):
         value = getattr(layout, key)
         if layout.pp_size == 1 and value not in (None, 0, 1):  # of which none has an effect
             yield f"distributed.{key}={value!r} needs a pipeline, but pp_size=1; remove it"

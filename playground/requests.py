@@ -11,9 +11,8 @@ import traceback
 from collections.abc import Iterator
 
 from picotron.console import UserError
-from picotron.pipeline_parallel.pp_layout import parse_stages
 from playground.drawing import Structure
-from workbench.pipelines.layouts import count_layers, count_stages
+from workbench.pipelines.layouts import count_layers, count_stages, parse_stages
 from workbench.schedules import actions, schedules
 from workbench.schedules.actions import Action, AnyAction, Overlapped, rank_of
 from workbench.schedules.checker import check
@@ -56,7 +55,7 @@ class Request:
         transfer: time in which a message occupies the link between two ranks.
         overlapped: time of an overlapped pair, as a fraction of F + B.
         first, last: additional time of the first and of the last stage, as that of the embedding and of the head.
-        layout: the layers of each stage, in the notation of pp_layout.py; empty for equal stages.
+        layout: the layers of each stage, in the notation of workbench/pipelines/layouts.py; empty for equal stages.
         factors: a factor for the time of each stage, or of each rank, separated by spaces; empty for none.
         memory: the most activations of a rank; 0 for no limit.
         deferred: fraction of the activations that is kept between I and W.

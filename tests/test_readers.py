@@ -14,8 +14,8 @@ from picotron.checkpoint.checkpoint import read_state
 from picotron.checkpoint.safetensors_folder import SafetensorsFolder
 from picotron.console import UserError
 from picotron.files import parse_json, read_object
-from picotron.pipeline_parallel.pp_layout import parse_stages
 from picotron.run.run_folder import read_records
+from workbench.pipelines.layouts import parse_stages
 from workbench.schedules.schedule_csv import read_csv
 from workbench.schedules.trace import read_settings, read_trace
 

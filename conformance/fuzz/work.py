@@ -23,7 +23,7 @@ from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, rows_to_hold_out, split_train_eval
+from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, split_train_eval
 from picotron.data.token_files import load_token_files
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
@@ -64,11 +64,10 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     plan: Any = (check_layout if is_own or config.needs_workbench else layout_checks.check_layout)(config, model_config)
     grid = setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     checkpoint = find_checkpoint(config, model_config)
-    fingerprint, tokenizer, eval_loader, held_out = "", Path(config.model.name), None, 0
+    fingerprint, tokenizer, eval_loader = "", Path(config.model.name), None
     if not is_own:
         data, tokenizer = load_token_files(prepare(config, model_config), config, model_config)
-        held_out = rows_to_hold_out(data, config, checkpoint.held_out if checkpoint else None)
-        train_rows, eval_rows = split_train_eval(data, config, held_out)
+        train_rows, eval_rows = split_train_eval(data, config)
         fingerprint = data_fingerprint(train_rows, config)
         if eval_rows:
             eval_loader = MicroBatchDataLoader(eval_rows, config, CPU, shuffle=False, batches=training.eval_steps)
@@ -95,7 +94,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     if checkpoint:
         checkpoint.restore(optimizer, llama)
     scheduler = make_scheduler(optimizer, training, progress.step)
-    writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, fingerprint, None, held_out)
+    writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, fingerprint)
     step, evaluate = plan.make_steps(config, model_config, CPU, torch.float64)
 
     def give_up(how: str, batches: list[dict[str, Any]], loss_fn: Any) -> None:

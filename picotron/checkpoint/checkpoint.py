@@ -45,7 +45,7 @@ STATE_FILE = "trainer_state.json"
 class TrainerState(BaseModel):
     """Contents of trainer_state.json, except for the checksum of these contents."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(strict=True, frozen=True, populate_by_name=True)
 
     step: NonNegativeInt
     tokens: NonNegativeInt
@@ -53,8 +53,6 @@ class TrainerState(BaseModel):
     """position in the data"""
     data_fingerprint: str = Field(validation_alias=AliasChoices("data_fingerprint", "order_of_samples"))
     """identifies the data and their order, in which `samples` is a position; picotron 0.1 calls it order_of_samples"""
-    held_out: NonNegativeInt | None = None
-    """number of rows at the end of the data that were not trained on; None in checkpoints of earlier versions"""
     updates: dict[str, NonNegativeInt] = {}
     """number of optimizer updates of each parameter that was frozen for some of the steps"""
     seed: NonNegativeInt
@@ -180,13 +178,6 @@ class Checkpoint:
         return self.state if Path(save_dir).resolve() in places else None
 
     @property
-    def held_out(self) -> tuple[int, str] | None:
-        """Number of rows that the run held out, and the fingerprint of its training rows; None if not known."""
-        if self.state is None or self.state.held_out is None:
-            return None
-        return self.state.held_out, self.state.data_fingerprint
-
-    @property
     def tokenizer(self) -> Path | None:
         """Folder of the tokenizer with which the model was trained; None if it has none."""
         return self.folder if (self.folder / "tokenizer.json").exists() else None
@@ -219,8 +210,9 @@ class Checkpoint:
             return Progress()
         if fingerprint != self.state.data_fingerprint:
             logger.warning(
-                "%s was trained on different data, or in a different order (data set, tokenizer, seq_length, seed, "
-                "evaluation); this run starts at the beginning of its data, and its evaluations may read what was trained on",
+                "%s was trained on different data, or in a different order (data set, tokenizer, seq_length, seed, or "
+                "eval_steps times the global batch); this run starts at the beginning of its data, and its evaluations may "
+                "read what was trained on",
                 self.folder,
             )
         samples = self.state.samples if fingerprint == self.state.data_fingerprint else 0

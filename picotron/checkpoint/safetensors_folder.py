@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,56 +156,29 @@ class ByteRange:
     xxh3: str
 
 
-class FileWriter:
-    """Writes byte ranges of a file, while other processes may write other ranges of it.
+def write_file(path: Path, parts: Iterable[tuple[int, bytes | memoryview]]) -> list[ByteRange]:
+    """Write parts of a file, each at its offset, until all of them are on the disk. Other processes may write others.
 
-    `close` raises the first error of a write: a process with a full disk must still take part in the collectives that
-    come between writes.
+    After an error, the rest of the parts is still made, because a process with a full disk must take part in the
+    collectives that make them.
+
+    Raises:
+        OSError: some bytes could not be written.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.ranges: list[ByteRange] = []
-        self.error: OSError | None = None
-        try:
-            path.touch()  # and not truncated: other processes may have written their ranges already
-            self.file = open(path, "r+b", buffering=0)  # noqa: SIM115 -- closed by close()
-        except OSError as error:
-            self.error = error
-
-    def write(self, start: int, data: bytes | memoryview) -> None:
-        """Write `data` at offset `start`."""
-        if self.error is None:
-            try:
-                self.file.seek(start)
-                rest = memoryview(data)
-                while rest:
-                    rest = rest[self.file.write(rest) :]
-                self.ranges.append(ByteRange(start, len(data), xxhash.xxh3_64_hexdigest(data)))
-            except OSError as error:
-                self.error = error
-                self.file.close()
-
-    def close(self) -> list[ByteRange]:
-        """Wait until all bytes are on the disk.
-
-        Returns:
-            The byte ranges that were written.
-
-        Raises:
-            OSError: some bytes could not be written.
-        """
-        if self.error is not None:
-            raise self.error
-        with self.file:
-            os.fsync(self.file.fileno())
-        return self.ranges
-
-
-def write_file(path: Path, content: bytes) -> list[ByteRange]:
-    """Write a complete file. Raises OSError."""
-    writer = FileWriter(path)
-    writer.write(0, content)
-    return writer.close()
+    ranges, parts = list[ByteRange](), iter(parts)
+    try:
+        path.touch()  # and not truncated: other processes may have written their parts already
+        with open(path, "r+b") as file:
+            for start, data in parts:
+                file.seek(start)
+                file.write(data)
+                ranges.append(ByteRange(start, len(data), xxhash.xxh3_64_hexdigest(data)))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        for _ in parts:
+            pass
+    return ranges
 
 
 def check_range(path: Path, expected: ByteRange) -> None:

@@ -16,6 +16,7 @@ assembles the full tensor in memory:
 import dataclasses
 import itertools
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
-from picotron.checkpoint.safetensors_folder import ByteRange, FileWriter, plan_file
+from picotron.checkpoint.safetensors_folder import ByteRange, plan_file, write_file
 from picotron.model.llama import Llama
 from picotron.model.placement import OwnedSlice, Shard, owned_weight, placement
 from picotron.optimizer import AdamW
@@ -100,7 +101,7 @@ class StageFiles:
         """Write this rank's rows of all tensors. All ranks of its tp group must call this; with ZeRO, those of its
         cp_dp group, too.
         """
-        grid, files = pgm.process_group_manager, list[tuple[str, str, FileWriter, list[TensorSlice]]]()
+        grid, written, error = pgm.process_group_manager, list[WrittenFile](), None
         number, count = grid.pp_rank + 1, grid.pp_world_size
         suffix = f"-{number:05d}-of-{count:05d}.safetensors" if count > 1 else ".safetensors"
         for kind, of_kind in itertools.groupby(slices, lambda each: each.kind):
@@ -109,26 +110,28 @@ class StageFiles:
                 for each in tensors:
                     self.gather(each)
                 continue
-            writer = FileWriter(folder / (kind + suffix))
-            header, starts = plan_file({each.name: (each.tensor.dtype, each.full_shape) for each in tensors})
-            if grid.tp_rank == 0:
-                writer.write(0, header)
-            for each in tensors:
-                first, rows = self.rows_to_write(self.gather(each), each.shard)
-                if len(rows):
-                    data = rows.reshape(len(rows), -1).contiguous().view(torch.uint8)  # (rows, bytes of a row)
-                    writer.write(starts[each.name] + first * data.size(1), data.flatten().numpy().data)
-            files.append((kind, kind + suffix, writer, tensors))
-        return [
-            WrittenFile(
-                kind,
-                file,
-                writer.close(),
-                sizes={each.name: each.full_shape.numel() * each.tensor.dtype.itemsize for each in tensors},
-                updates={each.name: each.updates for each in tensors},
-            )
-            for kind, file, writer, tensors in files
-        ]
+            try:
+                ranges = write_file(folder / (kind + suffix), self.parts(tensors))
+            except OSError as failure:  # raised below: other ranks still wait for this one
+                error = failure
+                continue
+            sizes = {each.name: each.full_shape.numel() * each.tensor.dtype.itemsize for each in tensors}
+            updates = {each.name: each.updates for each in tensors}
+            written.append(WrittenFile(kind, kind + suffix, ranges, sizes, updates))
+        if error is not None:
+            raise error
+        return written
+
+    def parts(self, tensors: list[TensorSlice]) -> Iterator[tuple[int, bytes | memoryview]]:
+        """Yield the parts of a file with these tensors that this rank writes, each with its offset."""
+        header, starts = plan_file({each.name: (each.tensor.dtype, each.full_shape) for each in tensors})
+        if pgm.process_group_manager.tp_rank == 0:
+            yield 0, header
+        for each in tensors:
+            first, rows = self.rows_to_write(self.gather(each), each.shard)
+            if len(rows):
+                data = rows.reshape(len(rows), -1).contiguous().view(torch.uint8)  # (rows, bytes of a row)
+                yield starts[each.name] + first * data.size(1), data.flatten().numpy().data
 
     def gather(self, tensor_slice: TensorSlice) -> Tensor:
         """Return this rank's shard or replica of a tensor. With ZeRO, cp_dp rank 0 receives it from the ranks that own

@@ -55,7 +55,6 @@ class CheckpointWriter:
         tokenizer: folder with the tokenizer's files, used on rank 0; None: checkpoints have no tokenizer.
         fingerprint: fingerprint of the training data, see `data_fingerprint`.
         wandb_run_id: id of the wandb run, used on rank 0.
-        held_out: number of rows at the end of the data that are not trained on.
     """
 
     def __init__(
@@ -67,10 +66,9 @@ class CheckpointWriter:
         tokenizer: Path | None,
         fingerprint: str,
         wandb_run_id: str | None = None,
-        held_out: int = 0,
     ) -> None:
         grid = pgm.process_group_manager
-        self.config, self.fingerprint, self.wandb_run_id, self.held_out = config, fingerprint, wandb_run_id, held_out
+        self.config, self.fingerprint, self.wandb_run_id = config, fingerprint, wandb_run_id
         self.model_files = model_files(model_config, config.model.dtype, tokenizer) if grid.global_rank == 0 else {}
         self.save_dir = Path(config.checkpoint.save_dir)
         # Separate groups, because a background thread may call collectives during training; gloo for data on the CPU.
@@ -214,11 +212,10 @@ class CheckpointWriter:
             files[each.file] = sorted([*files[each.file], *each.ranges], key=lambda each: each.start)
         for name, content in (self.model_files | self._indices(written)).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            files[name] = write_file(folder / name, content)
+            files[name] = write_file(folder / name, [(0, content)])
         state = TrainerState(
             **dataclasses.asdict(progress),
             data_fingerprint=self.fingerprint,
-            held_out=self.held_out,
             updates={name: n for each in written for name, n in each.updates.items() if 0 < n != progress.step},
             seed=self.config.training.seed,
             layout=str(pgm.process_group_manager),
@@ -227,7 +224,7 @@ class CheckpointWriter:
             wandb_run_id=self.wandb_run_id,
             files=files,
         )  # fmt: skip
-        write_file(folder / STATE_FILE, state.to_json().encode())
+        write_file(folder / STATE_FILE, [(0, state.to_json().encode())])
 
     def _delete_old(self) -> None:
         """Delete all checkpoints but the last ones that the config keeps."""

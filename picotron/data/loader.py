@@ -8,7 +8,7 @@ import hashlib
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -42,44 +42,35 @@ def data_fingerprint(rows: Rows, config: Config) -> str:
     return hashlib.sha256(repr(rules).encode() + ends.astype(np.int64).tobytes()).hexdigest()[:24]
 
 
-def rows_to_hold_out(data: Text | Samples, config: Config, earlier: tuple[int, str] | None) -> int:
-    """Return the number of rows at the end of the data that are not trained on: as many as an evaluation reads, or if
-    the run continues on the data of an earlier one, as many as that one has held out, because the order of the training
-    rows depends on their number.
-
-    Args:
-        earlier: number of rows that an earlier run has held out, and the fingerprint of its training rows.
-    """
-    needed = config.held_out_sequences
-    if earlier is None or earlier[0] == needed:
-        return needed
-    held_out, fingerprint = earlier
-    training, *_ = _split(data, config, held_out)
-    if not len(training) or data_fingerprint(training, config) != fingerprint:  # other data
-        return needed
-    if needed > held_out:
-        logger.warning(
-            "an evaluation reads %d sequences, but this run has held out only %d, and trains on the others; use fewer "
-            "eval_steps to avoid this",
-            needed,
-            held_out,
-        )
-    return held_out
-
-
-def split_train_eval(data: Text | Samples, config: Config, held_out: int | None = None) -> tuple[Rows, Rows]:
-    """Make rows of the data, and split them into training rows and evaluation rows.
-
-    Args:
-        held_out: number of rows at the end of the data that are not trained on, see `rows_to_hold_out`; by default as
-            many as an evaluation reads.
+def split_train_eval(data: Text | Samples, config: Config) -> tuple[Rows, Rows]:
+    """Make rows of the data, and split them into training rows and the last ones, as many as an evaluation reads.
 
     Raises:
         UserError: there are fewer rows than evaluation and one global batch need.
     """
     name, length, evaluated = config.dataset.title, config.training.seq_length, config.held_out_sequences
-    training, evaluation, size, dropped, summary = _split(data, config, evaluated if held_out is None else held_out)
-    change = "a longer seq_length" if dropped else "a shorter seq_length"
+    training: Rows
+    evaluation: Rows
+    if isinstance(data, Text):
+        # The shared token is the last target of one part, the first input of the other.
+        split = max(0, len(data.tokens) - 1 - evaluated * length)
+        training = TextRows(data.tokens[: split + 1], length, data.end)
+        evaluation = TextRows(data.tokens[split : split + evaluated * length + 1], length, data.end)
+        size, change = f"{len(data.tokens):,} tokens", "a shorter seq_length"
+        summary = f"{size} in {name}, {evaluated * length:,} of them for evaluation"
+    else:
+        drops_long = config.dataset.long_samples == "drop"
+        packed = pack_samples(data, length, evaluated, drops_long, config.dataset.masks_documents)
+        training, evaluation = packed.training, packed.evaluation
+        size, change = f"{len(data.lengths):,} samples", "a shorter seq_length"
+        summary = (
+            f"{size} in {name}, {packed.cut:,} cut and {packed.dropped:,} dropped; "
+            f"{len(training) + len(evaluation):,} rows of {length:,} tokens, {packed.empty:.1%} empty, "
+            f"{evaluated:,} of them for evaluation"
+        )
+        if packed.dropped:
+            too_long, change = ", or they are longer" if drops_long else "", "a longer seq_length"
+            size += f", {packed.dropped:,} of them dropped (the loss counts none of their first {length + 1:,} tokens{too_long})"
     count, batch = len(training) + len(evaluation), config.global_batch_size
     if count < batch + evaluated:
         also, fewer = (f" and evaluation {evaluated}", ", or fewer eval_steps") if evaluated else ("", "")
@@ -89,34 +80,6 @@ def split_train_eval(data: Text | Samples, config: Config, held_out: int | None 
         )
     logger.info("%s", summary)
     return training, evaluation
-
-
-def _split(data: Text | Samples, config: Config, held_out: int) -> tuple[Rows, Rows, str, int, str]:
-    """Return training rows, evaluation rows, the size of the data in words, the number of samples that are in no row,
-    and a sentence about all of it.
-    """
-    name, length, evaluated = config.dataset.title, config.training.seq_length, config.held_out_sequences
-    if isinstance(data, Text):
-        end, start = (max(0, len(data.tokens) - 1 - count * length) for count in (held_out, evaluated))
-        # Where both meet, the shared token is the last target of one, the first input of the other.
-        parts = data.tokens[: end + 1], data.tokens[start : start + evaluated * length + 1]
-        size = f"{len(data.tokens):,} tokens"
-        summary = f"{size} in {name}, {evaluated * length:,} of them for evaluation"
-        return TextRows(parts[0], length, data.end), TextRows(parts[1], length, data.end), size, 0, summary
-    drops_long, masks = config.dataset.long_samples == "drop", config.dataset.masks_documents
-    packed = pack_samples(data, length, held_out, drops_long, masks)
-    if held_out != evaluated:
-        packed = packed._replace(evaluation=pack_samples(data, length, evaluated, drops_long, masks).evaluation)
-    size = f"{len(data.lengths):,} samples"
-    summary = (
-        f"{size} in {name}, {packed.cut:,} cut and {packed.dropped:,} dropped; "
-        f"{len(packed.training) + len(packed.evaluation):,} rows of {length:,} tokens, {packed.empty:.1%} empty, "
-        f"{evaluated:,} of them for evaluation"
-    )
-    if packed.dropped:
-        too_long = ", or they are longer" if drops_long else ""
-        size += f", {packed.dropped:,} of them dropped (the loss counts none of their first {length + 1:,} tokens{too_long})"
-    return packed.training, packed.evaluation, size, packed.dropped, summary
 
 
 class MicroBatches(Dataset[dict[str, Tensor]]):
@@ -245,13 +208,3 @@ class MicroBatchDataLoader:
         for name, tensor in next(self.iterators[0]).items():
             batch[name] = tensor if name == "cu_seqlens" else tensor.to(self.device, non_blocking=True)
         return batch
-
-
-class BatchList:
-    """A data loader of micro-batches in a list, for one step."""
-
-    def __init__(self, batches: Sequence[dict[str, Any]]) -> None:
-        self.batches, self.grad_acc_steps = iter(batches), len(batches)
-
-    def __next__(self) -> dict[str, Any]:
-        return next(self.batches)

@@ -27,25 +27,24 @@ and sends 2 + 4 m.
 
 An update makes full weights stale, so the optimizer frees them.
 
-How does a unit know when its weights are used? In forward, a hook of each of its modules runs before the module. In
-backward, autograd asks for what forward has saved: for a weight, forward saves its place in the unit, not its values,
-so the request is the moment to gather (`torch.autograd.graph.saved_tensors_hooks`). And when all gradients of a unit
-have arrived, its weights are no longer needed. Which unit comes next, to be gathered in advance, is known from the
-micro-batch before.
+How does a unit know when its weights are used? A hook runs before each module in forward, and another one in backward
+when the gradient of the module's output has arrived. When all gradients of a unit have arrived, its weights are no
+longer needed.
+
+Where do the weights go in backward? The graph holds the tensors that forward has used, views of the unit's buffer. So
+the buffer stays, and only its memory comes and goes: a freed buffer has a storage of size 0.
 """
 
-import contextlib
-import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, own_slice, start_gather_of_slices, start_reduce_to_slices
@@ -66,8 +65,7 @@ class Unit:
         used_twice: parameters of which a micro-batch has two gradients.
 
     Attributes:
-        full: the buffer, which has no elements while the unit is freed. An operation or a graph that still holds a view
-            of the buffer keeps its memory.
+        full: the buffer, whose storage has no bytes while the unit is freed.
         freed: NaN, which all weights are while the unit is freed. Their shapes remain.
         shard: this rank's slice of the weights.
         gradient_shard: this rank's slice of the gradients, in float32 or wider.
@@ -83,7 +81,7 @@ class Unit:
         self.sizes = [parameter.numel() for parameter in parameters]
         first, ranks = parameters[0], dist.get_world_size(group)
         self.full = torch.zeros(-(-sum(self.sizes) // ranks) * ranks, dtype=first.dtype, device=first.device)
-        self.own, self.size = own_slice(self.full, group), len(self.full)
+        self.own = own_slice(self.full, group)
         self.freed = self.full.new_full((), math.nan if first.is_floating_point() else 0)
         self.shard = torch.zeros_like(self.full[self.own])
         self.gradient_shard = torch.zeros_like(self.shard, dtype=accumulation_dtype(first))
@@ -98,7 +96,8 @@ class Unit:
     def start_gather(self) -> None:
         """Start to gather the weights, unless they are there already."""
         if not self.is_full:
-            self.is_full, self.full = True, self.shard.new_empty(self.size)
+            self.is_full = True
+            self.full.untyped_storage().resize_(self.full.nbytes)
             self.full[self.own] = self.shard
             for parameter, view in zip(self.parameters, self._views(self.full), strict=True):
                 parameter.data = view.view(parameter.shape)
@@ -115,7 +114,8 @@ class Unit:
         """Free the full weights."""
         if self.is_full:
             self.gather()  # wait, if the weights are still on their way
-            self.is_full, self.full = False, self.full.new_empty(0)
+            self.is_full = False
+            self.full.untyped_storage().resize_(0)
             for parameter in self.parameters:
                 parameter.data = self.freed.expand(parameter.shape)
 
@@ -137,7 +137,7 @@ class Unit:
 
     def start_reduction(self) -> Callable[[], None]:
         """Start to average the gradients. Returns a function that waits for it and adds up this rank's slice."""
-        buffer = self.gradient_shard.new_zeros(self.size)
+        buffer = self.gradient_shard.new_zeros(len(self.full))
         for parameter, view in zip(self.parameters, self._views(buffer), strict=True):
             if parameter in self.gradients:
                 view.copy_(self.gradients[parameter].flatten())
@@ -153,47 +153,27 @@ class Unit:
         return finish
 
 
-class ReadParameters(dict[str, nn.Parameter | None]):
-    """The parameters of a module, with a function that is called when code that is not compiled reads one of them."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None], on_read: Callable[[Tensor], None]) -> None:
-        super().__init__(parameters)
-        self.on_read = on_read
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        if (parameter := super().__getitem__(name)) is not None and not torch.compiler.is_compiling():
-            self.on_read(parameter)
-        return parameter
-
-
 class DataParallelZero3(DataParallel):
-    """Gathers the weights of each unit when they are used: in forward by hooks of the unit's modules, and in backward
-    by hooks of autograd, which is given the place of a weight to save instead of its values. Weights that are read
-    elsewhere, in forward or in a part of it that activation checkpointing computes again, are gathered when read.
+    """Gathers the weights of each unit when its modules are called, and again for their backward.
 
     Gathers and reductions are collectives, so all ranks of a `cp_dp` group must run the same modules in the same order,
-    and use the same parameters; `train_batch` allows losses that use the head on some ranks only. (With `torch.func`,
-    autograd has no such hooks.)
+    and use the same parameters; `train_batch` allows losses that use the head on some ranks only.
 
     Args:
-        module: any module. Its buffers stay as they are.
-        units: groups of modules, by default `members_of_lists`. By a predicate:
-            `[[each] for each in module.modules() if isinstance(each, Block)]`. The parameters of a group form a unit,
-            without those of modules inside that are in another group; those of no group form a unit that is full during
-            the whole forward. The first module of a group that runs must be called, because hooks gather the weights.
+        module: a module whose weights are read by the modules that hold them, when they are called, and by no others.
+            (Other reads find NaN, or in backward a storage without memory.) Its buffers stay as they are.
+        units: groups of modules that are called one after the other, by default `members_of_lists`. The parameters of a
+            group form a unit; those of no group form a unit that is full during a whole micro-batch. The last group may
+            have modules that are not called, but whose weights a loss reads.
         used_twice: parameters that two pipeline stages of this rank use, so that a micro-batch has two gradients of
             them.
 
     Attributes:
-        shared: units of which several groups use parameters. They stay full from their first use to the end of forward.
-        running: in forward, the shared units and those of the modules that run. They are not freed.
-        recomputing, recomputed: node of the graph for which activation checkpointing computes a part of forward again,
-            and the units of this part. They are not freed either: it holds frozen parameters, not views.
-        uses: the units that this micro-batch has used, forward and backward, in order.
-        expected: the uses of the micro-batch before; at first, the given order and back. The next use is gathered in
-            advance, and the next two are not freed.
-        position: number of `expected` uses that have been there.
-        owners: units by the `storage_key` of their weights.
+        groups: the units that each group uses. Usually one; a weight that several groups share has a unit of its own.
+        shared: units that several groups use. They stay full from their first use to the end of forward.
+        rest: units of the parameters of no group.
+        latest: the group that was called last in this forward.
+        awaited: the groups whose outputs get a gradient in this micro-batch, in the order of forward.
     """
 
     def __init__(
@@ -212,34 +192,30 @@ class DataParallelZero3(DataParallel):
         # the same elements: `sum_tied_gradients` adds their gradients.
         numbered = enumerate(module.parameters(), 1)
         kinds = {p: (str(p.dtype), str(p.device), i if placement(p).is_tied else 0) for i, p in numbered}
-        groups = [*(members_of_lists(module) if units is None else units), [module]]
-        separate = {each for group in groups for each in group}
-        used: list[tuple[Unit, ...]] = []
-        for group in groups:
-            parameters = dict.fromkeys(p for each in group for p in own_parameters(each, separate))
+        groups = members_of_lists(module) if units is None else units
+        self.groups: list[tuple[Unit, ...]] = []
+        for group in [*groups, [module]]:
+            parameters = dict.fromkeys(p for each in group for p in each.parameters())
             unseen = sorted((p for p in parameters if p not in self.unit_of), key=kinds.__getitem__)
             for _, alike in itertools.groupby(unseen, kinds.__getitem__):
                 unit = Unit(list(alike), grid.cp_dp_group, used_twice)
                 self.units.append(unit)
                 self.unit_of |= dict.fromkeys(unit.parameters, unit)
-            if parameters:
-                used.append(tuple(dict.fromkeys(self.unit_of[p] for p in parameters)))
-                for each in group:
-                    each.register_forward_pre_hook(lambda *_, units=used[-1]: self._before_forward(units))
-                    each.register_forward_hook(self._after_forward, always_call=True)
+            self.groups.append(tuple(dict.fromkeys(self.unit_of[p] for p in parameters)))
+        self.groups.pop()  # the module itself
+        for number, group in enumerate(groups):
+            for each in group:
+                each.register_forward_pre_hook(lambda *_, number=number: self._before_forward(number))
+                each.register_forward_hook(lambda *call, number=number: self._after_forward(number, *call))
         self.hooks = [p.register_post_accumulate_grad_hook(self._accumulate) for p in self.trained]
         for each in module.modules():
-            each._parameters = ReadParameters(each._parameters, self._access)
             each.register_state_dict_pre_hook(self._before_state_dict)
             each.register_load_state_dict_pre_hook(self._before_load_state_dict)
-        uses = Counter(unit for units in used for unit in units)
+        uses = Counter(unit for group in self.groups for unit in group)
         self.shared = tuple(unit for unit, count in uses.items() if count > 1)
-        self.running: list[tuple[Unit, ...]] = []
-        self.recomputing: Any = None
-        self.recomputed: list[tuple[Unit, ...]] = []
-        self.uses: list[tuple[Unit, ...]] = []
-        self.expected, self.position = [*used, *used[-2:0:-1]], 0
-        self.owners: dict[int, Unit] = {}
+        self.rest = tuple(unit for unit in self.units if unit not in uses)
+        self.latest: tuple[Unit, ...] = ()
+        self.awaited: list[tuple[Unit, ...]] = []
 
     def _parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
         return {}  # units take the place of buckets
@@ -259,84 +235,66 @@ class DataParallelZero3(DataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.stays_full:
             self._finish_backward()
-            self.expected = self.uses or self.expected
-        self.uses, self.position, self.owners, self.running = [], 0, {}, [self.shared]
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        hooks = saved_tensors_hooks(functools.partial(self._pack, outer), lambda saved: saved())
-        with contextlib.nullcontext() if self.stays_full else hooks:
-            output = super().forward(*args, **kwargs)
-        self.running = []
-        if not torch.is_grad_enabled():
-            self.uses, self.position = [], len(self.expected)
-        self._free_others()
+            self.awaited, self.latest = [], ()
+        for unit in self.rest:
+            unit.gather()
+        output = super().forward(*args, **kwargs)
+        self._await_gradients(output, self.latest)  # of the loss, whose backward needs the weights of the last group
+        if not torch.is_grad_enabled() and not self.stays_full:
+            self._free_all_but(())
         return output
 
-    def _before_forward(self, units: tuple[Unit, ...]) -> None:
-        if torch._C._current_autograd_node() is None:
-            self.running.append(units)
-            self._use(units)
-        else:
-            self._recompute(units)
-
-    def _after_forward(self, *_: Any) -> None:
-        if torch._C._current_autograd_node() is None:
-            self.running.pop()
-        if len(self.uses) > 1:
-            self._finish_reduction()  # the last one of the micro-batch before, meanwhile modules have computed
-
-    def _recompute(self, units: tuple[Unit, ...]) -> None:
-        """Gather units that backward needs to compute a part of forward again, and keep them until the next part."""
-        if (node := torch._C._current_autograd_node()) is not self.recomputing:
-            self.recomputing, self.recomputed = node, []
-        self.recomputed.append(units)
-        self._use(units)
-
-    def _access(self, parameter: Tensor) -> None:
-        """Gather a parameter that a module's code reads: it can be that of another module, or its own in backward."""
-        if (unit := self.unit_of.get(parameter)) is None:
-            return
-        if torch._C._current_autograd_node() is not None:
-            self._recompute((unit,))
-        elif self.running and not (unit.is_full and unit.work is None):
-            self._use((unit,))
-
-    def _pack(self, outer: tuple[Callable[..., Any], Callable[..., Tensor]] | None, tensor: Tensor) -> Any:
-        """Return what autograd saves instead of a tensor: a function that returns it, and gathers it if it is a weight.
-
-        Args:
-            outer: hooks of the caller for the tensors that are not weights.
+    def _before_forward(self, number: int) -> None:
+        """Gather the units of a group that is called, and start to gather those of the next one: after the last group
+        comes the backward of the group before it.
         """
-        unit = self.owners.get(key := storage_key(tensor))
-        if unit is not None and key == storage_key(unit.full) and tensor.dtype == unit.full.dtype:
-            return functools.partial(self._weight, unit, tensor.shape, tensor.stride(), tensor.storage_offset())
-        if outer is None:
-            return functools.partial(unchanged, tensor.detach(), tensor._version)
-        return functools.partial(outer[1], outer[0](tensor))
+        if torch._C._current_autograd_node() is None:
+            self.latest = self.groups[number]
+            following = self.groups[number + 1 : number + 2] or self.awaited[-1:]
+            self._use(self.latest, following, kept=self.shared)
+        else:  # activation checkpointing computes a part of forward again
+            for unit in self.groups[number]:
+                unit.gather()
 
-    def _weight(self, unit: Unit, *place: Any) -> Tensor:
-        self._use((unit,))
-        return unit.full.as_strided(*place)
+    def _after_forward(self, number: int, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if torch._C._current_autograd_node() is not None:
+            return
+        if number > 0:
+            self._finish_reduction()  # the last one of the micro-batch before, meanwhile modules have computed
+        # A module that reads only numbers of rows, such as an embedding, needs no weights in backward.
+        if any(isinstance(each, Tensor) and each.is_floating_point() for each in tree_leaves(inputs)):
+            self._await_gradients(output, self.groups[number])
 
-    def _use(self, units: tuple[Unit, ...]) -> None:
-        """Gather units that are used now, start to gather the next ones, and free those that are not used soon."""
-        is_next = not (self.uses and set(units) <= set(self.uses[-1]))
-        if is_next:
-            self.uses.append(units)
-            with contextlib.suppress(ValueError):  # not expected
-                self.position = self.expected.index(units, self.position) + 1
-            self._free_others()
-        for unit in units:
-            unit.gather()
-            self.owners[storage_key(unit.full)] = unit
-        if is_next:
-            for unit in itertools.chain(*self.expected[self.position :][:1]):
-                unit.start_gather()
+    def _await_gradients(self, outputs: Any, group: tuple[Unit, ...]) -> None:
+        """Gather the units of a group when a gradient of its outputs arrives, and start to gather those of the group
+        before it.
+        """
+        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
+        if self.stays_full or not tensors:
+            return
+        if not self.awaited or self.awaited[-1] is not group:
+            self.awaited.append(group)
+        before = self.awaited[-2:-1]
 
-    def _free_others(self) -> None:
-        """Free the units that are not used soon."""
+        def gather(_: Tensor) -> None:
+            self._use(group, before)
+
+        for each in tensors:
+            each.register_hook(gather)
+
+    def _use(self, group: Collection[Unit], following: Sequence[Collection[Unit]], kept: Collection[Unit] = ()) -> None:
+        """Gather units that are used now, start to gather those that are used next, and free all others."""
+        soon = [unit for units in following for unit in units]
         if not self.stays_full:
-            soon = self.uses[-1:] + self.expected[self.position :][:2]
-            for unit in set(self.units).difference(*soon, *self.running, *self.recomputed):
+            self._free_all_but([*group, *soon, *kept, *self.rest])
+        for unit in group:
+            unit.gather()
+        for unit in soon:
+            unit.start_gather()
+
+    def _free_all_but(self, kept: Collection[Unit]) -> None:
+        for unit in self.units:
+            if unit not in kept:
                 unit.free()
 
     def _accumulate(self, parameter: Tensor) -> None:
@@ -357,7 +315,6 @@ class DataParallelZero3(DataParallel):
 
     def _finish_backward(self) -> None:
         """Reduce the gradients of units with unused parameters, which are not complete, and free all full weights."""
-        self.recomputing, self.recomputed = None, []
         for unit in self.units:
             if unit.gradients:
                 self._start_reduction(unit)
@@ -402,21 +359,3 @@ def members_of_lists(module: nn.Module) -> list[list[nn.Module]]:
         else:
             found += members_of_lists(child)
     return found
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Return a number that a tensor shares with its views, and with no other tensor at the same time."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
-
-
-def unchanged(tensor: Tensor, version: int) -> Tensor:
-    """Return a tensor. Raises RuntimeError if it is not the given version, which autograd checks only without hooks."""
-    if tensor._version != version:
-        raise RuntimeError(f"a tensor {list(tensor.shape)} that backward needs was modified in place; copy it before")
-    return tensor
-
-
-def own_parameters(module: nn.Module, separate: Collection[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of a module, without those of the modules inside that are `separate`."""
-    inside = (own_parameters(child, separate) for child in module.children() if child not in separate)
-    return [*module.parameters(recurse=False), *itertools.chain(*inside)]

@@ -26,7 +26,7 @@ ROPE_FACTORS = {  # keys of rope_parameters that a rope_type needs, besides rope
 
 
 class Limits(BaseModel):
-    """Types and limits of the keys of a config.json that `Llama` reads, if they are there."""
+    """Limits of the keys of a config.json that `Llama` reads, where transformers checks types at most."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -38,20 +38,10 @@ class Limits(BaseModel):
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
     max_position_embeddings: Annotated[int, Field(ge=1)] = 1
-    initializer_range: Annotated[float, Field(ge=0)] = 0
     rms_norm_eps: Annotated[float, Field(ge=0)] = 0
     pad_token_id: Annotated[int, Field(ge=-1)] | None = None
-    eos_token_id: int | list[int] | None = None
     num_labels: Annotated[int, Field(ge=0, le=2**16)] = 2  # transformers makes a table of this size
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    rope_theta: Annotated[float, Field(gt=0)] = 1
-    rope_parameters: dict[str, Any] | None = None
-    rope_scaling: dict[str, Any] | None = None
-    sliding_window: Size | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
-    no_rope_layers: list[Literal[0, 1]] | None = None
     no_rope_layer_interval: Size = 1
     attention_multiplier: Multiplier = 1
     embedding_multiplier: Multiplier = 1

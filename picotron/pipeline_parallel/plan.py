@@ -16,8 +16,7 @@ from picotron.pipeline_parallel.pipeline_parallel import (
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
-from picotron.pipeline_parallel.pp_layout import format_stages, stages_for
-from picotron.pipeline_parallel.stages import Stage
+from picotron.pipeline_parallel.stages import Stage, balanced_stages, format_stages
 from picotron.train_step import Step, train_step
 
 LOOPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
@@ -62,5 +61,5 @@ class PipelinePlan:
 
 
 def plan_stages(config: Config, model_config: PreTrainedConfig) -> PipelinePlan:
-    """Plan a pipeline with one stage on each rank. Raises a UserError as `stages_for`."""
-    return PipelinePlan(stages_for(config, model_config, range(config.distributed.pp_size)))
+    """Plan a pipeline with one stage on each rank. Raises a UserError as `balanced_stages`."""
+    return PipelinePlan(balanced_stages(model_config, config.training.seq_length, range(config.distributed.pp_size)))

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from picotron.console import UserError
+from picotron.console import UserError, text_table
 from picotron.model.flops import Cost, part_costs
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """The contents of a stage: numbers of layers, in order. Prints in the notation of `pp_layout`."""
+    """The contents of a stage: numbers of layers, in order. Prints as `Ett`: embedding, two layers; `L` is the head."""
 
     layers: Sequence[int]
     has_embedding: bool = False
@@ -82,3 +82,23 @@ def balanced_stages(config: "PreTrainedConfig", seq_length: int, ranks: Sequence
         )
     layers = balanced_layers(config, num_stages, seq_length, ranks)
     return [Stage(each, i == 0, i == num_stages - 1) for i, each in enumerate(layers)]
+
+
+def format_stages(stages: Sequence[Stage], ranks: Sequence[int]) -> str:
+    """Return a table of the layers of each rank, given the rank of each stage."""
+    held = {rank: [stage for stage in range(len(stages)) if ranks[stage] == rank] for rank in sorted(set(ranks))}
+    rows = [["", *(f"chunk {chunk}" for chunk in range(len(held[0])))]]
+    for rank, numbers in held.items():
+        rows.append([f"pp {rank}", *(f"stage {stage}: {_contents(stages[stage])}" for stage in numbers)])
+    return text_table(rows)
+
+
+def _contents(stage: Stage) -> str:
+    parts = ["embedding"] if stage.has_embedding else []
+    if len(stage.layers) == 1:
+        parts.append(f"layer {stage.layers[0]}")
+    elif stage.layers:
+        parts.append(f"layers {stage.layers[0]}-{stage.layers[-1]}")
+    if stage.has_head:
+        parts.append("head")
+    return ", ".join(parts) or "nothing"

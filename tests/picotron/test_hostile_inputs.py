@@ -126,7 +126,7 @@ MODEL_CONFIGS: list[Any] = [
     {"rms_norm_eps": -1}, {"initializer_range": "x"}, {"tie_word_embeddings": "yes"}, {"quantization_config": {"bits": 4}},
     *({"model_type": "mistral", "sliding_window": value} for value in (5, 0, -1, "x", 10.5, True)),
     *({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0, "sliding_window": value} for value in (5, -1, "x")),
-    *({"model_type": "qwen3", "layer_types": value} for value in ([], "full_attention", ["full_attention"] * 99, ["other"] * 2, ["chunked_attention"] * 2)),
+    *({"model_type": "qwen3", "layer_types": value} for value in ([], "full_attention", ["full_attention"] * 99, ["other"] * 4, ["chunked_attention"] * 4)),
     *({"model_type": "smollm3", "no_rope_layers": value} for value in ([], [1], "x", [[1]] * 2, [0.5] * 2)),
     *({"model_type": "smollm3", "no_rope_layer_interval": value} for value in (0, -1, "x")),
     *({"model_type": "granite", key: value} for key in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")

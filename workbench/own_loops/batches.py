@@ -20,13 +20,13 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce, run_on_all_ranks
 from picotron.console import UserError
 from picotron.context_parallel.positions import local_positions
-from picotron.data.loader import BatchList
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.model.placement import scale_gradients
 from picotron.tensor_parallel.tp_communications import pair, start_all_reduce
 from picotron.train_step import Step
 from workbench.own_loops.check_batches import Batch, check_batches, check_split
+from workbench.pipelines.engine import BatchList
 
 LossParts = tuple[Tensor, Tensor | float, dict[str, Tensor | float]]  # loss, weight and statistics of a micro-batch
 Loss = Tensor | tuple[Tensor, Tensor | float, dict[str, Tensor]]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 from picotron import layout_checks
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.data.loader import BatchList
 from picotron.model.llama import Llama
 from picotron.pipeline_parallel.plan import LOOPS, PipelinePlan
 from picotron.train_step import Step, train_step
@@ -22,6 +21,16 @@ from workbench.pipelines.modules import LlamaStages
 from workbench.pipelines.plan import SchedulePlan
 from workbench.pipelines.recorder import record_steps
 from workbench.schedules.schedules import forward_only
+
+
+class BatchList:
+    """A data loader of micro-batches in a list, for one step."""
+
+    def __init__(self, batches: Sequence[dict[str, Any]]) -> None:
+        self.batches, self.grad_acc_steps = iter(batches), len(batches)
+
+    def __next__(self) -> dict[str, Any]:
+        return next(self.batches)
 
 
 @dataclasses.dataclass(frozen=True)

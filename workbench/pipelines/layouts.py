@@ -1,14 +1,102 @@
-"""Facts about the stages of a pipeline: how many a pp_layout has, and how long each takes. No torch."""
+"""Pipeline stages written as text (`distributed.pp_layout`), and how long each takes. No torch.
 
+The notation is that of Megatron-LM's `--pipeline-model-parallel-layout`. E is the embedding, t a (transformer) layer, L
+the head with its loss, and | a boundary between two stages. x*n repeats x n times, where x is one of these or a group
+in parentheses. Commas and spaces are ignored. An empty stage passes its input on. But the first stage reads the tokens
+and the last one computes the loss, so if they are empty, they get the E and the L.
+
+    Et*3|(tt|)*5L       seven stages: the embedding and three layers, five times two layers, the head alone
+"""
+
+import itertools
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from picotron.console import UserError
 from picotron.model.flops import part_costs
-from picotron.pipeline_parallel.pp_layout import expand
-from picotron.pipeline_parallel.stages import Stage
+from picotron.pipeline_parallel.stages import Stage, balanced_stages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from picotron.config import Config
+
+MAX_SYMBOLS = 10_000  # in one repetition of a pp_layout, written out
+
+
+def stages_for(config: "Config", model_config: "PreTrainedConfig", ranks: Sequence[int]) -> list[Stage]:
+    """Return the stages of a config's pp_layout, or the balanced ones.
+
+    Args:
+        ranks: the rank of each stage.
+
+    Raises:
+        UserError: the stages do not fit the model, or a rank would hold nothing.
+    """
+    layout = config.distributed.pp_layout
+    if layout is None:
+        return balanced_stages(model_config, config.training.seq_length, ranks)
+    stages = parse_stages(layout, model_config.num_hidden_layers, len(ranks))
+    for rank in sorted(set(ranks)):
+        if not any(str(stage) for stage, other in zip(stages, ranks, strict=True) if other == rank):
+            raise UserError(
+                f"pp_layout={layout!r} gives pp rank {rank} nothing; give it a layer, the embedding or the head"
+            )
+    return stages
+
+
+def parse_stages(text: str, num_layers: int, num_stages: int) -> list[Stage]:
+    """Parse stages that are written in the notation above.
+
+    Raises:
+        UserError: the text is not in that notation, or does not fit the model or the number of stages.
+    """
+    symbols = expand(text)
+    stages = symbols.split("|")
+    if "m" in symbols:
+        why = "has m (multi-token prediction), which these models do not support; remove it"
+    elif len(stages) != num_stages:
+        why = f"has {len(stages)} stages, but pp_size times pp_chunks (of pp_engine) is {num_stages}; write as many"
+    elif symbols.count("t") != num_layers:
+        why = f"has {symbols.count('t')} layers (t), but num_hidden_layers={num_layers}; write as many"
+    elif symbols.count("E") != 1 or symbols.strip("|")[0] != "E":
+        why = f"has {symbols.count('E')} E; it must begin with its only E, because the first stage reads the tokens"
+    elif symbols.count("L") != 1 or symbols.strip("|")[-1] != "L":
+        why = f"has {symbols.count('L')} L; it must end with its only L, because the last stage computes the loss"
+    else:
+        ends = list(itertools.accumulate(stage.count("t") for stage in stages))
+        layers = [range(end - stage.count("t"), end) for stage, end in zip(stages, ends, strict=True)]
+        return [Stage(each, i == 0, i == num_stages - 1) for i, each in enumerate(layers)]
+    raise UserError(f"pp_layout={text!r} {why}")
+
+
+def expand(text: str) -> str:
+    """Write out repetitions and groups, and drop commas and spaces: `E,(t|)*2L` is `Et|t|L`."""
+    groups = [""]  # the expanded text so far, then that of each open group
+    last = ""  # the text that a * would repeat
+    for match in re.finditer(r"\*([0-9]{0,9})|.", text, re.DOTALL):
+        token, times = match[0], int(match[1] or 0)
+        if token in "EtmL|":
+            last = token
+            groups[-1] += last
+        elif token == "(":
+            groups.append("")
+            last = ""
+        elif token == ")" and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] += last
+        elif times > 0 and last and times * len(last) <= MAX_SYMBOLS:
+            groups[-1] += last * (times - 1)
+            last = ""
+        elif token not in ", ":
+            raise UserError(
+                f"cannot parse pp_layout={text!r} at character {match.start() + 1}, {token!r}; expected E, t, L, |, "
+                f"( or ), or *n after what it repeats, with n at least 1; a repetition has up to {MAX_SYMBOLS} symbols"
+            )
+    if len(groups) > 1:
+        raise UserError(f"pp_layout={text!r} lacks {len(groups) - 1} closing parentheses at its end")
+    return groups[0]
 
 
 def count_stages(text: str) -> int:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from picotron.model.families import architecture
-from picotron.pipeline_parallel.pp_layout import format_stages, stages_for
-from picotron.pipeline_parallel.stages import Stage
+from picotron.pipeline_parallel.stages import Stage, format_stages
+from workbench.pipelines.layouts import stages_for
 from workbench.schedules.actions import AnyAction, Schedule, rank_of
 from workbench.schedules.schedule_csv import as_csv
 

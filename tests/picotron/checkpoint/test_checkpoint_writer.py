@@ -93,15 +93,11 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name_and_then_the_name_i
     assert (folder, parent) == (tmp_path / "step_00000010.unfinished", tmp_path)
 
 
-def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: Path, after: int) -> tuple[str, int]:
-    """Train while the last rank cannot write past byte `after` of a file. Returns the error and the number of steps."""
-    write = safetensors_folder.FileWriter.write
+def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: Path) -> tuple[str, int]:
+    """Train while the disk of the last rank is full. Returns the error and the number of steps."""
 
-    def limited(self: Any, start: int, data: Any) -> None:
-        if dist.get_rank() == dist.get_world_size() - 1 and start > after:
-            self.file.close()
-            self.file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115 -- closed by FileWriter
-        write(self, start, data)
+    def on_a_full_disk(*_: Any) -> Any:
+        return open("/dev/full", "wb")
 
     take_step, steps = AdamW.step, []
 
@@ -110,11 +106,10 @@ def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: P
         steps.append(1)
         time.sleep(0.3)  # gives the background thread time to fail before the next step
 
-    safetensors_folder.FileWriter.write, AdamW.step = limited, counted  # type: ignore[method-assign]
-    try:
+    is_full = dist.get_rank() == dist.get_world_size() - 1
+    opened = mock.patch.object(safetensors_folder, "open", on_a_full_disk if is_full else open, create=True)
+    with opened, mock.patch.object(AdamW, "step", counted):
         return mistake(config, model_config, tokenizer), len(steps)
-    finally:
-        safetensors_folder.FileWriter.write, AdamW.step = write, take_step  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
@@ -126,7 +121,7 @@ def test_full_disk_raises_the_same_error_on_all_ranks(
     keys = {"checkpoint__load_path": "latest", "checkpoint__async_save": in_background}
     run(pool, first_half(tmp_path, layout, **keys), model, tokenizer)
     config = run_config(tmp_path, layout, **keys | {"checkpoint__save_frequency": 6})
-    results = pool.run(train_on_a_full_disk, 4, config, model, tokenizer, 10_000)
+    results = pool.run(train_on_a_full_disk, 4, config, model, tokenizer)
     # In the background, the error is raised in the next step, long before the next checkpoint is due.
     assert results == [(results[0][0], 2 if in_background else 1)] * 4
     assert f"{tmp_path}/step_00000006 cannot be written: No space left on device" in results[0][0]
