@@ -322,9 +322,9 @@ MISTAKES: dict[str, Mistake] = {
         FUZZ,
     ),
     # ------------------------------------------------------------------------------------------ checkpoints and files
-    "bias_correction_one_late": Mistake(OPTIMIZER, "torch.tensor(updates[parameter],", "torch.tensor(updates[parameter] + 1,", FUZZ),
+    "bias_correction_one_late": Mistake(OPTIMIZER, "torch.tensor(updates, dtype", "torch.tensor(updates + 1, dtype", FUZZ),
     "optimizer_begins_again": Mistake(
-        OPTIMIZER, "torch.tensor(updates[parameter],", "torch.tensor(0,", ("fuzz", "resume dp2")
+        OPTIMIZER, "torch.tensor(updates, dtype", "torch.tensor(0, dtype", ("fuzz", "resume dp2")
     ),
     "moments_mixed_up": Mistake(
         OPTIMIZER, "                read(parameter, name, tensor)", '                read(parameter, "exp_avg", tensor)',

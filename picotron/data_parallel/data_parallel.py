@@ -117,10 +117,13 @@ class DataParallel(nn.Module):
         self.module, self.bucket_mb, self.layout = module, bucket_mb, str(grid)
         self.require_backward_grad_sync = grid.cp_dp_world_size > 1
         self.trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
-        self.buckets_by_stage: dict[int, list[Bucket]] = {}
-        for stage, parameters in self._parameters_by_stage().items():
-            # Backward reaches the last layers first, so in this order buckets complete one after the other.
-            self.buckets_by_stage[stage] = self._make_buckets([p for p in parameters if p.requires_grad][::-1])
+        # Gradients of a pipeline stage are complete together, see `start_grad_sync`. Backward reaches the last layers
+        # first, so in this order buckets complete one after the other.
+        parameters_by_stage: Any = getattr(module, "parameters_by_stage", lambda: {0: list(module.parameters())})
+        self.buckets_by_stage = {
+            stage: self._make_buckets([p for p in parameters if p.requires_grad][::-1])
+            for stage, parameters in parameters_by_stage().items()
+        }
         self.buckets = [bucket for buckets in self.buckets_by_stage.values() for bucket in buckets]
         self.bucket_by_parameter: dict[Tensor, Bucket] = {
             p: bucket for bucket in self.buckets for p in bucket.parameters
@@ -146,13 +149,6 @@ class DataParallel(nn.Module):
         """Run the backward of a pipeline stage, see `PipelineParallel.backward`."""
         stage: Any = self.module
         return stage.backward(input_tensor, output_tensor, output_tensor_grad)
-
-    def _parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
-        """Return the parameters of each pipeline stage on this rank, which are complete together, see
-        `start_grad_sync`. Those of any other module form stage 0.
-        """
-        of_pipeline = getattr(self.module, "parameters_by_stage", None)
-        return of_pipeline() if of_pipeline else {0: list(self.module.parameters())}
 
     def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
         return make_buckets(parameters, pgm.process_group_manager.cp_dp_group, self.bucket_mb)
@@ -181,10 +177,6 @@ class DataParallel(nn.Module):
         # differ in which parameters their part of the batch uses.
         while self.pending_buckets and not self.pending_buckets[0].pending_parameters:
             self._reduce(self.pending_buckets.pop(0))
-
-    def bytes_held(self) -> tuple[int, int]:
-        """Return the bytes of the weights and of the gradients that this rank holds between steps."""
-        return sum(p.nbytes for p in self.parameters()), sum(buffer.nbytes for buffer in self.gradient_buffers())
 
     def gradient_buffers(self) -> list[Tensor]:
         """Return the tensors in which gradients accumulate."""

@@ -49,7 +49,7 @@ from torch.utils._pytree import tree_leaves
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, own_slice, start_gather_of_slices, start_reduce_to_slices
 from picotron.console import UserError
-from picotron.data_parallel.data_parallel import DataParallel, Update
+from picotron.data_parallel.data_parallel import Bucket, DataParallel, Update
 from picotron.data_parallel.zero1 import divide
 from picotron.model.placement import placement
 
@@ -217,8 +217,8 @@ class DataParallelZero3(DataParallel):
         self.latest: tuple[Unit, ...] = ()
         self.awaited: list[tuple[Unit, ...]] = []
 
-    def _parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
-        return {}  # units take the place of buckets
+    def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
+        return []  # units take their place
 
     def _before_state_dict(self, *_: Any) -> None:
         if not all(unit.is_full for unit in self.units):
@@ -320,9 +320,6 @@ class DataParallelZero3(DataParallel):
                 self._start_reduction(unit)
             unit.arrived.clear()
             unit.free()
-
-    def bytes_held(self) -> tuple[int, int]:
-        return sum(unit.shard.nbytes for unit in self.units), super().bytes_held()[1]
 
     def gradient_buffers(self) -> list[Tensor]:
         self._finish_reduction()

@@ -32,6 +32,7 @@ from picotron.console import print_line, text_table
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.data_parallel.zero3 import DataParallelZero3
 from picotron.model.model_config import load_model_config
 from picotron.model.placement import Index
 from picotron.optimizer import update_weights
@@ -60,6 +61,15 @@ class Step(NamedTuple):
     messages: Counter[Message]
 
 
+def bytes_held(model: DataParallel) -> tuple[int, int]:
+    """Return the bytes of the weights and of the gradients that a rank holds between steps."""
+    if isinstance(model, DataParallelZero3):
+        weights = sum(unit.shard.nbytes for unit in model.units)
+    else:
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+    return weights, sum(buffer.nbytes for buffer in model.gradient_buffers())
+
+
 def run_step(model: DataParallel, data_loader: Any, config: Config, train_step: Callable[[Any, Any], Tensor]) -> Step:
     """Run a training step of this rank, and count its bytes and messages."""
     parameters = list(model.parameters())
@@ -69,7 +79,7 @@ def run_step(model: DataParallel, data_loader: Any, config: Config, train_step: 
     sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in off.items()}
     optimizer = make_optimizer(model, config.model_copy(update=sections))
 
-    weights, gradients = model.bytes_held()
+    weights, gradients = bytes_held(model)
     FakeGroup.messages.clear()
     loss = train_step(model, data_loader)
     update_weights(model, optimizer, config.training.max_grad_norm)

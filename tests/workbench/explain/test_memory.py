@@ -19,6 +19,7 @@ from picotron.model.cross_entropy import LinearCrossEntropy
 from picotron.model.weights import initial_weights
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
+from workbench.explain.explain import bytes_held
 from workbench.explain.memory import layer_bytes, rank_memory, sizes
 from workbench.pipelines.engine import check_layout, make_train_step, plan_pipeline
 
@@ -109,7 +110,7 @@ def measure_rank(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
         step(model, MicroBatchDataLoader(random_rows(config, vocab_size=model_config.vocab_size), config, CPU))
     assert saved.current == 0
     optimizer.step()
-    weights, gradients = model.bytes_held()
+    weights, gradients = bytes_held(model)
     return {
         "rank": pgm.process_group_manager.pp_rank,
         "parameters": weights // dtype.itemsize,
