@@ -250,18 +250,14 @@ class Trace:
 
     def layouts(self, found: list[tuple[Record, Key]]) -> dict[tuple[int, ...], Tensor]:
         """Find the tokens of a call, for each shape that its tensors have before the columns: every tensor votes."""
-        known = dict[tuple[int, ...], list[tuple[Tensor, Tensor]]]()
+        votes = dict[tuple[int, ...], Tensor]()
         for record, key in found:
             x, right = record.values.x, self.right[key]
             lead = lead_of(x, right.x)
-            if not right.is_shared and x.numel() and x.numel() // lead.numel() <= right.x.size(1):
-                known.setdefault(lead, []).append((x.reshape(lead.numel(), -1), right.x))
-        votes = dict[tuple[int, ...], Tensor]()
-        for lead, pairs in known.items():  # a tensor of which a rank has all columns says more
-            whole = [rows_alike(x, right).int() for x, right in pairs if x.size(1) == right.size(1)]
-            votes[lead] = torch.stack(whole).sum(0) if whole else torch.zeros(1)
-            if not votes[lead].any():
-                votes[lead] = torch.stack([first_alike(x, right).int() for x, right in pairs]).sum(0)
+            x = x.reshape(lead.numel(), -1)
+            if not right.is_shared and 0 < x.size(1) <= right.x.size(1):
+                cells = (rows_alike if x.size(1) == right.x.size(1) else first_alike)(x, right.x)
+                votes[lead] = votes.get(lead, torch.zeros(1)) + cells
         # torch's pipeline finds out shapes by a trial with uninitialised memory, in which old rows can be.
         return {lead: settle(each, lead) for lead, each in votes.items() if each.any(-1).double().mean() > 0.25}
 
@@ -476,27 +472,27 @@ def ratio_of(x: Tensor, want: Tensor) -> float | None:
 def settle(votes: Tensor, lead: tuple[int, ...]) -> Tensor:
     """Choose one token for each row of a table of votes (n, G), which says whose numbers it has; -1: nobody's.
 
-    Some tokens have the same numbers, such as the first ones of two rows that begin alike. The right one is the one
-    that has many votes beside it: the next token along a dimension of `lead` is often the next token of a row. A short
-    document often comes after the document before it.
+    Some tokens have the same numbers, such as the first ones of two rows that begin alike. Of those with most votes,
+    the right one has most votes beside it: the next token along a dimension of `lead` is often the next token of a row.
     """
-    table, score = votes.view(*lead, -1), torch.zeros(*lead, votes.size(1))
+    table = votes * (votes == votes.amax(-1, keepdim=True))
+    beside, table = torch.zeros(*lead, votes.size(1)), table.view(*lead, -1).float()
     for dim in range(len(lead)):
         lines = table.movedim(dim, -2)
         *_, length, n = lines.shape
         offsets = torch.arange(n) - torch.arange(length)[:, None] + length - 1  # which tokens follow each other
-        flat = lines.reshape(-1, length * n).float()
+        flat = lines.reshape(-1, length * n)
         sums = torch.zeros(len(flat), length + n - 1).index_add(1, offsets.flatten(), flat)
-        score += sums[:, offsets.flatten()].view(lines.shape).movedim(-2, dim)
-    rows = in_order_of((score * table).view(votes.shape))
-    known = rows[rows >= 0]
-    if len(known.unique()) < len(known):  # padding has an id, too, but is nobody in later layers
-        score[(table.amax(-1) * 2 <= table.max())] = 0
-        rows = in_order_of((score * table).view(votes.shape))
+        beside += sums[:, offsets.flatten()].view(lines.shape).movedim(-2, dim)
+    score = (beside * table).view(votes.shape)
+    rows = best_of(score)
+    if len(rows[rows >= 0].unique()) < int((rows >= 0).sum()):  # padding has an id, too, but is nobody in later layers
+        rows = best_of(score * (votes.amax(-1, keepdim=True) * 2 > votes.max()))
     return rows
 
 
-def in_order_of(score: Tensor) -> Tensor:
+def best_of(score: Tensor) -> Tensor:
+    """Choose the token with the best score for each row. A short document often comes after the one before it."""
     rows, after = torch.full((len(score),), -1), 0
     for i, each in enumerate(score.clone()):
         if each.any():
