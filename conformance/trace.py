@@ -1,8 +1,8 @@
 """The first wrong tensor of a run: the tensors of all ranks' modules, compared with those of the reference.
 
-A rank need not say which part of a tensor it holds. Its tokens, its columns, or a sum over ranks are the ones whose
-numbers are the reference's: in float64, different numbers do not agree to nine digits by accident. A tensor is wrong if
-it is no part of the right one. The walk takes the phases of each step in order.
+A rank need not say which part of a tensor it holds: its tokens, its columns, or a sum over ranks are the ones whose
+numbers are the reference's. A tensor is wrong if it is no part of the right one. The walk takes the phases of each step
+in order.
 """
 
 import dataclasses
@@ -16,9 +16,22 @@ import torch
 from torch import Tensor
 
 from conformance.case import Case
-from conformance.compare import LIMIT, Difference
+from conformance.compare import Difference
 from conformance.reference import Reference
-from conformance.result import Part, Result
+from conformance.result import Result
+from conformance.trace_places import (
+    as_matrix,
+    find,
+    first_alike,
+    lead_of,
+    locate,
+    near,
+    place_of,
+    ratio_of,
+    rows_alike,
+    same,
+    settle,
+)
 from conformance.trace_recorder import Record
 from conformance.trace_text import Sentences, short
 
@@ -97,7 +110,7 @@ class Trace:
         right: the reference's tensors.
         at: the ranks' tensors.
         modules: names of the reference's modules.
-        unknown: the trainer's names of its modules.
+        raw: the trainer's names of its modules.
         reason: why a rank has no records, if it says so.
     """
 
@@ -274,9 +287,9 @@ class Trace:
                     asked.setdefault(key[0], []).extend([rows, rows.view(lead[0], -1).T.flatten()])
         for place, found in calls.items():
             for shape, rows in layouts[place].items():
-                same = [each for each in asked.get(found[0][1][0], []) if each.sort()[0].equal(rows.sort()[0])]
-                if same and not any(each.equal(rows) for each in same):
-                    layouts[place][shape] = same[0]
+                alike = [each for each in asked.get(found[0][1][0], []) if each.sort()[0].equal(rows.sort()[0])]
+                if alike and not any(each.equal(rows) for each in alike):
+                    layouts[place][shape] = alike[0]
 
     # -------------------------------------------------------------------------------------------- is a tensor right?
 
@@ -396,107 +409,3 @@ class Trace:
             return self.say.wrong(wrong)
         is_complete = covered.all() or not covered.any() or len(right) < len(found)
         return "" if is_complete else self.say.on_no_rank(key, ~covered)
-
-
-# ------------------------------------------------------------------------------------------------ places, by numbers
-
-
-def as_matrix(x: Tensor) -> Tensor:
-    return x[None] if x.ndim == 1 else x.flatten(1)
-
-
-def lead_of(x: Tensor, right: Tensor) -> torch.Size:
-    """Return the dimensions of tokens of an activation: (B, T), (T, B) or (n)."""
-    return x.shape[: 2 if x.ndim > 2 or right.size(1) == 1 else 1]
-
-
-def place_of(part: Part, whole: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensor of a part, the whole one, and the rows and columns of the part."""
-    rows, *columns = [torch.arange(n) + start for n, start in zip(part.tensor.shape, part.start, strict=True)]
-    if columns:
-        return part.tensor.double(), whole, rows, columns[0]
-    return part.tensor.double()[None], whole.reshape(1, -1), torch.zeros(1, dtype=torch.long), rows
-
-
-def near(x: Tensor, y: Tensor, scale: float) -> bool:
-    return x.shape == y.shape and bool(((x - y).abs() <= LIMIT * scale).all())
-
-
-def same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and torch.equal(a, b)
-
-
-def rows_alike(x: Tensor, right: Tensor) -> Tensor:
-    """Say which rows of x (n, C) are which rows of right (G, C): (n, G), by their products with two random vectors."""
-    draws = torch.rand(right.size(1), 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
-    apart = ((x @ draws)[:, None] - (right @ draws)[None]).abs().amax(-1)
-    return apart <= LIMIT * right.abs().max() * right.size(1)
-
-
-def first_alike(x: Tensor, right: Tensor) -> Tensor:
-    """Say in which rows of right (G, C) the first number of each row of x (n, c) is: (n, G)."""
-    return ((x[:, :1, None] - right).abs() <= LIMIT * right.abs().max()).any(-1)
-
-
-def find(x: Tensor, right: Tensor) -> Tensor | None:
-    """Find the columns of x (n, c) among those of right (n, C), if possible consecutive ones: (c); None if one of them
-    is not there.
-    """
-    scale, columns = right.abs().max().item(), torch.arange(x.size(1))
-    if near(x, right, scale):
-        return columns
-    cells = rows_alike(x.T, right.T)
-    starts = (i for i in range(right.size(1) - x.size(1) + 1) if cells.diagonal(i).all())
-    start = next(starts, None)
-    columns = cells.int().argmax(1) if start is None else columns + start
-    return columns if near(x, right[:, columns], scale) else None
-
-
-def locate(x: Tensor, right: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Find the rows and columns of a weight; None if it has neither all rows nor all columns of the right one."""
-    if x.size(1) == right.size(1):
-        x = x[: int(x.any(1).nonzero().max()) + 1] if x.any() else x
-        rows = find(x.T, right.T)
-        return None if rows is None else (rows, torch.arange(x.size(1)))
-    columns = find(x, right) if len(x) == len(right) and x.numel() else None
-    return None if columns is None else (torch.arange(len(x)), columns)
-
-
-def ratio_of(x: Tensor, want: Tensor) -> float | None:
-    """Return c if x is c times `want`, and not 0."""
-    square = want.square().sum().item()
-    c = (x * want).sum().item() / square if square else 0.0
-    return c if c and near(x, c * want, abs(c) * want.abs().max().item()) else None
-
-
-def settle(votes: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """Choose one token for each row of a table of votes (n, G), which says whose numbers it has; -1: nobody's.
-
-    Some tokens have the same numbers, such as the first ones of two rows that begin alike. Of those with most votes,
-    the right one has most votes beside it: the next token along a dimension of `lead` is often the next token of a row.
-    """
-    table = votes * (votes == votes.amax(-1, keepdim=True))
-    beside, table = torch.zeros(*lead, votes.size(1)), table.view(*lead, -1).float()
-    for dim in range(len(lead)):
-        lines = table.movedim(dim, -2)
-        *_, length, n = lines.shape
-        offsets = torch.arange(n) - torch.arange(length)[:, None] + length - 1  # which tokens follow each other
-        flat = lines.reshape(-1, length * n)
-        sums = torch.zeros(len(flat), length + n - 1).index_add(1, offsets.flatten(), flat)
-        beside += sums[:, offsets.flatten()].view(lines.shape).movedim(-2, dim)
-    score = (beside * table).view(votes.shape)
-    rows = best_of(score)
-    if len(rows[rows >= 0].unique()) < int((rows >= 0).sum()):  # padding has an id, too, but is nobody in later layers
-        rows = best_of(score * (votes.amax(-1, keepdim=True) * 2 > votes.max()))
-    return rows
-
-
-def best_of(score: Tensor) -> Tensor:
-    """Choose the token with the best score for each row. A short document often comes after the one before it."""
-    rows, after = torch.full((len(score),), -1), 0
-    for i, each in enumerate(score.clone()):
-        if each.any():
-            each[after : after + 1] *= 4
-            rows[i] = each.argmax()
-            after = int(rows[i]) + 1
-    return rows

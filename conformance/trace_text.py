@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from conformance.compare import LIMIT, Difference
+from conformance.trace_places import rows_alike
 
 if TYPE_CHECKING:
     from conformance.trace import Key, Local, Trace
@@ -97,8 +98,6 @@ class Sentences:
 
     def elsewhere(self, each: "Local", x: Tensor, whole: Tensor, rows: Tensor) -> str:
         """Say which other tokens have the numbers that are wrong."""
-        from conformance.trace import rows_alike
-
         assert each.rows is not None
         cells, own = rows_alike(x[rows], whole), each.rows[rows]
         if not cells.any(1).all():

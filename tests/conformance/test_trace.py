@@ -12,7 +12,7 @@ import torch
 from conformance.check import Checker, Row
 from conformance.mistakes import DDP, MISTAKES, PLAIN_TP, Mistake
 from conformance.mutants import command
-from conformance.trace import find, locate, settle
+from conformance.trace_places import find, locate, settle
 
 Check = Callable[..., Row]
 
