@@ -93,18 +93,12 @@ def settle(votes: Tensor, lead: tuple[int, ...]) -> Tensor:
         sums = torch.zeros(len(flat), length + n - 1).index_add(1, offsets.flatten(), flat)
         beside += sums[:, offsets.flatten()].view(lines.shape).movedim(-2, dim)
     score = (beside * table).view(votes.shape)
-    rows = best_of(score)
-    if len(rows[rows >= 0].unique()) < int((rows >= 0).sum()):  # padding has an id, too, but is nobody in later layers
-        rows = best_of(score * (votes.amax(-1, keepdim=True) * 2 > votes.max()))
-    return rows
-
-
-def best_of(score: Tensor) -> Tensor:
-    """Choose the token with the best score for each row. A short document often comes after the one before it."""
-    rows, after = torch.full((len(score),), -1), 0
-    for i, each in enumerate(score.clone()):
-        if each.any():
-            each[after : after + 1] *= 4
-            rows[i] = each.argmax()
+    rows = score.argmax(1).masked_fill(~score.any(1), -1)
+    padding = (votes.amax(1) * 2 <= votes.max()) & (rows >= 0)  # it has an id, too, but is nobody in later layers
+    if padding.any() and len(rows.unique()) < len(rows):
+        rows[padding], score[padding], after = -1, 0.0, 0
+        for i in (rows >= 0).nonzero()[:, 0].tolist():  # a short document often comes after the one before it
+            score[i, after : after + 1] *= 4
+            rows[i] = score[i].argmax()
             after = int(rows[i]) + 1
     return rows

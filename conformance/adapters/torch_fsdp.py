@@ -31,6 +31,8 @@ def run(case: Case) -> Result:
     rank = dist.get_rank() // tp
     if tp > 1:
         parallelize(model, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+        if model.config.tie_word_embeddings:  # both have got a new parameter
+            model.lm_head.weight = model.model.embed_tokens.weight
     narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = narrow if case.dtype == "bfloat16" else MixedPrecisionPolicy()
     for module in [*model.model.layers, model]:
