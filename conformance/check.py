@@ -200,11 +200,12 @@ class Checker:
         try:
             trace = Trace(case, self.records_of(case), right, results, getattr(self.adapter, "module_name", str))
             text = trace.first_wrong(difference)
-        except Exception as error:  # a trainer's modules can return anything
+        except Exception as error:  # a trainer's modules can return anything can return anything
             return f"not traced: its records cannot be compared: {type(error).__name__}: {error}"
-        if trace.seen and not trace.reason:
-            count = f"{len(trace.seen)} tensors of {len(trace.reached)} of {len(trace.modules)} modules"
-            return text or f"traced: {count} are equal"
+        equal = [each for found in trace.at.values() for each in found if each.is_right]
+        if equal and not trace.reason:
+            reached = {name for each in equal for name in each.key[2].split(" + ")} & trace.modules
+            return text or f"traced: {len(equal)} tensors of {len(reached)} of {len(trace.modules)} modules are equal"
         names = ", ".join(sorted(trace.raw)[:3])
         unknown = f"no module has a name of transformers' model ({names}); see `module_name`"
         return f"not traced: {trace.reason or (unknown if names else 'no module was called')}"

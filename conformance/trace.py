@@ -1,15 +1,15 @@
-"""The first wrong tensor of a run: the records of its modules, compared with those of the reference.
+"""The first wrong tensor of a run: the tensors of all ranks' modules, compared with those of the reference.
 
-A rank need not say which part of a tensor it holds. Its tokens, its columns, or a sum over ranks are the ones whose
-numbers are the reference's, so a tensor is wrong if it is no part of the right one. The walk takes each step in the
-order of its computation: weights, forward, backward, gradients of weights, their norm, the clipped gradients. The
-weights of the next step show the update.
+A rank need not say which part of a tensor it holds: its tokens, its columns, or a sum over ranks are the ones whose
+numbers are the reference's. A tensor is wrong if it is no part of the right one. The walk takes the phases of each step
+in order.
 """
 
-import math
-import re
+import dataclasses
+import enum
+import pickle
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,228 +19,393 @@ from conformance.case import Case
 from conformance.compare import Difference
 from conformance.reference import Reference
 from conformance.result import Result
-from conformance.trace_places import find_columns, near, part_of, place, ratio_of
+from conformance.trace_places import (
+    as_matrix,
+    find,
+    first_alike,
+    lead_of,
+    locate,
+    near,
+    place_of,
+    ratio_of,
+    rows_alike,
+    same,
+    settle,
+)
 from conformance.trace_recorder import Record
-from conformance.trace_records import ACTIVATIONS, Key, Local, Records
-from conformance.trace_text import Sentences, one_term
+from conformance.trace_text import Sentences, short
 
 
-class Trace(Records):
+class Phase(enum.IntEnum):
+    """A phase of a step. Its tensors: weights, activations, their gradients, gradients of weights, the same when the
+    optimizer gets them, numbers, and weights.
+    """
+
+    LOAD, FORWARD, BACKWARD, GRADIENTS, CLIP, NORM, UPDATE = range(7)
+
+
+Key = tuple[
+    int, Phase, str, str
+]  # step, phase, the reference's name of a module, `input`, `output`, `weight` or `bias`
+
+
+@dataclasses.dataclass
+class Right:
+    """A tensor of the reference.
+
+    Args:
+        x: an activation (tokens of the global batch, columns), a weight (rows, columns), or its gradient.
+        order: its place in the order of the phase.
+        made: the same for the first module that had this tensor.
+        is_path: whether all that came before can only act through it: the input of a matrix.
+        is_shared: whether all rows of the batch have the same.
+    """
+
+    x: Tensor
+    order: int
+    made: int
+    is_path: bool = False
+    is_shared: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Local:
+    """A tensor of a rank, of which `right[rows][:, columns]` is the right one.
+
+    Args:
+        label: name of the first module that had this tensor.
+        x: the tensor (n, c), of which `right` (G, C) has the right numbers.
+        rows, columns: its places there, (n) and (c); None: unknown.
+        call, again: see `Record`.
+        value: the activation of which it is the gradient.
+        is_right: None: nothing says with which numbers to compare it.
+        ranks: the ranks of whose tensors only the sum is right.
+    """
+
+    rank: int
+    key: Key
+    label: str
+    x: Tensor
+    right: Tensor
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    call: int = -1
+    again: bool = False
+    value: "Local | None" = None
+    is_right: bool | None = None
+    ranks: tuple[int, ...] = ()
+
+
+class Trace:
     """A comparison of all ranks' records with the reference's.
 
     Args:
-        case, right, rename: see `Records`.
+        case: the case, whose ranks have written their records.
+        records: records of the reference.
         reference, results: results of the reference and of the ranks.
+        rename: the adapter's function of a module's name, which returns the name of transformers' module, or a tuple of
+            names if the module computes what several modules of transformers do.
 
     Attributes:
-        seen: the tensors (of the backward: True) that are equal.
-        reached: names of the reference's modules of which a tensor is equal.
+        right: the reference's tensors.
+        at: the ranks' tensors.
+        modules: names of the reference's modules.
+        raw: the trainer's names of its modules.
+        reason: why a rank has no records, if it says so.
     """
 
     def __init__(
-        self, case: Case, right: list[Record], reference: Reference, results: list[Result], rename: Callable[[str], Any]
+        self,
+        case: Case,
+        records: list[Record],
+        reference: Reference,
+        results: list[Result],
+        rename: Callable[[str], Any],
     ) -> None:
-        super().__init__(case, right, rename)
-        self.reference, self.results, self.say = reference, results, Sentences(self)
-        self.factors, self.otherwise = dict[int, float](), set[str]()
-        self.seen, self.reached = set[tuple[int, bool]](), set[str]()
-        self.places: dict[tuple[int, str, str], Any] = {}
+        self.case, self.rename = case, rename
+        self.shape = tuple(case.batch(case.first_step)["input_ids"].shape)
+        self.right, self.at = dict[Key, Right](), dict[Key, list[Local]]()
+        self.modules, self.raw, self.reason = set[str](), set[str](), ""
+        self.factors = dict[tuple[int, Phase, int], float]()  # of gradients, by step, phase and rank
+        self.places = dict[tuple[int, str, str], tuple[Tensor, Tensor]]()  # rows and columns of each rank's weights
+        self.read_reference([each for each in records if each.step >= case.first_step])
+        self.read_ranks()
+        for rank, result in enumerate(results):
+            self.read_parts(rank, case.first_step, Phase.GRADIENTS, result.gradients, reference.gradients)
+            self.read_parts(rank, case.last_step - 1, Phase.UPDATE, result.weights, reference.weights)
+        self.say = Sentences(self)
+
+    # ------------------------------------------------------------------------------------------ reading the records
+
+    def key_of(self, record: Record, name: str) -> Key:
+        if record.kind in ("input", "output"):
+            return record.step, Phase.FORWARD, name, record.kind
+        if record.kind.startswith("clipped "):
+            return record.step, Phase.CLIP, name, record.kind.removeprefix("clipped ")
+        if record.step == self.case.first_step:
+            return record.step, Phase.LOAD, name, record.kind
+        return record.step - 1, Phase.UPDATE, name, record.kind
+
+    def read_reference(self, records: list[Record]) -> None:
+        first = dict[int, int]()
+        self.modules = {each.name for each in records if each.kind == "output"}
+        matrices = {each.name for each in records if each.kind == "weight" and each.values.x.ndim == 2}
+        made = {each.name: i for i, each in enumerate(records) if each.kind == "output"}
+        for i, each in enumerate(records):
+            key, x, n = self.key_of(each, each.name), each.values.x, first.setdefault(id(each.values), i)
+            if key[1] != Phase.FORWARD:
+                i = -made.get(each.name, 0) if key[1] == Phase.CLIP else i
+                self.right[key] = Right(as_matrix(x), i, i)
+            elif (flat := self.in_order(x, each.step)) is not None:
+                kinds = each.kind == "input" and each.name in matrices, len(x) == 1 < self.shape[0]
+                self.right[key] = Right(flat, i, n, *kinds)
+                if each.values.grad is not None and (flat := self.in_order(each.values.grad, each.step)) is not None:
+                    self.right[each.step, Phase.BACKWARD, *key[2:]] = Right(flat, -i, -n, *kinds)
+
+    def in_order(self, x: Tensor, step: int) -> Tensor | None:
+        """Bring an activation of the reference (rows, tokens, ...) into the order of the batch: (tokens, columns)."""
+        batch, (rows, length) = self.case.batch(step), self.shape
+        lengths = [length] * rows
+        if "document_ids" in batch:  # each document was a row of its own, padded
+            lengths = [
+                n for each in batch["document_ids"] for n in each.unique_consecutive(return_counts=True)[1].tolist()
+            ]
+        if x.ndim < 2 or x.size(1) != max(lengths) or len(x) not in (1, len(lengths)):
+            return None
+        x = x.expand(len(lengths), *x.shape[1:])
+        return torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)]).reshape(rows * length, -1)
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """Return the reference's names of a module: those that end as its own does, or as the adapter says."""
+        given, found = self.rename(name), list[str]()
+        for each in (given,) if isinstance(given, str) else given:
+            parts = each.split(".")
+            ends = [".".join(parts[i:]) for i in range(len(parts))]
+            found += [end for end in (*ends, f"model.{each}") if end in self.modules][:1]
+        return tuple(found)
+
+    def join(self, names: tuple[str, ...], key: Key) -> None:
+        """Add the reference's tensor of a module that computes what several do: their columns, or rows of weights."""
+        parts = [self.right[k] for name in names if (k := (*key[:2], name, key[3])) in self.right]
+        if key not in self.right and len(parts) == len(names) > 1:
+            last = parts[0 if key[1] == Phase.BACKWARD else -1]
+            x = torch.cat([each.x for each in parts], 0 if key[3] == "weight" else 1)
+            self.right[key] = parts[0] if key[3] == "input" else dataclasses.replace(last, x=x)
+
+    def read_ranks(self) -> None:
+        calls = dict[tuple[int, int], list[tuple[Record, Key]]]()
+        for rank in range(self.case.world_size):
+            reason, records = pickle.loads((self.case.folder / "trace" / f"rank{rank}").read_bytes())
+            self.reason = self.reason or reason
+            for record in records if not reason else ():
+                self.raw.add(record.name)
+                names = self.names_of(record.name)
+                key = self.key_of(record, " + ".join(names))
+                self.join(names, key)
+                if key in self.right and key[1] == Phase.FORWARD:
+                    self.join(names, (key[0], Phase.BACKWARD, *key[2:]))
+                    calls.setdefault((rank, record.call), []).append((record, key))
+                elif key in self.right:
+                    self.read_weight(rank, key, as_matrix(record.values.x))
+        layouts = {place: self.layouts(found) for place, found in calls.items()}
+        self.keep_order(calls, layouts)
+        for place, found in calls.items():
+            self.read_call(place[0], found, layouts[place])
+
+    def read_weight(self, rank: int, key: Key, x: Tensor) -> None:
+        """Add a weight, or its gradient when the optimizer gets it. Rows of zeros at the end are padding."""
+        right, place = self.right[key].x, self.places.get((rank, *key[2:]))
+        if place is None and key[1] != Phase.CLIP:
+            place = locate(x, right)
+        if place is not None and x.size(1) == len(place[1]) and len(x) >= len(place[0]):
+            self.places[rank, key[2], key[3]] = place
+            self.add(Local(rank, key, "", x[: len(place[0])], right, *place))
+        elif key[1] != Phase.CLIP:
+            self.add(Local(rank, key, "", x, right))
+
+    def read_parts(self, rank: int, step: int, phase: Phase, parts: Any, whole: dict[str, Tensor]) -> None:
+        """Add the gradients or the weights that the adapter returns."""
+        made = {k[2]: right.order for k, right in self.right.items() if k[1] == Phase.FORWARD and k[3] == "output"}
+        for name, part in parts.items():
+            name = "model.embed_tokens.weight" if name not in whole and name == "lm_head.weight" else name
+            module, _, kind = name.rpartition(".")
+            if name in whole and part.tensor.numel():
+                order = made.get(module, 0) * (-1 if phase == Phase.GRADIENTS else 1)
+                self.right.setdefault((step, phase, module, kind), Right(as_matrix(whole[name]), order, order))
+                self.add(Local(rank, (step, phase, module, kind), "", *place_of(part, whole[name])))
+
+    def read_call(self, rank: int, found: list[tuple[Record, Key]], layouts: dict[tuple[int, ...], Tensor]) -> None:
+        """Add the activations of a call, and their gradients."""
+        labels = dict[int, str]()
+        for record, key in found:
+            x, grad, right = record.values.x, record.values.grad, self.right[key]
+            label = labels.setdefault(id(record.values), f"{short(key[2])} {key[3]}")
+            lead = lead_of(x, right.x)
+            rows = layouts.get(lead)
+            if rows is None and right.is_shared:  # for all rows of the batch
+                rows = next((each[: lead[1]] for other, each in layouts.items() if other[1:] == lead[1:]), None)
+            if rows is not None and len(lead) == 2 and lead[0] == lead[1]:  # (B, T) here can be (T, B) there
+                orders = rows, rows.view(lead).T.flatten()
+                cells = first_alike(x.reshape(lead.numel(), -1), right.x)
+                rows = max(orders, key=lambda order: int(cells[torch.arange(len(order)), order].sum()))
+            kept = slice(None) if rows is None else rows >= 0  # the others are padding, if no token is missing
+            rows = None if rows is None else rows[kept]
+            x = x.reshape(lead.numel(), -1)[kept]
+            value = Local(rank, key, label, x, right.x, rows, None, record.call, record.again)
+            self.add(value)
+            key = (key[0], Phase.BACKWARD, *key[2:])
+            if grad is not None and grad.shape == record.values.x.shape and key in self.right:
+                x, right = grad.reshape(lead.numel(), -1)[kept], self.right[key]
+                self.add(Local(rank, key, label, x, right.x, rows, None, record.call, record.again, value))
+
+    def add(self, each: Local) -> None:
+        self.at.setdefault(each.key, []).append(each)
+
+    def layouts(self, found: list[tuple[Record, Key]]) -> dict[tuple[int, ...], Tensor]:
+        """Find the tokens of a call, for each shape that its tensors have before the columns: every tensor votes."""
+        votes = dict[tuple[int, ...], Tensor]()
+        for record, key in found:
+            x, right = record.values.x, self.right[key]
+            lead = lead_of(x, right.x)
+            x = x.reshape(lead.numel(), -1)
+            if not right.is_shared and 0 < x.size(1) <= right.x.size(1):
+                cells = (rows_alike if x.size(1) == right.x.size(1) else first_alike)(x, right.x)
+                votes[lead] = votes.get(lead, torch.zeros(1)) + cells
+        # torch's pipeline finds out shapes by a trial with uninitialised memory, in which old rows can be.
+        return {lead: settle(each, lead) for lead, each in votes.items() if each.any(-1).double().mean() > 0.25}
+
+    def keep_order(self, calls: Any, layouts: Any) -> None:
+        """Let tokens have an order that the input of the first module has on some rank, (B, T) or (T, B): another order
+        of the same tokens would be a mistake.
+        """
+        asked = dict[int, list[Tensor]]()
+        for place, found in calls.items():
+            for record, key in found:
+                lead = lead_of(record.values.x, self.right[key].x)
+                if self.right[key].x.size(1) == 1 and lead in layouts[place]:
+                    rows = layouts[place][lead]
+                    asked.setdefault(key[0], []).extend([rows, rows.view(lead[0], -1).T.flatten()])
+        for place, found in calls.items():
+            for shape, rows in layouts[place].items():
+                alike = [each for each in asked.get(found[0][1][0], []) if each.sort()[0].equal(rows.sort()[0])]
+                if alike and not any(each.equal(rows) for each in alike):
+                    layouts[place][shape] = alike[0]
+
+    # -------------------------------------------------------------------------------------------- is a tensor right?
 
     def peers(self, each: Local) -> list[Local]:
-        """Return the same record of the ranks with the same tokens, one per rank."""
-        found = dict[int, Local]()
+        """Return the same tensor of the ranks with the same rows, one per rank."""
+        found = {each.rank: each}
         for other in self.at[each.key]:
-            if other.again == each.again and same(each.tokens, other.tokens):
+            is_like = (other.again, other.x.shape) == (each.again, each.x.shape) and same(other.rows, each.rows)
+            if is_like and (each.call >= 0 or same(other.columns, each.columns)):
                 found.setdefault(other.rank, other)
-        return list((found | {each.rank: each}).values())
+        return [found[rank] for rank in sorted(found)]
 
-    def verdict(self, each: Local, backward: bool) -> str:
-        """Return how a record is a part of the reference's: `whole`, `columns`, `a sum over ranks 0, 1`; "": none."""
-        if backward not in each.verdicts:
-            each.verdicts[backward] = self.judge(each, backward)
-            if each.verdicts[backward]:
-                self.seen.add((id(each.values), backward))
-                self.reached.update(each.key[1].split(" + "))
-        return each.verdicts[backward]
-
-    def judge(self, each: Local, backward: bool) -> str:
-        right = self.right[each.key]
-        whole = right.grad * self.factors[each.key[0]] if backward and right.grad is not None else right.value
-        x = each.dx if backward else each.x
-        if each.tokens is None or x is None:
-            return ""
-        want, scale = whole[each.tokens], whole.abs().max().item()
-        peers = self.peers(each)
-        terms = [t for t in (p.dx if backward else p.x for p in peers) if t is not None and t.shape == x.shape]
-        ranks = ", ".join(str(p.rank) for p in sorted(peers, key=lambda p: p.rank))
-        sums = [(f"a sum over ranks {ranks}", torch.stack(terms).sum(0))] if 1 < len(terms) == len(peers) else []
-        for join, y in (("", x), *sums):
-            columns = find_columns(y, want, scale)
+    def readings(self, each: Local) -> Iterator[tuple[list[Local], Tensor, Tensor]]:
+        """Yield the tensor itself, and the sum over its peers: the ranks' tensors, their sum, and its columns."""
+        peers = self.peers(each) if each.call >= 0 else [each]
+        for terms in ([each], peers)[: len(peers)]:
+            x, columns = torch.stack([term.x for term in terms]).sum(0), (each.value or each).columns
+            if columns is None and each.value is None:
+                columns = find(x, each.right[each.rows])
+            elif columns is None and x.size(1) == each.right.size(1):
+                columns = torch.arange(x.size(1))
             if columns is not None:
-                each.columns = columns if each.columns is None else each.columns
-                return join or ("whole" if y.shape == want.shape else "columns")
-        return ""
+                yield terms, x, columns
 
-    def find_factor(self, step: int) -> float:
-        """Return the constant of all gradients: a trainer may divide by the number of targets or ranks at the end."""
-        for key in reversed(self.keys(step, *ACTIVATIONS)):
-            right, ratios = self.right[key].grad, list[float]()
-            for each in self.at[key] if right is not None else ():
-                terms = [
-                    p.dx
-                    for p in self.peers(each)
-                    if p.dx is not None and each.dx is not None and p.dx.shape == each.dx.shape
-                ]
-                if (
-                    right is not None
-                    and terms
-                    and each.columns is not None
-                    and each.columns.size(0) == terms[0].size(1)
-                ):
-                    want = right[each.tokens][:, each.columns.double().argmax(1)]
-                    found = [ratio_of(x, want) for x in (each.dx, torch.stack(terms).sum(0)) if x is not None]
-                    ratios += [c for c in found if c is not None][:1]
-            if ratios:
-                return statistics.median_low(ratios)
-        return 1.0
+    def is_right(self, each: Local) -> bool | None:
+        """Whether a tensor is a part of the right one; None: it is not known which part it could be."""
+        if each.is_right is not None:
+            return each.is_right
+        if each.rows is None:
+            fits = each.x.size(1) == each.right.size(1) or (each.call < 0 and len(each.x) == len(each.right))
+            each.is_right = False if fits else None
+            return each.is_right
+        factor = self.factors.get((*each.key[:2], each.rank), 1.0)
+        scale = factor * each.right.abs().max().item()
+        for terms, x, columns in self.readings(each):
+            each.is_right = near(x, factor * each.right[each.rows][:, columns], abs(scale))
+            if each.is_right:
+                each.columns, each.ranks = columns, tuple(term.rank for term in terms) if len(terms) > 1 else ()
+                return True
+        each.is_right = False if each.value is None else each.is_right
+        return each.is_right
 
-    def is_beside(self, each: Local, backward: bool) -> bool:
-        """Whether a wrong tensor is only computed otherwise: the input of a matrix through which it acts is right, in
-        forward a later one, in backward an earlier one. What all layers share acts through all of them.
+    def find_factors(self, step: int, phase: Phase) -> None:
+        """Find the constant of a step's gradients: a trainer may divide them by the number of targets or ranks at the
+        end, and each rank can clip by another norm.
         """
-        mine, pattern = self.right[each.key], re.sub(r"\d+", "*", each.key[1]) + each.key[2]
-        if pattern in self.otherwise:
+        ratios = dict[int, list[float]]()
+        for key in self.keys(step, phase):
+            for each in self.at[key]:
+                found = (
+                    ratio_of(x, each.right[each.rows][:, c]) for _, x, c in self.readings(each) if each.rows is not None
+                )
+                ratios.setdefault(each.rank, []).extend([c for c in found if c is not None][:1])
+            if phase == Phase.BACKWARD and any(ratios.values()):
+                every = [c for own in ratios.values() for c in own]
+                ratios = dict.fromkeys(range(self.case.world_size), every)
+                break
+        self.factors |= {(step, phase, rank): statistics.median_low(own) for rank, own in ratios.items() if own}
+
+    def is_beside(self, each: Local) -> bool:
+        """Whether a wrong tensor is only computed otherwise: the tensor through which alone it acts is right."""
+        step, phase, name, _ = each.key
+        if phase in (Phase.LOAD, Phase.UPDATE):
+            outputs = self.at.get((step + (phase == Phase.UPDATE), Phase.FORWARD, name, "output"), [])
+            return any(o.rank == each.rank for o in outputs) and all(self.is_right(o) for o in outputs)
+        if phase not in (Phase.FORWARD, Phase.BACKWARD) or self.right[each.key].is_shared:
+            return False
+        if each.value is not None and each.value.is_right is False:
             return True
-        paths = list[Local]()
-        for other in self.forwards[each.rank, each.forward]:
-            right, x = self.right[other.key], other.dx if backward else other.x
-            if right.is_path and x is not None and (right.made < mine.made if backward else right.made > mine.made):
-                paths.append(other)
-        verdicts = (bool(self.verdict(other, backward)) for other in paths)
-        found = bool(paths) and (all(verdicts) if mine.is_shared else any(verdicts))
-        self.otherwise |= {pattern} if found and not backward else set()
-        return found
+        for key in self.keys(step, phase):
+            if self.right[key].is_path and self.right[key].made > self.right[each.key].made:
+                after = [o for o in self.at[key] if (o.rank, o.call) == (each.rank, each.call)]
+                if after:
+                    return all(self.is_right(o) for o in after)
+        return False
 
     # -------------------------------------------------------------------------------------------------- the walk
 
+    def keys(self, step: int, phase: Phase) -> list[Key]:
+        """Return the tensors of a phase that are on some rank, in its order."""
+        return sorted((key for key in self.at if key[:2] == (step, phase)), key=lambda key: self.right[key].order)
+
     def first_wrong(self, difference: Difference | None) -> str:
-        """Return a sentence about the first wrong tensor; "" if there is none."""
-        for step in self.case.steps:
-            if text := self.wrong_weight(step):
-                return f"step {step + 1}: {text}" if step == self.case.first_step else f"step {step}: {text}"
-            text = self.wrong_activation(step, backward=False)
-            self.factors[step] = self.find_factor(step)
-            text = text or self.wrong_activation(step, backward=True) or self.wrong_gradient(step)
-            gradient, factor = ("", "") if text else self.wrong_clipping(step)
-            numbers = ("loss", "gradient norm", "evaluation")
-            if difference is not None and difference.step == step + 1 and difference.what in numbers:
-                gradient = gradient or self.say.number(difference)
-            if text := text or gradient or factor:
-                return f"step {step + 1}: {text}{self.first_nan(step, text)}"
-        if difference is not None and difference.what in ("weight", "gradient"):
-            return f"step {difference.step}: {self.say.last_weight(difference)}"
-        return ""
+        """Return a sentence about the first wrong tensor; "" if there is none.
 
-    def first_nan(self, step: int, text: str) -> str:
-        """Say where a step has its first NaN, if another tensor is wrong before it."""
-        found = (k for k in self.keys(step, *ACTIVATIONS) for each in self.at[k] if each.values.value.isnan().any())
-        key = None if "NaN" in text else next(found, None)
-        return f"; the first NaN is in {key[1]} {key[2]}" if key else ""
-
-    def wrong_activation(self, step: int, backward: bool) -> str:
-        keys, judged = self.keys(step, *ACTIVATIONS), dict[tuple[int, int], list[Local]]()
-        for key in reversed(keys) if backward else keys:
-            right, found, wrong = self.right[key], [each for each in self.at[key] if each.is_known], list[Local]()
-            if backward:
-                found = [each for each in found if each.values.grad is not None and right.grad is not None]
-            for each in found:
-                if self.verdict(each, backward):
-                    judged.setdefault((each.rank, each.forward), []).append(each)
-                elif not self.is_beside(each, backward):
-                    wrong.append(each)
-            known = [each for each in found if each.columns is not None and self.verdict(each, backward)]
-            gone = self.missing(key, known, backward) if known else "all"
-            # torch's pipeline finds out shapes by a trial. It has no tokens, and nobody misses them.
-            wrong = wrong if gone else [each for each in wrong if each.tokens is not None]
-            if wrong:
-                return self.say.activation(wrong, backward, judged)
-            if known and gone and len(known) == len(found):
-                return gone
-        return ""
-
-    def missing(self, key: Key, found: list[Local], backward: bool) -> str:
-        """Say which tokens or columns of a tensor are on no rank."""
-        tokens = torch.zeros(math.prod(self.shape), dtype=torch.bool)
-        for each in found:
-            tokens[each.tokens] = True
-            columns = torch.stack([p.columns.any(0) for p in self.peers(each) if p.columns is not None]).any(0)
-            if not columns.all():
-                return self.say.on_no_rank(key, backward, "columns", ~columns)
-        return "" if tokens.all() else self.say.on_no_rank(key, backward, "tokens", ~tokens)
-
-    def wrong_weight(self, step: int) -> str:
-        """Compare the weights before a step, of which a rank can hold all, some rows or some columns."""
-        for key in self.keys(step, "weight", "bias"):
-            right, covered, wrong, all_known = self.right[key].value, list[Tensor](), list[Local](), True
-            for each in self.at[key]:
-                dim, matches = place(each.values.value, right) or (0, None)
-                all_known &= matches is not None
-                if matches is not None:
-                    self.places[each.rank, key[1], key[2]] = dim, matches
-                    self.seen.add((id(each.values), False))
-                    covered.append(matches.any(0))
-                elif place(each.values.value, right) is not None:  # a trainer may store it otherwise
-                    outputs = [o for o in self.at.get((step, key[1], "output"), []) if o.rank == each.rank]
-                    wrong += [] if outputs and all(self.verdict(o, False) for o in outputs) else [each]
-            if wrong:
-                return self.say.weight(wrong, step > self.case.first_step)
-            if all_known and len({len(c) for c in covered}) == 1 and not torch.stack(covered).any(0).all():
-                what = "rows" if len(covered[0]) == right.size(0) else "columns"
-                return self.say.on_no_rank(key, False, what, ~torch.stack(covered).any(0))
-        return ""
-
-    def wrong_gradient(self, step: int) -> str:
-        """Compare the gradients of weights that the adapter returns, those of the first step, in backward's order."""
-        whole = self.reference.gradients if step == self.case.first_step else {}
-        made = {key[1]: self.order(key) for key in self.right if key[0] == step and key[2] == "output"}
-        for name in sorted(whole, key=lambda name: -made.get(name.rpartition(".")[0], -1)):
-            scale = whole[name].abs().max().item()
-            names = [name, "lm_head.weight"] if "lm_head.weight" not in whole and "embed_tokens" in name else [name]
-            held: list[tuple[int, Any]] = [
-                (rank, each.gradients[n])
-                for rank, each in enumerate(self.results)
-                for n in names
-                if n in each.gradients
-            ]
-            wrong = [(rank, part) for rank, part in held if not near(part.tensor.double(), part.of(whole[name]), scale)]
-            self.seen |= {(id(part), True) for _, part in held}
-            if wrong:
-                rank, part = wrong[0]
-                want, like = part.of(whole[name]), [(r, p.tensor.double()) for r, p in held if p.start == part.start]
-                own = [(r, t) for r, t in like if r == rank]
-                hint = one_term(own, want, scale) and "is not the sum of those of the embedding and the head"
-                return self.say.gradient(name, wrong, want, hint or one_term(like, want, scale))
-        return ""
-
-    def wrong_clipping(self, step: int) -> tuple[str, str]:
-        """Compare the gradients that the optimizer gets, where its parameters are the model's. Return sentences about
-        one that is no multiple of the right one, as all others on its rank are, and about these multiples.
+        Args:
+            difference: the first difference of the ranks' results.
         """
-        found = list[tuple[Local, Tensor, float | None]]()
-        for key in reversed(self.keys(step, "update of weight", "update of bias")):
-            right = self.right[key]
-            for each in self.at[key]:
-                values, fit = each.values, place(each.values.value, right.value)
-                if right.grad is not None and values.grad is not None and fit is not None and fit[1] is not None:
-                    want = part_of(right.grad, fit)
-                    self.seen.add((id(values), True))
-                    found.append((each, want, ratio_of(values.grad[: len(want)], want)))
-        ranks = {each.rank for each, _, _ in found}
-        common = {r: statistics.median([c or 0.0 for each, _, c in found if each.rank == r]) for r in ranks}
-        others = [(each, want) for each, want, c in found if c is None or abs(c - common[each.rank]) > 1e-6 * abs(c)]
-        text = self.say.clipped(*others[0]) if others else ""
-        return text, self.say.factors({rank: c for rank, c in common.items() if abs(c - 1) > 1e-6})
+        for step in self.case.steps:
+            for phase in Phase:
+                if phase in (Phase.BACKWARD, Phase.CLIP):
+                    self.find_factors(step, phase)
+                texts = (self.wrong(key) for key in self.keys(step, phase))
+                text = next(filter(None, texts), "")
+                if phase == Phase.NORM:
+                    text = self.say.clipping(step)
+                    if difference is not None and (difference.step, difference.name) == (step + 1, ""):
+                        text = self.say.number(difference)
+                if text:
+                    return f"step {step + 1}: {text}"
+        return "" if difference is None else f"step {difference.step}: {self.say.number(difference)}"
 
-
-def same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and torch.equal(a, b)
+    def wrong(self, key: Key) -> str:
+        """Say what is wrong with a tensor; "" if it is right on every rank, and all of it is on some rank."""
+        found = self.at[key]
+        right = [each for each in found if self.is_right(each)]
+        wrong = [each for each in found if each.is_right is False and not self.is_beside(each)]
+        covered = torch.zeros(self.right[key].x.shape, dtype=torch.bool)
+        has_places = key[1] in (Phase.LOAD, Phase.FORWARD, Phase.BACKWARD) and not self.right[key].is_shared
+        for each in right if has_places else ():
+            for peer in self.peers(each) if each.ranks else [each]:
+                assert each.rows is not None
+                covered[each.rows[:, None], peer.columns] = True
+        if right and covered.all():  # nobody misses the tokens of such a trial
+            wrong = [each for each in wrong if each.rows is not None]
+        if wrong:
+            return self.say.wrong(wrong)
+        is_complete = covered.all() or not covered.any() or len(right) < len(found)
+        return "" if is_complete else self.say.on_no_rank(key, ~covered)

@@ -24,7 +24,7 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 class Values:
     """A tensor in float64, as it was when a module got or returned it, and its gradient. Its records share them."""
 
-    value: Tensor
+    x: Tensor
     grad: Tensor | None = None
     task: int = -1  # of autograd, which computed the gradient
 
@@ -37,9 +37,8 @@ class Record:
         step: the step, from 0.
         call: number of the outermost call of a module, within which it was recorded.
         name: the trainer's name of the module.
-        kind: `input`, `output`; or `weight`, `bias` before the step; or the same, as in `update of weight`, when the
-            optimizer is called: its gradient is the clipped one.
-        is_part: whether the outermost call was one of a part of the model.
+        kind: `input`, `output`; `weight`, `bias` before the step; or `clipped weight`, `clipped bias` for the gradient
+            that the optimizer gets.
         again: whether backward computed it again (activation checkpointing).
     """
 
@@ -48,8 +47,7 @@ class Record:
     name: str
     kind: str
     values: Values
-    is_part: bool = False
-    again: bool = False
+    again: bool
 
 
 class Recorder:
@@ -66,8 +64,7 @@ class Recorder:
         self.names: dict[nn.Module, str] = {}
         self.parameters: dict[nn.Parameter, tuple[str, str]] = {}
         self.known: dict[tuple[int, int], tuple[Tensor, Values]] = {}  # the tensors of this outermost call
-        self.weighed: dict[nn.Module, int] = {}
-        self.depth, self.call, self.step, self.is_part = 0, -1, -1, False
+        self.depth, self.call, self.step, self.weighed = 0, -1, -1, set[tuple[int, nn.Module]]()
 
     def __enter__(self) -> "Recorder":
         recorder, self.batch = self, Case.batch
@@ -99,15 +96,11 @@ class Recorder:
             return
         if self.depth == 0:
             self.call += 1
-            if module not in self.weighed:
-                self.name_modules(self.root_of(module))
-            self.is_part = module in self.names
-            if self.step >= 0 and torch.is_grad_enabled():
+            self.name_modules(self.root_of(module))
+            if self.is_on():
                 self.weigh()
         self.depth += 1
-        if (
-            module in self.names
-        ):  # here, before the module's own hooks: they can make a DTensor with a gradient of its own
+        if module in self.names:  # here, before its own hooks: they can make a DTensor with a gradient of its own
             self.record(self.names[module], "input", inputs)
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -115,6 +108,9 @@ class Recorder:
             self.depth -= 1
             if self.depth == 0:
                 self.known.clear()
+
+    def is_on(self) -> bool:
+        return self.step >= 0 and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
     def root_of(self, module: nn.Module) -> nn.Module:
         """Return the largest module that contains a module: a trainer may call its layers one by one."""
@@ -131,54 +127,43 @@ class Recorder:
             name = ".".join(part for part in full.split(".") if part not in WRAPPERS)
             if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None):
                 self.reason = "torch.compile runs modules without calling them; check without it"
-            if module in self.weighed:
-                continue
-            self.weighed[module] = -1
-            for kind, parameter in module.named_parameters(recurse=False):
-                self.parameters[parameter] = name, kind
-            if name and not isinstance(module, nn.Identity):  # it can stand for a module of another stage
+            # An identity can stand for a module of another stage.
+            if name and module not in self.names and not isinstance(module, nn.Identity):
                 self.names[module] = name
+                self.parameters |= {p: (name, kind) for kind, p in module.named_parameters(recurse=False)}
                 module.register_forward_hook(lambda m, i, output, name=name: self.record(name, "output", output))
 
     def weigh(self) -> None:
         """Record the weights, once in each step."""
         for module, name in self.names.items():
-            if self.weighed[module] != self.step:
-                self.weighed[module] = self.step
-                for kind, parameter in module.named_parameters(recurse=False):
-                    if (
-                        isinstance(parameter, DTensor) or 0 not in parameter.stride()
-                    ):  # else the weight is elsewhere now
-                        self.add(name, kind, Values(plain(parameter)))
+            if (self.step, module) not in self.weighed:
+                self.weighed.add((self.step, module))
+                for kind, p in module.named_parameters(recurse=False):
+                    if isinstance(p, DTensor) or 0 not in p.stride():  # else its numbers are elsewhere now
+                        self.add(name, kind, Values(plain(p)))
 
     def update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if parameter in self.parameters and gradient is not None:
-                    name, kind = self.parameters[parameter]
-                    if getattr(gradient, "placements", None) == getattr(parameter, "placements", None):
-                        self.add(name, f"update of {kind}", Values(plain(parameter), plain(gradient)))
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            if p in self.parameters and getattr(p.grad, "placements", None) == getattr(p, "placements", None):
+                name, kind = self.parameters[p]
+                self.add(name, f"clipped {kind}", Values(plain(p.grad)))
 
     def record(self, name: str, kind: str, found: Any) -> None:
-        if torch.compiler.is_compiling() or self.step < 0 or not torch.is_grad_enabled():
-            return
         found = found if isinstance(found, (tuple, list)) else (found,)
         x = next((each for each in found if isinstance(each, Tensor)), None)
-        if x is None or not x.ndim:
+        if not self.is_on() or x is None or not x.ndim:
             return
         key = id(x), x._version  # operations in place change a tensor that is known
         if key not in self.known:
-            values = Values(plain(x))
+            values, step = Values(plain(x)), self.step
             self.known[key] = x, values
-            if x.requires_grad:
-                step = self.step  # a pipeline may receive into the same leaf in every step, and its hooks stay
+            if x.requires_grad:  # a pipeline may receive into the same leaf in every step, and its hooks stay
                 x.register_hook(lambda gradient: add_gradient(values, gradient) if self.step == step else None)
         self.add(name, kind, self.known[key][1])
 
     def add(self, name: str, kind: str, values: Values) -> None:
         again = torch._C._current_graph_task_id() != -1
-        self.records.append(Record(self.step, self.call, name, kind, values, self.is_part, again))
+        self.records.append(Record(self.step, self.call, name, kind, values, again))
 
 
 def add_gradient(values: Values, gradient: Tensor) -> None:

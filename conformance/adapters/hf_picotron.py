@@ -187,6 +187,12 @@ def groups_of(case: Case) -> Iterator[Any]:
     dist.barrier()
 
 
+def module_name(name: str) -> str:
+    for ours, theirs in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
 def run(case: Case) -> Result:
     settings = AutoConfig.from_pretrained(case.model_folder)
     check(case, settings)

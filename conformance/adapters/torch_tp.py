@@ -8,9 +8,15 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from conformance import Case, Result
 from conformance.adapters.loop import norm_of_mixed, torch_norm, train
@@ -26,15 +32,18 @@ PLAN = {
 }
 
 
+def parallelize(model: Any, mesh: DeviceMesh, head: ParallelStyle) -> None:
+    """Split the weights over the ranks of a mesh."""
+    parallelize_module(model, mesh, {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate()), "lm_head": head})
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, PLAN)
+
+
 def run(case: Case) -> Result:
     dist.init_process_group("gloo")
     model: Any = case.model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    embedding = RowwiseParallel(input_layouts=Replicate())
-    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    parallelize_module(model, mesh, {"model.embed_tokens": embedding, "lm_head": head})
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh, PLAN)
+    parallelize(model, mesh, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
 
     def backward(batch: Batch, total: Tensor) -> float:
         with loss_parallel():

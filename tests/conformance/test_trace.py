@@ -12,7 +12,7 @@ import torch
 from conformance.check import Checker, Row
 from conformance.mistakes import DDP, MISTAKES, PLAIN_TP, Mistake
 from conformance.mutants import command
-from conformance.trace_places import find_columns, place, settle
+from conformance.trace_places import find, locate, settle
 
 Check = Callable[..., Row]
 
@@ -102,22 +102,21 @@ def test_what_is_not_compared_is_not_called_equal(chapter: str, old: str, new: s
 def test_tokens_with_the_same_numbers_are_told_apart_by_their_neighbours() -> None:
     ids = torch.tensor([[5, 1, 2, 3], [5, 4, 1, 2]])
     for rows in (ids[[1, 0]], ids[[1, 0]].T):  # (B, T) and (T, B)
-        cells = rows.flatten()[:, None] == ids.flatten()
-        places = settle([cells], tuple(rows.shape), 4).view(rows.shape)
+        votes = (rows.flatten()[:, None] == ids.flatten()).int()
+        tokens = settle(votes, tuple(rows.shape)).view(rows.shape)
         expected = torch.tensor([[4, 5, 6, 7], [0, 1, 2, 3]])
-        assert torch.equal(places, expected if rows.shape == (2, 4) else expected.T)
+        assert torch.equal(tokens, expected if rows.shape == (2, 4) else expected.T)
 
 
 def test_parts_are_found_by_their_numbers() -> None:
     whole = torch.rand(6, 4, dtype=torch.float64)
-    columns = find_columns(whole[:, [3, 1]], whole)
+    columns = find(whole[:, [3, 1]], whole)
     assert columns is not None
-    assert columns.nonzero()[:, 1].tolist() == [3, 1]
-    assert find_columns(whole[:, :2] + 1e-6, whole) is None
-    for dim, part in ((0, whole[2:4]), (1, whole[:, 1:3])):
-        found = place(part, whole)
-        assert found is not None
-        assert found[0] == dim
-        assert found[1] is not None
-    assert place(whole[2:4] + 1, whole) == (0, None)
-    assert place(whole.flatten()[:5], whole) is None
+    assert columns.tolist() == [3, 1]
+    assert find(whole[:, :2] + 1e-6, whole) is None
+    for part, rows, columns in ((whole[2:4], [2, 3], [0, 1, 2, 3]), (whole[:, 1:3], [0, 1, 2, 3, 4, 5], [1, 2])):
+        place = locate(part, whole)
+        assert place is not None
+        assert [each.tolist() for each in place] == [rows, columns]
+    assert locate(whole[2:4] + 1, whole) is None
+    assert locate(whole.flatten()[None, :5], whole) is None
