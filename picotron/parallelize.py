@@ -70,7 +70,7 @@ def build_model(
     """
     layout, whole = config.distributed, config.distributed.dp_engine != "zero3"
     stage = build_stage(config, model_config, plan, device, dtype, weights if whole else None)
-    for name, parameter in unwrap(stage).named_parameters():  # before they are wrapped: they need no gradient buffers
+    for name, parameter in unwrap(stage).named_parameters():  # before wrapping: frozen ones get no gradient buffers
         parameter.requires_grad_(not frozen(name))
     if config.model.float8:
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):

@@ -1,4 +1,4 @@
-"""The training step of a rank without a pipeline. (`pipeline_parallel` has those of a pipeline.)"""
+"""The training step of a rank without a pipeline. (`pipeline_parallel` has the steps of a pipeline.)"""
 
 from collections.abc import Callable
 from typing import Any

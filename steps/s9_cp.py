@@ -15,7 +15,7 @@ from steps.communication import group, rank, size
 
 
 def local_positions(cp_rank: int) -> Tensor:
-    """Compute the positions of a rank's tokens, (T/cp,): two of 2 cp chunks, such that all ranks have the same work."""
+    """Compute the positions of a rank's tokens, (T/cp,): two of 2 cp chunks, to balance the past keys."""
     chunks = torch.arange(llama.LENGTH).chunk(2 * size["cp"])
     return torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]))
 

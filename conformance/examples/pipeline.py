@@ -1,6 +1,6 @@
 """A pipeline in plain torch, 1F1B: each rank has some layers, and activations travel from rank to rank.
 
-Narayanan et al. 2019, arXiv:1806.03377.
+Narayanan et al. 2021, arXiv:2104.04473.
 """
 
 from typing import Any

@@ -18,11 +18,11 @@ class Block(NamedTuple):
     rows: slice = slice(None)
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """Return the part of x (B, H, T/cp, ...), numbers of this rank's queries."""
+        """Return the block's part of x (B, H, T/cp, ...), a tensor with an entry for each query of this rank."""
         return x[self.rows, :, self.queries]
 
     def of_keys(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the parts of the keys and of the values in kv (2, B, K, T/cp, d), those of a rank."""
+        """Return the block's keys and values from kv (2, B, K, T/cp, d), which has all keys and values of a rank."""
         return kv[0, self.rows, :, self.keys], kv[1, self.rows, :, self.keys]
 
     @property
@@ -67,10 +67,8 @@ def visible_blocks(source: int, tokens: int, sharding: str) -> list[Block]:
         tokens: number of tokens per rank, T/cp.
     """
     rank, full, half = pgm.process_group_manager.cp_rank, slice(0, tokens), tokens // 2
-    if source == rank:
-        return [
-            Block(full, full, causal=True)
-        ]  # the order of local tokens is that of the sequence, even if others lie between
+    if source == rank:  # local tokens are in the order of the sequence, even if others lie between them
+        return [Block(full, full, causal=True)]
     if sharding == "contiguous":
         return [Block(full, full)] if source < rank else []
     # Zigzag: both chunks of this rank lie between the two chunks of an earlier rank, so all queries attend to the first

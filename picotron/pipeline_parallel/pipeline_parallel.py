@@ -44,7 +44,7 @@ class PipelineParallel(nn.Module):
 
     Args:
         model: a Llama on the meta device, from which the modules of other ranks are removed.
-        stage: what this rank keeps.
+        stage: the layers that this rank keeps, and whether it has the embedding and the head.
         last_rank: the pp rank that holds the head, by default the last one.
     """
 
@@ -110,7 +110,7 @@ class PipelineParallel(nn.Module):
         return torch.zeros_like(input_tensor) if input_tensor.grad is None else input_tensor.grad
 
     def used_twice(self) -> set[nn.Parameter]:
-        """Return the parameters that two stages of this rank use: none if it has only one."""
+        """Return the parameters that two stages of this rank use: none, because it has only one."""
         return set()
 
     def sum_tied_gradients(self) -> None:
@@ -146,8 +146,8 @@ def shapes_of(tensor_shapes: Sequence[Any], micro_batches: int) -> Sequence[Sequ
 
 
 def sum_losses(losses: list[Tensor], device: torch.device) -> Tensor:
-    """Sum the losses without waiting for the device. Returns 0 if there are none, as on all stages except the last; it
-    is in float32, whatever the dtype of the losses.
+    """Sum the losses without waiting for the device. Returns 0 if there are none, as on all stages except the last;
+    this 0 is in float32, whatever the dtype of the last stage's losses.
     """
     return torch.stack(losses).sum() if losses else torch.zeros((), device=device)
 
@@ -157,7 +157,8 @@ def train_step_pipeline_afab(
 ) -> Tensor:
     """Run all forwards, then all backwards: GPipe (Huang et al. 2018, arXiv:1811.06965).
 
-    The loss computes the gradient of the head in forward, so the last stage keeps one such gradient per micro-batch.
+    `LinearCrossEntropy` computes the gradient of the head's weight in forward, so the last stage keeps one per
+    micro-batch.
 
     x and y are a micro-batch's input and output of this stage, dx and dy their gradients.
 
@@ -196,7 +197,10 @@ def train_step_pipeline_afab(
 def train_step_pipeline_1f1b(
     model: Any, data_loader: Any, tensor_shapes: Sequence[Any], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Alternate forward and backward: PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473). Else like AFAB."""
+    """Alternate forward and backward: PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473).
+
+    Arguments and result are those of `train_step_pipeline_afab`.
+    """
     grid, micro_batches = pgm.process_group_manager, data_loader.grad_acc_steps
     shapes = shapes_of(tensor_shapes, micro_batches)
     losses: list[Tensor] = []
