@@ -1,0 +1,193 @@
+"""Pages of the website: the repository's Markdown as HTML, with what GitHub's view of the same files lacks."""
+
+import dataclasses
+import html
+import itertools
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
+from markdown_it.token import Token
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name
+
+from picotron.console import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = "docs/pictures"
+# What these pages are about, as settings of the playground.
+PLAYGROUND = {
+    "docs/playground.md": "",
+    "docs/pipeline_parallel.md": "#a=afab&b=1f1b&micro_batches=6",
+    "docs/pipeline_schedules.md": "#a=1f1b&b=zbv",
+    "docs/scoreboard.md": "#a=1f1b&b=v_min",
+    "docs/memory.md": "#tab=memory",
+}
+OPTIONS = {"pp": "pp", "micro_batches": "micro_batches", "p2p": "message"}  # of workbench.drawing -> of the playground
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkout:
+    """The commit that the site shows.
+
+    Args:
+        repository: its web address, or a folder.
+        commit: the full hash.
+    """
+
+    repository: str
+    commit: str
+
+    @property
+    def on_web(self) -> bool:
+        return self.repository.startswith("https://")
+
+    def link(self, path: str, line: int = 0) -> str:
+        """Return the address of a file or folder of the commit, and of a line of it."""
+        if not self.on_web:
+            return (ROOT / path).as_uri()
+        kind = "tree" if (ROOT / path).is_dir() else "blob"
+        return f"{self.repository}/{kind}/{self.commit}/{path}" + (f"#L{line}" if line else "")
+
+
+def address(page: str) -> str:
+    """Return the place of a page in the site: docs/zero.md -> docs/zero.html, steps/README.md -> steps/index.html."""
+    if page == "README.md":
+        return "readme.html"  # index.html is the landing page
+    path = PurePosixPath(page)
+    return str(path.with_name("index.html") if path.name == "README.md" else path.with_suffix(".html"))
+
+
+def relative(target: str, here: str) -> str:
+    """Return a link from a page of the site to another file of it, which works in any folder of a server."""
+    return os.path.relpath(target, PurePosixPath(here).parent).replace(os.sep, "/")
+
+
+def playground(settings: str, here: str) -> str:
+    return html.escape(f"{relative('playground', here)}/{settings}")
+
+
+def coloured(text: str, language: str) -> str:
+    lexer = get_lexer_by_name(language if language in ("python", "bash", "json") else "text", stripnl=False)
+    return highlight(text, lexer, HtmlFormatter(nowrap=True)).removesuffix("\n")
+
+
+def block(text: str, language: str, here: str) -> str:
+    """Return a block of code. In a console, the command is an element of its own, which the copy button takes."""
+    text, link = text.removesuffix("\n"), ""
+    if session := re.fullmatch(r"\$ ((?:.*\\\n)*.*)\n?((?:.*\n?)*)", text) if language == "console" else None:
+        command, output = session.groups()
+        lines = [html.escape(line) for line in output.split("\n")]
+        if command.startswith("python -m steps s"):  # prints a difference
+            kinds = {"+": "new", "-": "old"}
+            lines = [f'<span class="{kinds[row[0]]}">{row}</span>' if row[:1] in kinds else row for row in lines]
+        if settings := schedule_settings(command):
+            link = f'<a class="play" href="{playground(settings, here)}">Open in the playground</a>'
+        code = f'<span class="command">{coloured(command, "bash")}</span>\n' + "\n".join(lines)
+    else:
+        code = coloured(text, language)
+    return f'<div class="block {language}">{link}<pre tabindex="0"><code>{code}</code></pre></div>\n'
+
+
+def schedule_settings(command: str) -> str:
+    """Return the settings with which the playground shows the schedule that a command draws, or nothing."""
+    drawn = re.fullmatch(r"python -m workbench\.drawing schedule (\w+)([^|;]*)", command)
+    if not drawn:
+        return ""
+    words = shlex.split(drawn[2])
+    values = [f"&{OPTIONS[name[2:]]}={value}" for name, value in itertools.pairwise(words) if name[2:] in OPTIONS]
+    return f"#a={drawn[1]}&b=" + "".join(values)
+
+
+def line_of(path: Path, symbol: str) -> int:
+    """Return the number of the line that defines a function or a class such as `Bucket.launch`, or 0."""
+    text, position = path.read_text(), 0
+    for name in symbol.split("."):
+        found = re.compile(rf"^ *(?:def|class) {re.escape(name)}\b", re.MULTILINE).search(text, position)
+        if not found:
+            return 0
+        position = found.end()
+    return text.count("\n", 0, position) + 1
+
+
+def picture(_: RendererHTML, tokens: Sequence[Token], i: int, *__: object) -> str:
+    """Return a picture that is a link to its file, where a reader with a small screen can enlarge it."""
+    source, text = html.escape(str(tokens[i].attrs["src"])), html.escape(tokens[i].content)
+    return f'<a class="picture" href="{source}"><img src="{source}" alt="{text}" loading="lazy"></a>'
+
+
+class Page:
+    """A page of the site.
+
+    Args:
+        path: the Markdown file, relative to the repository.
+        pages: the files of all pages; links to other files lead to the checkout.
+        buttons: HTML to show below headings, by their text.
+    """
+
+    def __init__(self, path: str, pages: Sequence[str], checkout: Checkout, buttons: dict[str, str]) -> None:
+        self.path, self.pages, self.checkout = path, pages, checkout
+        self.address = address(path)
+        self.headings: list[tuple[int, str, str]] = []  # (level, text, anchor)
+        self.texts: list[list[str]] = []  # those of the section below each heading, for the search
+        markdown = MarkdownIt("commonmark", {"html": True}).enable("table")
+        markdown.add_render_rule("fence", lambda _, all, i, *__: block(all[i].content, all[i].info, self.address))
+        markdown.add_render_rule("image", picture)
+        markdown.add_render_rule("table_open", lambda *_: '<div class="table" tabindex="0"><table>')
+        markdown.add_render_rule("table_close", lambda *_: "</table></div>")
+        tokens = markdown.parse((ROOT / path).read_text())
+        for before, token in itertools.pairwise([Token("", "", 0), *tokens]):
+            if token.type == "html_block":
+                token.content = re.sub(r"<!--.*?-->\n?", "", token.content, flags=re.DOTALL)
+            elif before.type == "heading_open" and token.type == "inline":
+                self.add_heading(before, token, buttons)
+            elif token.content and self.texts:
+                self.texts[-1].append(plain(token) if token.children else token.content)
+            self.change_links(token.children or [])
+        self.title = self.headings[0][1]
+        self.html = markdown.renderer.render(tokens, markdown.options, {})
+
+    def add_heading(self, opening: Token, token: Token, buttons: dict[str, str]) -> None:
+        """Give a heading the anchor that GitHub gives it, and its button."""
+        text = plain(token)
+        anchor = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        self.headings.append((int(opening.tag[1:]), text, anchor))
+        self.texts.append([])
+        opening.attrs["id"] = anchor
+        after = f' <a class="anchor" href="#{anchor}" aria-label="Link to this section">#</a>' + buttons.get(text, "")
+        if opening.tag == "h1":
+            settings = PLAYGROUND.get(self.path)
+            link = playground(settings, self.address) if settings is not None else ""
+            after = f' <a class="play" href="{link}">Open the playground</a>' if link else ""
+        token.children = [*(token.children or []), Token("html_inline", "", 0, content=after)]
+
+    def change_links(self, tokens: Sequence[Token]) -> None:
+        for token, inner in itertools.pairwise(tokens):
+            if token.type == "link_open":
+                symbol = inner.content if inner.type == "code_inline" else ""
+                token.attrs["href"] = self.link(str(token.attrs["href"]), symbol)
+
+    def link(self, target: str, symbol: str) -> str:
+        """Return a link of the site for one of the file. Those to code that name a symbol lead to its line."""
+        name, _, anchor = target.partition("#")
+        if not name or re.match(r"[a-z]+:", name):
+            return target
+        path = os.path.relpath((ROOT / self.path).parent / name, ROOT).replace(os.sep, "/")
+        if path in self.pages:
+            return relative(address(path), self.address) + (f"#{anchor}" if anchor else "")
+        if path.startswith(PICTURES):
+            return target
+        if not (ROOT / path).exists():
+            raise UserError(f"{self.path} links to {target}, which does not exist")
+        is_symbol = path.endswith(".py") and re.fullmatch(r"[\w.]+", symbol)
+        return self.checkout.link(path, line_of(ROOT / path, symbol) if is_symbol else 0)
+
+
+def plain(token: Token) -> str:
+    """Return the text of a paragraph without its Markdown."""
+    return "".join(" " if each.type == "softbreak" else each.content for each in token.children or [])
