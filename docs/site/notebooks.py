@@ -9,7 +9,7 @@ from typing import Any
 from docs.site.pages import ROOT, Checkout
 from steps.__main__ import NAMES
 
-SECTION = re.compile(r"^## (Step (\d+): .*)\n\n((?:.*\n)+?)\n(?=<!--|```)", re.MULTILINE)
+SECTION = re.compile(r"^## (Step (\d+): .*)\n\n((?:(?!## |<!-- |```).*\n)+)", re.MULTILINE)  # with its prose
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,12 +5,10 @@ import html
 import itertools
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from markdown_it import MarkdownIt
-from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -23,12 +21,12 @@ PICTURES = "docs/pictures"
 # What these pages are about, as settings of the playground.
 PLAYGROUND = {
     "docs/playground.md": "",
+    "docs/first_hour.md": "#a=1f1b&b=&pp=3&micro_batches=4",
     "docs/pipeline_parallel.md": "#a=afab&b=1f1b&micro_batches=6",
     "docs/pipeline_schedules.md": "#a=1f1b&b=zbv",
     "docs/scoreboard.md": "#a=1f1b&b=v_min",
     "docs/memory.md": "#tab=memory",
 }
-OPTIONS = {"pp": "pp", "micro_batches": "micro_batches", "p2p": "message"}  # of workbench.drawing -> of the playground
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,31 +75,18 @@ def coloured(text: str, language: str) -> str:
     return highlight(text, lexer, HtmlFormatter(nowrap=True)).removesuffix("\n")
 
 
-def block(text: str, language: str, here: str) -> str:
+def block(text: str, language: str) -> str:
     """Return a block of code. In a console, the command is an element of its own, which the copy button takes."""
-    text, link = text.removesuffix("\n"), ""
-    if session := re.fullmatch(r"\$ ((?:.*\\\n)*.*)\n?((?:.*\n?)*)", text) if language == "console" else None:
-        command, output = session.groups()
-        lines = [html.escape(line) for line in output.split("\n")]
-        if command.startswith("python -m steps s"):  # prints a difference
-            kinds = {"+": "new", "-": "old"}
-            lines = [f'<span class="{kinds[row[0]]}">{row}</span>' if row[:1] in kinds else row for row in lines]
-        if settings := schedule_settings(command):
-            link = f'<a class="play" href="{playground(settings, here)}">Open in the playground</a>'
-        code = f'<span class="command">{coloured(command, "bash")}</span>\n' + "\n".join(lines)
+    session = re.fullmatch(r"\$ ((?:.*\\\n)*.*)\n?((?:.*\n?)*)", text.removesuffix("\n"))
+    if language == "console" and session:
+        output = html.escape(session[2])
+        if session[1].startswith("python -m steps s"):  # prints a difference
+            output = re.sub(r"^\+.*", r'<span class="new">\g<0></span>', output, flags=re.MULTILINE)
+            output = re.sub(r"^-.*", r'<span class="old">\g<0></span>', output, flags=re.MULTILINE)
+        code = f'<span class="command">{coloured(session[1], "bash")}</span>\n{output}'
     else:
         code = coloured(text, language)
-    return f'<div class="block {language}">{link}<pre tabindex="0"><code>{code}</code></pre></div>\n'
-
-
-def schedule_settings(command: str) -> str:
-    """Return the settings with which the playground shows the schedule that a command draws, or nothing."""
-    drawn = re.fullmatch(r"python -m workbench\.drawing schedule (\w+)([^|;]*)", command)
-    if not drawn:
-        return ""
-    words = shlex.split(drawn[2])
-    values = [f"&{OPTIONS[name[2:]]}={value}" for name, value in itertools.pairwise(words) if name[2:] in OPTIONS]
-    return f"#a={drawn[1]}&b=" + "".join(values)
+    return f'<div class="block {language}"><pre tabindex="0"><code>{code}</code></pre></div>\n'
 
 
 def line_of(path: Path, symbol: str) -> int:
@@ -113,12 +98,6 @@ def line_of(path: Path, symbol: str) -> int:
             return 0
         position = found.end()
     return text.count("\n", 0, position) + 1
-
-
-def picture(_: RendererHTML, tokens: Sequence[Token], i: int, *__: object) -> str:
-    """Return a picture that is a link to its file, where a reader with a small screen can enlarge it."""
-    source, text = html.escape(str(tokens[i].attrs["src"])), html.escape(tokens[i].content)
-    return f'<a class="picture" href="{source}"><img src="{source}" alt="{text}" loading="lazy"></a>'
 
 
 class Page:
@@ -136,8 +115,7 @@ class Page:
         self.headings: list[tuple[int, str, str]] = []  # (level, text, anchor)
         self.texts: list[list[str]] = []  # those of the section below each heading, for the search
         markdown = MarkdownIt("commonmark", {"html": True}).enable("table")
-        markdown.add_render_rule("fence", lambda _, all, i, *__: block(all[i].content, all[i].info, self.address))
-        markdown.add_render_rule("image", picture)
+        markdown.add_render_rule("fence", lambda _, all, i, *__: block(all[i].content, all[i].info))
         markdown.add_render_rule("table_open", lambda *_: '<div class="table" tabindex="0"><table>')
         markdown.add_render_rule("table_close", lambda *_: "</table></div>")
         tokens = markdown.parse((ROOT / path).read_text())
@@ -188,6 +166,20 @@ class Page:
             raise UserError(f"{self.path} links to {target}, which does not exist")
         is_symbol = path.endswith(".py") and re.fullmatch(r"[\w.]+", symbol)
         return self.checkout.link(path, line_of(ROOT / path, symbol) if is_symbol else 0)
+
+    @property
+    def contents(self) -> str:
+        """Links to the sections."""
+        links = [f'<a class="h{level}" href="#{name}">{html.escape(text)}</a>' for level, text, name in self.headings]
+        return "\n".join(links[1:])
+
+    @property
+    def sections(self) -> list[tuple[str, str, str]]:
+        """Heading, place and text of each section, for the search."""
+        return [
+            (heading, f"{self.address}#{anchor}", " ".join(" ".join(texts).split()))
+            for (_, heading, anchor), texts in zip(self.headings, self.texts, strict=True)
+        ]
 
 
 def plain(token: Token) -> str:

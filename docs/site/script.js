@@ -19,6 +19,13 @@ for (const block of document.querySelectorAll(".block:not(.text)")) {
   block.prepend(button);
 }
 
+// A picture is a link to its file, where a reader with a small screen can enlarge it.
+for (const image of document.querySelectorAll("main img")) {
+  const link = Object.assign(document.createElement("a"), { className: "picture", href: image.src });
+  image.replaceWith(link);
+  link.append(image);
+}
+
 const input = document.querySelector("search input");
 const list = document.querySelector("search ol");
 let loading; // SECTIONS of search.js: [page, heading, address, text] of each section
