@@ -71,7 +71,7 @@ test("a visitor of the playground that was once the first page gets the site, an
   await page.waitForURL(`${browser.url}playground/#a=zbv&b=`);
   await page.waitForSelector("html[data-python]");
   await page.goto(browser.url);
-  assert.match(await page.title(), /^picotron/);
+  assert.equal(await page.title(), "4D parallelism, written to be read · picotron");
   const kept = await page.evaluate(() => caches.keys());
   assert.deepEqual(kept.map((name) => name.split(" ")[0]).sort(), ["picotron", "playground"]);
   page.errors = page.errors.filter((each) => !each.endsWith(" failed")); // requests that the change of pages ended
