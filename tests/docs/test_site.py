@@ -39,7 +39,7 @@ def test_next_leads_through_all_pages_in_reading_order(site: Path) -> None:
     seen, here = [], order[0]
     while here:
         seen.append(here)
-        following = re.search(r'rel="next" href="([^"]*)"', (site / here).read_text())
+        following = re.search(r'href="([^"]*)" rel="next"', (site / here).read_text())
         here = os.path.normpath(Path(here).parent / following[1]) if following else ""
     assert seen == order
     assert {path.relative_to(site).as_posix() for path in site.rglob("*.html")} == {
