@@ -94,10 +94,10 @@ def notebook(name: str, checkout: Checkout) -> dict[str, Any]:
         ("markdown", f"# {title}\n\nThis notebook needs no GPU. Run its cells from top to bottom."),
         ("code", (
             "import importlib.util, os\n\n"
-            f"if not os.path.exists('picotron'):\n"
+            "if not os.path.exists('steps'):\n"
             f"    os.system('git clone --quiet {checkout.repository} picotron')\n"
-            "os.chdir('picotron')\n"
-            f"os.system('git checkout --quiet {checkout.commit}')\n"
+            "    os.chdir('picotron')\n"
+            f"    os.system('git checkout --quiet {checkout.commit}')\n"
             "if not importlib.util.find_spec('torch'):\n"
             "    os.system('pip install --quiet torch numpy')\n"
             "os.environ['OMP_NUM_THREADS'] = '1'  # the ranks share the processor"
