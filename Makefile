@@ -9,7 +9,7 @@ CHROMIUM ?= chromium
 export CHROMIUM
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help steps setup train check test slow parity pages oldest fuzz mutants lint schema docs bench gpu clean playground playground-test playground-pictures
+.PHONY: help steps setup train check test slow parity pages oldest fuzz mutants lint schema docs bench gpu clean site playground-test playground-pictures
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -100,10 +100,10 @@ bench: $(STAMP) ## compare speed and memory with transformers and with torch's o
 gpu: ## check and measure on this machine's GPUs, write the results into docs/reference/gpu.md
 	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
-playground: $(STAMP) ## build the playground, a page for browsers, in site/ (ARGS=--pyodide DIR: for use without a network)
-	$(BIN)/python -m playground.build $(ARGS)
+site: $(STAMP) ## build the website: pages, playground, notebooks, in site/ (ARGS="--pyodide DIR": without Pyodide's CDN)
+	$(BIN)/python -m docs.site.build $(ARGS)
 
-playground-test: $(STAMP) playground-browser ## test the playground in a headless Chromium
+playground-test: $(STAMP) playground-browser ## test the playground and the website in a headless Chromium
 	node --test playground/tests
 
 playground-pictures: $(STAMP) playground-browser ## take the pictures of docs/playground.md in a headless Chromium
@@ -113,7 +113,7 @@ playground-pictures: $(STAMP) playground-browser ## take the pictures of docs/pl
 playground-browser: $(STAMP)
 	@for program in node npm $(CHROMIUM); do command -v $$program > /dev/null || { echo "the playground's tests need $$program; on Debian: apt install nodejs npm chromium (CHROMIUM=PROGRAM names another one)"; exit 1; }; done
 	@test -d playground/node_modules || npm install --prefix playground --no-audit --no-fund --no-package-lock
-	$(BIN)/python -m playground.build --pyodide playground/node_modules/pyodide
+	$(BIN)/python -m docs.site.build --pyodide playground/node_modules/pyodide
 
 clean: ## remove .venv and the tools' caches, not the outputs of runs
 	rm -rf .venv $(OLDEST) .pytest_cache .ruff_cache .mypy_cache build picotron.egg-info

@@ -12,6 +12,7 @@ from typing import Any
 from picotron.console import UserError
 from playground.drawing import Drawing, Structure, sketch, times, waits
 from playground.memory import memory
+from playground.puzzles import PUZZLES, puzzle
 from playground.requests import FieldError, Request, stage_costs, structure
 from playground.score import score
 from playground.training import training_command
@@ -46,8 +47,8 @@ def call(function: str, argument: str) -> str:
 
 
 def start(_: str) -> dict[str, Any]:
-    """Return what does not change: the names of the schedules, and the colours and meaning of the kinds of actions."""
-    return {"schedules": list(SCHEDULES), "colours": COLOURS, "meaning": MEANING}
+    """Return what does not change: schedules, puzzles, and the colours and meaning of the kinds of actions."""
+    return {"schedules": list(SCHEDULES), "puzzles": list(PUZZLES), "colours": COLOURS, "meaning": MEANING}
 
 
 def timeline(argument: str) -> Drawing:
@@ -137,5 +138,6 @@ def trace(contents: str) -> dict[str, Drawing]:
 
 
 FUNCTIONS = {
-    function.__name__: function for function in (start, timeline, ranking, best, edit, train, trace, memory, score)
+    function.__name__: function
+    for function in (start, timeline, ranking, best, edit, train, trace, memory, score, puzzle)
 }

@@ -1,20 +1,14 @@
-"""Build of the playground, a static page that any web server can host:
-
-    python -m playground.build                            Pyodide from its CDN
-    python -m playground.build --pyodide FOLDER           Pyodide from a copy, such as that of the npm package pyodide
-    python -m http.server --directory site                serve it on this machine, on port 8000
+"""Build of the playground, a part of the website, see docs/site/build.py: static files for any web server.
 
 Pyodide (pyodide.org) is CPython for the browser.
 """
 
-import argparse
 import hashlib
 import json
 import re
 import shutil
-import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
@@ -121,34 +115,20 @@ def build(out: Path, pyodide: Path | None = None) -> None:
     html = page.read_text()
     data = json.dumps(page_data(html)).replace("<", "\\u003c")  # no text can end the element
     page.write_text(html.replace("{{pyodide}}", "pyodide/" if pyodide else CDN).replace("{{data}}", data))
-    write_worker(out, [] if pyodide else [CDN + name for name in PYODIDE_FILES])
+    kept = (path for path in out.rglob("*") if path.is_file() and path.name != "index.html")  # which is ./
+    write_worker(out / "offline.js", kept, [] if pyodide else [CDN + name for name in PYODIDE_FILES])
 
 
-def write_worker(out: Path, elsewhere: Sequence[str]) -> None:
-    """Write into the service worker which files it keeps, and a version that changes with any of them."""
-    worker = out / "offline.js"
-    files = sorted(path for path in out.rglob("*") if path.is_file() and path != worker)
-    digest = hashlib.sha256("".join(elsewhere).encode())
-    for path in files:
-        digest.update(f"{path.relative_to(out)}\0".encode() + path.read_bytes())
-    names = ["./", *(path.relative_to(out).as_posix() for path in files if path.name != "index.html"), *elsewhere]
+def write_worker(worker: Path, kept: Iterable[Path], elsewhere: Sequence[str] = ()) -> None:
+    """Write into a service worker which files it keeps, and a version that changes with any of them.
+
+    Args:
+        kept: files in its folder.
+        elsewhere: addresses of other files.
+    """
+    out, digest = worker.parent, hashlib.sha256("".join(elsewhere).encode())
+    names = {path.relative_to(out).as_posix(): path for path in sorted(kept) if path != worker}
+    for name, path in names.items():
+        digest.update(f"{name}\0".encode() + path.read_bytes())
     text = worker.read_text().replace("{{version}}", digest.hexdigest()[:16])
-    worker.write_text(text.replace('["{{files}}"]', json.dumps(names)))
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m playground.build", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--pyodide", type=Path, help=f"folder with a copy of Pyodide; by default {CDN}")
-    parser.add_argument("--out", type=Path, default=Path("site"), help="folder to write; by default site")
-    options = parser.parse_args(arguments)
-    try:
-        build(options.out, options.pyodide)
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    print(f"{options.out}/index.html; to see it: python -m http.server --directory {options.out}")
-
-
-if __name__ == "__main__":
-    main()
+    worker.write_text(text.replace('["{{files}}"]', json.dumps(["./", *names, *elsewhere])))

@@ -6,7 +6,9 @@ checks/             their checks; they compare with torch's own functions, so an
 solutions/          a solution of each puzzle, which `--solution` prints
 catalogue.py        titles, pages and hints
 group.py            the ranks of a puzzle: real processes, whose messages are counted
-report.py           the report of a check, and comparisons
+answers.py          the learner's code, and what it raises
+report.py           the report of a check
+tensors.py          comparisons of tensors
 pictures.py         pictures of answers
 harness.py          runs a check, survives endless loops
 """

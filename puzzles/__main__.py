@@ -63,10 +63,8 @@ def list_puzzles(folder: Path) -> None:
 
 def start_pool() -> "WorkerPool":
     """Return the processes in which answers run."""
-    try:
-        from conformance.worker_pool import WorkerPool  # imports torch
-    except ModuleNotFoundError as error:
-        sys.exit(f"error: {error.name} is not installed here; activate the environment: source .venv/bin/activate")
+    from conformance.worker_pool import WorkerPool  # imports torch
+
     # Forked processes start without importing torch again. (A fork after torch has computed could hang; it has not.)
     return WorkerPool(context=multiprocessing.get_context("fork" if sys.platform == "linux" else "forkserver"))
 
@@ -187,6 +185,9 @@ if __name__ == "__main__":
         status = main()
         sys.stdout.flush()
         sys.exit(status)
+    except ModuleNotFoundError as error:
+        remedy = "run `make setup`, and activate the environment: source .venv/bin/activate"
+        sys.exit(f"error: {error.name} is not installed here; {remedy}")
     except BrokenPipeError:  # from `python -m puzzles | head`; without this, the flush at exit would fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -8,13 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from puzzles.report import Wrong, difference, kind
+from puzzles.report import Misuse, Wrong, kind
+from puzzles.tensors import difference
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
-
-class Misuse(Exception):
-    """A call of a function of `Group` that cannot work; an error of the learner's code."""
 
 
 def remedy(x: Any) -> str:

@@ -8,23 +8,20 @@ import pickle
 import re
 import resource
 import signal
-import sys
 import tempfile
-import traceback
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch.distributed as dist
 
 from conformance.worker_pool import WorkerError, WorkerPool
+from puzzles.answers import judge, load, load_adapter
 from puzzles.catalogue import Puzzle
-from puzzles.group import Group, Misuse
-from puzzles.report import Report, Wrong
+from puzzles.group import Group
+from puzzles.report import Report
 
 LIMIT, ADAPTER_LIMIT = 10.0, 60.0  # seconds for the learner's code, and for an adapter's, which may import much
-PUZZLE = "puzzle"  # name of the module with the learner's code
 MEMORY = 6 * 2**30  # bytes of a process, where a list that grows endlessly ends
 START = 120.0  # seconds for the start of the processes
 LAST = 2.0  # seconds after the limit in which all ranks write where they are, before any of them ends
@@ -34,10 +31,6 @@ LOST = re.compile("gloo|[Cc]onnection (closed|reset|refused)|Broken pipe")  # er
 
 class Failed(Exception):
     """Lets the pool stop the other ranks."""
-
-
-class NotOffered(Exception):
-    """An adapter has no function with the name of a puzzle."""
 
 
 def run(puzzle: Puzzle, path: Path, pool: WorkerPool, limit: float | None = None, adapter: bool = False) -> Report:
@@ -82,7 +75,7 @@ def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float, adapter: bo
     Raises:
         Failed: the report is not that of a correct answer.
     """
-    group, report, module = Group(), Report(), check_of(puzzle)
+    group, report = Group(), Report()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     with (
         (folder / f"{group.rank}.hang").open("w") as stacks,
@@ -94,20 +87,8 @@ def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float, adapter: bo
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, even if it never returns to Python
         signal.setitimer(signal.ITIMER_REAL, limit + LAST)
         try:
-            module.check(load_adapter(path, puzzle) if adapter else load(path), group, report)
-            if report.score is not None and not report.score.reached:
-                report.verdict, report.sentence = "OVER PAR", "a correct answer, but not yet as good as par"
-        except NotOffered:
-            report.verdict, report.sentence = "NOT OFFERED", f"{path.name} has no function {puzzle.name}"
-        except Wrong as error:
-            report.verdict, report.sentence = "WRONG", str(error)
-        except BaseException as error:  # also SystemExit
-            report.verdict, report.sentence = explain(error, path)
-            report.picture = ""
-            if report.case and report.verdict == "ERROR" and not isinstance(error, SyntaxError):
-                report.sentence += f"; with {report.case}"
-            if group.size > 1 and report.verdict == "ERROR" and not isinstance(error, SyntaxError | Misuse):
-                report.sentence = f"rank {group.rank} of {group.size}: {report.sentence}"
+            answer = partial(load_adapter, path, puzzle.name) if adapter else partial(load, path)
+            judge(check_of(puzzle).check, answer, group, report, path)
         finally:
             faulthandler.cancel_dump_traceback_later()
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -116,57 +97,6 @@ def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float, adapter: bo
         if dist.is_initialized():  # a check may have replaced the group
             dist.destroy_process_group()
         raise Failed(report.sentence)
-
-
-def load(path: Path) -> ModuleType:
-    """Run the learner's file as a module."""
-    module = ModuleType(PUZZLE)
-    module.__file__ = str(path)
-    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
-    return module
-
-
-class Adapted:
-    """A function of an adapter, in place of the module of the puzzle that it answers."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return self._function  # a check calls only one function, whose name differs from the puzzle's
-
-
-def load_adapter(path: Path, puzzle: Puzzle) -> Any:
-    """Return the function with a puzzle's name from a file, which may import from its own folder.
-
-    Raises:
-        NotOffered: the file has no such function.
-    """
-    sys.path.insert(0, str(path.resolve().parent))
-    module = load(path)
-    if not hasattr(module, puzzle.name):
-        raise NotOffered
-    return Adapted(getattr(module, puzzle.name))
-
-
-def explain(error: BaseException, path: Path) -> tuple[str, str]:
-    """Return the verdict and a sentence with the line of the learner's file from which an error comes."""
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        return "ERROR", f"{path.name}, line {error.lineno}: {type(error).__name__}: {error.msg}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    message = (str(error).strip() or "no message").splitlines()[0]
-    if not frames and isinstance(error, Misuse):
-        return "ERROR", f"{path.name}: {message}"
-    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType) and error.obj.__name__ == PUZZLE:
-        return "ERROR", f"{path.name} has no function {error.name}"
-    if not frames:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{'/'.join(Path(last.filename).parts[-2:])}, line {last.lineno}"
-        return "ERROR", f"the check cannot use the answer: {type(error).__name__}: {message} ({where})"
-    if isinstance(error, NotImplementedError):
-        return "NOT DONE YET", f"{path.name} still raises NotImplementedError in line {frames[-1].lineno}"
-    name = "" if isinstance(error, Misuse) else f"{type(error).__name__}: "
-    return "ERROR", f"{path.name}, line {frames[-1].lineno}, `{frames[-1].line}`: {name}{message}"
 
 
 def hanging(files: list[Path], path: Path, ranks: int, limit: float) -> str:

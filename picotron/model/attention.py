@@ -5,16 +5,14 @@ separately: on a GPU by one kernel for documents of different lengths, elsewhere
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
-SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
+SHARES_HEADS = torch.__version__ >= "2.12"  # varlen_attn has enable_gqa
 
 
 # Neither frozen (as of torch 2.11) nor with eq: torch.compile would compile again for every other length of a tuple.
@@ -52,6 +50,8 @@ def packed_attention(
     """
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
         return attend_per_document(q, k, v, documents, attention_fn)
+    from torch.nn.attention.varlen import varlen_attn  # earlier versions of torch, which suffice for CPUs, lack it
+
     B, T = q.size(0), q.size(2)
     options: dict[str, Any] = {"window_size": (-1, 0)}  # all tokens before a query, none after it
     if SHARES_HEADS:

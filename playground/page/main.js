@@ -8,6 +8,7 @@ import { install } from "./install.js";
 import { View } from "./layout.js";
 import { Memory } from "./memory.js";
 import { Panel } from "./panel.js";
+import { Puzzles } from "./puzzles.js";
 import { Python } from "./python.js";
 import { markQuestions } from "./questions.js";
 import { Ranking } from "./ranking.js";
@@ -76,6 +77,7 @@ async function build() {
   const train = new Train(python);
   new Ranking(state, searching);
   new Score(state, searching);
+  new Puzzles(state, python);
   await drawn;
   document.documentElement.dataset.ready = performance.now().toFixed(0);
 }

@@ -5,7 +5,7 @@ import { memorySettings, problem, read, SCHEDULES } from "./settings.js";
 
 export const TABS = { schedules: SCHEDULES, memory: memorySettings(data.schedules) };
 const SETTINGS = Object.fromEntries(Object.values(TABS).flatMap((groups) => Object.values(groups).flat()).map((each) => [each.name, each]));
-const OTHERS = { tab: "schedules", ...data.panels, critical: 0, csv: "", python: "", gpu_memory: 80 }; // no part of a request
+const OTHERS = { tab: "schedules", ...data.panels, critical: 0, csv: "", python: "", puzzle: "", gpu_memory: 80 }; // no part of a request
 const DEFAULTS = { ...OTHERS, ...data.defaults.timeline, ...data.defaults.memory };
 
 export class State {

@@ -1,4 +1,4 @@
-// A headless Chromium with the built page, for the tests and the pictures.
+// A headless Chromium with the built website, for the tests and the pictures.
 
 import { execFileSync } from "node:child_process";
 import fs from "node:fs";
@@ -8,7 +8,7 @@ import { fileURLToPath } from "node:url";
 import { chromium } from "playwright-core";
 
 const SITE = fileURLToPath(new URL("../../site/", import.meta.url));
-const TYPES = { ".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".wasm": "application/wasm", ".json": "application/json" };
+const TYPES = { ".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".wasm": "application/wasm", ".json": "application/json", ".svg": "image/svg+xml" };
 const FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"];
 
 // The path of a program.
@@ -16,13 +16,15 @@ function program(name) {
   return execFileSync("sh", ["-c", 'command -v "$1"', "sh", name], { encoding: "utf8" }).trim();
 }
 
-// edit(file, text): replaces the text of some files, for a test; null leaves them as they are.
+// browser.folder: the part of the site that is served, "" for all of it.
+// browser.edit(file, text): replaces the text of some files, for a test; null leaves them as they are.
 function serve(browser) {
   const server = http.createServer((request, response) => {
-    const file = path.join(SITE, decodeURIComponent(new URL(request.url, "http://localhost").pathname).replace(/\/$/, "/index.html"));
+    const name = decodeURIComponent(new URL(request.url, "http://localhost").pathname).replace(/\/$/, "/index.html");
+    const file = path.join(SITE, browser.folder, name);
     if (!file.startsWith(SITE) || !fs.existsSync(file)) return response.writeHead(404).end();
     response.writeHead(200, { "content-type": TYPES[path.extname(file)] ?? "application/octet-stream" });
-    const edited = browser.edit && /\.(html|js)$/.test(file) && browser.edit(path.relative(SITE, file), fs.readFileSync(file, "utf8"));
+    const edited = browser.edit && /\.(html|js)$/.test(file) && browser.edit(path.basename(file), fs.readFileSync(file, "utf8"));
     if (edited) response.end(edited);
     else fs.createReadStream(file).pipe(response);
   });
@@ -32,6 +34,7 @@ function serve(browser) {
 export class Browser {
   static async start() {
     const self = new Browser();
+    self.folder = "playground";
     self.server = await serve(self);
     self.url = `http://localhost:${self.server.address().port}/`;
     self.chromium = await chromium.launch({ executablePath: program(process.env.CHROMIUM ?? "chromium"), args: FLAGS });
@@ -39,8 +42,8 @@ export class Browser {
   }
 
   // Open the page, and wait until it shows its first view. Errors of the page are collected in page.errors.
-  // prepare: called with the empty page.
-  async open(hash = "", { width = 1280, height = 900, scheme = "light", scale = 1, prepare = () => {} } = {}) {
+  // prepare: called with the empty page. ready: an element of the first view.
+  async open(hash = "", { width = 1280, height = 900, scheme = "light", scale = 1, prepare = () => {}, ready = "html[data-ready]" } = {}) {
     const page = await this.chromium.newPage({ viewport: { width, height }, colorScheme: scheme, deviceScaleFactor: scale });
     page.errors = [];
     page.on("pageerror", (error) => page.errors.push(error.message));
@@ -49,7 +52,7 @@ export class Browser {
     page.setDefaultTimeout(60_000);
     await prepare(page);
     await page.goto(this.url + hash);
-    await page.waitForSelector("html[data-ready]");
+    await page.waitForSelector(ready);
     return page;
   }
 

@@ -183,3 +183,21 @@ test("dark mode", async () => {
     return Math.min(...data.filter((_, i) => i % 4 === 0 && data[i + 3] > 200)) < 80;
   });
 });
+
+test("a puzzle is checked in the page, and the answer stays", async () => {
+  await open("#puzzle=12", { prepare: (page) => page.addInitScript(() => sessionStorage.opened || (localStorage.clear(), (sessionStorage.opened = 1))) });
+  await page.waitForSelector("#puzzle-text:not([hidden])");
+  assert.match(await page.inputValue("#puzzle-text"), /^"""Puzzle 12/);
+  await page.click("#puzzle button:text-is('Check')");
+  await until("#puzzle-result", /^NOT DONE YET/);
+  await page.click("#puzzle button:text-is('Hint')");
+  assert.equal(await page.$$eval("#puzzle ol li", (all) => all.length), 1);
+  const afab = 'def program(rank, p, m):\n    return [f"{rank}{kind}{i}" for kind in "FB" for i in range(m)]\n';
+  await page.fill("#puzzle-text", afab);
+  await page.click("#puzzle button:text-is('Check')");
+  await until("#puzzle-result", /^WRONG: p = 2, m = 3: rank 0 holds the activations of 3 micro-batches, expected at most 2/);
+  assert.ok(await page.$eval("#puzzle-result img", (image) => image.decode().then(() => image.naturalWidth > 100)));
+  await page.reload();
+  await page.waitForSelector("#puzzle-text:not([hidden])");
+  assert.equal(await page.inputValue("#puzzle-text"), afab);
+});

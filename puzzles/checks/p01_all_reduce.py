@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from puzzles.group import Group
 from puzzles.pictures import compared
-from puzzles.report import Report, randn
+from puzzles.report import Report
+from puzzles.tensors import randn
 
 SIZES = (3,)
 

@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from puzzles.group import Group
 from puzzles.pictures import Cell, colour_of, compared, rows
-from puzzles.report import Report, Score, randn
+from puzzles.report import Report, Score
+from puzzles.tensors import randn
 
 SIZES = (3, 4)
 

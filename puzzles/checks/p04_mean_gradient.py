@@ -8,7 +8,8 @@ from torch import Tensor
 
 from puzzles.group import Group
 from puzzles.pictures import Cell, colour_of, rows
-from puzzles.report import Report, generator, randn
+from puzzles.report import Report
+from puzzles.tensors import generator, randn
 
 SIZES = (2,)
 V, D, T = 5, 3, 6

@@ -6,9 +6,10 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 
-from puzzles.group import Group, Misuse
+from puzzles.group import Group
 from puzzles.pictures import PALE, Cell, rows
-from puzzles.report import RED, Report, difference, randn
+from puzzles.report import RED, Misuse, Report
+from puzzles.tensors import difference, randn
 
 SIZES = (3,)
 T, D, UNITS = 5, 4, 12

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 from puzzles.group import Group
 from puzzles.pictures import PALE, Cell, rows
-from puzzles.report import RED, Report, Score, generator, randn
+from puzzles.report import RED, Report, Score
+from puzzles.tensors import generator, randn
 
 SIZES = (3,)
 T, V = 24, 15

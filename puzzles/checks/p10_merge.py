@@ -7,7 +7,8 @@ from torch import Tensor
 
 from puzzles.group import Group
 from puzzles.pictures import PALE, Cell, rows
-from puzzles.report import RED, Report, randn
+from puzzles.report import RED, Report
+from puzzles.tensors import randn
 
 H, T, d, KEYS = 2, 5, 4, 8
 NAMES = ("y", "lse")

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from puzzles.group import Group
 from puzzles.pictures import Cell, colour_of, rows
-from puzzles.report import Report, Score, randn
+from puzzles.report import Report, Score
+from puzzles.tensors import randn
 
 SIZES = (2, 4)
 H, d, TOKENS = 2, 4, 3

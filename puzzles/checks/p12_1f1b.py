@@ -4,56 +4,55 @@ import itertools
 from types import ModuleType
 
 from picotron.console import UserError
-from puzzles.group import Group
-from puzzles.report import Report, kind
+from puzzles.report import Report, kind, require
 from workbench.drawing.draw_svg import as_svg
 from workbench.schedules.actions import Action, AnyAction, Schedule, parse_action
 from workbench.schedules.checker import check as check_schedule
 from workbench.schedules.simulate import peak_activations, simulate
 
 
-def parsed(group: Group, programs: list[list[str]], m: int, where: str) -> list[list[AnyAction]]:
+def parsed(programs: list[list[str]], m: int, where: str) -> list[list[AnyAction]]:
     """Return the actions of a schedule with one stage per rank, if it can run."""
     found = []
     for rank, names in enumerate(programs):
-        group.require(isinstance(names, list | tuple), f"{where}, rank {rank}: expected a list, got {kind(names)}")
+        require(isinstance(names, list | tuple), f"{where}, rank {rank}: expected a list, got {kind(names)}")
         actions = []
         for name in names:
             try:
                 actions.append(parse_action(name if isinstance(name, str) else repr(name)))
             except ValueError:
-                group.require(False, f'{where}, rank {rank}: {name!r} is not an action such as "2F0"')
+                require(False, f'{where}, rank {rank}: {name!r} is not an action such as "2F0"')
         found.append(actions)
     try:
         check_schedule(Schedule(found, m))
     except UserError as error:
-        group.require(False, f"{where}: {str(error).replace(' (loop placement)', '')}")
+        require(False, f"{where}: {str(error).replace(' (loop placement)', '')}")
         raise
     return found
 
 
-def only_forwards_and_backwards(group: Group, schedule: Schedule, where: str) -> None:
+def only_forwards_and_backwards(schedule: Schedule, where: str) -> None:
     """Raise Wrong if a schedule has actions of other kinds than F and B."""
     actions = itertools.chain(*schedule.programs)
     only = all(isinstance(action, Action) and action.kind in "FB" for action in actions)
-    group.require(only, f"{where}: expected only the actions F and B; the other kinds are those of puzzle 13")
+    require(only, f"{where}: expected only the actions F and B; the other kinds are those of puzzle 13")
 
 
-def check(learner: ModuleType, group: Group, report: Report) -> None:
+def check(learner: ModuleType, _: object, report: Report) -> None:
     for p, m in ((2, 3), (4, 2), (1, 3), (8, 20), (4, 8)):
         where = f"p = {p}, m = {m}"
         programs = []
         for rank in range(p):
             report.begin(f"program({rank}, {p}, {m})")
             programs.append(learner.program(rank, p, m))
-        schedule = Schedule(parsed(group, programs, m, where), m)
+        schedule = Schedule(parsed(programs, m, where), m)
         timeline = simulate(schedule)
         report.picture = as_svg(timeline)
         for rank, actions in enumerate(timeline.programs):
             peak, most = peak_activations(actions), min(p - rank, m)
             sentence = f"{where}: rank {rank} holds the activations of {peak} micro-batches, expected at most {most}"
-            group.require(peak <= most, sentence)
+            require(peak <= most, sentence)
         step = 3 * (m + p - 1)  # of AFAB, as each rank has m forwards and m backwards, see the statement
         sentence = f"{where}: the step takes as long as {timeline.step_time:g} forwards, expected at most {step}"
-        group.require(timeline.step_time <= step, sentence)
-        only_forwards_and_backwards(group, schedule, where)
+        require(timeline.step_time <= step, sentence)
+        only_forwards_and_backwards(schedule, where)

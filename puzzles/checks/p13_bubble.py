@@ -3,8 +3,7 @@
 from types import ModuleType
 
 from puzzles.checks.p12_1f1b import parsed
-from puzzles.group import Group
-from puzzles.report import Report, Score
+from puzzles.report import Report, Score, require
 from workbench.drawing.draw_svg import as_svg
 from workbench.schedules.actions import Schedule
 from workbench.schedules.schedules import build
@@ -14,18 +13,16 @@ P, M, MOST = 4, 8, 4
 PAR = 5 / 29  # rank r delays its last r W, as in the solution
 
 
-def check(learner: ModuleType, group: Group, report: Report) -> None:
+def check(learner: ModuleType, _: object, report: Report) -> None:
     programs = []
     for rank in range(P):
         report.begin(f"program({rank})")
         programs.append(learner.program(rank))
-    timeline = simulate(Schedule(parsed(group, programs, M, f"p = {P}, m = {M}"), M))
+    timeline = simulate(Schedule(parsed(programs, M, f"p = {P}, m = {M}"), M))
     report.picture = as_svg(timeline)
     for rank, actions in enumerate(timeline.programs):
         peak = peak_activations(actions)
-        group.require(
-            peak <= MOST, f"rank {rank} holds the activations of {peak} micro-batches, expected at most {MOST}"
-        )
+        require(peak <= MOST, f"rank {rank} holds the activations of {peak} micro-batches, expected at most {MOST}")
     lines = (",".join(map(str, actions)) for actions in timeline.programs)
     report.files["p13_bubble.csv"] = "\n".join(lines) + "\n"
     best = simulate(build("zb_h1", P, M)).bubble

@@ -3,8 +3,7 @@
 from types import ModuleType
 
 from puzzles.checks.p12_1f1b import only_forwards_and_backwards, parsed
-from puzzles.group import Group
-from puzzles.report import Report, Score
+from puzzles.report import Report, Score, require
 from workbench.drawing.draw_svg import as_svg
 from workbench.schedules.actions import Schedule
 from workbench.schedules.schedules import build
@@ -14,17 +13,17 @@ CASES = [(2, 8, 0.0), (2, 8, 2.0), (4, 2, 1.0), (1, 3, 1.0), (3, 12, 2.5), (8, 2
 PAR = 16  # 1 + 3 + 5 + 7
 
 
-def check(learner: ModuleType, group: Group, report: Report) -> None:
+def check(learner: ModuleType, _: object, report: Report) -> None:
     for p, m, p2p in CASES:
         where, costs, programs = f"p = {p}, m = {m}, p2p = {p2p:g}", Costs(p2p=p2p), []
         for rank in range(p):
             report.begin(f"program({rank}, {p}, {m}, {p2p})")
             programs.append(learner.program(rank, p, m, p2p))
-        schedule = Schedule(parsed(group, programs, m, where), m)
-        only_forwards_and_backwards(group, schedule, where)
+        schedule = Schedule(parsed(programs, m, where), m)
+        only_forwards_and_backwards(schedule, where)
         timeline, limit = simulate(schedule, costs), simulate(build("afab", p, m), costs).step_time
         report.picture = as_svg(timeline)
         sentence = f"{where}: the step takes as long as {timeline.step_time:g} forwards, but that of AFAB {limit:g}"
-        group.require(timeline.step_time <= limit * (1 + 1e-9), sentence)
+        require(timeline.step_time <= limit * (1 + 1e-9), sentence)
     held = sum(map(peak_activations, timeline.programs))
     report.score = Score("micro-batches held", held, PAR, PAR, "{:g}")

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from puzzles.group import Group
 from puzzles.pictures import PALE, Cell, rows
-from puzzles.report import RED, Report, Wrong, randn
+from puzzles.report import RED, Report, Wrong
+from puzzles.tensors import randn
 
 SIZES = (3,)
 P = 200

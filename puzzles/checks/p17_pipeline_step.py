@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from puzzles.group import Group
 from puzzles.pictures import PALE, Cell, colour_of, rows
-from puzzles.report import Report, randn
+from puzzles.report import Report
+from puzzles.tensors import randn
 
 SIZES = (1, 2, 4)
 TOKENS, WIDTH = 3, 5

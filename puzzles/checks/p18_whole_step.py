@@ -10,7 +10,8 @@ from torch import Tensor
 
 from puzzles.group import Group
 from puzzles.pictures import PALE, Cell, rows
-from puzzles.report import RED, Report, randn
+from puzzles.report import RED, Report
+from puzzles.tensors import randn
 
 SIZES = (4,)
 D, HIDDEN, T = 6, 8, 5

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from playground.bridge import call
+from playground.puzzles import PUZZLES
+from puzzles.catalogue import find
 from workbench.schedules.schedules import SCHEDULES, build
 from workbench.schedules.simulate import Costs, memory_curves, simulate
 from workbench.schedules.trace import trace_line
@@ -99,3 +101,25 @@ def test_trace_is_drawn_with_its_simulation() -> None:
     assert result["measured"]["actions"][0][1] == "0SEND_F0"
     assert result["measured"]["during"][0][:3] == [1, None, 2]
     assert json.loads(call("trace", "no trace"))["error"].startswith("the file is not a valid trace: line 1")
+
+
+# ------------------------------------------------------------------------------------------------------------- puzzles
+
+
+@pytest.mark.parametrize("number", PUZZLES)
+def test_puzzle_takes_the_solution_and_explains_other_answers(number: str) -> None:
+    """As `python -m puzzles` does, with the same code; tests/docs/test_puzzles.py has all kinds of wrong answers."""
+    puzzle = find(number)
+    assert puzzle
+    solved = ask("puzzle", number=number, text=puzzle.solution.read_text())
+    assert solved["right"]
+    assert solved["sentences"][-1] == f"In picotron: {puzzle.place}"
+    assert solved["picture"].startswith("<svg")
+    statement = ask("puzzle", number=number, text="")
+    assert statement["text"].startswith(f'"""Puzzle {number}')
+    assert len(statement["hints"]) == 3
+    (line,) = ask("puzzle", number=number, text="def program(*_):\n    return [7]\n")["sentences"]
+    assert line.startswith("WRONG: ")
+    assert line.endswith('7 is not an action such as "2F0"')
+    (line,) = ask("puzzle", number=number, text="def program(*_):\n    return x\n")["sentences"]
+    assert line.startswith(f"ERROR: {puzzle.path.name}, line 2, `return x`: NameError")
