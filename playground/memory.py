@@ -42,6 +42,7 @@ class MemoryRequest:
     gradient_accumulation_steps: int = 8
     activation_checkpointing: str = "none"
     dtype: str = "bfloat16"
+    optimizer_states: str = "float32"
 
     @property
     def model(self) -> Any:
@@ -90,6 +91,8 @@ def problems(request: MemoryRequest) -> Iterator[FieldError]:
         yield FieldError(
             "cp_size", f"Ulysses cannot split {max(1, kv // tp)} key/value heads of a tp rank over {cp} ranks"
         )
+    if request.optimizer_states != "float32" and request.dtype != "bfloat16":
+        yield FieldError("optimizer_states", f"{request.optimizer_states} is for dtype bfloat16; use float32")
     size = request.head_dim or D // heads
     if cp > 1 and request.cp_engine != "ulysses" and (size % 8 or size > 256):
         yield FieldError(

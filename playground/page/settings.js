@@ -53,7 +53,8 @@ export const memorySettings = (schedules) => ({
     number("micro_batch_size", "Sequences", 1, 4096, "sequences per micro-batch"),
     number("gradient_accumulation_steps", "Micro-batches", 1, 512, "micro-batches per step and data-parallel rank"),
     choice("activation_checkpointing", "Recompute", ["none", "selective", "full"], "activations that backward computes again instead of keeping them: none, those of norms and SwiGLU, or all of a layer"),
-    choice("dtype", "dtype", ["bfloat16", "float32", "float64"], "numbers of weights and activations; gradients and optimizer state are in float32 or wider"),
+    choice("dtype", "dtype", ["bfloat16", "float32", "float64"], "numbers of weights and activations; gradients are in float32 or wider"),
+    choice("optimizer_states", "Optimizer states", ["float32", "bfloat16_moments", "bfloat16"], "master weights and moments of a bfloat16 model: in float32; moments in bfloat16; or no master weights, too"),
     number("gpu_memory", "GPU memory", 1, 4096, "memory of a GPU in GiB: ranks that need more are marked"),
   ],
   Model: [

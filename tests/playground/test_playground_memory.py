@@ -15,7 +15,7 @@ from workbench.pipelines.engine import check_layout
 
 SECTIONS = {
     "distributed": ("tp_", "cp_", "pp_", "dp_", "sequence_parallel"),
-    "training": ("seq_", "micro_", "gradient_", "activation_"),
+    "training": ("seq_", "micro_", "gradient_", "activation_", "optimizer_"),
     "model": ("dtype",),
 }
 
@@ -45,7 +45,7 @@ SIXTEEN = {"tp_size": 4, "pp_size": 2, "dp_size": 2, "num_hidden_layers": 24}
 @pytest.mark.parametrize(
     "changes",
     [
-        {**SIXTEEN, "dp_engine": "zero3", "activation_checkpointing": "full"},
+        {**SIXTEEN, "dp_engine": "zero3", "activation_checkpointing": "full", "optimizer_states": "bfloat16"},
         {**SIXTEEN, "pp_engine": "interleaved_1f1b", "pp_chunks": 3, "cp_size": 4, "head_dim": 64, "vocab_size": 50257},
     ],
 )
@@ -73,6 +73,8 @@ def test_mistakes_are_those_that_the_trainer_finds() -> None:
         assert ("error" in result) == is_refused(**request), (request, result)
         if "error" in result:
             found.add(result["field"])
+    assert is_refused(optimizer_states="bfloat16", dtype="float32")
+    assert ask("memory", optimizer_states="bfloat16", dtype="float32")["field"] == "optimizer_states"
     assert found == {"tp_size", "seq_length", "cp_size", "cp_engine"}
     assert ask("memory", pp_size=64)["field"] == "pp_engine"
 
