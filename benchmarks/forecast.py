@@ -110,19 +110,26 @@ def measured_seconds(run: dict[str, Any], config: Config, model: LlamaConfig, ha
 
 
 def estimate(run: dict[str, Any], source: dict[str, Any], model: LlamaConfig, fused: bool) -> Forecast:
-    """Forecast a run, and add the time of recomputing a fraction of the layers or only attention, where it does so."""
+    """Forecast a run, and add the time of recomputing a fraction of the layers or only attention, where it does so.
+
+    A source may name bytes that its program moves in each micro-batch and picotron does not: for each parameter, and for
+    each number of a layer's input.
+    """
     config, hardware = config_of(run, source, fused), HARDWARE[source["hardware"]]
     hardware = dataclasses.replace(hardware, memory=hardware.memory * source.get("memory", 1))  # of another variant
     plan = plan_pipeline(config, model)
     found = forecast(config, model, plan, hardware)
-    if "recomputed" not in run:
-        return found
-    if run["recomputed"] == "attention":
-        forwards = config.training.gradient_accumulation_steps * model.num_hidden_layers / run["pp"]
-        added = forwards * Clock(config, model, hardware).attention[0] / (1 - found.bubble)
-    else:
+    clock, moved = Clock(config, model, hardware), source.get("moved", {"parameter": 0, "input": 0})
+    micro_batches = config.training.gradient_accumulation_steps / (1 - found.bubble)
+    layers = model.num_hidden_layers / run["pp"]
+    parameters = max(clock.parameters(list(plan.stages_of(rank).values())) for rank in range(run["pp"]))
+    inputs = layers * clock.s.tokens * clock.s.shard
+    added = micro_batches * hardware.move(moved["parameter"] * parameters + moved["input"] * inputs)
+    if run.get("recomputed") == "attention":
+        added += micro_batches * layers * clock.attention[0]
+    elif "recomputed" in run:
         full = forecast(config_of(run, source, fused, "full"), model, plan, hardware)
-        added = run["recomputed"] * (full.step_time - found.step_time)
+        added += run["recomputed"] * (full.step_time - found.step_time)
     step = found.step_time + added
     seconds = found.seconds._replace(compute=found.seconds.compute + added)
     return found._replace(

@@ -86,7 +86,7 @@ class Hardware:
     layer_launch: NonNegative = 0.4e-3
     step_launch: NonNegative = 0.008
     step_wait: NonNegative = 0.052
-    contention: NonNegative = 0.4
+    contention: NonNegative = 0.7
     cores: Count | None = None
 
     def rate(self, dtype: str) -> float:
@@ -152,7 +152,7 @@ class Hardware:
 
 
 # Fractions that are calibrated, see `gpu`: of a data sheet's bfloat16 FLOP/s, and of a network card's rate.
-REACHED = {"H100": 0.70, "H200": 0.70, "A100": 0.84}
+REACHED = {"H100": 0.65, "H200": 0.65, "A100": 0.78}
 NETWORK_REACHED = 0.60
 
 
