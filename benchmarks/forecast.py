@@ -4,10 +4,11 @@
     python -m benchmarks.forecast --held_out
 
 prints a row for each run, worst first, and a summary of each source and of each kind of layout. The last table compares
-layouts of one model on one number of GPUs: its regret is what the forecast's choice among them costs. Prices may be chosen
-with the runs for calibration; all others are held out. None of the published runs is picotron's: their programs differ
-from it in what they overlap and fuse. Products in float8 are forecast as products in bfloat16, so no summary contains
-their runs.
+layouts of one model on one number of GPUs; its regret is the price of the forecast's choice among them.
+
+Prices may be chosen with the runs for calibration; all others are held out. None of the published runs is picotron's:
+their programs differ from it in what they overlap and fuse. Products in float8 are forecast as products in bfloat16, so
+no summary contains their runs.
 """
 
 import argparse
@@ -112,8 +113,8 @@ def measured_seconds(run: dict[str, Any], config: Config, model: LlamaConfig, ha
 def estimate(run: dict[str, Any], source: dict[str, Any], model: LlamaConfig, fused: bool) -> Forecast:
     """Forecast a run, and add the time of recomputing a fraction of the layers or only attention, where it does so.
 
-    A source may name bytes that its program moves in each micro-batch and picotron does not: for each parameter, and for
-    each number of a layer's input.
+    A source may name bytes that its program moves in each micro-batch in addition to picotron's, for each parameter and
+    for each number of a layer's input.
     """
     config, hardware = config_of(run, source, fused), HARDWARE[source["hardware"]]
     hardware = dataclasses.replace(hardware, memory=hardware.memory * source.get("memory", 1))  # of another variant
@@ -217,8 +218,8 @@ def kinds_table(found: list[Row]) -> str:
 
 
 def regret_table(found: list[Row]) -> str:
-    """Format how much slower the layout is that the forecast puts first than the fastest one that was measured, for each
-    model on a number of GPUs.
+    """Format the regret for each model on a number of GPUs: how much longer a step takes with the layout that the
+    forecast puts first than with the fastest one, both as measured.
     """
     groups: dict[tuple[bool, str], list[Row]] = defaultdict(list)
     for row in found:

@@ -166,16 +166,19 @@ def gpu(
     they are those with which `benchmarks.forecast` agrees best with the published runs that it lists as used for
     calibration. All these runs, even those of two GPUs, have several ranks. What one rank needs of this sum,
     `step_launch`, is an assumption, until a run of one GPU measures it. `contention` is calibrated with the runs of
-    ZeRO-3. The other fractions are from these sources:
+    ZeRO-3 and of tensor parallelism. The other prices are from these sources:
 
         memory      0.85: what a triad reaches on an A100 (BabelStream's results, Deakin et al. 2018)
         link        0.78: bus bandwidth that NVIDIA's nccl-tests print for large all-reduces on an H100, 350 of 450 GB/s
         attention   0.55 and 0.45 of products: between FlashAttention-2, which reaches 35 % of an H100's peak, and
                     FlashAttention-3, which reaches up to 75 % (Shah et al. 2024, arXiv:2407.08608)
+        latencies   the model with which NCCL chooses algorithms (src/graph/tuning.cc, commit 01afd20): for a ring with
+                    the protocol "simple", 8.4 us to start, and 3.4 us (NVLink) or 9.6 us (network) for each step
 
     Args:
         name: key of PEAK_BF16_FLOPS.
         device: name of the device, as CUDA reports it.
+        processors: number of streaming multiprocessors.
         wide, double: peak FLOP/s in float32 and in float64.
         memory, link, network: peak bytes/s.
     """
