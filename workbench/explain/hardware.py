@@ -86,7 +86,7 @@ class Hardware:
     layer_launch: NonNegative = 0.4e-3
     step_launch: NonNegative = 0.008
     step_wait: NonNegative = 0.052
-    contention: NonNegative = 0.7
+    contention: NonNegative = 0.4
     cores: Count | None = None
 
     def rate(self, dtype: str) -> float:
@@ -166,7 +166,7 @@ def gpu(
     they are those with which `benchmarks.forecast` agrees best with the published runs that it lists as used for
     calibration. All these runs, even those of two GPUs, have several ranks. What one rank needs of this sum,
     `step_launch`, is an assumption, until a run of one GPU measures it. `contention` is calibrated with the runs of
-    ZeRO-3 and of tensor parallelism. The other prices are from these sources:
+    ZeRO-3, and holds for tensor parallelism, too. The other prices are from these sources:
 
         memory      0.85: what a triad reaches on an A100 (BabelStream's results, Deakin et al. 2018)
         link        0.78: bus bandwidth that NVIDIA's nccl-tests print for large all-reduces on an H100, 350 of 450 GB/s
