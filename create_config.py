@@ -241,7 +241,7 @@ def header(planned: Sequence[PlannedJob], hardware: Hardware, taken: dict[str, A
     dtypes = " and ".join(dict.fromkeys(p.config.model.dtype for p in planned))
     lines = [f"Forecast in {dtypes} on {hardware.name}:"]
     if hardware.cores is None:
-        overlap = "where another computation hides them, except in ZeRO-3"
+        overlap = "where another computation hides them, except over tp and in ZeRO-3"
         lines.insert(0, f"Forecasts assume that messages cost nothing {overlap} (workbench/explain/step_time.py).")
     if taken:
         values = ", ".join(f"{key} {value}" for key, value in taken.items())

@@ -3,16 +3,19 @@
     python -m benchmarks.forecast
     python -m benchmarks.forecast --held_out
 
-prints a row for each run, worst first, and a summary of each source and of each kind of layout. Prices may be chosen
-with the runs for calibration; all others are held out. None of the published runs is picotron's: their programs differ
-from it in what they overlap and fuse. Products in float8 are forecast as products in bfloat16, so no summary contains
-their runs.
+prints a row for each run, worst first, and a summary of each source and of each kind of layout. The last table compares
+layouts of one model on one number of GPUs; its regret is the price of the forecast's choice among them.
+
+Prices may be chosen with the runs for calibration; all others are held out. None of the published runs is picotron's:
+their programs differ from it in what they overlap and fuse. Products in float8 are forecast as products in bfloat16, so
+no summary contains their runs.
 """
 
 import argparse
 import dataclasses
 import json
 from collections import defaultdict
+from itertools import combinations
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -29,6 +32,7 @@ from workbench.explain.step_time import Clock, Forecast, forecast
 from workbench.pipelines.engine import plan_pipeline
 
 RUNS = Path(__file__).with_name("published.json")
+LAYOUTS = Path(__file__).with_name("layouts.json")  # many layouts of one model on one number of GPUs
 ENGINES = {0: "bucket", 1: "zero1", 3: "zero3"}
 
 
@@ -50,6 +54,11 @@ class Row:
     def layout(self) -> str:
         run = self.run
         return " ".join(f"{axis} {run[axis]}" for axis in ("dp", "pp", "cp", "tp") if axis in run)
+
+    @property
+    def choice(self) -> str:
+        """What `--best` chooses: the layout, the size of a micro-batch, and sequence parallelism."""
+        return f"{self.layout} mbs {self.run['micro_batch_size']}{' sp' * self.run.get('sequence_parallel', False)}"
 
 
 def shape(model: dict[str, Any], tp: int) -> LlamaConfig:
@@ -102,19 +111,26 @@ def measured_seconds(run: dict[str, Any], config: Config, model: LlamaConfig, ha
 
 
 def estimate(run: dict[str, Any], source: dict[str, Any], model: LlamaConfig, fused: bool) -> Forecast:
-    """Forecast a run, and add the time of recomputing a fraction of the layers or only attention, where it does so."""
+    """Forecast a run, and add the time of recomputing a fraction of the layers or only attention, where it does so.
+
+    A source may name bytes that its program moves in each micro-batch in addition to picotron's, for each parameter and
+    for each number of a layer's input.
+    """
     config, hardware = config_of(run, source, fused), HARDWARE[source["hardware"]]
     hardware = dataclasses.replace(hardware, memory=hardware.memory * source.get("memory", 1))  # of another variant
     plan = plan_pipeline(config, model)
     found = forecast(config, model, plan, hardware)
-    if "recomputed" not in run:
-        return found
-    if run["recomputed"] == "attention":
-        forwards = config.training.gradient_accumulation_steps * model.num_hidden_layers / run["pp"]
-        added = forwards * Clock(config, model, hardware).attention[0] / (1 - found.bubble)
-    else:
+    clock, moved = Clock(config, model, hardware), source.get("moved", {"parameter": 0, "input": 0})
+    micro_batches = config.training.gradient_accumulation_steps / (1 - found.bubble)
+    layers = model.num_hidden_layers / run["pp"]
+    parameters = max(clock.parameters(list(plan.stages_of(rank).values())) for rank in range(run["pp"]))
+    inputs = layers * clock.s.tokens * clock.s.shard
+    added = micro_batches * hardware.move(moved["parameter"] * parameters + moved["input"] * inputs)
+    if run.get("recomputed") == "attention":
+        added += micro_batches * layers * clock.attention[0]
+    elif "recomputed" in run:
         full = forecast(config_of(run, source, fused, "full"), model, plan, hardware)
-        added = run["recomputed"] * (full.step_time - found.step_time)
+        added += run["recomputed"] * (full.step_time - found.step_time)
     step = found.step_time + added
     seconds = found.seconds._replace(compute=found.seconds.compute + added)
     return found._replace(
@@ -201,6 +217,38 @@ def kinds_table(found: list[Row]) -> str:
     return text_table(lines, first_number=2)
 
 
+def regret_table(found: list[Row]) -> str:
+    """Format the regret for each model on a number of GPUs: how much longer a step takes with the layout that the
+    forecast puts first than with the fastest one, both as measured.
+    """
+    groups: dict[tuple[bool, str], list[Row]] = defaultdict(list)
+    for row in found:
+        groups[row.run["calibration"], row.run["name"]].append(row)
+    lines = [
+        ["model", "for calibration", "fastest layout", "the forecast's choice", "layouts", "pairs in order",
+         "median error", "regret"]
+    ]  # fmt: skip
+    for half in sorted({calibration for calibration, _ in groups}):
+        regrets, answer = [], "yes" if half else "no"
+        for (calibration, name), rows_of in sorted(groups.items()):
+            if calibration != half:
+                continue
+            fastest = min(rows_of, key=lambda row: row.measured)
+            choice = min(rows_of, key=lambda row: row.forecast.step_time)
+            regrets.append(choice.measured / fastest.measured - 1)
+            pairs = [
+                (a.measured < b.measured) == (a.forecast.step_time < b.forecast.step_time)
+                for a, b in combinations(rows_of, 2)
+            ]
+            lines.append(
+                [name, answer, fastest.choice, choice.choice, str(len(rows_of)), f"{mean(pairs):.0%}",
+                 f"{median(abs(row.error) for row in rows_of):.1%}", f"{regrets[-1]:.1%}"]
+            )  # fmt: skip
+        for name, value in (("mean", mean(regrets)), ("worst", max(regrets))):
+            lines.append([name, answer, "", "", "", "", "", f"{value:.1%}"])
+    return text_table(lines, first_number=4)
+
+
 def table(found: list[Row]) -> str:
     lines = [["source", "run", "layout", "measured, s", "forecast, s", "error", "largest part", "reason"]]
     for row in sorted(found, key=lambda row: -abs(row.error)):
@@ -218,8 +266,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--held_out", action="store_true", help="leave out the runs used for calibration")
     options = parser.parse_args()
-    found = [row for row in rows() if not (options.held_out and row.run["calibration"])]
-    print(f"{table(found)}\n\n{summary(found)}\n\n{kinds_table(found)}")
+    found, layouts = (
+        [row for row in rows(file) if not (options.held_out and row.run["calibration"])] for file in (RUNS, LAYOUTS)
+    )
+    print(f"{table(found)}\n\n{summary(found)}\n\n{kinds_table(found)}\n\n{regret_table(layouts)}")
 
 
 if __name__ == "__main__":

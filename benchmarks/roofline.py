@@ -128,7 +128,8 @@ class Recorder(TorchDispatchMode):
         if name in PRODUCTS:
             a, b = [each for each in inputs if each.dim() >= 2 and not any(each is out for out in outputs)][-2:]
             dtype = str(a.dtype).removeprefix("torch.")
-            seconds = max(hardware.product(dtype, 2 * a.numel() * b.size(-1), moved), hardware.launch)
+            flops = 2 * a.numel() * b.size(-1) * hardware.waves(a.numel() // a.size(-1), b.size(-1))
+            seconds = max(hardware.product(dtype, flops, moved), hardware.launch)
         elif name == "_scaled_mm":  # float8, of which GPUs compute twice as many per second
             flops = 2 * inputs[0].numel() * inputs[1].size(-1)
             seconds = max(hardware.product("bfloat16", flops / 2, moved), hardware.launch)
@@ -147,7 +148,7 @@ class Recorder(TorchDispatchMode):
         yield
         for message, count in FakeGroup.messages.items():
             n = message.ranks
-            seconds = self.hardware.collective(n, n, count * (n - 1), count * message.sent)
+            seconds = self.hardware.collective(n, n, count, n - 1, count * message.sent)
             self.operations.append(Operation("communication", seconds, {}, {}))
 
 

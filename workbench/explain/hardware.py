@@ -51,14 +51,17 @@ class Hardware:
         memory: bytes/s of element-wise operations, read and written.
         link: bytes/s that a rank sends to another rank of the same node.
         network: bytes/s that a rank sends to another node.
-        latency, network_latency: seconds of one step of a collective or of one message, in a node and between nodes.
+        processors: number of streaming multiprocessors, each of which computes a tile of a product at a time; null if
+            the rate of products does not depend on their shape.
+        collective_launch: seconds in which a collective or a message starts.
+        latency, network_latency: seconds of each of its steps, in a node and between nodes.
         node: number of ranks in a node.
         launch: shortest time of a kernel, in seconds.
         layer_launch: seconds in which Python starts the operations of a layer's forward.
         step_launch: seconds of a step that depend on nothing: data, loop over the parameters, wait for the loss.
         step_wait: seconds in which several ranks wait for the slowest one in a step, apart from their messages.
-        contention: fraction of the time of ZeRO-3's messages by which computations that hide them take longer, because
-            both need the memory and the processors of the device.
+        contention: fraction of the time of messages over tp, and of ZeRO-3's, by which computations that hide them take
+            longer, because both need the memory and the processors of the device.
         cores: number of ranks that compute at the same time; null if every rank has a separate device. Then the device
             also computes while Python starts further operations, and while messages are on their way.
     """
@@ -74,8 +77,10 @@ class Hardware:
     memory: Positive
     link: Positive
     network: Positive
-    latency: NonNegative = 3e-6
-    network_latency: NonNegative = 12e-6
+    processors: Count | None = None
+    collective_launch: NonNegative = 8.4e-6
+    latency: NonNegative = 3.4e-6
+    network_latency: NonNegative = 9.6e-6
     node: Count = 8
     launch: NonNegative = 2e-6
     layer_launch: NonNegative = 0.4e-3
@@ -94,13 +99,25 @@ class Hardware:
         return self.products[dtype]
 
     def product(self, dtype: str, flops: float, moved: float) -> float:
-        """Return the seconds of a matrix product: a roofline (Williams et al. 2009) with a smooth corner, on which
-        small products are slow without a table of shapes.
+        """Return the seconds of a matrix product, by a roofline (Williams et al. 2009).
 
         Args:
+            flops: FLOPs of the product, times `waves`.
             moved: bytes of both factors and of the result.
         """
-        return flops / self.rate(dtype) + self.move(moved)
+        return max(flops / self.rate(dtype), self.move(moved))
+
+    def waves(self, rows: int, columns: int) -> float:
+        """Return how many times longer a product takes than if its result filled all processors until the end.
+
+        A result of (rows x columns) numbers is computed in tiles, as many at a time as there are processors, and the
+        last wave of tiles may leave most of them idle (NVIDIA, Matrix Multiplication Background User's Guide, tile and
+        wave quantization). Tiles have 128 x 128 numbers; larger ones are faster, but leave more idle.
+        """
+        if self.processors is None:
+            return 1.0
+        tiles = -(-rows // 128) * -(-columns // 128)
+        return -(-tiles // self.processors) * self.processors * 128**2 / (rows * columns)
 
     def attend(self, dtype: str, flops: float, backward: bool = False) -> float:
         """Return the seconds of fused causal attention."""
@@ -114,47 +131,54 @@ class Hardware:
         """Return the seconds of a step that depend on nothing but the number of ranks."""
         return self.step_launch + (self.step_wait if ranks > 1 else 0.0)
 
-    def collective(self, ranks: int, in_node: int, steps: float, sent: float) -> float:
-        """Return the seconds of collectives or messages.
+    def collective(self, ranks: int, in_node: int, count: float, steps: int, sent: float) -> float:
+        """Return the seconds of collectives or messages. Of the steps of a ring, only those cross the network that lead
+        to another node.
 
         Args:
             ranks: number of ranks in the group.
             in_node: number of them that share a node. If others are elsewhere, each of these sends a part of the bytes
                 that leave the node through its own network card.
-            steps: number of steps of the ring or tree, in all collectives together.
+            count: number of collectives.
+            steps: number of steps of the ring, in each of them.
             sent: bytes that a rank sends, in all collectives together.
         """
         if ranks == 1:
             return 0.0
-        if in_node == ranks:
-            return steps * self.latency + sent / self.link
-        return steps * self.network_latency + sent / min(self.link, in_node * self.network)
+        between = steps * (ranks / in_node - 1) / (ranks - 1)
+        each = self.collective_launch + (steps - between) * self.latency + between * self.network_latency
+        rate = self.link if in_node == ranks else min(self.link, in_node * self.network)
+        return count * each + sent / rate
 
 
 # Fractions that are calibrated, see `gpu`: of a data sheet's bfloat16 FLOP/s, and of a network card's rate.
-REACHED = {"H100": 0.70, "H200": 0.70, "A100": 0.84}
+REACHED = {"H100": 0.65, "H200": 0.65, "A100": 0.78}
 NETWORK_REACHED = 0.60
 
 
 def gpu(
-    name: str, device: str, gib: float, wide: float, double: float, memory: float, link: float, network: float
-) -> Hardware:
+    name: str, device: str, gib: float, processors: int, wide: float, double: float, memory: float, link: float,
+    network: float,
+) -> Hardware:  # fmt: skip
     """Return the rates of a GPU: its data sheet, times the fractions that programs reach.
 
     The fractions of products and of the network, and the sum of `step_launch` and `step_wait`, 0.06 s, are calibrated:
     they are those with which `benchmarks.forecast` agrees best with the published runs that it lists as used for
     calibration. All these runs, even those of two GPUs, have several ranks. What one rank needs of this sum,
     `step_launch`, is an assumption, until a run of one GPU measures it. `contention` is calibrated with the runs of
-    ZeRO-3. The other fractions are from these sources:
+    ZeRO-3, and holds for tensor parallelism, too. The other prices are from these sources:
 
         memory      0.85: what a triad reaches on an A100 (BabelStream's results, Deakin et al. 2018)
         link        0.78: bus bandwidth that NVIDIA's nccl-tests print for large all-reduces on an H100, 350 of 450 GB/s
         attention   0.55 and 0.45 of products: between FlashAttention-2, which reaches 35 % of an H100's peak, and
                     FlashAttention-3, which reaches up to 75 % (Shah et al. 2024, arXiv:2407.08608)
+        latencies   the model with which NCCL chooses algorithms (src/graph/tuning.cc, commit 01afd20): for a ring with
+                    the protocol "simple", 8.4 us to start, and 3.4 us (NVLink) or 9.6 us (network) for each step
 
     Args:
         name: key of PEAK_BF16_FLOPS.
         device: name of the device, as CUDA reports it.
+        processors: number of streaming multiprocessors.
         wide, double: peak FLOP/s in float32 and in float64.
         memory, link, network: peak bytes/s.
     """
@@ -170,6 +194,7 @@ def gpu(
         memory=0.85 * memory,
         link=0.78 * link,
         network=NETWORK_REACHED * network,
+        processors=processors,
     )
 
 
@@ -179,11 +204,11 @@ def gpu(
 # DGX A100. For the last two, which come in no such system, 100 Gb/s per GPU are assumed. GiB are those that CUDA
 # reports.
 HARDWARE = {
-    "H100": gpu("H100", "NVIDIA H100 80GB HBM3", 79.1, 67e12, 67e12, 3.35e12, 450e9, 50e9),
-    "H200": gpu("H200", "NVIDIA H200", 139.8, 67e12, 67e12, 4.8e12, 450e9, 50e9),
-    "A100": gpu("A100", "NVIDIA A100-SXM4-80GB", 79.1, 19.5e12, 19.5e12, 2.039e12, 300e9, 25e9),
-    "L40S": gpu("L40S", "NVIDIA L40S", 44.4, 91.6e12, 1.43e12, 0.864e12, 32e9, 12.5e9),
-    "RTX4090": gpu("RTX 4090", "NVIDIA GeForce RTX 4090", 23.5, 82.6e12, 1.29e12, 1.008e12, 32e9, 12.5e9),
+    "H100": gpu("H100", "NVIDIA H100 80GB HBM3", 79.1, 132, 67e12, 67e12, 3.35e12, 450e9, 50e9),
+    "H200": gpu("H200", "NVIDIA H200", 139.8, 132, 67e12, 67e12, 4.8e12, 450e9, 50e9),
+    "A100": gpu("A100", "NVIDIA A100-SXM4-80GB", 79.1, 108, 19.5e12, 19.5e12, 2.039e12, 300e9, 25e9),
+    "L40S": gpu("L40S", "NVIDIA L40S", 44.4, 142, 91.6e12, 1.43e12, 0.864e12, 32e9, 12.5e9),
+    "RTX4090": gpu("RTX 4090", "NVIDIA GeForce RTX 4090", 23.5, 128, 82.6e12, 1.29e12, 1.008e12, 32e9, 12.5e9),
 }
 
 

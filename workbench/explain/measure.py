@@ -152,7 +152,7 @@ def measure(device: torch.device, threads: int) -> Hardware:
     buffer, number = random(2**28 if on_gpu else 2**21), random(1)
     link, latency = memory, 0.0
     if ranks > 1:
-        latency = seconds(lambda: all_reduce(number, None), device, 200) / (2 * (ranks - 1).bit_length())
+        latency = seconds(lambda: all_reduce(number, None), device, 200) / (2 * (ranks - 1))
         link = 2 * (ranks - 1) / ranks * buffer.nbytes / seconds(lambda: all_reduce(buffer, None), device, 20)
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else _memory() / ranks
     return Hardware(
@@ -165,6 +165,7 @@ def measure(device: torch.device, threads: int) -> Hardware:
         memory=memory,
         link=link,
         network=link,
+        collective_launch=0.0,
         latency=latency,
         network_latency=latency,
         node=2**20,

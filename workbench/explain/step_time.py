@@ -14,12 +14,11 @@ FLOPs per token in forward and 2.5 times as many in backward (Dao 2023, arXiv:23
 products compute the scores of all pairs, which six operations read or write. The loss has three products (see
 `LinearCrossEntropy`) and passes eight times over the logits.
 
-Communication. A collective of n ranks takes n - 1 steps (an all-reduce 2 log2 n, in a tree) of one latency each, plus
-the time of the bytes that a rank sends around a ring (Thakur et al. 2005) over the slowest link, see
-`Hardware.collective`.
+Communication. A collective of n ranks takes n - 1 steps (an all-reduce twice as many) of one latency each, plus the
+time of the bytes that a rank sends around a ring (Thakur et al. 2005) over the slowest link, see `Hardware.collective`.
 
     message                             hidden behind                                             see
-    tp, the gradient of an input        the gradients of these matrices, except in I              `ColumnParallel`
+    tp, the gradient of an input        the gradients of these matrices, but for a part, not in I `ColumnParallel`
     cp, ring                            attention to the previous block; the last sum: nothing    `RingAttention`
     dp, bucket and zero1, gradients     the stage's last backward, except for the last bucket     `DataParallelBucket`
     dp, zero3                           forward and backward of each micro-batch, but for a part  `Clock.delay`
@@ -32,7 +31,6 @@ clipping reads these twice and writes them, and zeroing writes them.
 """
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -116,9 +114,11 @@ class Clock:
         self.works: dict[tuple[int, bool, bool, str], Work] = {}
 
     def product(self, n: int, k: int) -> float:
-        """Seconds of (tokens x n) times (n x k)."""
-        moved = (self.s.tokens * (n + k) + n * k) * self.s.number
-        return self.hardware.product(self.dtype, 2 * self.s.tokens * n * k, moved)
+        """Seconds of (tokens x n) times (n x k): the mean of the product in forward and the two in backward."""
+        tokens = self.s.tokens
+        moved = (tokens * (n + k) + n * k) * self.s.number
+        waves = sum(self.hardware.waves(*result) for result in ((tokens, k), (tokens, n), (n, k))) / 3
+        return self.hardware.product(self.dtype, 2 * tokens * n * k * waves, moved)
 
     def move(self, numbers: float, size: int | None = None) -> float:
         """Seconds to read or write `numbers` numbers per token, by default in the model's dtype."""
@@ -151,8 +151,8 @@ class Clock:
             n, in_node = n * self.layout.cp_size, in_node * groups["cp"][1]
         if axis == "pp" and in_node < n:  # one rank sends the message, through its network card
             in_node = 1
-        steps = 1 if axis == "pp" else 2 * math.log2(n) if all_reduce else n - 1
-        return self.hardware.collective(n, in_node, count * steps, sent)
+        steps = 1 if axis == "pp" else (1 + all_reduce) * (n - 1)
+        return self.hardware.collective(n, in_node, count, steps, sent)
 
     @cached_property
     def message(self) -> float:
@@ -191,7 +191,7 @@ class Clock:
         # In backward, each block has a sum of gradients, and with sequence parallelism two gathers in addition.
         split = self.layout.sequence_parallel
         sums, gathers = (self.units(1), self.units(1)) if split else (self.units(2), 0.0)
-        exposed = sum(max(0.0, sums - each) + max(0.0, gathers - each) for each in inputs)
+        exposed = sum(self.delay(sums, each) + self.delay(gathers, each) for each in inputs)
         again = (self.config.training.activation_checkpointing == "full") * (1 - self.kept)  # up to down_proj's input
         recomputed = Work(products - down + moved + forward, self.units(2 + split), cp_forward)
         selective = self.config.training.activation_checkpointing == "selective"

@@ -21,8 +21,8 @@ from workbench.pipelines.engine import plan_pipeline
 MODEL = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 ONLY_LINKS = Hardware(  # computations and latencies take no time, so that nothing hides a message: seconds are bytes
     name="links", peak=0.0, gib=1.0, products={"bfloat16": 1e30, "float64": 1e30}, attention=1.0, attention_backward=1.0,
-    memory=1e30, link=1.0, network=1.0, latency=0.0, network_latency=0.0, layer_launch=0.0, step_launch=0.0,
-    step_wait=0.0, contention=0.0,
+    memory=1e30, link=1.0, network=1.0, collective_launch=0.0, latency=0.0, network_latency=0.0, layer_launch=0.0,
+    step_launch=0.0, step_wait=0.0, contention=0.0,
 )  # fmt: skip
 ONLY_PRODUCTS = dataclasses.replace(ONLY_LINKS, products={"float64": 1.0}, link=1e30, network=1e30)
 
@@ -125,6 +125,31 @@ def test_groups_across_nodes_use_the_network() -> None:
     inside = times(link, model, **layout).seconds.tp
     across = times(dataclasses.replace(link, node=4), model, **layout).seconds.tp
     assert across == pytest.approx(inside * 1e9 / 4e6)
+
+
+def test_only_some_steps_of_a_ring_cross_nodes() -> None:
+    """A ring over 4 nodes of 8 takes 31 steps, of which 3 leave a node; one message between nodes takes one."""
+    latencies = dataclasses.replace(ONLY_LINKS, collective_launch=1.0, latency=100.0, network_latency=10_000.0)
+    assert latencies.collective(8, 8, count=2, steps=7, sent=0.0) == 2 * 701
+    assert latencies.collective(32, 8, count=2, steps=31, sent=0.0) == pytest.approx(2 * 32_801)
+    assert latencies.collective(4, 1, count=1, steps=1, sent=0.0) == 10_001
+
+
+def test_a_narrow_product_leaves_processors_idle() -> None:
+    """100 processors compute 100 tiles of 128 x 128 numbers in one wave, and 101 in two."""
+    hardware = dataclasses.replace(ONLY_PRODUCTS, processors=100)
+    assert hardware.waves(1280, 1280) == 1
+    assert hardware.waves(128, 101 * 128) == pytest.approx(200 / 101)
+    assert hardware.waves(1, 128) == 100 * 128
+    assert ONLY_PRODUCTS.waves(128, 101 * 128) == 1
+
+
+def test_a_hidden_message_over_tp_slows_the_computation_that_hides_it() -> None:
+    hidden = dataclasses.replace(ONLY_PRODUCTS, link=1e3)
+    alone, contended = (
+        times(dataclasses.replace(hidden, contention=part), distributed__tp_size=2).seconds for part in (0.0, 0.5)
+    )
+    assert contended.tp > alone.tp > 0
 
 
 # ------------------------------------------------------------------------------------------------------------- hardware
