@@ -65,8 +65,11 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all weights. A `DataParallel` decides in how many parts."""
         assert closure is None
-        in_parts = getattr(self.model, "update_in_parts", lambda update: update(list(self.masters)))
-        in_parts(self.update)
+        update_in_parts: Any = getattr(self.model, "update_in_parts", None)
+        if update_in_parts is None:
+            self.update(list(self.masters))
+        else:
+            update_in_parts(self.update)
 
     def update(self, parameters: list[nn.Parameter]) -> None:
         """Update some of the weights."""

@@ -105,7 +105,8 @@ class DataParallel(nn.Module):
         require_backward_grad_sync: whether the next backward reduces the gradients. With several micro-batches, only
             the last backward should, so that the sum is reduced once. The flag must be the same on all ranks of a
             `cp_dp` group. A group of one rank begins with False: there is nothing to reduce.
-        trained: parameters that have never been frozen at the end of a step, nor when the module was wrapped.
+        trained: parameters that have never been frozen, neither when the module was wrapped nor at the end of a step;
+            own loops refuse to unfreeze others, which would have no gradient.
         hooks: handles of the hooks that call `_accumulate`, see `close`.
     """
 
@@ -154,9 +155,7 @@ class DataParallel(nn.Module):
         return make_buckets(parameters, pgm.process_group_manager.cp_dp_group, self.bucket_mb)
 
     def _accumulate(self, parameter: Tensor) -> None:
-        """Add `parameter.grad` to the bucket. Autograd calls this once per backward, also for a tied weight. (Reentrant
-        checkpoints are backwards of their own.)
-        """
+        """Add `parameter.grad` to the bucket. Autograd calls this once per backward, also for a tied weight."""
         if parameter.grad is None:  # a backward that defers this gradient also calls the hook
             return
         self.bucket_by_parameter[parameter].gradients[parameter].add_(parameter.grad)

@@ -94,8 +94,8 @@ class ColumnParallelLinear(nn.Module):
         sum_over: the ranks that hold the same rows, and use them for different query heads, see `Placement`.
     """
 
-    products: Any = Products
-    function: Any = ColumnParallel
+    products: Any = Products  # with float8, others
+    function: Any = ColumnParallel  # of a schedule that defers weight gradients, another one
 
     def __init__(
         self, linear: nn.Linear, shard: Shard, sequence_parallel: bool, sum_over: dist.ProcessGroup | None = None
