@@ -283,8 +283,8 @@ class Config(Section):
 
     @property
     def needs_workbench(self) -> bool:
-        """Whether the pipeline is none that AFAB or 1F1B runs: it has another schedule, or chunks, or stages written by
-        hand, or keeps some activations, or its actions are recorded or logged.
+        """Whether the run needs a pipeline of the workbench: it has another schedule than AFAB and 1F1B, or chunks, or
+        stages written by hand, or keeps some activations, or its actions are recorded or logged.
         """
         layout, watches = self.distributed, self.logging.trace_steps or self.logging.level == "debug"
         other = layout.pp_engine not in ("afab", "1f1b") or layout.pp_chunks or layout.pp_group_size or layout.pp_layout
