@@ -31,16 +31,17 @@ def copy_part(tensor: Tensor, parameter: Tensor, name: str, read: ReadTensor) ->
         return
     columns = parameter.shape[1:].numel()
     rows = slice(first // columns, -(-last // columns))  # of the shard: those with this rank's elements
-    shape, index = list(parameter.shape), [rows, *[ALL] * (parameter.ndim - 1)]
+    shape, index = list(parameter.shape), [rows] if shard is None else [rows, *[ALL] * shard.dim]
     if shard is not None:
         start, stop = shard.start, shard.stop
         if shard.dim == 0:
             start, stop = (min(start + row, stop) for row in (rows.start, rows.stop))
         shape[shard.dim], index[shard.dim] = shard.full_size, slice(start, stop)
-    values = padded = tensor.new_zeros(rows.stop - rows.start, *parameter.shape[1:])
-    if index[0].start < index[0].stop:  # else all of these rows are padding
-        values = read(name, torch.Size(shape), tuple(index))
-    if values.shape != padded.shape:  # padding follows the rows or the columns of a shard
+    held = torch.Size([rows.stop - rows.start, *parameter.shape[1:]])
+    is_padding = index[0].start == index[0].stop  # all of these rows
+    values = tensor.new_zeros(held) if is_padding else read(name, torch.Size(shape), tuple(index))
+    if values.shape != held:  # padding follows the rows or the columns of a shard
+        padded = values.new_zeros(held)
         padded[tuple(map(slice, values.shape))] = values
         values = padded
     tensor.copy_(values.flatten()[first - rows.start * columns :][: last - first].view_as(tensor))
