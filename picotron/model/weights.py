@@ -29,6 +29,9 @@ def copy_part(tensor: Tensor, parameter: Tensor, name: str, read: ReadTensor) ->
     first, last = (0, parameter.numel()) if owned is None else owned.bounds(owned.rank)
     if first == last:
         return
+    if shard is None and owned is None:
+        tensor.copy_(read(name, parameter.shape, ()))  # without a slice, a file need not be copied
+        return
     columns = parameter.shape[1:].numel()
     rows = slice(first // columns, -(-last // columns))  # of the shard: those with this rank's elements
     shape, index = list(parameter.shape), [rows] if shard is None else [rows, *[ALL] * shard.dim]
