@@ -14,7 +14,7 @@ from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucke
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.data_parallel.zero3 import DataParallelZero3
 from picotron.model.cross_entropy import chunk_loss
-from picotron.model.float8 import use_float8
+from picotron.model.float8 import Float8Products, float8_product, use_float8
 from picotron.model.llama import Llama, fused_attention, math_attention
 from picotron.model.recompute import recompute_cheap_results
 from picotron.model.weights import ReadTensor, materialise, read_owned_weights
@@ -72,15 +72,17 @@ def build_model(
     stage = build_stage(config, model_config, plan, device, dtype, weights if whole else None)
     for name, parameter in unwrap(stage).named_parameters():  # before wrapping: frozen ones get no gradient buffers
         parameter.requires_grad_(not frozen(name))
+    compiles = device.type == "cuda" if config.training.compile is None else config.training.compile
     if config.model.float8:
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             raise UserError(
                 f"model.float8=true needs a GPU with float8, such as an H100, not {torch.cuda.get_device_name(device)}; "
                 f"set it to false"
             )
+        # By itself, because a column-parallel layer is not compiled with its decoder layer.
+        products = Float8Products(torch.compile(float8_product, dynamic=False) if compiles else float8_product)
         for layer in unwrap(stage).model.layers.values():
-            use_float8(layer)
-    compiles = device.type == "cuda" if config.training.compile is None else config.training.compile
+            use_float8(layer, products)
     if compiles:
         compile_model(unwrap(stage))
     if not whole:

@@ -41,40 +41,45 @@ class Float8Linear(torch.autograd.Function):
     """forward: y = x W'. backward: dx = dy W and dW = dy' x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: "Float8Products") -> Tensor:
         ctx.save_for_backward(x, weight)
-        return float8_product(x.flatten(0, -2), weight, E4M3, fast=True).view(*x.shape[:-1], -1)
+        ctx.products = products
+        return products.product(x.flatten(0, -2), weight, E4M3, fast=True).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (x, weight), (needs_dx, needs_dweight) = ctx.saved_tensors, ctx.needs_input_grad
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x, weight), (needs_dx, needs_dweight, _) = ctx.saved_tensors, ctx.needs_input_grad
         dy = dy.flatten(0, -2)
-        dx = Float8Products.dx([dy], [weight]).view_as(x) if needs_dx else None
-        return dx, Float8Products.dweight(dy, x.flatten(0, -2)) if needs_dweight else None
+        dx = ctx.products.dx([dy], [weight]).view_as(x) if needs_dx else None
+        return dx, ctx.products.dweight(dy, x.flatten(0, -2)) if needs_dweight else None, None
 
 
 class Float8Products:
-    """`linear.Products` in float8."""
+    """`linear.Products` in float8.
 
-    @staticmethod
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = Float8Linear.apply(x, weight)
+    Args:
+        product: `float8_product`, or the same compiled.
+    """
+
+    def __init__(self, product: Any = float8_product) -> None:
+        self.product = product
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = Float8Linear.apply(x, weight, self)
         return y if bias is None else y + bias
 
-    @staticmethod
-    def dx(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        parts = [float8_product(dy, weight.t(), E5M2) for dy, weight in zip(dys, weights, strict=True)]
+    def dx(self, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        parts = [self.product(dy, weight.t(), E5M2) for dy, weight in zip(dys, weights, strict=True)]
         return sum(parts[1:], start=parts[0])
 
-    @staticmethod
-    def dweight(dy: Tensor, x: Tensor) -> Tensor:
-        return float8_product(dy.t(), x.t(), E5M2)
+    def dweight(self, dy: Tensor, x: Tensor) -> Tensor:
+        return self.product(dy.t(), x.t(), E5M2)
 
 
-def use_float8(layer: Any) -> None:
+def use_float8(layer: Any, products: Float8Products) -> None:
     """Let the MLP and `o_proj` of a decoder layer compute in float8. The projections to q, k and v do not: errors of
     scores grow in their exponentials.
     """
     for linear in (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
-        linear.products = Float8Products
+        linear.products = products

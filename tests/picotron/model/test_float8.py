@@ -1,6 +1,8 @@
 """Products in float8: their numbers, their errors, training with them, and what is refused."""
 
+import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,7 +43,7 @@ def test_products_on_the_cpu_are_those_of_the_kernel(dtype: torch.dtype) -> None
 def test_gradients_are_products_of_rounded_operands() -> None:
     x, weight, dy = random(2, 9, 32).requires_grad_(), random(48, 32, seed=1).requires_grad_(), random(2, 9, 48, seed=2)
     bias = torch.ones(48, requires_grad=True)
-    y = Float8Products.linear(x, weight, bias)
+    y = Float8Products().linear(x, weight, bias)
     y.backward(dy)
     flat, dy8 = x.detach().flatten(0, 1), rounded(dy.flatten(0, 1), E5M2)
     weight8 = rounded(weight.detach(), E4M3)
@@ -54,7 +56,7 @@ def test_gradients_are_products_of_rounded_operands() -> None:
 def test_layers_compile_to_one_graph_with_the_same_numbers() -> None:
     model = our_model(MODEL, torch.bfloat16)
     layer = model.model.layers["0"]
-    use_float8(layer)
+    use_float8(layer, Float8Products())
     tables = [table.bfloat16() for table in rope(MODEL, torch.arange(16)[None])]
 
     def run(function: Any) -> list[Tensor]:
@@ -70,16 +72,35 @@ def test_layers_compile_to_one_graph_with_the_same_numbers() -> None:
         assert_close(ours.double(), theirs.double(), 1e-12)
 
 
-def losses(float8: bool) -> list[float]:
+def losses(float8: bool, compiled: bool = False) -> tuple[list[float], int]:
+    """Train two tp ranks. Returns the losses, and how many graphs of torch.compile round their operands."""
+    torch._dynamo.reset()
     keys = {"model__float8": float8, "model__dtype": "bfloat16", "training__activation_checkpointing": "full"}
-    return train(pipeline_config("1f1b", 1, 2, tp_size=2, sequence_parallel=True, **keys), MODEL)["losses"]
+    config = pipeline_config("1f1b", 1, 2, tp_size=2, sequence_parallel=True, training__compile=compiled, **keys)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with mock.patch("torch.compile", functools.partial(torch.compile, backend=backend)):
+        found = train(config, MODEL)["losses"]
+    products = [graph for graph in graphs if any(node.target in (torch.amax, "amax") for node in graph.graph.nodes)]
+    return found, len(products)
 
 
 def test_losses_decrease_as_in_bfloat16(pool: WorkerPool) -> None:
-    ours, theirs = (torch.tensor(pool.run(losses, 2, each)[0]) for each in (True, False))
+    ours, theirs = (torch.tensor(pool.run(losses, 2, each)[0][0]) for each in (True, False))
     assert ours[0] - ours[-1] > 0.15  # tokens are random: there is little to learn
     assert_close(ours, theirs, 0.03)
     assert (ours - theirs).abs().max() > 1e-4  # float8 is on
+
+
+def test_products_of_column_parallel_layers_are_compiled(pool: WorkerPool) -> None:
+    """Nothing else in them is: forward, the gradient of x and that of the weights. A graph has the other products."""
+    (eager, none), (compiled, graphs) = pool.run(losses, 2, True)[0], pool.run(losses, 2, True, True)[0]
+    assert (none, graphs) == (0, 3 + 1)
+    assert compiled == eager
 
 
 @pytest.mark.parametrize(
