@@ -23,6 +23,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -162,8 +163,8 @@ def _bytes(tensors: list[Tensor]) -> dict[int, int]:
 
 def _group(name: str) -> str:
     """Group of an operation, from the stack and from its name."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # a hook of autograd is the first frame of its thread
         caller = frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name
         if caller in CALLERS:
             return CALLERS[caller]
