@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conformance.models import FAMILIES, load_model
+from conformance.models import EXPERTS, FAMILIES, load_model
 from conformance.result import NotOffered
 
 AXES = ("dp", "pp", "cp", "tp")
@@ -183,7 +183,7 @@ def is_mistyped_size(word: str) -> bool:
 
 def is_of_model(word: str) -> bool:
     """Whether a word of a layout describes the model: a family, `tied`, `untied`, or `kv4` for 4 key/value heads."""
-    return word in FAMILIES or word in ("tied", "untied") or (word[:2] == "kv" and word[2:].isdigit())
+    return word in FAMILIES | EXPERTS or word in ("tied", "untied") or (word[:2] == "kv" and word[2:].isdigit())
 
 
 def sizes_of(layout: str) -> dict[str, int]:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conformance.case import IGNORED, Case, is_of_model, sizes_of
-from conformance.models import FAMILIES, small_config, write_model
+from conformance.models import EXPERTS, FAMILIES, small_config, write_model
 
 SEQUENCES, LENGTH = 16, 16  # of a global batch
 PROMPTS, PROMPT_LENGTH = 4, 6
@@ -70,7 +70,7 @@ PAIRS = ("dp2 x pp2", "dp2 x cp2", "dp2 x tp2", "pp2 x cp2", "pp2 x tp2", "cp2 x
 def model_of(layout: str, keys: dict[str, Any]) -> Any:
     """Return the config of the model that the words of a layout describe: its family, `tied`, `untied` or `kv4`."""
     words = [word for word in layout.split() if is_of_model(word)]
-    family = next((word for word in words if word in FAMILIES), "llama")
+    family = next((word for word in words if word in FAMILIES | EXPERTS), "llama")
     kv = next((int(word[2:]) for word in words if word[:2] == "kv"), 4)
     tied = {"tie_word_embeddings": "tied" in words} if {"tied", "untied"} & set(words) else {}
     sizes = {"vocab_size": 64, "intermediate_size": 48}

@@ -1,10 +1,12 @@
 """Small models of each family, whose initial weights show every mistake, and transformers' model of a folder."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 # Options that a family has besides a Llama's, chosen so that they show in the numbers. `python -m conformance` takes
@@ -27,6 +29,10 @@ FAMILIES: dict[str, list[dict[str, Any]]] = {
 }
 
 
+# Mixtures of experts, which other trainers have.
+EXPERTS: dict[str, list[dict[str, Any]]] = {"mixtral": [{"num_local_experts": 6, "num_experts_per_tok": 2}]}
+
+
 def small_config(family: str = "llama", **changes: Any) -> PreTrainedConfig:
     """Return the config of a small model with grouped-query attention and untied embeddings.
 
@@ -47,7 +53,7 @@ def small_config(family: str = "llama", **changes: Any) -> PreTrainedConfig:
         "tie_word_embeddings": False,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
-    return AutoConfig.for_model(family, **sizes | FAMILIES[family][0] | changes)
+    return AutoConfig.for_model(family, **sizes | (FAMILIES | EXPERTS)[family][0] | changes)
 
 
 @torch.no_grad()
@@ -69,7 +75,8 @@ def write_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> None:
 
 def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Load transformers' model from a folder, exact in float64, see `with_exact_norms`."""
-    return with_exact_norms(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
+    # The default implementation of experts needs bfloat16.
+    return with_exact_norms(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager"))
 
 
 class ExactNorm(nn.Module):
@@ -80,19 +87,31 @@ class ExactNorm(nn.Module):
         self.weight, self.is_relative = norm.weight, type(norm).__name__.startswith("Gemma")
         self.eps = norm.eps if self.is_relative else norm.variance_epsilon
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         weight = 1 + self.weight if self.is_relative else self.weight
-        return torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+def route(router: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose experts as Mixtral's router does, in the dtype of x: (..., D) -> logits (n, experts), and for the chosen
+    ones the weights (n, k) and the numbers (n, k).
+    """
+    logits = F.linear(x.flatten(0, -2), router.weight)
+    weights, chosen = logits.softmax(-1).topk(router.top_k)
+    return logits, weights / weights.sum(-1, keepdim=True), chosen
 
 
 def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace transformers' RMSNorm (of T5: LayerNorm), which computes in float32 for every dtype, with torch's. Give
-    the scale of embeddings the dtype of the weights, which it has if a model is loaded in this dtype.
+    """Replace transformers' RMSNorm (of T5: LayerNorm), which computes in float32 for every dtype, with torch's, and
+    what Mixtral's router does in float32 with `route`. Give the scale of embeddings the dtype of the weights, which it
+    has if a model is loaded in this dtype.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith(("RMSNorm", "T5LayerNorm")):
                 setattr(parent, name, ExactNorm(child))
+            elif type(child).__name__ == "MixtralTopKRouter":  # not replaced: expert parallelism adds hooks to it
+                child.forward = functools.partial(route, child)
             elif hasattr(child, "scalar_embed_scale"):
                 child.embed_scale = torch.tensor(child.scalar_embed_scale, dtype=child.weight.dtype)
     return model

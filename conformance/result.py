@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 class NotOffered(Exception):
@@ -76,6 +77,8 @@ def as_part(value: Tensor | Part) -> Part:
     if isinstance(value, DTensor):
         if any(placement.is_partial() for placement in value.placements):
             raise ValueError(f"a DTensor has placements {value.placements}, but partial sums cannot be compared")
+        if any(isinstance(placement, _StridedShard) for placement in value.placements):  # it can be in several pieces
+            return as_part(value.full_tensor())
         _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
         return Part(value.to_local().detach().cpu().clone(), tuple(start))
     return Part(value.detach().cpu().clone(), (0,) * value.ndim)

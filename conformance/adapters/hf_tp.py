@@ -1,11 +1,14 @@
 """Adapter of transformers' own tensor parallelism, `from_pretrained(..., tp_plan="auto")`.
 
-The word `torch_clip` clips with torch's `clip_grad_norm_`.
+The word `torch_clip` clips with torch's `clip_grad_norm_`. With `experts`, each rank has some experts of a Mixtral.
 """
+
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from conformance import Case, Result
 from conformance.adapters.loop import accumulate, norm_of_mixed, torch_norm, train
@@ -13,13 +16,18 @@ from conformance.case import Batch
 from conformance.models import with_exact_norms
 
 AXES = ("tp",)
+LAYOUTS = ("tp2 torch_clip", "tp2 mixtral", "tp2 mixtral experts")
 CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "masks", "weights", "loss", "float32")
 
 
 def run(case: Case) -> Result:
     dist.init_process_group("gloo")
-    model = AutoModelForCausalLM.from_pretrained(case.model_folder, dtype=case.torch_dtype, tp_plan="auto")
-    model = with_exact_norms(model)
+    split: dict[str, Any] = {"tp_plan": "auto"}
+    if "experts" in case.words:
+        config = DistributedConfig(enable_expert_parallel=True, tp_size=dist.get_world_size(), **split)
+        split = {"distributed_config": config}
+    options = {"dtype": case.torch_dtype, "experts_implementation": "eager", **split}  # the default one needs bfloat16
+    model = with_exact_norms(AutoModelForCausalLM.from_pretrained(case.model_folder, **options))
 
     def logits_of(piece: Batch) -> Tensor:
         logits: Tensor = model(input_ids=piece["input_ids"], use_cache=False).logits

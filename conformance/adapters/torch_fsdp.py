@@ -20,7 +20,7 @@ from conformance.case import Batch, weights_of
 
 AXES = ("dp", "tp")
 CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "masks", "weights", "loss", "float32", "mixed")
-LAYOUTS = ("dp2 x tp2", "dp4 hsdp", "dp4 x tp2 hsdp")
+LAYOUTS = ("dp2 mixtral", "dp2 x tp2", "dp4 hsdp", "dp4 x tp2 hsdp")
 
 
 def run(case: Case) -> Result:

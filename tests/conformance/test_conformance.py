@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from conformance import Part, Result
 from conformance.__main__ import main
@@ -20,6 +24,7 @@ from conformance.compare import compare
 from conformance.mistakes import MISTAKES
 from conformance.mutants import command
 from conformance.reference import Reference
+from conformance.worker_pool import WorkerPool
 
 DDP, ZERO1, TENSOR, PIPELINE, RING = (
     Path(f"conformance/examples/{name}.py") for name in ("ddp", "zero1", "tensor", "pipeline", "ring")
@@ -111,6 +116,22 @@ def test_parts_are_compared_where_they_are() -> None:
     halves[1].gradients["w"].tensor[1] += 1
     assert "gradient of w[1, 3] on rank 1 is 9, not 8" in sentence(*halves)
     assert "step 1: gradient of w[1, 2]; no rank returned it" in sentence(halves[0])
+
+
+def part_of_rows(size: int) -> Part:
+    """Return the part of a matrix (8, 2) of whose halves each of two ranks has two rows."""
+    mesh = init_device_mesh("cpu", (size,))
+    matrix = torch.arange(16.0).view(2, size, 2, 2)  # halves, ranks, rows, columns
+    local = matrix[:, dist.get_rank()].reshape(4, 2)
+    return (
+        Result(weights={"w": DTensor.from_local(local, mesh, [_StridedShard(0, split_factor=2)])}).local().weights["w"]
+    )
+
+
+def test_a_part_in_several_pieces_is_gathered(pool: WorkerPool) -> None:
+    for part in pool.run(part_of_rows, 2, 2):
+        assert part.start == (0, 0)
+        assert part.tensor.equal(torch.arange(16.0).view(8, 2))
 
 
 def test_narrow_dtypes_compare_updates_with_bounds() -> None:
