@@ -3,6 +3,7 @@ agree to nine digits by accident.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from conformance.compare import LIMIT
@@ -77,26 +78,30 @@ def ratio_of(x: Tensor, want: Tensor) -> float | None:
     return c if c and near(x, c * want, abs(c) * want.abs().max().item()) else None
 
 
-def settle(votes: Tensor, lead: tuple[int, ...]) -> Tensor:
+def settle(votes: Tensor, lead: tuple[int, ...], length: int) -> Tensor:
     """Choose one token for each row of a table of votes (n, G), which says whose numbers it has; -1: nobody's.
 
-    Some tokens have the same numbers, such as the first ones of two rows that begin alike. Of those with most votes,
-    the right one has most votes beside it: the next token along a dimension of `lead` is often the next token of a row.
+    Some tokens have the same numbers, such as the first ones of two rows that begin alike, and wrong numbers can be those
+    of another token by accident. Of those with many votes, the right one has most votes beside it: along a dimension of
+    `lead`, the next token of a row often follows, or the same token of the next row.
+
+    Args:
+        length: number of tokens of a row of the batch.
     """
-    table = votes * (votes == votes.amax(-1, keepdim=True))
-    beside, table = torch.zeros(*lead, votes.size(1)), table.view(*lead, -1).float()
+    most = votes.amax(-1, keepdim=True).clamp(min=1)
+    table = (votes / most * (2 * votes > most)).view(*lead, -1)
+    beside = table.clone()
     for dim in range(len(lead)):
-        lines = table.movedim(dim, -2)
-        *_, length, n = lines.shape
-        offsets = torch.arange(n) - torch.arange(length)[:, None] + length - 1  # which tokens follow each other
-        flat = lines.reshape(-1, length * n)
-        sums = torch.zeros(len(flat), length + n - 1).index_add(1, offsets.flatten(), flat)
-        beside += sums[:, offsets.flatten()].view(lines.shape).movedim(-2, dim)
+        for step in (1, length, -1, -length):
+            run = torch.zeros_like(table.select(dim, 0))  # votes of those before, of which near ones count more
+            for i in range(lead[dim])[:: 1 if step > 0 else -1]:
+                beside.select(dim, i).add_(run)
+                run = 0.75 * F.pad(run + table.select(dim, i), (step, -step))
     score = (beside * table).view(votes.shape)
     rows = score.argmax(1).masked_fill(~score.any(1), -1)
-    padding = (votes.amax(1) * 2 <= votes.max()) & (rows >= 0)  # it has an id, too, but is nobody in later layers
-    if padding.any() and len(rows.unique()) < len(rows):
-        rows[padding], score[padding], after = -1, 0.0, 0
+    few = (votes.amax(1) * 2 <= votes.max()) & (rows >= 0)
+    if few.any() and (votes[few] == votes[few][0]).all():  # padding: it has an id, too, but is nobody in later layers
+        rows[few], score[few], after = -1, 0.0, 0
         for i in (rows >= 0).nonzero()[:, 0].tolist():  # a short document often comes after the one before it
             score[i, after : after + 1] *= 4
             rows[i] = score[i].argmax()
