@@ -200,7 +200,7 @@ class Checker:
         try:
             trace = Trace(case, self.records_of(case), right, results, getattr(self.adapter, "module_name", str))
             text = trace.first_wrong(difference)
-        except Exception as error:  # a trainer's modules can return anything can return anything
+        except Exception as error:  # a trainer's modules can return anything
             return f"not traced: its records cannot be compared: {type(error).__name__}: {error}"
         equal = [each for found in trace.at.values() for each in found if each.is_right]
         if equal and not trace.reason:

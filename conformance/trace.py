@@ -272,7 +272,11 @@ class Trace:
                 cells = (rows_alike if x.size(1) == right.x.size(1) else first_alike)(x, right.x)
                 votes[lead] = votes.get(lead, torch.zeros(1)) + cells
         # torch's pipeline finds out shapes by a trial with uninitialised memory, in which old rows can be.
-        return {lead: settle(each, lead, self.shape[1]) for lead, each in votes.items() if each.any(-1).double().mean() > 0.25}
+        return {
+            lead: settle(each, lead, self.shape[1])
+            for lead, each in votes.items()
+            if each.any(-1).double().mean() > 0.25
+        }
 
     def keep_order(self, calls: Any, layouts: Any) -> None:
         """Let tokens have an order that the input of the first module has on some rank, (B, T) or (T, B): another order

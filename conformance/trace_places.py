@@ -20,11 +20,13 @@ def lead_of(x: Tensor, right: Tensor) -> torch.Size:
 
 
 def place_of(part: Part, whole: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensor of a part, the whole one, and the rows and columns of the part."""
-    rows, *columns = [torch.arange(n) + start for n, start in zip(part.tensor.shape, part.start, strict=True)]
-    if columns:
-        return part.tensor.double(), whole, rows, columns[0]
-    return part.tensor.double()[None], whole.reshape(1, -1), torch.zeros(1, dtype=torch.long), rows
+    """Return the tensor of a part and the whole one, as matrices, and the rows and columns of the part."""
+    matrix, x = as_matrix(whole), part.tensor.double()
+    if len(part.start) == 1:  # a vector, or some elements of a flattened tensor
+        return x[None], whole.reshape(1, -1), torch.zeros(1, dtype=torch.long), torch.arange(len(x)) + part.start[0]
+    first, *others = (slice(a, a + n) for a, n in zip(part.start, x.shape, strict=True))
+    columns = torch.arange(matrix.size(1)).view(whole.shape[1:])[tuple(others)].flatten()
+    return x.flatten(1), matrix, torch.arange(first.start, first.stop), columns
 
 
 def near(x: Tensor, y: Tensor, scale: float) -> bool:
@@ -81,9 +83,9 @@ def ratio_of(x: Tensor, want: Tensor) -> float | None:
 def settle(votes: Tensor, lead: tuple[int, ...], length: int) -> Tensor:
     """Choose one token for each row of a table of votes (n, G), which says whose numbers it has; -1: nobody's.
 
-    Some tokens have the same numbers, such as the first ones of two rows that begin alike, and wrong numbers can be those
-    of another token by accident. Of those with many votes, the right one has most votes beside it: along a dimension of
-    `lead`, the next token of a row often follows, or the same token of the next row.
+    Some tokens have the same numbers, such as the first ones of two rows that begin alike, and wrong numbers can be
+    those of another token by accident. Of the tokens with many votes, the right one has most votes beside it: along a
+    dimension of `lead`, the next token of a row often follows, or the same token of the next row.
 
     Args:
         length: number of tokens of a row of the batch.

@@ -20,7 +20,7 @@ PLACES = {  # of a tensor of each phase: name, and what follows after the senten
     "CLIP": ("gradient of {weight} on {ranks}", ", when the optimizer gets it"),
     "UPDATE": (
         "{weight} on {ranks} after the optimizer's step",
-        "; the gradients and their norm are equal: the update is wrong",
+        "; {gradients} and their norm are equal: the update is wrong",
     ),
 }
 
@@ -43,7 +43,9 @@ class Sentences:
             cause = before.pop()
         place, end = PLACES[phase.name]
         ranks = many("rank", sorted({w.rank for w in wrong}))
-        text = place.format(label=each.label, weight=f"{short(name)}.{kind}", ranks=ranks)
+        # A tensor that is right as the output of one module can be wrong as that of the next one.
+        label = f"{short(name)} {kind}" if each.label in {o.label for o in before} else each.label
+        text = place.format(label=label, weight=f"{short(name)}.{kind}", ranks=ranks)
         text += ", computed again for backward," if each.again else ""
         text += self.instead(each)
         if cause is not None:
@@ -51,7 +53,7 @@ class Sentences:
             return f"{place} is one term of a sum, which is missing or wrong: {text}"
         if "{before}" in end and not before:
             return text
-        return text + end.format(before=before[-1].label if before else "")
+        return text + end.format(before=before[-1].label if before else "", gradients=self.gradients(step))
 
     def instead(self, each: "Local") -> str:
         """Say what a wrong tensor is."""
@@ -115,13 +117,21 @@ class Sentences:
         part = f"rows {spans(rows.tolist())}" if is_weight else self.tokens(rows)
         if not len(rows):
             part = f"columns {spans(missing.any(0).nonzero()[:, 0].tolist())}"
-        return f"{'gradient of ' if key[1].name == 'BACKWARD' else ''}{short(key[2])} {key[3]}: {part} are on no rank"
+        of, verb = "gradient of " if key[1].name == "BACKWARD" else "", "are" if missing.sum() > 1 else "is"
+        return f"{of}{short(key[2])} {key[3]}: {part} {verb} on no rank"
+
+    def gradients(self, step: int) -> str:
+        """Name the gradients of a step that are compared."""
+        phases = {key[1].name for key in self.trace.at if key[0] == step}
+        return "the gradients" if phases & {"GRADIENTS", "CLIP"} else "the gradients of outputs (not of weights)"
 
     def number(self, difference: Difference) -> str:
         what = f"{difference.what} of {difference.name}" if difference.name else difference.what
+        ranks = f" on {many('rank', list(difference.ranks))}" if difference.ranks else ""
         found = "" if math.isnan(difference.right) else f" is {difference.found:.6g}, not {difference.right:.6g}"
         hint = f" ({difference.hint})" if difference.hint else ""
-        return f"the {what} on {many('rank', list(difference.ranks))}{found}{hint}; the outputs and the gradients before it are equal"
+        before = f"the outputs and {self.gradients(difference.step - 1)} before it are equal"
+        return f"the {what}{ranks}{found}{hint}; {before}"
 
     def clipping(self, step: int) -> str:
         """Describe gradients that are multiplied by a wrong number; "" if they are not."""

@@ -102,7 +102,8 @@ def test_what_is_not_compared_is_not_called_equal(chapter: str, old: str, new: s
 def test_tokens_with_the_same_numbers_are_told_apart_by_their_neighbours() -> None:
     ids = torch.tensor([[5, 1, 2, 3], [5, 4, 1, 2]])
     for rows in (ids[[1, 0]], ids[[1, 0]].T):  # (B, T) and (T, B)
-        votes = (rows.flatten()[:, None] == ids.flatten()).int()
+        votes = 10 * (rows.flatten()[:, None] == ids.flatten()).int()
+        votes[0, 0] += 1  # a wrong number of this token is one of the other token with its id by accident
         tokens = settle(votes, tuple(rows.shape), 4).view(rows.shape)
         expected = torch.tensor([[4, 5, 6, 7], [0, 1, 2, 3]])
         assert torch.equal(tokens, expected if rows.shape == (2, 4) else expected.T)
