@@ -77,7 +77,7 @@ def navigation(groups: dict[str, list[str]], titles: dict[str, str], here: str) 
 def notebook_buttons(checkout: Checkout) -> dict[str, str]:
     """Return links to the notebook of each step, by the headings of steps/README.md."""
     buttons = {}
-    for heading, name in notebooks.headings().items():
+    for name, (heading, _) in notebooks.sections().items():
         links = f'<a class="play" href="../notebooks/{name}.ipynb" download>Download the notebook</a>'
         if checkout.on_web:
             place = f"{COLAB}{checkout.repository.removeprefix('https://github.com')}/blob/notebooks/{name}.ipynb"

@@ -15,7 +15,7 @@ import pytest
 from docs.programs.make import Workspace
 from docs.site import notebooks
 from docs.site.build import build, reading_order
-from docs.site.links import Links, check_links
+from docs.site.links import anchors_of, check_links, links_of
 from docs.site.pages import ROOT, Checkout, address
 from picotron.console import UserError
 from playground.build import results
@@ -28,10 +28,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     build(folder, CHECKOUT)
     return folder
-
-
-def links(page: Path) -> list[str]:
-    return Links(page.read_text()).links
 
 
 def test_next_leads_through_all_pages_in_reading_order(site: Path) -> None:
@@ -61,7 +57,9 @@ def test_build_refuses_a_link_that_leads_nowhere(site: Path, tmp_path: Path, lin
 
 def test_links_to_code_lead_to_lines_of_the_commit(site: Path) -> None:
     lines = 0
-    for link in {link for page in site.rglob("*.html") for link in links(page) if link.startswith(CHECKOUT.repository)}:
+    for link in {
+        link for page in site.rglob("*.html") for link in links_of(page) if link.startswith(CHECKOUT.repository)
+    }:
         path, _, line = link.removeprefix(f"{CHECKOUT.repository}/").partition("/")[2].partition("#L")
         assert path.startswith(CHECKOUT.commit), link
         file = ROOT / path.removeprefix(CHECKOUT.commit).strip("/").partition("#")[0]
@@ -83,7 +81,7 @@ def test_search_finds_text_in_folds_and_in_code(site: Path) -> None:
         assert {section[2].partition("#")[0] for section in sections if text in section[3]} == {"docs/collectives.html"}
     for _, _, place, _ in sections:
         page, _, anchor = place.partition("#")
-        assert anchor in Links((site / page).read_text()).anchors
+        assert anchor in anchors_of(site / page)
 
 
 def test_all_that_pages_load_is_kept_for_visits_without_a_network(site: Path) -> None:
@@ -91,7 +89,7 @@ def test_all_that_pages_load_is_kept_for_visits_without_a_network(site: Path) ->
     assert files
     kept = set(json.loads(files[1]))
     for page in site.rglob("*.html"):
-        for link in links(page) if "playground" not in page.parts else []:
+        for link in links_of(page) if "playground" not in page.parts else []:
             name = os.path.normpath(page.parent.relative_to(site) / link.partition("#")[0])
             if not re.match(r"[a-z]+:", link) and not name.startswith(("playground", "notebooks")):
                 assert name in kept or not link.partition("#")[0], link
@@ -99,7 +97,7 @@ def test_all_that_pages_load_is_kept_for_visits_without_a_network(site: Path) ->
 
 def test_playground_knows_the_settings_of_links(site: Path) -> None:
     settings = {
-        link.partition("#")[2] for page in site.rglob("*.html") for link in links(page) if "playground/#" in link
+        link.partition("#")[2] for page in site.rglob("*.html") for link in links_of(page) if "playground/#" in link
     }
     assert len(settings) > 3
     for each in settings:
@@ -149,11 +147,12 @@ def test_notebook_runs_and_its_change_has_the_announced_effect(
     before = [run(cell) for cell in cells][-1].splitlines()
     assert before[-1] == f"step 10 | loss {notebooks_loss(name)}"
     change = notebooks.CHANGES[name]
-    assert program["source"].count(change.old) == 1
-    run({"source": program["source"].replace(change.old, change.new)})
+    assert program["source"].count(change["old"]) == 1
+    run({"source": program["source"].replace(change["old"], change["new"])})
     after = run(command).splitlines()
     assert (
-        next((i for i, pair in enumerate(zip(before, after, strict=True), 1) if len(set(pair)) > 1), 0) == change.first
+        next((i for i, pair in enumerate(zip(before, after, strict=True), 1) if len(set(pair)) > 1), 0)
+        == change["first"]
     )
 
 
