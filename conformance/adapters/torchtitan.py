@@ -52,6 +52,17 @@ VARIANTS = (
     "dp2 x tp2 dtensor",
 )
 LAYOUTS = (*VARIANTS, *(f"pp2 {name}" for name in SCHEDULES[1:]))
+NAMES = {
+    "tok_embeddings": "embed_tokens",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention": "self_attn",
+    "feed_forward": "mlp",
+    "wo": "o_proj",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+}
 TAKES_LISTS = "arg_mbs" in inspect.signature(Schedule1F1B.step).parameters  # since a torch after 2.13.0
 
 
@@ -201,6 +212,13 @@ def trainer_of(case: Case, settings: Any, words: set[str]) -> Any:
     dcp.load(found, storage_reader=adapter.get_hf_storage_reader(str(case.model_folder)))
     weights.load_state_dict(adapter.from_hf(found))
     return trainer
+
+
+def module_name(name: str) -> str | tuple[str, ...]:
+    """Return transformers' name of a module, or the three of the joined projection of attention."""
+    prefix, end = name.removesuffix(".qkv_linear.wqkv"), ("q_proj", "k_proj", "v_proj")
+    found = ".".join(NAMES.get(part, part) for part in prefix.split("."))
+    return found if prefix == name else tuple(f"{found}.{each}" for each in end)
 
 
 def renamed(trainer: Any, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
