@@ -207,10 +207,8 @@ class Trace:
                     calls.setdefault((rank, record.call), []).append((record, key))
                 elif key in self.right:
                     self.read_weight(rank, key, as_matrix(record.values.x))
-        layouts = {place: self.layouts(found) for place, found in calls.items()}
-        self.keep_order(calls, layouts)
-        for place, found in calls.items():
-            self.read_call(place[0], found, layouts[place])
+        for (rank, _), found in calls.items():
+            self.read_call(rank, found, self.layouts(found))
 
     def read_weight(self, rank: int, key: Key, x: Tensor) -> None:
         """Add a weight, or its gradient when the optimizer gets it. Rows of zeros at the end are padding."""
@@ -277,23 +275,6 @@ class Trace:
             for lead, each in votes.items()
             if each.any(-1).double().mean() > 0.25
         }
-
-    def keep_order(self, calls: Any, layouts: Any) -> None:
-        """Let tokens have an order that the input of the first module has on some rank, (B, T) or (T, B): another order
-        of the same tokens would be a mistake.
-        """
-        asked = dict[int, list[Tensor]]()
-        for place, found in calls.items():
-            for record, key in found:
-                lead = lead_of(record.values.x, self.right[key].x)
-                if self.right[key].x.size(1) == 1 and lead in layouts[place]:
-                    rows = layouts[place][lead]
-                    asked.setdefault(key[0], []).extend([rows, rows.view(lead[0], -1).T.flatten()])
-        for place, found in calls.items():
-            for shape, rows in layouts[place].items():
-                alike = [each for each in asked.get(found[0][1][0], []) if each.sort()[0].equal(rows.sort()[0])]
-                if alike and not any(each.equal(rows) for each in alike):
-                    layouts[place][shape] = alike[0]
 
     # -------------------------------------------------------------------------------------------- is a tensor right?
 
