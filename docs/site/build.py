@@ -39,7 +39,6 @@ GROUPS = {
 }  # fmt: skip
 SHORT = {"README.md": "Overview", "steps/README.md": "Steps"}  # titles in the navigation
 APART = ("playground", "notebooks")  # not kept for visits without a network, or kept by itself
-COLAB = "https://colab.research.google.com/github"
 
 
 def reading_order() -> dict[str, list[str]]:
@@ -48,10 +47,8 @@ def reading_order() -> dict[str, list[str]]:
     Raises:
         UserError: a page is in no group.
     """
-    rows = re.findall(
-        r"^\|.*", (ROOT / "README.md").read_text().partition("\n## Learn\n")[2].partition("\n## ")[0], re.MULTILINE
-    )
-    learn = re.findall(r"\]\((docs/\w+\.md)\)", "".join(rows))
+    table = (ROOT / "README.md").read_text().partition("\n## Learn\n")[2].partition("\n- ")[0]
+    learn = re.findall(r"\]\((docs/\w+\.md)\)", table.partition("\n|")[2])
     groups = {group: [page for page in pages if page not in learn] or learn for group, pages in GROUPS.items()}
     placed = [page for pages in groups.values() for page in pages]
     if missing := {page.relative_to(ROOT).as_posix() for page in pages_of_repository()} - set(placed):
@@ -69,21 +66,9 @@ def navigation(groups: dict[str, list[str]], titles: dict[str, str], here: str) 
     for group, pages in groups.items():
         lines.append(f"<h2>{group}</h2>")
         lines += [link(page, ' aria-current="page"' if address(page) == here else "") for page in pages]
-    pairs = [(a, b) for a, b in itertools.pairwise(order) if here in (address(a), address(b))]
-    around = [link(a, ' rel="prev"') if address(b) == here else link(b, ' rel="next"') for a, b in pairs]
+    around = [link(a, ' rel="prev"') for a, b in itertools.pairwise(order) if address(b) == here]
+    around += [link(b, ' rel="next"') for a, b in itertools.pairwise(order) if address(a) == here]
     return "\n".join(lines), "".join(around)
-
-
-def notebook_buttons(checkout: Checkout) -> dict[str, str]:
-    """Return links to the notebook of each step, by the headings of steps/README.md."""
-    buttons = {}
-    for name, (heading, _) in notebooks.sections().items():
-        links = f'<a class="play" href="../notebooks/{name}.ipynb" download>Download the notebook</a>'
-        if checkout.on_web:
-            place = f"{COLAB}{checkout.repository.removeprefix('https://github.com')}/blob/notebooks/{name}.ipynb"
-            links = f'<a class="play" href="{place}">Run it in Colab</a> {links}'
-        buttons[heading] = f'<span class="buttons">{links}</span>'
-    return buttons
 
 
 def landing(checkout: Checkout) -> str:
@@ -117,16 +102,16 @@ def build(out: Path, checkout: Checkout, pyodide: Path | None = None) -> None:
     found = {path.name for path in out.iterdir()} if out.exists() else set()
     if found and not found & {"playground", "offline.js"}:  # the second one of a site that was the playground alone
         raise UserError(f"{out} is not empty and holds no site; move it to another place")
-    groups, buttons = reading_order(), notebook_buttons(checkout)
+    groups, buttons = reading_order(), notebooks.buttons(checkout)
     order = [page for pages in groups.values() for page in pages]
     pages = {path: Page(path, order, checkout, buttons if path == "steps/README.md" else {}) for path in order}
     titles = {path: page.title.partition(":")[0] for path, page in pages.items()} | SHORT
     shutil.rmtree(out, ignore_errors=True)
     build_playground(out / "playground", pyodide)
     layout = Template((HERE / "page.html").read_text())
-    bodies = {page.address: (page.title, page.html, page.contents, path) for path, page in pages.items()}
     first = ("4D parallelism, written to be read", landing(checkout), "", "docs/site/landing.html")
-    for here, (title, body, contents, source) in {"index.html": first, **bodies}.items():
+    bodies = {"index.html": first} | {p.address: (p.title, p.html, p.contents, p.path) for p in pages.values()}
+    for here, (title, body, contents, source) in bodies.items():
         links, around = navigation(groups, titles, here)
         text = layout.substitute(
             root=relative(".", here), kind="landing" if here == "index.html" else "page", title=html.escape(title),

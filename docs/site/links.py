@@ -8,13 +8,9 @@ from urllib.parse import unquote
 from picotron.console import UserError
 
 
-def links_of(page: Path) -> list[str]:
-    """Return the links of a page, of which this package writes the HTML."""
-    return [html.unescape(link) for link in re.findall(r' (?:href|src)="([^"]*)"', page.read_text())]
-
-
-def anchors_of(page: Path) -> list[str]:
-    return re.findall(r' id="([^"]*)"', page.read_text())
+def attributes(page: Path, names: str) -> list[str]:
+    """Return the values of attributes of a page, such as `href|src`. This package writes its HTML."""
+    return [html.unescape(value) for value in re.findall(rf' (?:{names})="([^"]*)"', page.read_text())]
 
 
 def check_links(out: Path) -> int:
@@ -23,20 +19,15 @@ def check_links(out: Path) -> int:
     Raises:
         UserError: a link leads to no file or to no anchor, or two anchors of a page are the same.
     """
-    anchors = {path.resolve(): anchors_of(path) for path in out.rglob("*.html")}
-    wrong, count = [], 0
-    for path, names in anchors.items():
-        wrong += [f"{path.name}: two elements are #{name}" for name in set(names) if names.count(name) > 1]
-        for link in links_of(path):
-            if re.match(r"[a-z]+:", link):
-                continue
-            count += 1
-            name, _, anchor = unquote(link).partition("#")
-            target = (path.parent / name).resolve() if name else path
-            target = target / "index.html" if target.is_dir() else target
-            is_setting = target.parent.name == "playground"
-            if not target.is_file() or (anchor and not is_setting and anchor not in anchors[target]):
-                wrong.append(f"{path.relative_to(out.resolve())}: {link}")
+    anchors = {path.resolve(): attributes(path, "id") for path in out.rglob("*.html")}
+    wrong = [f"{path.name}: two elements have one id" for path, ids in anchors.items() if len(ids) > len(set(ids))]
+    links = [(path, link) for path in anchors for link in attributes(path, "href|src") if not re.match("[a-z]+:", link)]
+    for path, link in links:
+        name, _, anchor = unquote(link).partition("#")
+        target = (path.parent / name).resolve() if name else path
+        target = target / "index.html" if target.is_dir() else target
+        is_there = target.is_file() and (not anchor or target.parent.name == "playground" or anchor in anchors[target])
+        wrong += [] if is_there else [f"{path.relative_to(out.resolve())}: {link}"]
     if wrong:
         raise UserError("links that lead nowhere:\n" + "\n".join(wrong))
-    return count
+    return len(links)

@@ -11,15 +11,26 @@ from docs.site.pages import ROOT, Checkout
 from steps.__main__ import NAMES
 
 SECTION = re.compile(r"^## (Step (\d+): .*)\n\n((?:(?!## |<!-- |```).*\n)+)", re.MULTILINE)  # with its prose
-
-
 CHANGES: dict[str, dict[str, Any]] = tomllib.loads((ROOT / "docs/site/changes.toml").read_text())
+COLAB = "https://colab.research.google.com/github"
 
 
 def sections() -> dict[str, tuple[str, str]]:
     """Return the heading and the prose of each program in steps/README.md."""
     found = SECTION.findall((ROOT / "steps/README.md").read_text())
     return {NAMES[int(number) - 1]: (title, prose) for title, number, prose in found}
+
+
+def buttons(checkout: Checkout) -> dict[str, str]:
+    """Return links to the notebooks, by the headings of steps/README.md."""
+    found = {}
+    for name, (heading, _) in sections().items():
+        links = f'<a class="play" href="../notebooks/{name}.ipynb" download>Download the notebook</a>'
+        if checkout.on_web:
+            place = f"{COLAB}{checkout.repository.removeprefix('https://github.com')}/blob/notebooks/{name}.ipynb"
+            links = f'<a class="play" href="{place}">Run it in Colab</a> {links}'
+        found[heading] = f'<span class="buttons">{links}</span>'
+    return found
 
 
 def notebook(name: str, checkout: Checkout) -> dict[str, Any]:

@@ -18,15 +18,6 @@ from picotron.console import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = "docs/pictures"
-# What these pages are about, as settings of the playground.
-PLAYGROUND = {
-    "docs/playground.md": "",
-    "docs/first_hour.md": "#a=1f1b&b=&pp=3&micro_batches=4",
-    "docs/pipeline_parallel.md": "#a=afab&b=1f1b&micro_batches=6",
-    "docs/pipeline_schedules.md": "#a=1f1b&b=zbv",
-    "docs/scoreboard.md": "#a=1f1b&b=v_min",
-    "docs/memory.md": "#tab=memory",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +55,6 @@ def address(page: str) -> str:
 def relative(target: str, here: str) -> str:
     """Return a link from a page of the site to another file of it, which works in any folder of a server."""
     return os.path.relpath(target, PurePosixPath(here).parent).replace(os.sep, "/")
-
-
-def playground(settings: str, here: str) -> str:
-    return html.escape(f"{relative('playground', here)}/{settings}")
 
 
 def coloured(text: str, language: str) -> str:
@@ -112,8 +99,7 @@ class Page:
     def __init__(self, path: str, pages: Sequence[str], checkout: Checkout, buttons: dict[str, str]) -> None:
         self.path, self.pages, self.checkout = path, pages, checkout
         self.address = address(path)
-        self.headings: list[tuple[int, str, str]] = []  # (level, text, anchor)
-        self.texts: list[list[str]] = []  # those of the section below each heading, for the search
+        self.parts: list[tuple[int, str, str, list[str]]] = []  # level, heading, anchor, and texts below it
         markdown = MarkdownIt("commonmark", {"html": True}).enable("table")
         markdown.add_render_rule("fence", lambda _, all, i, *__: block(all[i].content, all[i].info))
         markdown.add_render_rule("table_open", lambda *_: '<div class="table" tabindex="0"><table>')
@@ -124,25 +110,21 @@ class Page:
                 token.content = re.sub(r"<!--.*?-->\n?", "", token.content, flags=re.DOTALL)
             elif before.type == "heading_open" and token.type == "inline":
                 self.add_heading(before, token, buttons)
-            elif token.content and self.texts:
-                self.texts[-1].append(plain(token) if token.children else token.content)
+            elif token.content and self.parts:
+                self.parts[-1][3].append(plain(token) if token.children else token.content)
             self.change_links(token.children or [])
-        self.title = self.headings[0][1]
+        self.title = self.parts[0][1]
         self.html = markdown.renderer.render(tokens, markdown.options, {})
 
     def add_heading(self, opening: Token, token: Token, buttons: dict[str, str]) -> None:
         """Give a heading the anchor that GitHub gives it, and its button."""
         text = plain(token)
         anchor = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
-        self.headings.append((int(opening.tag[1:]), text, anchor))
-        self.texts.append([])
+        self.parts.append((int(opening.tag[1:]), text, anchor, []))
         opening.attrs["id"] = anchor
-        after = f' <a class="anchor" href="#{anchor}" aria-label="Link to this section">#</a>' + buttons.get(text, "")
-        if opening.tag == "h1":
-            settings = PLAYGROUND.get(self.path)
-            link = playground(settings, self.address) if settings is not None else ""
-            after = f' <a class="play" href="{link}">Open the playground</a>' if link else ""
-        token.children = [*(token.children or []), Token("html_inline", "", 0, content=after)]
+        link = f' <a class="anchor" href="#{anchor}" aria-label="Link to this section">#</a>' + buttons.get(text, "")
+        if opening.tag != "h1":
+            token.children = [*(token.children or []), Token("html_inline", "", 0, content=link)]
 
     def change_links(self, tokens: Sequence[Token]) -> None:
         for token, inner in itertools.pairwise(tokens):
@@ -156,12 +138,13 @@ class Page:
         if not name or re.match(r"[a-z]+:", name):
             return target
         path = os.path.relpath((ROOT / self.path).parent / name, ROOT).replace(os.sep, "/")
+        puzzle = re.fullmatch(r"puzzles/p(1[234])_\w+\.py", path)  # those that the playground can check
+        if puzzle or (path == "docs/playground.md" and "=" in anchor):  # settings, which GitHub ignores
+            return f"{relative('playground', self.address)}/#{f'puzzle={puzzle[1]}' if puzzle else anchor}"
         if path in self.pages:
             return relative(address(path), self.address) + (f"#{anchor}" if anchor else "")
         if path.startswith(PICTURES):
             return target
-        if puzzle := re.fullmatch(r"puzzles/p(1[234])_\w+\.py", path):  # those that the playground can check
-            return playground(f"#puzzle={puzzle[1]}", self.address)
         if not (ROOT / path).exists():
             raise UserError(f"{self.path} links to {target}, which does not exist")
         is_symbol = path.endswith(".py") and re.fullmatch(r"[\w.]+", symbol)
@@ -170,7 +153,7 @@ class Page:
     @property
     def contents(self) -> str:
         """Links to the sections."""
-        links = [f'<a class="h{level}" href="#{name}">{html.escape(text)}</a>' for level, text, name in self.headings]
+        links = [f'<a class="h{level}" href="#{name}">{html.escape(text)}</a>' for level, text, name, _ in self.parts]
         return "\n".join(links[1:])
 
     @property
@@ -178,7 +161,7 @@ class Page:
         """Heading, place and text of each section, for the search."""
         return [
             (heading, f"{self.address}#{anchor}", " ".join(" ".join(texts).split()))
-            for (_, heading, anchor), texts in zip(self.headings, self.texts, strict=True)
+            for _, heading, anchor, texts in self.parts
         ]
 
 

@@ -18,7 +18,7 @@ test("the search finds a section, and a link opens the playground with the sched
   await page.keyboard.press("Enter");
   await page.waitForURL(/docs\/.*#/);
   await page.goto(`${browser.url}docs/first_hour.html`);
-  await page.click("h1 .play");
+  await page.click("main a[href*='playground/#']");
   await page.waitForSelector("html[data-ready]");
   assert.equal(await page.inputValue("#pp"), "3");
   assert.match(await text("#a .figures"), /Step time18/);

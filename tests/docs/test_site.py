@@ -15,7 +15,7 @@ import pytest
 from docs.programs.make import Workspace
 from docs.site import notebooks
 from docs.site.build import build, reading_order
-from docs.site.links import anchors_of, check_links, links_of
+from docs.site.links import attributes, check_links
 from docs.site.pages import ROOT, Checkout, address
 from picotron.console import UserError
 from playground.build import results
@@ -58,7 +58,10 @@ def test_build_refuses_a_link_that_leads_nowhere(site: Path, tmp_path: Path, lin
 def test_links_to_code_lead_to_lines_of_the_commit(site: Path) -> None:
     lines = 0
     for link in {
-        link for page in site.rglob("*.html") for link in links_of(page) if link.startswith(CHECKOUT.repository)
+        link
+        for page in site.rglob("*.html")
+        for link in attributes(page, "href|src")
+        if link.startswith(CHECKOUT.repository)
     }:
         path, _, line = link.removeprefix(f"{CHECKOUT.repository}/").partition("/")[2].partition("#L")
         assert path.startswith(CHECKOUT.commit), link
@@ -81,7 +84,7 @@ def test_search_finds_text_in_folds_and_in_code(site: Path) -> None:
         assert {section[2].partition("#")[0] for section in sections if text in section[3]} == {"docs/collectives.html"}
     for _, _, place, _ in sections:
         page, _, anchor = place.partition("#")
-        assert anchor in anchors_of(site / page)
+        assert anchor in attributes(site / page, "id")
 
 
 def test_all_that_pages_load_is_kept_for_visits_without_a_network(site: Path) -> None:
@@ -89,7 +92,7 @@ def test_all_that_pages_load_is_kept_for_visits_without_a_network(site: Path) ->
     assert files
     kept = set(json.loads(files[1]))
     for page in site.rglob("*.html"):
-        for link in links_of(page) if "playground" not in page.parts else []:
+        for link in attributes(page, "href|src") if "playground" not in page.parts else []:
             name = os.path.normpath(page.parent.relative_to(site) / link.partition("#")[0])
             if not re.match(r"[a-z]+:", link) and not name.startswith(("playground", "notebooks")):
                 assert name in kept or not link.partition("#")[0], link
@@ -97,7 +100,10 @@ def test_all_that_pages_load_is_kept_for_visits_without_a_network(site: Path) ->
 
 def test_playground_knows_the_settings_of_links(site: Path) -> None:
     settings = {
-        link.partition("#")[2] for page in site.rglob("*.html") for link in links_of(page) if "playground/#" in link
+        link.partition("#")[2]
+        for page in site.rglob("*.html")
+        for link in attributes(page, "href|src")
+        if "playground/#" in link
     }
     assert len(settings) > 3
     for each in settings:
