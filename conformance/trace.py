@@ -160,7 +160,7 @@ class Trace:
                 kinds = each.kind == "input" and each.name in matrices, len(x) == 1 < self.shape[0]
                 self.right[key] = Right(flat, i, n, *kinds)
                 if each.values.grad is not None and (flat := self.in_order(each.values.grad, each.step)) is not None:
-                    self.right[each.step, Phase.BACKWARD, *key[2:]] = Right(flat, -i, -n, *kinds)
+                    self.right[each.step, Phase.BACKWARD, *key[2:]] = Right(flat, -n * len(records) - i, -n, *kinds)
 
     def in_order(self, x: Tensor, step: int) -> Tensor | None:
         """Bring an activation of the reference (rows, tokens, ...) into the order of the batch: (tokens, columns)."""
@@ -313,9 +313,21 @@ class Trace:
             each.is_right = near(x, factor * each.right[each.rows][:, columns], abs(scale))
             if each.is_right:
                 each.columns, each.ranks = columns, tuple(term.rank for term in terms) if len(terms) > 1 else ()
-                return True
+                each.is_right = columns.equal(self.columns_for_weight(each, columns))
+                return each.is_right
         each.is_right = False if each.value is None else each.is_right
         return each.is_right
+
+    def columns_for_weight(self, each: Local, columns: Tensor) -> Tensor:
+        """Return the columns that a matrix's input, or its gathered output, should have, in the order of its weight:
+        those that it has if the weight does not say.
+        """
+        of_rows, of_columns = self.places.get((each.rank, each.key[2], "weight"), (columns, columns))
+        _, phase, _, kind = each.key
+        if phase == Phase.FORWARD and kind == "input" and len(of_columns) == len(columns):
+            return of_columns
+        is_gathered = kind == "output" and 1 < len(of_rows) < len(columns) == each.right.size(1)
+        return torch.arange(len(columns)) if phase == Phase.FORWARD and is_gathered else columns
 
     def find_factors(self, step: int, phase: Phase) -> None:
         """Find the constant of a step's gradients: a trainer may divide them by the number of targets or ranks at the

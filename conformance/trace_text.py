@@ -66,6 +66,8 @@ class Sentences:
             return " is no part of the right one" + ("" if is_weight else ": none of its rows is one of its rows")
         if not x.any():
             return " is 0"
+        if columns is not None and not columns.equal(needed := self.trace.columns_for_weight(each, columns)):
+            return f" has columns {spans(columns.tolist())}, but its weight needs {spans(needed.tolist())}"
         if columns is None and each.value is not None:
             columns = each.value.columns
         if columns is None and x.size(1) == each.right.size(1):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conformance.check import Checker, Row
-from conformance.mistakes import DDP, MISTAKES, PLAIN_TP, Mistake
+from conformance.mistakes import DDP, MISTAKES, OWN_RING, PLAIN_TP, Mistake
 from conformance.mutants import command
 from conformance.trace_places import find, locate, settle
 
@@ -56,6 +56,33 @@ def test_a_mistake_is_placed(name: str, check: Check) -> None:
     row = check(adapter, chapter, layout, mistake.old, mistake.new)
     assert row.verdict == "differs"
     assert re.search(mistake.place, row.trace), row.trace
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("adapter", "layout", "old", "new", "place"),
+    [
+        # The gradient of a tensor that three matrices use comes after those of their outputs.
+        (
+            OWN_RING,
+            "cp2",
+            "torch.logaddexp(lse, block_lse)\n",
+            "torch.logaddexp(lse, block_lse).detach()\n",
+            "gradient of .*k_proj output",
+        ),
+        (
+            PLAIN_TP,
+            "tp2",
+            "chunk(ranks, 1)[rank].clone()",
+            "chunk(ranks, 1)[ranks - 1 - rank].clone()",
+            "o_proj input .* has columns 0-15, but its weight needs 16-31",
+        ),
+    ],
+)
+def test_a_mistake_is_placed_at_the_last_right_tensor(
+    adapter: str, layout: str, old: str, new: str, place: str, check: Check
+) -> None:
+    assert re.search(place, check(adapter, "step", layout, old, new).trace)
 
 
 RECOMPUTED = (
