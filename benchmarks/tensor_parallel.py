@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -108,9 +109,12 @@ def torch_step(rank: int, sequence_parallel: bool, vocabulary_parallel_loss: boo
     def step() -> Tensor:
         total_loss = torch.zeros((), device=device)
         for _ in range(MICRO_BATCHES):
+            batch = next(loader)
+            targets = batch.pop("target_ids")  # picotron's loss knows no DTensors
             with loss_parallel() if vocabulary_parallel_loss else contextlib.nullcontext():
                 with torch.autocast(device.type, torch.bfloat16, enabled=ON_GPU):
-                    loss = model(**next(loader)) / MICRO_BATCHES
+                    logits = model(**batch)
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / MICRO_BATCHES
                 loss.backward()
             total_loss += loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach()
         clip(list(model.parameters()))
