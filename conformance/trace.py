@@ -319,15 +319,12 @@ class Trace:
         return each.is_right
 
     def columns_for_weight(self, each: Local, columns: Tensor) -> Tensor:
-        """Return the columns that a matrix's input, or its gathered output, should have, in the order of its weight:
-        those that it has if the weight does not say.
+        """Return the columns that the input of a matrix should have, those of its weight in their order; those that it
+        has if the weight does not say.
         """
-        of_rows, of_columns = self.places.get((each.rank, each.key[2], "weight"), (columns, columns))
-        _, phase, _, kind = each.key
-        if phase == Phase.FORWARD and kind == "input" and len(of_columns) == len(columns):
-            return of_columns
-        is_gathered = kind == "output" and 1 < len(of_rows) < len(columns) == each.right.size(1)
-        return torch.arange(len(columns)) if phase == Phase.FORWARD and is_gathered else columns
+        needed = self.places.get((each.rank, each.key[2], "weight"), (columns, columns))[1]
+        is_input = each.key[1] == Phase.FORWARD and each.key[3] == "input"
+        return needed if is_input and len(needed) == len(columns) else columns
 
     def find_factors(self, step: int, phase: Phase) -> None:
         """Find the constant of a step's gradients: a trainer may divide them by the number of targets or ranks at the

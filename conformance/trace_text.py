@@ -93,6 +93,8 @@ class Sentences:
             return text + ("" if bad.all() else f"; {bad.double().mean():.0%} of it differs")
         text += "" if rows.all() else f"; only {self.tokens(each.rows[rows])} differ"
         text += "" if bad.any(0).all() else f"; only columns {spans(bad.any(0).nonzero()[:, 0].tolist())} differ"
+        if x.size(1) == whole.size(1) and not columns.equal(torch.arange(x.size(1))):
+            text += f"; its columns come in the order {spans(columns.tolist())}"
         others = [peer for peer in peers if peer is not each]
         if others:
             agree = all(peer.x.equal(x) for peer in others)
