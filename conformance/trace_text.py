@@ -50,7 +50,14 @@ class Sentences:
         text += self.instead(each)
         if cause is not None:
             place = place.format(label=cause.label, ranks="ranks " + ", ".join(map(str, cause.ranks)))
-            return f"{place} is one term of a sum, which is missing or wrong: {text}"
+            terms = self.trace.peers(cause)
+            are_equal = all(term.x.equal(cause.x) for term in terms)  # a sum that is divided by the number of ranks
+            what = (
+                f"{1 / len(terms):.6g} times what it should be"
+                if are_equal
+                else "one term of a sum, which is missing or wrong"
+            )
+            return f"{place} is {what}: {text}"
         if "{before}" in end and not before:
             return text
         return text + end.format(before=before[-1].label if before else "", gradients=self.gradients(step))

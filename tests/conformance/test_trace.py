@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conformance.check import Checker, Row
-from conformance.mistakes import DDP, MISTAKES, OWN_RING, PLAIN_TP, Mistake
+from conformance.mistakes import DDP, MISTAKES, OWN_RING, OWN_TENSOR, PLAIN_TP, Mistake
 from conformance.mutants import command
 from conformance.trace_places import find, locate, settle
 
@@ -62,6 +62,13 @@ def test_a_mistake_is_placed(name: str, check: Check) -> None:
 @pytest.mark.parametrize(
     ("adapter", "layout", "old", "new", "place"),
     [
+        (
+            OWN_TENSOR,
+            "tp2",
+            "sum_over_ranks(partial)",
+            "sum_over_ranks(partial) / 2",
+            "o_proj output on ranks 0, 1 is 0.5 times what it should be",
+        ),
         # The gradient of a tensor that three matrices use comes after those of their outputs.
         (
             OWN_RING,
