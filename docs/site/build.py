@@ -16,10 +16,10 @@ import subprocess
 import sys
 from pathlib import Path
 from string import Template
+from urllib.parse import unquote
 
 from docs.programs.make import pages as pages_of_repository
 from docs.site import notebooks
-from docs.site.links import check_links
 from docs.site.pages import PICTURES, ROOT, Checkout, Page, address, block, relative
 from picotron.console import UserError
 from playground.build import build as build_playground
@@ -87,6 +87,31 @@ def landing(checkout: Checkout) -> str:
         loss=loss[1],
         clone=f"git clone {checkout.repository} picotron &amp;&amp; cd picotron\n" if checkout.on_web else "",
     )
+
+
+def attributes(page: Path, names: str) -> list[str]:
+    """Return the values of attributes of a page, such as `href|src`. This package writes its HTML."""
+    return [html.unescape(value) for value in re.findall(rf' (?:{names})="([^"]*)"', page.read_text())]
+
+
+def check_links(out: Path) -> int:
+    """Check all links within the site, and return how many there are.
+
+    Raises:
+        UserError: a link leads to no file or to no anchor, or two anchors of a page are the same.
+    """
+    anchors = {path.resolve(): attributes(path, "id") for path in out.rglob("*.html")}
+    wrong = [f"{path.name}: two elements have one id" for path, ids in anchors.items() if len(ids) > len(set(ids))]
+    links = [(path, link) for path in anchors for link in attributes(path, "href|src") if not re.match("[a-z]+:", link)]
+    for path, link in links:
+        name, _, anchor = unquote(link).partition("#")
+        target = (path.parent / name).resolve() if name else path
+        target = target / "index.html" if target.is_dir() else target
+        is_there = target.is_file() and (not anchor or target.parent.name == "playground" or anchor in anchors[target])
+        wrong += [] if is_there else [f"{path.relative_to(out.resolve())}: {link}"]
+    if wrong:
+        raise UserError("links that lead nowhere:\n" + "\n".join(wrong))
+    return len(links)
 
 
 def build(out: Path, checkout: Checkout, pyodide: Path | None = None) -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from docs.programs.make import Workspace
 from docs.site import notebooks
-from docs.site.build import build, reading_order
-from docs.site.links import attributes, check_links
+from docs.site.build import attributes, build, check_links, reading_order
 from docs.site.pages import ROOT, Checkout, address
 from picotron.console import UserError
 from playground.build import results
