@@ -91,8 +91,9 @@ def serve(adapter: Path, case: Case, timeout: float) -> None:
             ranks[rank] = pid
         wait_for_ranks(case, ranks, timeout)
     finally:
-        for pid in ranks.values():
+        for pid in ranks.values():  # all at once: a rank that loses its connection to another would report an error
             os.kill(pid, signal.SIGKILL)
+        for pid in ranks.values():
             os.waitpid(pid, 0)
 
 
