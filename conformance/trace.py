@@ -159,6 +159,7 @@ class Trace:
             elif (flat := self.in_order(x, each.step)) is not None:
                 kinds = each.kind == "input" and each.name in matrices, len(x) == 1 < self.shape[0]
                 self.right[key] = Right(flat, i, n, *kinds)
+                # A gradient is complete after all uses of its tensor: it comes where the tensor was made.
                 if each.values.grad is not None and (flat := self.in_order(each.values.grad, each.step)) is not None:
                     self.right[each.step, Phase.BACKWARD, *key[2:]] = Right(flat, -n * len(records) - i, -n, *kinds)
 

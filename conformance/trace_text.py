@@ -52,12 +52,8 @@ class Sentences:
             place = place.format(label=cause.label, ranks="ranks " + ", ".join(map(str, cause.ranks)))
             terms = self.trace.peers(cause)
             are_equal = all(term.x.equal(cause.x) for term in terms)  # a sum that is divided by the number of ranks
-            what = (
-                f"{1 / len(terms):.6g} times what it should be"
-                if are_equal
-                else "one term of a sum, which is missing or wrong"
-            )
-            return f"{place} is {what}: {text}"
+            of_right = f"{1 / len(terms):.6g} times what it should be"
+            return f"{place} is {of_right if are_equal else 'one term of a sum, which is missing or wrong'}: {text}"
         if "{before}" in end and not before:
             return text
         return text + end.format(before=before[-1].label if before else "", gradients=self.gradients(step))

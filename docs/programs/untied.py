@@ -1,4 +1,4 @@
-"""One weight of two modules, before and after torch's `parallelize_module`."""
+"""A weight that two modules share, after torch's `parallelize_module`."""
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -71,7 +71,7 @@ for (const [name, [width, height]] of Object.entries(WIDTHS)) {
 test("on a phone, the picture stays in sight while a setting changes", async () => {
   const inSight = (selector) => page.$eval(selector, (picture) => {
     const { top, bottom } = picture.getBoundingClientRect();
-    return top > -1 && bottom <= document.getElementById("controls").getBoundingClientRect().top;
+    return top >= 0 && bottom <= document.getElementById("controls").getBoundingClientRect().top;
   });
   await open("#b=", { width: 390, height: 844 });
   await page.click("#sheet");

@@ -86,7 +86,7 @@ def test_a_mistake_is_placed(name: str, check: Check) -> None:
         ),
     ],
 )
-def test_a_mistake_is_placed_at_the_last_right_tensor(
+def test_a_mistake_is_placed_at_its_own_module(
     adapter: str, layout: str, old: str, new: str, place: str, check: Check
 ) -> None:
     assert re.search(place, check(adapter, "step", layout, old, new).trace)
