@@ -2,6 +2,7 @@
 again what is cheap but large, the norms and the gated activation (Korthikanti et al. 2022, arXiv:2205.05198).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,24 +23,33 @@ def recompute_cheap_results(model: nn.Module, splits_mlp: bool = False) -> None:
             whole: not across ranks, and not with packed documents.)
     """
     for layer in model.modules():
-        if isinstance(layer, DecoderLayer):
-            recompute_result(layer.input_layernorm, layer.self_attn, splits=True)
-            recompute_result(layer.post_attention_layernorm, layer.mlp, splits_mlp)
-        if isinstance(
-            layer, (DecoderLayer, PostNormLayer)
-        ):  # nothing keeps the norms of a PostNormLayer, which are added
-            recompute_result(layer.mlp.act_fn, layer.mlp.down_proj, splits_mlp)
+        if not isinstance(layer, (DecoderLayer, PostNormLayer)):
+            continue
+        used: list[torch.UntypedStorage] = []
+        if isinstance(layer, DecoderLayer):  # nothing keeps the norms of a PostNormLayer, which are added
+            recompute_result(layer.input_layernorm, layer.self_attn, True, used)
+            recompute_result(layer.post_attention_layernorm, layer.mlp, splits_mlp, used)
+        recompute_result(layer.mlp.act_fn, layer.mlp.down_proj, splits_mlp, used)
+        layer.register_forward_hook(functools.partial(empty, used))
 
 
-def recompute_result(owner: nn.Module, user: nn.Module, splits: bool) -> None:
+@torch.compiler.disable
+def empty(used: list[torch.UntypedStorage], *_: Any) -> None:
+    """Free the memory of the results that a layer has used. Until it returns, hooks on its modules can read them."""
+    while used:
+        used.pop().resize_(0)
+
+
+def recompute_result(owner: nn.Module, user: nn.Module, splits: bool, used: list[torch.UntypedStorage]) -> None:
     """Let the result of a module, `owner`, be computed again in backward. Only its inputs are kept.
 
-    The result's memory is empty from the end of the forward of `user`, a module whose first argument it is, until the
-    gradient of this module's output arrives. Where torch.compile compiles all of this together, it does the same.
+    The result's memory is empty from the end of the layer's forward until the gradient of the output of `user` arrives,
+    a module whose first argument it is. Where torch.compile compiles all of this together, it does the same.
 
     Args:
         splits: whether parts of `user` are not compiled. These would keep the result, if compiled code returned it, so
-            neither the function nor what empties its result is compiled.
+            neither the function nor the hook on `user` is compiled.
+        used: list that gets the memory of the result after it was used.
     """
     fn: Callable[..., Tensor] = owner.forward
     latest: list[Any] = [None, ()]  # the last result, until `user` gets it, and its inputs
@@ -52,7 +62,7 @@ def recompute_result(owner: nn.Module, user: nn.Module, splits: bool) -> None:
             latest[:] = result, inputs
         return result
 
-    def empty(_: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+    def after_use(_: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
         if torch.compiler.is_compiling() or latest[0] is not arguments[0]:
             return
         (result, inputs), latest[:] = latest, (None, ())
@@ -68,9 +78,9 @@ def recompute_result(owner: nn.Module, user: nn.Module, splits: bool) -> None:
                 with torch.no_grad():
                     memory.copy_(fn(*inputs).untyped_storage())
 
-        memory.resize_(0)
+        used.append(memory)
         output.register_hook(fill)
 
     decorate = torch.compiler.disable if splits else lambda function: function
     owner.forward = decorate(compute)
-    user.register_forward_hook(decorate(empty))
+    user.register_forward_hook(decorate(after_use))
