@@ -147,7 +147,7 @@ MISTAKES: dict[str, Mistake] = {
         "train_step never sets require_backward_grad_sync, so the backward of every micro-batch averages the gradients.",
     ),
     "only_last_micro_batch": Mistake(
-        DATA_PARALLEL, ".gradients[parameter].add_(parameter.grad)", ".gradients[parameter].copy_(parameter.grad)", FUZZ
+        DATA_PARALLEL, ".gradients[parameter].add_(gradient)", ".gradients[parameter].copy_(gradient)", FUZZ
     ),
     # ------------------------------------------------------------------------------------------------------------ ZeRO
     "norm_of_own_slices": Mistake(

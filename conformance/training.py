@@ -77,7 +77,9 @@ def wrapped(
 
 def stage_of(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> LlamaStages:
     """Build the same model as `wrapped`, without the data-parallel wrapper."""
-    return wrapped(config, model_config, dtype).module
+    model = wrapped(config, model_config, dtype)
+    model.close()
+    return model.module
 
 
 def step_of(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> Any:

@@ -37,10 +37,10 @@ class WorkerError(AssertionError):
 
 
 def free_models() -> None:
-    """Close all wrappers, and free the models to which no other reference is left."""
+    """Remove the hooks of all wrappers, and free the models to which no other reference is left."""
     for each in gc.get_objects():
         if issubclass(type(each), DataParallel):
-            each.close()
+            each.unhook()
     gc.collect()
 
 

@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,6 @@ class BFloat16AdamW(AdamW):
         self.elements = {
             p: Elements.of(placement(p).shared_name or names[p], p) for p in self.masters if p.dtype == torch.bfloat16
         }
-        self.group_of = {master: group for group in self.param_groups for master in group["params"]}
         on_gpu = any(master.is_cuda for master in self.masters.values())
         compiles = on_gpu if training.compile is None else training.compile
         self.update_elements: Callable[..., None] = (
@@ -64,15 +64,16 @@ class BFloat16AdamW(AdamW):
         return state | {"step": state["step"].cpu()} if parameter in self.elements else state
 
     def update_masters(self, parameters: list[nn.Parameter]) -> None:
+        groups = {master: group for group in self.param_groups for master in group["params"]}
         for parameter in parameters:
             if parameter in self.elements:
-                self.update_in_chunks(parameter, self.elements[parameter])
+                self.update_in_chunks(parameter, self.elements[parameter], groups[self.masters[parameter]])
         super().update_masters([parameter for parameter in parameters if parameter not in self.elements])
 
-    def update_in_chunks(self, parameter: nn.Parameter, elements: "Elements") -> None:
-        """Update a parameter's master weight, and its moments."""
+    def update_in_chunks(self, parameter: nn.Parameter, elements: "Elements", group: dict[str, Any]) -> None:
+        """Update a parameter's master weight, and its moments, with the numbers of its group."""
         master = self.masters[parameter]
-        state, group = self.state[master], self.group_of[master]
+        state = self.state[master]
         if not state:
             state |= self.new_state(parameter, 0)
         state["step"] += 1

@@ -5,14 +5,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Training
+from picotron.console import UserError
+from picotron.data_parallel.wrappers import complete_gradients, wrappers_of
 from picotron.model.placement import main_grad, owned_weight, placement, scale_gradients
 
 ReadState = Callable[[nn.Parameter, str, Tensor], None]
+
+
+def version_of(parameter: Tensor) -> tuple[int, torch.UntypedStorage]:
+    """Return what tells that a weight has changed: torch's count of changes in place, and where its data are."""
+    return parameter._version, owned_weight(parameter).untyped_storage()
 
 
 class AdamW(torch.optim.AdamW):
@@ -25,24 +33,35 @@ class AdamW(torch.optim.AdamW):
     float32 copy instead, the master weight, and rounds it to the weight (Micikevicius et al. 2017, arXiv:1710.03740).
     Weights in float32 or wider are their own master weights. Weight decay applies to matrices only.
 
-    A weight that something else has changed, such as `load_state_dict` or `torch.nn.init`, is taken into the master
-    weight at the next step. Changes of `weight.data`, which torch does not count, are lost in bfloat16.
+    A weight that something else has changed, such as `load_state_dict` or `weight.data = tensor`, is taken into the
+    master weight at the next step. Changes in place of `weight.data`, which torch does not count, are lost in bfloat16.
 
     If the data-parallel ranks divide the optimizer (see `OwnedSlice`), master weights and moments are flat slices.
 
     Args:
-        model: a `DataParallel`, or any module whose parameters have a `main_grad`.
+        model: a `DataParallel`, the module in it, or any module whose parameters have a `main_grad`.
         training: betas, eps, learning rate and weight decay.
         fused: see torch's AdamW.
+
+    Raises:
+        UserError: the model has only some of the parameters of a `DataParallel`.
     """
 
+    reads_main_grad = True
+
     def __init__(self, model: nn.Module, training: Training, fused: bool) -> None:
-        self.model = model
+        self.model, self.wrappers = model, wrappers_of(model)
+        for wrapper in self.wrappers:
+            if others := wrapper.trained - set(model.parameters()):
+                raise UserError(
+                    f"{min(wrapper.names[each] for each in others)} is in the same data-parallel wrapper, but not in the "
+                    f"optimizer's model; wrap the modules of each optimizer by themselves"
+                )
         self.masters: dict[nn.Parameter, Tensor] = {}
         for p in filter(lambda p: p.requires_grad, model.parameters()):
             weight, dtype = owned_weight(p), self.master_dtype(p)
             self.masters[p] = weight if weight.dtype == dtype else weight.detach().to(dtype).requires_grad_()
-        self.versions = {p: p._version for p in self.masters}  # torch's count of changes in place
+        self.versions = {p: version_of(p) for p in self.masters}
         matrices = [master for p, master in self.masters.items() if p.ndim >= 2]
         vectors = [master for p, master in self.masters.items() if p.ndim < 2]
         super().__init__(
@@ -63,25 +82,33 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all weights. A `DataParallel` decides in how many parts."""
+        """Update all weights. A `DataParallel` decides in how many parts.
+
+        Raises:
+            UserError: the wrapper has been closed, or the data of a parameter were replaced with ZeRO.
+        """
         assert closure is None
-        update_in_parts: Any = getattr(self.model, "update_in_parts", None)
-        if update_in_parts is None:
+        if wrappers_of(self.model) != self.wrappers:
+            raise UserError(
+                "the optimizer's data-parallel wrapper has been closed, or made later; make a new optimizer"
+            )
+        complete_gradients(self.model)
+        for wrapper in self.wrappers:
+            wrapper.update_in_parts(self.update)
+        if not self.wrappers:
             self.update(list(self.masters))
-        else:
-            update_in_parts(self.update)
 
     def update(self, parameters: list[nn.Parameter]) -> None:
         """Update some of the weights."""
         parameters = [p for p in parameters if p in self.masters and p.requires_grad]
         rounded = [p for p in parameters if p.dtype != self.masters[p].dtype]
-        for changed in (p for p in rounded if p._version != self.versions[p]):
+        for changed in (p for p in rounded if version_of(p) != self.versions[p]):
             weight, master = owned_weight(changed), self.masters[changed]
             master.copy_(torch.where(weight == master.to(weight.dtype), master, weight))
         self.update_masters(parameters)
         if rounded:
             torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])
-        self.versions |= {p: p._version for p in rounded}
+        self.versions |= {p: version_of(p) for p in rounded}
 
     def update_masters(self, parameters: list[nn.Parameter]) -> None:
         """Update the master weights of some parameters, and their moments."""
@@ -127,9 +154,35 @@ class AdamW(torch.optim.AdamW):
         moments = {name: torch.zeros_like(master, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.tensor(updates, dtype=torch.float32, device=device), **moments}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict, with the master weights that are not the weights themselves, as `master`."""
+        found = super().state_dict()
+        numbers = {
+            master: i for i, master in enumerate(each for group in self.param_groups for each in group["params"])
+        }
+        for parameter, master in self.masters.items():
+            if master.dtype != parameter.dtype and numbers[master] in found["state"]:
+                found["state"][numbers[master]] = {**found["state"][numbers[master]], "master": master.detach()}
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` has returned."""
+        super().load_state_dict(state_dict)
+        for parameter, master in self.masters.items():
+            state = self.state.get(master, {})
+            if "master" in state:
+                master.copy_(state.pop("master"))
+            likes = self.new_state(parameter, 0) if state else {}
+            for name, like in likes.items():  # torch has converted the moments to the dtype of the master weight
+                state[name] = state[name].to(like)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients of the model to zero, see `DataParallel.zero_grad`."""
-        self.model.zero_grad()
+        for wrapper in self.wrappers:
+            wrapper.zero_grad()
+        if not self.wrappers:
+            torch._foreach_zero_([main_grad(parameter) for parameter in self.masters])
 
 
 @torch.no_grad()
@@ -143,6 +196,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     Args:
         max_norm: None computes the norm and never scales.
     """
+    complete_gradients(model)
     grid = pgm.process_group_manager
     gradients, replicas = [], []
     for parameter in model.parameters():
@@ -155,13 +209,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
         # In the sum over tp ranks, the square of a replicated gradient appears once per replica.
         torch._foreach_div_(norms, [math.sqrt(count) for count in replicas])  # Python numbers: no wait for the GPU
         square = torch.stack(norms).double().square().sum()  # float64, because stages can have different dtypes
-    else:  # all weights of this rank are frozen
-        square = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    else:  # all weights of this rank are frozen, or it has none
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        square = torch.zeros((), dtype=torch.float64, device=device)
     all_reduce(square, grid.tp_group)
     if any(placement(parameter).owned for parameter in model.parameters()):
         all_reduce(square, grid.cp_dp_group)
     all_reduce(square, grid.pp_group)  # last, because a stage whose weights are all frozen owns no slices
-    norm = square.sqrt().to(accumulation_dtype(next(model.parameters())))
+    norm = square.sqrt().to(accumulation_dtype(next(model.parameters(), square)))
     if max_norm is not None:
         scale_gradients(model, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from conformance.fuzz.chat_templates import TEMPLATES
 from conformance.fuzz.modules import Case, draw_modules, smaller_modules
+from conformance.fuzz.programs import draw_program, smaller_programs
 from conformance.fuzz.tokenizer_kinds import KINDS
 from conformance.models import FAMILIES
 from picotron.config import Training
@@ -17,6 +18,7 @@ LONG_LENGTHS = (17, 29, 37, 47, 48, 59, 61, 64)  # of rows for samples, of which
 DATA = ("own", "own", "text", "samples", "conversations")
 LOSSES = ("cross_entropy", "cross_entropy", "focal", "preference", "logits", "local_logits")
 FROZEN = ("embed_tokens", "lm_head", "model.norm", "layers.0.", "layers.1.", "q_proj", "mlp", "layernorm")
+PROGRAMS = 0.25  # share of the programs among the cases
 STEPS = 3
 SEED, CASES = 30, 150  # of the random cases in `make test`
 
@@ -34,6 +36,9 @@ def draw_case(seed: int, number: int) -> Case:
     - bucket_mb: least size of a bucket of gradients in MiB; by default, a stage of these models fits into one bucket;
     - given_up: how a step is given up before the second one, see `give_up`, or None.
     """
+    programs = random.Random(f"{seed} {number} program")
+    if programs.random() < PROGRAMS:
+        return {"program": draw_program(programs)}
     others = random.Random(f"{seed} {number} modules")
     if others.random() < 0.1:
         return {"modules": draw_modules(others)}
@@ -277,6 +282,9 @@ def is_packable(data: dict[str, Any]) -> bool:
 
 def smaller(case: Case) -> Iterator[Case]:
     """Yield simpler variants of a case, the simplest first."""
+    if "program" in case:
+        yield from smaller_programs(case)
+        return
     if "modules" in case:
         yield from smaller_modules(case)
         return

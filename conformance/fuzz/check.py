@@ -13,6 +13,7 @@ import torch
 from conformance.fuzz.cases import Case, smaller
 from conformance.fuzz.files import config_of, model_config, write_files
 from conformance.fuzz.modules import expected
+from conformance.fuzz.programs import expected_of_program
 from conformance.fuzz.reference import train_reference
 from conformance.fuzz.sequences import Mismatch
 from conformance.fuzz.work import run_part
@@ -38,6 +39,13 @@ def check(pool: WorkerPool, case: Case, run: Any = run_part) -> Result:
         folder = Path(name)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         try:
+            if "program" in case:
+                right = expected_of_program(case)
+                ranks = pool.run(run, case["program"]["ranks"], case, folder, 0, timeout=60)
+                refusals = {rank.get("refused") for rank in ranks}
+                if refusals != {None}:
+                    return Result("refused" if len(refusals) == 1 else "different", " / ".join(map(str, refusals)))
+                return compare([ranks], [right])
             if "modules" in case:
                 world = case["modules"]["pp"] * case["modules"]["dp"]
                 return compare([pool.run(run, world, case, folder, 0, timeout=60)], [expected(case)])
@@ -80,7 +88,7 @@ def compare(found: list[list[dict[str, Any]]], expected: list[dict[str, Any]]) -
                         continue
                     scale = max(theirs.abs().max().item(), SMALLEST_SCALE * largest)
                     error = (ours - theirs).abs().max().item()
-                    error = error / scale if error else 0.0
+                    error = error / (scale or SMALLEST_SCALE) if error else 0.0
                     if not error <= worst:
                         worst, where = error, f"{what} on rank {rank} in part {part}: off by {error:.1e}"
                         if not error <= LIMIT:
@@ -107,7 +115,7 @@ def shrink(pool: WorkerPool, case: Case, seconds: float = 60.0, run: Any = run_p
 def is_possible(case: Case) -> bool:
     """Whether transformers accepts the sizes of a model."""
     try:
-        if "modules" not in case:
+        if "model" in case:
             model_config(case)
     except Exception:  # of the library that validates configs
         return False

@@ -15,6 +15,7 @@ from conformance.fuzz.cases import Case
 from conformance.fuzz.files import config_of, own_batch, sequences_of
 from conformance.fuzz.losses import LOSSES, failing
 from conformance.fuzz.modules import train_stages
+from conformance.fuzz.programs import run_program
 from conformance.oracle import drawn_weights
 from conformance.training import Failure, all_stages
 from picotron import layout_checks, parallelize
@@ -48,6 +49,8 @@ def run_part(case: Case, folder: Path, part: int) -> dict[str, Any]:
     logging.getLogger("picotron").setLevel(logging.ERROR)
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder / "cache")}):
         try:
+            if "program" in case:
+                return run_program(case)
             if "modules" in case:
                 return train_stages(case)
             return train(case, config_of(case, folder, part))

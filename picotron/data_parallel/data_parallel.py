@@ -7,17 +7,20 @@ which the optimizer reads. The average is over `cp_dp_group`, because context-pa
 all ranks hold the same optimizer state, which `zero1` shards over them.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce, check_equal
 from picotron.console import UserError
-from picotron.model.placement import placement, set_main_grad, sum_partial_gradients
+from picotron.data_parallel.wrappers import check_not_wrapped, check_optimizer, wrapper_by_parameter, zero_gradients
+from picotron.model.placement import place, placement, set_main_grad, sum_partial_gradients
 
 Update = Callable[[list[nn.Parameter]], None]
 
@@ -90,8 +93,9 @@ class DataParallel(nn.Module):
     """Base of all versions: accumulates gradients in `main_grad` and passes complete buckets to `_reduce`, in order.
     (ZeRO-3 has units instead of buckets.)
 
-    After its backwards, a step calls `finish_grad_sync`. The backwards themselves do not wait for the reductions: in a
-    pipeline, the previous stage can run its backward while this stage's gradients are still being averaged.
+    After the backwards of a step comes `finish_grad_sync`, which clipping and the optimizer call, too. The backwards
+    themselves do not wait for the reductions: in a pipeline, the previous stage can run its backward while this stage's
+    gradients are still being averaged.
 
     Args:
         module: any module. Ranks that hold the same weights must start with equal ones, because only gradients are
@@ -99,24 +103,31 @@ class DataParallel(nn.Module):
         bucket_mb: minimum size of a bucket in MiB.
 
     Raises:
-        UserError: two ranks start with different weights.
+        UserError: two ranks start with different weights, or a parameter has a wrapper already.
 
     Attributes:
         require_backward_grad_sync: whether the next backward reduces the gradients. With several micro-batches, only
             the last backward should, so that the sum is reduced once. The flag must be the same on all ranks of a
-            `cp_dp` group. A group of one rank begins with False: there is nothing to reduce.
+            `cp_dp` group. In a group of one rank, there is nothing to reduce, so it has no effect.
+        is_averaged: whether the gradients are those of the whole step: after `finish_grad_sync`, until the next
+            gradient or `zero_grad`.
         trained: parameters that have never been frozen, neither when the module was wrapped nor at the end of a step;
-            own loops refuse to unfreeze others, which would have no gradient.
-        hooks: handles of the hooks that call `_accumulate`, see `close`.
+            others cannot be unfrozen, because they have no gradient.
+        names: names of the module's parameters.
+        hooks: handles of all hooks, see `close`.
     """
 
     def __init__(self, module: nn.Module, bucket_mb: float) -> None:
         super().__init__()
         weights, grid = dict(module.named_parameters()), pgm.process_group_manager
+        check_not_wrapped(weights)
         check_equal(weights, grid.cp_dp_group)
         check_equal({name: p for name, p in weights.items() if placement(p).shard is None}, grid.tp_group)
         self.module, self.bucket_mb, self.layout = module, bucket_mb, str(grid)
-        self.require_backward_grad_sync = grid.cp_dp_world_size > 1
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in weights.items()}
+        self.has_replicas = grid.cp_dp_world_size > 1
+        self.require_backward_grad_sync = self.has_replicas
+        self.is_averaged = self.is_closed = False
         self.trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
         # Gradients of a pipeline stage are complete together, see `start_grad_sync`. Backward reaches the last layers
         # first, so in this order buckets complete one after the other.
@@ -130,16 +141,41 @@ class DataParallel(nn.Module):
             p: bucket for bucket in self.buckets for p in bucket.parameters
         }
         self.pending_buckets = list(self.buckets)  # not reduced yet in this step
-        self.hooks = [p.register_post_accumulate_grad_hook(self._accumulate) for p in self.bucket_by_parameter]
+        self.hooks: list[Any] = [
+            register_optimizer_step_pre_hook(lambda optimizer, *_: check_optimizer(self.names, optimizer))
+        ]
+        self._hold(self.bucket_by_parameter)
+        module.zero_grad = functools.partial(zero_gradients, module)  # type: ignore[method-assign]
+
+    def _hold(self, parameters: Collection[Tensor]) -> None:
+        """Be the wrapper of some parameters, and take their gradients."""
+        for parameter in parameters:
+            wrapper_by_parameter[parameter] = self
+            if parameter.requires_grad:
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulate))
 
     def close(self) -> None:
-        """Remove the hooks, for a program that goes on without this wrapper: the garbage collector does not look into
-        them, so they would keep the model and its gradients in memory.
+        """Undo the wrapping. The module keeps its weights, and may be wrapped again, with a new optimizer. All ranks
+        call this, because ZeRO-3 gathers the weights.
         """
+        self.unhook()
+
+    def unhook(self) -> None:
+        """Remove the hooks and marks of this wrapper, on this rank alone. The garbage collector does not look into
+        hooks, so they would keep the model and its gradients in memory.
+        """
+        self.is_closed = True
         for hook in self.hooks:
             hook.remove()
+        for parameter in filter(lambda p: wrapper_by_parameter.get(p) is self, self.names):
+            del wrapper_by_parameter[parameter]
+            vars(parameter).pop("main_grad", None)
+            place(parameter, owned=None)
+        self.module.__dict__.pop("zero_grad", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_closed:
+            raise UserError("this data-parallel wrapper is closed; wrap the module again")
         if self.layout != str(grid := pgm.process_group_manager):
             raise UserError(
                 f"a model in the layout {self.layout} cannot run in {grid}; use one layout in a process at a time"
@@ -155,19 +191,31 @@ class DataParallel(nn.Module):
         return make_buckets(parameters, pgm.process_group_manager.cp_dp_group, self.bucket_mb)
 
     def _accumulate(self, parameter: Tensor) -> None:
-        """Add `parameter.grad` to the bucket. Autograd calls this once per backward, also for a tied weight."""
+        """Take `parameter.grad`. Autograd calls this once per backward, also for a tied weight."""
         if parameter.grad is None:  # a backward that defers this gradient also calls the hook
             return
-        self.bucket_by_parameter[parameter].gradients[parameter].add_(parameter.grad)
-        parameter.grad = None
-        if self.require_backward_grad_sync:
+        self.check_trained([parameter])
+        is_summed = self.has_replicas or placement(parameter).sum_over or placement(parameter).is_tied
+        if self.is_averaged and is_summed:
+            raise UserError(
+                f"{self.names[parameter]} has a gradient after the gradients of this step were averaged; call zero_grad "
+                f"before the next backward, and finish_grad_sync, clip_grad_norm or step only after the last one"
+            )
+        self.is_averaged = False
+        self._take(parameter)
+
+    def _take(self, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self.bucket_by_parameter[parameter].gradients[parameter].add_(gradient)
+        if self.require_backward_grad_sync and self.has_replicas:
             self._ready(parameter)
 
     def _ready(self, parameter: Tensor) -> None:
         pending = self.bucket_by_parameter[parameter].pending_parameters
         if parameter not in pending:
             raise UserError(
-                f"a parameter {list(parameter.shape)} has a second gradient after it was ready to be averaged; set "
+                f"{self.names[parameter]} has a second gradient after it was ready to be averaged; set "
                 f"require_backward_grad_sync to False for all backwards but the last one, call finish_grad_sync after it, and "
                 f"use_reentrant=False in checkpoints"
             )
@@ -191,11 +239,17 @@ class DataParallel(nn.Module):
 
     def finish_grad_sync(self) -> None:
         """Wait until every gradient is the average, and sum those that are partial, see `sum_partial_gradients`, or of
-        which other pipeline stages have a part, see `PipelineParallel.sum_tied_gradients`.
+        which other pipeline stages have a part, see `PipelineParallel.sum_tied_gradients`. If that is done, do nothing.
 
         Buckets that are still pending are reduced first: a parameter that got no gradient in the last backward may hold
         one from an earlier micro-batch.
+
+        Raises:
+            UserError: a parameter was frozen before, and is not any more.
         """
+        if self.is_averaged:
+            return
+        self.check_trained()
         while self.pending_buckets:
             self._reduce(self.pending_buckets.pop(0))
         self._end_reductions()
@@ -204,6 +258,16 @@ class DataParallel(nn.Module):
         sum_tied: Any = getattr(self.module, "sum_tied_gradients", None)
         if sum_tied is not None:
             sum_tied()
+        self.is_averaged = True
+
+    def check_trained(self, parameters: Collection[Tensor] | None = None) -> None:
+        """Raise UserError if a parameter, by default any of the module, has been unfrozen: it has no gradient."""
+        for parameter in self.names if parameters is None else parameters:
+            if parameter.requires_grad and parameter not in self.trained:
+                raise UserError(
+                    f"{self.names[parameter]} requires a gradient, but was frozen before; unfreeze it before the module is "
+                    f"wrapped and the optimizer is made"
+                )
 
     def update_in_parts(self, update: Update) -> None:
         """Call the optimizer's `update` with all parameters; here, in one part. `AdamW.step` calls this."""
@@ -217,6 +281,7 @@ class DataParallel(nn.Module):
         self._end_reductions()
         for buffer in self.gradient_buffers():
             buffer.zero_()
+        self.is_averaged = False
 
     def _end_reductions(self) -> None:
         """Wait for the reductions that have begun, and prepare for those of the next step."""

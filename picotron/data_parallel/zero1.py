@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from picotron import process_group_manager as pgm
 from picotron.collectives import own_slice, start_gather_of_slices, start_reduce_to_slices
 from picotron.data_parallel.data_parallel import Bucket, DataParallelBucket, Update, make_buckets
+from picotron.data_parallel.wrappers import check_not_replaced
 from picotron.model.placement import OwnedSlice, place, placement, set_main_grad
 
 
@@ -94,6 +95,7 @@ class DataParallelZero1(DataParallelBucket):
         """
         for previous, bucket in itertools.pairwise([None, *self.buckets]):
             assert isinstance(bucket, SlicedBucket)
+            check_not_replaced(bucket.parameters, bucket.weights, self.names)
             update(bucket.parameters)
             bucket.start_gather()
             if previous is not None:  # so at most two are on their way, of which gloo holds copies

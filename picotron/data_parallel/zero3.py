@@ -35,10 +35,11 @@ Where do the weights go in backward? The graph holds the tensors that forward ha
 the buffer stays, and only its memory comes and goes: a freed buffer has a storage of size 0.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +48,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import accumulation_dtype, own_slice, start_gather_of_slices, start_reduce_to_slices
+from picotron.collectives import (
+    accumulation_dtype,
+    all_reduce,
+    own_slice,
+    start_gather_of_slices,
+    start_reduce_to_slices,
+)
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import Bucket, DataParallel, Update
+from picotron.data_parallel.wrappers import check_not_replaced
 from picotron.data_parallel.zero1 import divide
 from picotron.model.placement import placement
 
@@ -63,6 +71,7 @@ class Unit:
         parameters: parameters of one dtype on one device. If they have no memory, the slice is filled later.
         group: the ranks that own slices.
         used_twice: parameters of which a micro-batch has two gradients.
+        names: names of parameters, for errors.
 
     Attributes:
         full: the buffer, whose storage has no bytes while the unit is freed.
@@ -75,9 +84,13 @@ class Unit:
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], group: dist.ProcessGroup, used_twice: Collection[nn.Parameter] = ()
+        self,
+        parameters: list[nn.Parameter],
+        group: dist.ProcessGroup,
+        used_twice: Collection[nn.Parameter],
+        names: Mapping[Tensor, str],
     ) -> None:
-        self.parameters, self.group, self.used_twice = parameters, group, used_twice
+        self.parameters, self.group, self.used_twice, self.names = parameters, group, used_twice, names
         self.sizes = [parameter.numel() for parameter in parameters]
         first, ranks = parameters[0], dist.get_world_size(group)
         self.full = torch.zeros(-(-sum(self.sizes) // ranks) * ranks, dtype=first.dtype, device=first.device)
@@ -96,6 +109,7 @@ class Unit:
     def start_gather(self) -> None:
         """Start to gather the weights, unless they are there already."""
         if not self.is_full:
+            check_not_replaced(self.parameters, self.freed, self.names)
             self.is_full = True
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.full[self.own] = self.shard
@@ -114,6 +128,7 @@ class Unit:
         """Free the full weights."""
         if self.is_full:
             self.gather()  # wait, if the weights are still on their way
+            check_not_replaced(self.parameters, self.full, self.names)
             self.is_full = False
             self.full.untyped_storage().resize_(0)
             for parameter in self.parameters:
@@ -160,8 +175,8 @@ class DataParallelZero3(DataParallel):
     and use the same parameters; `train_batch` allows losses that use the head on some ranks only.
 
     Args:
-        module: a module whose weights are read by the modules that hold them, when they are called, and by no others.
-            (Other reads find NaN, or in backward a storage without memory.) Its buffers stay as they are.
+        module: a module whose weights are read by the modules that hold them, when they are called, and by no others:
+            other reads find NaN. Its buffers stay as they are.
         units: groups of modules that are called one after the other, by default `members_of_lists`. The parameters of a
             group form a unit; those of no group form a unit that is full during a whole micro-batch. The last group may
             have modules that are not called, but whose weights a loss reads.
@@ -174,6 +189,7 @@ class DataParallelZero3(DataParallel):
         rest: units of the parameters of no group.
         latest: the group that was called last in this forward.
         awaited: the groups whose outputs get a gradient in this micro-batch, in the order of forward.
+        keeps: whether weights stay full until the end of the micro-batch: a graph of its backward will need them again.
     """
 
     def __init__(
@@ -198,24 +214,34 @@ class DataParallelZero3(DataParallel):
             parameters = dict.fromkeys(p for each in group for p in each.parameters())
             unseen = sorted((p for p in parameters if p not in self.unit_of), key=kinds.__getitem__)
             for _, alike in itertools.groupby(unseen, kinds.__getitem__):
-                unit = Unit(list(alike), grid.cp_dp_group, used_twice)
+                unit = Unit(list(alike), grid.cp_dp_group, used_twice, self.names)
                 self.units.append(unit)
                 self.unit_of |= dict.fromkeys(unit.parameters, unit)
             self.groups.append(tuple(dict.fromkeys(self.unit_of[p] for p in parameters)))
         self.groups.pop()  # the module itself
         for number, group in enumerate(groups):
             for each in group:
-                each.register_forward_pre_hook(lambda *_, number=number: self._before_forward(number))
-                each.register_forward_hook(lambda *call, number=number: self._after_forward(number, *call))
-        self.hooks = [p.register_post_accumulate_grad_hook(self._accumulate) for p in self.trained]
+                before, after = (
+                    functools.partial(self._before_forward, number),
+                    functools.partial(self._after_forward, number),
+                )
+                self.hooks += [each.register_forward_pre_hook(before), each.register_forward_hook(after)]
+        self._hold(self.unit_of)
         for each in module.modules():
-            each.register_state_dict_pre_hook(self._before_state_dict)
-            each.register_load_state_dict_pre_hook(self._before_load_state_dict)
+            self.hooks.append(each.register_state_dict_pre_hook(self._before_state_dict))
+            self.hooks.append(each.register_load_state_dict_pre_hook(self._before_load_state_dict))
         uses = Counter(unit for group in self.groups for unit in group)
         self.shared = tuple(unit for unit, count in uses.items() if count > 1)
         self.rest = tuple(unit for unit in self.units if unit not in uses)
         self.latest: tuple[Unit, ...] = ()
         self.awaited: list[tuple[Unit, ...]] = []
+        self.keeps = False
+
+    def close(self) -> None:
+        self._finish_reduction()
+        for unit in self.units:
+            unit.gather()
+        super().close()
 
     def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
         return []  # units take their place
@@ -239,12 +265,13 @@ class DataParallelZero3(DataParallel):
         for unit in self.rest:
             unit.gather()
         output = super().forward(*args, **kwargs)
-        self._await_gradients(output, self.latest)  # of the loss, whose backward needs the weights of the last group
+        # Of the loss, whose backward needs the weights of the last group, and of modules in no group.
+        self._await_gradients(output, self.latest, self.rest)
         if not torch.is_grad_enabled() and not self.stays_full:
             self._free_all_but(())
         return output
 
-    def _before_forward(self, number: int) -> None:
+    def _before_forward(self, number: int, *_: Any) -> None:
         """Gather the units of a group that is called, and start to gather those of the next one: after the last group
         comes the backward of the group before it.
         """
@@ -265,9 +292,9 @@ class DataParallelZero3(DataParallel):
         if any(isinstance(each, Tensor) and each.is_floating_point() for each in tree_leaves(inputs)):
             self._await_gradients(output, self.groups[number])
 
-    def _await_gradients(self, outputs: Any, group: tuple[Unit, ...]) -> None:
-        """Gather the units of a group when a gradient of its outputs arrives, and start to gather those of the group
-        before it.
+    def _await_gradients(self, outputs: Any, group: tuple[Unit, ...], rest: tuple[Unit, ...] = ()) -> None:
+        """Gather the units of a group when a gradient of its outputs arrives, with those in `rest`, and start to gather
+        those of the group before it.
         """
         tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
         if self.stays_full or not tensors:
@@ -277,7 +304,10 @@ class DataParallelZero3(DataParallel):
         before = self.awaited[-2:-1]
 
         def gather(_: Tensor) -> None:
+            self.keeps |= torch.is_grad_enabled()  # with create_graph
             self._use(group, before)
+            for unit in rest:
+                unit.gather()
 
         for each in tensors:
             each.register_hook(gather)
@@ -294,16 +324,16 @@ class DataParallelZero3(DataParallel):
 
     def _free_all_but(self, kept: Collection[Unit]) -> None:
         for unit in self.units:
-            if unit not in kept:
+            if unit not in kept and not self.keeps:
                 unit.free()
 
-    def _accumulate(self, parameter: Tensor) -> None:
-        """Take `parameter.grad`, and reduce the gradients of its unit when all of them are there."""
-        if parameter.grad is not None and self.unit_of[parameter].accumulate(parameter):
+    def _take(self, parameter: Tensor) -> None:
+        """Reduce the gradients of the parameter's unit when all of them are there."""
+        if self.unit_of[parameter].accumulate(parameter):
             self._start_reduction(self.unit_of[parameter])
 
     def _start_reduction(self, unit: Unit) -> None:
-        if not self.stays_full and all(parameter.requires_grad for parameter in unit.parameters):
+        if not (self.stays_full or self.keeps) and all(parameter.requires_grad for parameter in unit.parameters):
             unit.free()
         self._finish_reduction()  # so at most one buffer of full gradients exists
         self.finish_reduction = unit.start_reduction()
@@ -320,6 +350,7 @@ class DataParallelZero3(DataParallel):
                 self._start_reduction(unit)
             unit.arrived.clear()
             unit.free()
+        self.keeps = False
 
     def gradient_buffers(self) -> list[Tensor]:
         self._finish_reduction()
@@ -336,6 +367,20 @@ class DataParallelZero3(DataParallel):
         super().finish_grad_sync()
 
     def update_in_parts(self, update: Update) -> None:
+        """Update all slices.
+
+        Raises:
+            UserError: a gradient is NaN. (Not on a GPU, for which the CPU would have to wait.)
+        """
+        gradients = [unit.gradient_shard for unit in self.units]
+        if gradients and gradients[0].device.type == "cpu":
+            has_nan = torch.stack([gradient.isnan().any() for gradient in gradients]).any().float()
+            all_reduce(has_nan, pgm.process_group_manager.cp_dp_group)
+            if has_nan:
+                raise UserError(
+                    "gradients are NaN. If they are not with another dp_engine, a weight was read outside of the module that "
+                    "holds it, where ZeRO-3 has freed it: read it in that module's forward, or use zero1"
+                )
         super().update_in_parts(update)
         for unit in self.units:
             unit.free()  # its full weights are the old ones

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from picotron.collectives import all_reduce
+from picotron.console import UserError
 
 Index = tuple[slice, ...]
 
@@ -114,8 +115,16 @@ def main_grad(parameter: Tensor) -> Tensor:
 
     `DataParallel` allocates and fills it. (The name is Megatron-LM's.) A parameter that was frozen before it was
     wrapped, by `requires_grad_(False)`, has none, or 0 with ZeRO-3.
+
+    Raises:
+        UserError: the parameter is in no wrapper.
     """
-    return parameter.main_grad  # type: ignore[attr-defined]
+    try:
+        return parameter.main_grad  # type: ignore[attr-defined]
+    except AttributeError:
+        raise UserError(
+            f"a parameter {list(parameter.shape)} has no main_grad; wrap its module for data parallelism"
+        ) from None
 
 
 def set_main_grad(parameter: Tensor, buffer: Tensor) -> None:

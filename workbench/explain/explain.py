@@ -112,7 +112,7 @@ def build_and_run(config: Config, model_config: PreTrainedConfig, plan: Executor
     try:
         return run_step(model, data_loader, config, make_train_step(config, plan, META, dtype))
     finally:
-        model.close()  # a plan of a sweep builds thousands of models
+        model.unhook()  # a plan of a sweep builds thousands of models
 
 
 def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, plan: ExecutorPlan) -> Step:

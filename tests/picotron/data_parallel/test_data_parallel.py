@@ -194,7 +194,7 @@ def two_reductions() -> None:
 
 
 def test_second_backward_without_finish_grad_sync_raises(pool: WorkerPool) -> None:
-    with pytest.raises(WorkerError, match=r"UserError: a parameter \[2\] has a second gradient after it was ready"):
+    with pytest.raises(WorkerError, match=r"UserError: bias has a second gradient after it was ready"):
         pool.run(two_reductions, 2)
 
 

@@ -122,6 +122,7 @@ def graphs_of_compiled_layers(config: Config) -> dict[str, int]:
         model = wrapped(config, MODEL)
     step, loader = step_of(config, MODEL), MicroBatchDataLoader(random_rows(config), config, CPU)
     for _ in range(2):
+        model.zero_grad()
         step(model, loader)
     return {"graphs": counters["stats"]["unique_graphs"], "breaks": counters["graph_break"].total()}
 

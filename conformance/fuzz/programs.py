@@ -1,0 +1,470 @@
+"""Random programs over a wrapped module, against the same program on the bare module with torch's AdamW.
+
+A program is a list of operations, [name, arguments ...], each of which is a method of `Bare` and of `Wrapped`. It has
+the same losses, norms and weights on both, or it is refused with a sentence.
+"""
+
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from conformance.fuzz.toy_pipelines import TRAINING, WRAPPERS
+from conformance.oracle import make_config
+from picotron import process_group_manager as pgm
+from picotron.bfloat16_states import make_optimizer
+from picotron.console import UserError
+from picotron.optimizer import AdamW, clip_grad_norm
+from picotron.process_group_manager import setup_process_group_manager
+
+Case = dict[str, Any]
+Operation = list[Any]
+D = 6
+
+
+# ------------------------------------------------------------------------------------------------------- the modules
+
+
+class Net(nn.Module):
+    """Layers in a list, of which two may share a matrix, and perhaps a head, a scalar and an unused layer beside it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D, bias=False), nn.Linear(D, D))
+        if kind == "shared":
+            self.layers[3].weight = self.layers[0].weight
+        self.head = nn.Linear(D, 2) if kind == "outside" else None
+        self.scale = nn.Parameter(torch.ones(())) if kind == "outside" else None
+        self.unused = nn.Linear(2, 2) if kind != "shared" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        return x if self.head is None else self.head(x) * self.scale
+
+
+def net_of(kind: str) -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net(kind).double()
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ----------------------------------------------------------------------------------------- what runs a loss's backward
+
+Call = Callable[[Tensor], Tensor]
+
+
+def plain(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+    loss = call(x).square().mean()
+    (share * loss).backward()
+    return loss
+
+
+def two_calls(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+    loss = call(x).square().mean() + call(x + 1).sin().mean()
+    (share * loss).backward()
+    return loss
+
+
+def in_reverse(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+    first, second = call(x).square().mean(), call(x + 1).sin().mean()
+    (share * second).backward()
+    (share * first).backward()
+    return first + second
+
+
+def retained(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+    loss = call(x).square().mean()
+    (share * loss).backward(retain_graph=True)
+    (share * loss).backward()
+    return loss
+
+
+def metric_between(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+    loss = call(x).square().mean()
+    with torch.no_grad():
+        metric = call(x + 1).square().mean()
+    (share * loss).backward()
+    return loss + metric
+
+
+def dropped_first(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+    call(x + 1)
+    return plain(call, net, x, share)
+
+
+def penalty(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+    x.requires_grad_()
+    loss = call(x).square().mean()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    loss = loss + gradient.square().sum()
+    (share * loss).backward()
+    return loss
+
+
+def regularised(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+    loss = call(x).square().mean() + 0.1 * torch.stack([p.square().sum() for p in net.parameters()]).sum()
+    (share * loss).backward()
+    return loss
+
+
+def recomputed(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+    return plain(lambda x: checkpoint(call, x.requires_grad_(), use_reentrant=False), net, x, share)
+
+
+def without_wrapper(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+    return plain(net, net, x, share)
+
+
+def one_layer(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+    return plain(net.layers[0], net, x, share)
+
+
+LOSSES = [
+    plain,
+    two_calls,
+    in_reverse,
+    retained,
+    metric_between,
+    dropped_first,
+    penalty,
+    regularised,
+    recomputed,
+    without_wrapper,
+    one_layer,
+]
+LOSS_OF = {function.__name__: function for function in LOSSES}
+
+
+# --------------------------------------------------------------------------------------------------------- both sides
+
+
+def groups_of(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    matrices, vectors = ([p for p in parameters if (p.ndim >= 2) is is_matrix] for is_matrix in (True, False))
+    return [{"params": matrices, "weight_decay": TRAINING.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def torch_adamw(net: nn.Module) -> torch.optim.AdamW:
+    betas = TRAINING.adam_beta1, TRAINING.adam_beta2
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    return torch.optim.AdamW(groups_of(parameters), TRAINING.learning_rate, betas, TRAINING.adam_eps)
+
+
+class Bare:
+    """The module on one process, which has the data of all ranks."""
+
+    def __init__(self, program: dict[str, Any]) -> None:
+        self.program, self.net = program, net_of(program["net"])
+        for name in program["frozen"]:
+            self.freeze(name)
+        self.result: dict[str, Any] = {"losses": [], "norms": []}
+        self.seen: list[Tensor] = []
+        self.prepare(program["engine"])
+
+    def prepare(self, engine: str) -> None:
+        self.optimizer = torch_adamw(self.net)
+        self.zero("optimizer")
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(range(self.program["ranks"]))
+
+    @property
+    def call(self) -> nn.Module:
+        return self.net
+
+    def run(self) -> dict[str, Any]:
+        for name, *arguments in [*self.program["operations"], ["step"]]:
+            getattr(self, name)(*arguments)
+        return self.end()
+
+    def end(self) -> dict[str, Any]:
+        return self.result | {"weights": {name: p.detach().clone() for name, p in self.net.named_parameters()}}
+
+    def backward(self, loss: str, flag: bool | None, seed: int) -> None:
+        inputs = [drawn(10 * seed + rank, 3, D) for rank in self.ranks]
+        found = [LOSS_OF[loss](self.call, self.net, x, 1 / len(inputs)) for x in inputs]
+        self.record(found)
+
+    def record(self, losses: list[Tensor]) -> None:
+        """Record the mean of losses over the ranks, and that of what `look` has seen."""
+        for numbers in filter(None, (losses, self.seen)):
+            self.result["losses"].append(self.mean(torch.stack(numbers).detach().double().mean()).item())
+        self.seen.clear()
+
+    def mean(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def forward(self, mode: str, seed: int) -> None:
+        with {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}[mode]():
+            outputs = [self.call(drawn(10 * seed + rank, 3, D)).mean() for rank in self.ranks]
+        self.record([each.clone() for each in outputs])
+
+    def clip(self, limit: float | None) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1e9 if limit is None else limit)
+        self.result["norms"].append(norm.item())
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero(self, of: str) -> None:
+        for p in filter(lambda p: p.requires_grad, self.net.parameters()):
+            p.grad = torch.zeros_like(p)  # weight decay reaches unused parameters, too
+
+    def finish(self) -> None:
+        pass
+
+    def wrap(self, engine: str) -> None:
+        pass
+
+    def share(self, engine: str) -> None:
+        pass
+
+    def close_and_wrap(self, engine: str) -> None:
+        self.prepare(engine)
+
+    def reload(self) -> None:
+        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+
+    def rate(self, factor: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
+
+    def load(self, seed: int) -> None:
+        weights = {name: p.shape for name, p in self.net.named_parameters(remove_duplicate=False)}
+        self.net.load_state_dict({name: 0.3 * drawn(seed, *shape) for name, shape in weights.items()})
+
+    def assign(self, how: str, seed: int) -> None:
+        parameters = list(self.net.parameters())
+        values = [0.3 * drawn(seed + i, *p.shape) for i, p in enumerate(parameters)]
+        if how == "vector":
+            torch.nn.utils.vector_to_parameters(torch.cat([each.flatten() for each in values]), parameters)
+        for p, value in zip(parameters, values, strict=True):
+            if how == "data":
+                p.data = value.to(p.dtype)
+            elif how == "copy":
+                with torch.no_grad():
+                    p.copy_(value)
+
+    def freeze(self, name: str) -> None:
+        self.net.get_parameter(name).requires_grad_(False).grad = None
+
+    def unfreeze(self, name: str) -> None:
+        parameter = self.net.get_parameter(name).requires_grad_()
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def halve(self, name: str) -> None:
+        if (parameter := self.net.get_parameter(name)).requires_grad:
+            parameter.register_hook(lambda gradient: gradient / 2)
+
+    def look(self) -> None:
+        self.net.layers[2].register_forward_hook(lambda _, inputs, output: self.seen.append(inputs[0].detach().mean()))
+
+
+class Wrapped(Bare):
+    """The module in a data-parallel wrapper, on this rank's data."""
+
+    def prepare(self, engine: str) -> None:
+        self.model = WRAPPERS[engine](self.net)
+        kind = self.program["optimizer"]
+        if kind == "torch":
+            self.optimizer = torch_adamw(self.model)
+        else:
+            self.optimizer = AdamW(self.net if kind == "module" else self.model, TRAINING, fused=False)
+
+    @property
+    def ranks(self) -> list[int]:
+        return [pgm.process_group_manager.dp_rank]
+
+    @property
+    def call(self) -> nn.Module:
+        return self.model
+
+    def mean(self, loss: Tensor) -> Tensor:
+        loss = loss.clone()
+        dist.all_reduce(loss, dist.ReduceOp.AVG)
+        return loss
+
+    def backward(self, loss: str, flag: bool | None, seed: int) -> None:
+        if flag is not None:
+            self.model.require_backward_grad_sync = flag
+        super().backward(loss, flag, seed)
+
+    def clip(self, limit: float | None) -> None:
+        model = self.net if self.program["optimizer"] == "module" else self.model
+        self.result["norms"].append(clip_grad_norm(model, limit).item())
+
+    def zero(self, of: str) -> None:
+        if any(map(math.isnan, self.result["losses"])):
+            self.step()  # with ZeRO-3, of weights that were read outside of their module: it must not train
+        {"optimizer": self.optimizer, "wrapper": self.model, "module": self.net}[of].zero_grad()
+
+    def finish(self) -> None:
+        self.model.finish_grad_sync()
+
+    def wrap(self, engine: str) -> None:
+        WRAPPERS[engine](self.net)
+
+    def share(self, engine: str) -> None:
+        WRAPPERS[engine](nn.Sequential(self.net.layers[0]))
+
+    def close_and_wrap(self, engine: str) -> None:
+        self.model.close()
+        self.prepare(engine)
+
+    def unfreeze(self, name: str) -> None:
+        self.net.get_parameter(name).requires_grad_()
+
+    def assign(self, how: str, seed: int) -> None:
+        try:
+            super().assign(how, seed)
+        except RuntimeError as error:
+            if "more than one element of the written-to tensor" not in str(error):  # torch's words for a freed weight
+                raise
+            raise UserError(str(error)) from error
+
+    def end(self) -> dict[str, Any]:
+        self.model.close()
+        return super().end()
+
+
+class BFloat16(Wrapped):
+    """The module in bfloat16, with an optimizer of `states`."""
+
+    def prepare(self, engine: str) -> None:
+        self.net.bfloat16()
+        self.model = WRAPPERS[engine](self.net)
+        states = {"training__optimizer_states": self.program["states"], "training__learning_rate": 0.05}
+        config = make_config(model__dtype="bfloat16", **states)
+        self.optimizer = make_optimizer(self.model, config)
+
+    @property
+    def call(self) -> Any:
+        return lambda x: self.model(x.bfloat16()).double()
+
+    def reload(self) -> None:
+        if self.program["reloads"]:
+            super().reload()
+
+
+def run_program(case: Case) -> dict[str, Any]:
+    """Run a program on this rank."""
+    program = case["program"]
+    setup_process_group_manager(1, 1, 1, program["ranks"])
+    if program["states"] is None:
+        return Wrapped(program).run()
+    right = BFloat16(program | {"reloads": False, "engine": "naive"}).run()
+    found = BFloat16(program | {"reloads": True}).run()
+    for name, weight in right["weights"].items():
+        assert torch.equal(weight, found["weights"][name]), f"{name}: {found['weights'][name]}, expected {weight}"
+    return {}
+
+
+def expected_of_program(case: Case) -> dict[str, Any]:
+    """Run the program on the bare module, on one process.
+
+    Raises:
+        UserError: torch refuses the program.
+    """
+    program = case["program"]
+    if program["states"] is not None:  # each rank compares two runs
+        return {}
+    try:
+        return Bare(program).run()
+    except RuntimeError as error:
+        raise UserError(f"torch: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------------------ drawing
+
+NAMES = ("layers.0.weight", "layers.0.bias", "layers.2.weight")
+
+
+def draw_program(dice: random.Random) -> Case:
+    """Draw a program of a few steps, in which something unusual happens now and then."""
+    ranks, engines = dice.choice((1, 2)), list(WRAPPERS)
+    states = dice.choice(("float32", "bfloat16_moments", "bfloat16")) if ranks == 1 and dice.random() < 0.3 else None
+    operations: list[Operation] = []
+    for _ in range(dice.randint(2, 4)):
+        if dice.random() < 0.4:
+            operations += draw_event(dice, engines, states)
+        operations += draw_step(dice, states)
+    frozen = [dice.choice(NAMES)] if dice.random() < 0.15 else []
+    return {
+        "ranks": ranks,
+        "engine": dice.choice(engines),
+        "net": dice.choice(("inside", "outside", "shared")),
+        "optimizer": "wrapper"
+        if states
+        else dice.choice(("wrapper", "wrapper", "wrapper", "module", "module", "torch")),
+        "states": states,
+        "frozen": frozen,
+        "operations": operations,
+    }
+
+
+def draw_step(dice: random.Random, states: str | None) -> list[Operation]:
+    """Draw a step: backwards, perhaps with forwards between them, and an update."""
+    count, flags = (
+        dice.randint(1, 3),
+        dice.choice(("last", "last", "last", "last", "last", "never", "always", "untouched")),
+    )
+    found: list[Operation] = []
+    for i in range(count):
+        if dice.random() < 0.2:
+            found.append(["forward", dice.choice(("no_grad", "inference", "grad")), dice.randrange(100)])
+        loss = "plain" if states or dice.random() < 0.6 else dice.choice(list(LOSS_OF))
+        flag = {"last": i == count - 1, "never": False, "always": True, "untouched": None}[flags]
+        found.append(["backward", loss, flag, dice.randrange(100)])
+    found += [["finish"]] * dice.choice((0, 0, 1, 2))
+    if dice.random() < 0.2:
+        found.append(["forward", "no_grad", dice.randrange(100)])
+    if dice.random() < 0.7 and not states:
+        found.append(["clip", dice.choice((None, 0.1))])
+    if dice.random() < 0.9:
+        found.append(["step"])
+    of = ["optimizer", "optimizer", "wrapper", "module"]
+    return found + ([["zero", dice.choice(of)]] if dice.random() < 0.95 else [])
+
+
+def draw_event(dice: random.Random, engines: list[str], states: str | None) -> list[Operation]:
+    seed, name = dice.randrange(100), dice.choice(NAMES)
+    if states:
+        return dice.choice([[["reload"]], [["reload"], ["rate", 0.5]], [["rate", 0.1]], [["assign", "data", seed]]])
+    return dice.choice(
+        [
+            [["wrap", dice.choice(engines)]],
+            [["share", dice.choice(engines)]],
+            [["close_and_wrap", dice.choice(engines)]],
+            [["reload"]],
+            [["rate", 0.5]],
+            [["load", seed]],
+            [["assign", dice.choice(("data", "copy", "vector")), seed]],
+            [["freeze", name]],
+            [["freeze", name], *draw_step(dice, states), ["unfreeze", name]],
+            [["unfreeze", name]],
+            [["halve", name]],
+            [["look"]],
+        ]
+    )
+
+
+def smaller_programs(case: Case) -> Iterator[Case]:
+    """Yield simpler variants of a case, the simplest first."""
+    program = case["program"]
+    simple = {"ranks": 1, "frozen": [], "engine": "bucket", "net": "inside", "optimizer": "wrapper"}
+    for key, value in simple.items():
+        if program[key] != value:
+            yield {"program": program | {key: value}}
+    for i in range(len(program["operations"])):
+        yield {"program": program | {"operations": program["operations"][:i] + program["operations"][i + 1 :]}}
