@@ -2,13 +2,13 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from conformance.case import Batch, Case
@@ -17,7 +17,7 @@ from conformance.models import small_config as tiny_llama
 from conformance.models import with_exact_norms
 from conformance.reference import train
 from picotron.collectives import accumulation_dtype
-from picotron.config import Config
+from picotron.config import Config, Training
 from picotron.config_reader import parse_config
 from picotron.data.rows import TextRows
 from picotron.model.llama import Llama
@@ -70,6 +70,16 @@ def oracle_model(
         model = AutoModelForCausalLM.from_config(config).to(dtype)
     model.load_state_dict(weights, strict=True)
     return with_exact_norms(model)
+
+
+def torch_adamw(parameters: Iterable[nn.Parameter], training: Training) -> torch.optim.AdamW:
+    """Return torch's optimizer of the parameters that are not frozen: matrices decay, others do not."""
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (training.weight_decay, 0.0)]
+    for parameter in parameters:
+        if parameter.requires_grad:
+            groups[parameter.ndim < 2]["params"].append(parameter)
+    betas = training.adam_beta1, training.adam_beta2
+    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=betas, eps=training.adam_eps)
 
 
 def random_tokens(count: int = 6000, vocab_size: int = 61) -> np.ndarray:

@@ -181,8 +181,8 @@ class AdamW(torch.optim.AdamW):
         """Set all gradients of the model to zero, see `DataParallel.zero_grad`."""
         for wrapper in self.wrappers:
             wrapper.zero_grad()
-        if not self.wrappers:
-            torch._foreach_zero_([main_grad(parameter) for parameter in self.masters])
+        for parameter in () if self.wrappers else self.masters:
+            main_grad(parameter).zero_()
 
 
 @torch.no_grad()

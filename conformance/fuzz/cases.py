@@ -33,6 +33,7 @@ def draw_case(seed: int, number: int) -> Case:
     - data: kind of the data, seed, and what this kind needs;
     - frozen: parts of the names of parameters that are frozen, and freezes_early: before or after they are wrapped;
     - between: whether there is a forward or an evaluation between backward and the optimizer's step;
+    - looks: whether forward hooks read the inputs of linear layers;
     - bucket_mb: least size of a bucket of gradients in MiB; by default, a stage of these models fits into one bucket;
     - given_up: how a step is given up before the second one, see `give_up`, or None.
     """
@@ -84,6 +85,7 @@ def draw_case(seed: int, number: int) -> Case:
         "frozen": dice.sample(FROZEN, dice.randint(1, 2)) if dice.random() < 0.2 else [],
         "freezes_early": dice.random() < 0.5,
         "between": dice.random() < 0.3,
+        "looks": random.Random(f"{seed} {number} looks").random() < 0.2,
         "bucket_mb": random.Random(f"{seed} {number} bucket").choice((None, 0.0, 0.001)),
         "given_up": draw_given_up(random.Random(f"{seed} {number} given up"), layouts) if kind == "own" else None,
     }
@@ -297,7 +299,7 @@ def smaller(case: Case) -> Iterator[Case]:
                  "packed": False},
     }  # fmt: skip
     for key, value in (
-        ("resume", None), ("frozen", []), ("between", False), ("bucket_mb", None), ("given_up", None)
+        ("resume", None), ("frozen", []), ("between", False), ("looks", False), ("bucket_mb", None), ("given_up", None)
     ):  # fmt: skip
         if case.get(key, value) != value:
             yield case | {key: value}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from conformance.fuzz.toy_pipelines import ENGINES, WRAPPERS, schedule_of, train_modules, train_pipeline
+from conformance.fuzz.toy_pipelines import ENGINES, KINDS, WRAPPERS, schedule_of, train_modules, train_pipeline
 from picotron import process_group_manager as pgm
 
 Case = dict[str, Any]
@@ -17,7 +17,7 @@ def draw_modules(dice: random.Random) -> Case:
     """Draw a pipeline of at most 4 ranks. The keys of a case are arguments of `train_pipeline`, and dp."""
     pp = dice.choice((2, 2, 4))
     case = {
-        "kind": dice.choice(("layers", "encoder-decoder")),
+        "kind": dice.choice(list(KINDS)),
         "engine": dice.choice(ENGINES),
         "pp": pp,
         "dp": dice.choice((1, 4 // pp)),
@@ -26,7 +26,9 @@ def draw_modules(dice: random.Random) -> Case:
         "is_unequal": dice.random() < 0.7,
     }
     stages = schedule_of(case["engine"], pp, case["m"]).num_stages
-    frozen = sorted(dice.sample(range(stages), dice.randint(1, stages - 1))) if dice.random() < 0.3 else []
+    if case["kind"] == "layers, loss":
+        stages -= 1  # the last one has no parameters
+    frozen = sorted(dice.sample(range(stages), dice.randint(0, stages - 1))) if dice.random() < 0.3 else []
     return case | {"frozen": frozen}
 
 

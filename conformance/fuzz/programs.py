@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from conformance.fuzz.toy_pipelines import TRAINING, WRAPPERS
-from conformance.oracle import make_config
+from conformance.oracle import make_config, torch_adamw
 from picotron import process_group_manager as pgm
 from picotron.bfloat16_states import make_optimizer
 from picotron.console import UserError
@@ -148,17 +148,6 @@ LOSS_OF = {function.__name__: function for function in LOSSES}
 # --------------------------------------------------------------------------------------------------------- both sides
 
 
-def groups_of(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    matrices, vectors = ([p for p in parameters if (p.ndim >= 2) is is_matrix] for is_matrix in (True, False))
-    return [{"params": matrices, "weight_decay": TRAINING.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-
-
-def torch_adamw(net: nn.Module) -> torch.optim.AdamW:
-    betas = TRAINING.adam_beta1, TRAINING.adam_beta2
-    parameters = [p for p in net.parameters() if p.requires_grad]
-    return torch.optim.AdamW(groups_of(parameters), TRAINING.learning_rate, betas, TRAINING.adam_eps)
-
-
 class Bare:
     """The module on one process, which has the data of all ranks."""
 
@@ -171,7 +160,7 @@ class Bare:
         self.prepare(program["engine"])
 
     def prepare(self, engine: str) -> None:
-        self.optimizer = torch_adamw(self.net)
+        self.optimizer = torch_adamw(self.net.parameters(), TRAINING)
         self.zero("optimizer")
 
     @property
@@ -278,7 +267,7 @@ class Wrapped(Bare):
         self.model = WRAPPERS[engine](self.net)
         kind = self.program["optimizer"]
         if kind == "torch":
-            self.optimizer = torch_adamw(self.model)
+            self.optimizer = torch_adamw(self.model.parameters(), TRAINING)
         else:
             self.optimizer = AdamW(self.net if kind == "module" else self.model, TRAINING, fused=False)
 

@@ -16,7 +16,7 @@ from conformance.fuzz.cases import STEPS, Case
 from conformance.fuzz.files import config_of, model_config, own_batch
 from conformance.fuzz.losses import LOSSES, mean_log_prob, weighted_mean, weights_of
 from conformance.fuzz.sequences import Document, rows_of_case
-from conformance.oracle import oracle_model, our_model
+from conformance.oracle import oracle_model, our_model, torch_adamw
 from picotron.config import Config, Training
 from picotron.data.loader import epoch_order
 from picotron.model.cross_entropy import IGNORE_INDEX
@@ -33,7 +33,7 @@ def train_reference(case: Case, folder: Path) -> list[dict[str, Any]]:
     model = oracle_model(config, our_model(config, seed=first.training.seed).state_dict())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in case["frozen"]))
-    optimizer = adamw(model, first.training)
+    optimizer = torch_adamw(model.parameters(), first.training)
     rows = None if case["data"]["kind"] == "own" else rows_of_case(case, folder, first)
     ends = [case["resume"]["after"], STEPS] if case["resume"] else [STEPS]
     results, step, samples = [], 0, 0
@@ -69,16 +69,6 @@ def train_reference(case: Case, folder: Path) -> list[dict[str, Any]]:
         found["weights"] = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         results.append(found)
     return results
-
-
-def adamw(model: nn.Module, training: Training) -> torch.optim.AdamW:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    betas = training.adam_beta1, training.adam_beta2
-    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=betas, eps=training.adam_eps)
 
 
 def learning_rate(training: Training, step: int) -> float:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conformance.oracle import make_config
+from conformance.oracle import make_config, torch_adamw
 from conformance.training import CPU
 from picotron.collectives import all_reduce
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
@@ -54,8 +54,19 @@ class Layer(nn.Module):
         return F.mse_loss(h, target) if self.is_last else h
 
 
+class Loss(nn.Module):
+    """A last stage without parameters."""
+
+    def forward(self, h: Tensor, scale: Tensor, *, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(scale * h, target)
+
+
 def layers(stages: int) -> list[nn.Module]:
     return [Layer(number == stages - 1) for number in range(stages)]
+
+
+def layers_and_loss(stages: int) -> list[nn.Module]:
+    return [*(Layer(is_last=False) for _ in range(stages - 1)), Loss()]
 
 
 def received_by_layer(stage: int, batch: dict[str, Any]) -> Message:
@@ -115,12 +126,19 @@ def received_by_half(stages: int) -> Callable[[int, dict[str, Any]], Message]:
     return receives
 
 
+KINDS: dict[str, Callable[[int], list[nn.Module]]] = {
+    "layers": layers,
+    "layers, loss": layers_and_loss,
+    "encoder-decoder": encoder_decoder,
+}
+
+
 def data_of(kind: str, m: int, is_unequal: bool, step: int = 0) -> list[dict[str, Any]]:
     draw = torch.Generator().manual_seed(100 * step + m)
     found: list[dict[str, Any]] = []
     for i in range(m):
         B, S, T = (1 + i % 3, 5 - i % 4, 2 + i % 5) if is_unequal else (2, 5, 3)
-        if kind == "layers":
+        if kind != "encoder-decoder":
             x, target = (torch.randn(B, T, D, generator=draw, dtype=torch.float64) for _ in range(2))
             found.append({"args": (0.5 + i,), "x": x, "target": target})
         else:
@@ -131,7 +149,7 @@ def data_of(kind: str, m: int, is_unequal: bool, step: int = 0) -> list[dict[str
 
 def modules_of(kind: str, stages: int) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [each.double() for each in (layers if kind == "layers" else encoder_decoder)(stages)]
+    return [each.double() for each in KINDS[kind](stages)]
 
 
 def schedule_of(engine: str, pp: int, m: int) -> Schedule:
@@ -150,12 +168,12 @@ def run_modules(modules: Sequence[nn.Module], batch: dict[str, Any]) -> Tensor:
 
 
 def tied_places(kind: str, stages: int) -> list[list[tuple[int, str]]]:
-    return [] if kind == "layers" else [[(stages // 2, "embedding.weight"), (stages - 1, "head.weight")]]
+    return [] if kind != "encoder-decoder" else [[(stages // 2, "embedding.weight"), (stages - 1, "head.weight")]]
 
 
 def pipeline_of(kind: str, schedule: Schedule, frozen: tuple[int, ...] = ()) -> Pipeline:
     stages = schedule.num_stages
-    receives = received_by_layer if kind == "layers" else received_by_half(stages)
+    receives = received_by_half(stages) if kind == "encoder-decoder" else received_by_layer
     modules = dict(enumerate(modules_of(kind, stages)))
     for number in frozen:
         modules[number].requires_grad_(False)
@@ -205,12 +223,7 @@ def train_modules(
     for number in frozen:
         modules[number].requires_grad_(False)
     parameters = [p for p in nn.ModuleList(modules).parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": TRAINING.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    betas = TRAINING.adam_beta1, TRAINING.adam_beta2
-    optimizer = torch.optim.AdamW(groups, lr=TRAINING.learning_rate, betas=betas, eps=TRAINING.adam_eps)
+    optimizer = torch_adamw(parameters, TRAINING)
     losses, norms = [], []
     for number in range(STEPS):
         for parameter in parameters:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from conformance.fuzz.cases import Case
 from conformance.fuzz.files import config_of, own_batch, sequences_of
@@ -58,6 +59,11 @@ def run_part(case: Case, folder: Path, part: int) -> dict[str, Any]:
             return {"refused": str(error)}
 
 
+def look(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Read the inputs of a module, as hooks for statistics do."""
+    assert inputs[0].isfinite().all(), "a hook reads numbers that are not finite"
+
+
 def train(case: Case, config: Config) -> dict[str, Any]:
     layout, training = config.distributed, config.training
     check_world_size(layout, dist.get_world_size())
@@ -93,6 +99,8 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     llama = unwrap(model)
     for name, parameter in llama.named_parameters():
         parameter.requires_grad_(not frozen(name))
+        if case.get("looks") and name.endswith("proj.weight"):
+            llama.get_submodule(name.removesuffix(".weight")).register_forward_hook(look)
     optimizer = make_optimizer(model, config)
     if checkpoint:
         checkpoint.restore(optimizer, llama)

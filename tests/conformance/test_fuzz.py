@@ -27,6 +27,7 @@ OWN = {
 def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: Any) -> Case:
     """Return a case on one process, with changed keys of the config, such as dp=2 or seq_length=7."""
     case: Case = {"resume": None, "frozen": [], "freezes_early": False, "between": False, "given_up": None}
+    case["looks"] = False
     case |= {key: changes.pop(key) for key in list(changes) if key in case}
     config = {"training.seq_length": 8, "training.gradient_accumulation_steps": 2, "training.micro_batch_size": 2}
     config |= {f"distributed.{axis}_size": changes.pop(axis, 1) for axis in ("dp", "pp", "cp", "tp")}
@@ -38,6 +39,13 @@ def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: A
     return case | {"model": MODEL | {"tie_word_embeddings": tied}, "config": config, "data": OWN | (data or {})}
 
 
+def program_of(*operations: list[Any], **changes: Any) -> Case:
+    """Return a program on one rank, see `draw_program`."""
+    program = {"ranks": 1, "engine": "bucket", "net": "inside", "optimizer": "wrapper", "states": None, "frozen": []}
+    return {"program": program | changes | {"operations": list(operations)}}
+
+
+BACKWARD, STEP, ZERO = ["backward", "plain", True, 1], ["step"], ["zero", "optimizer"]
 CORNERS: dict[str, Case] = {
     "odd length": case_of(seq_length=7),
     "length 1": case_of(seq_length=1),
@@ -88,6 +96,41 @@ CORNERS: dict[str, Case] = {
             "frozen": [2],
         }
     },
+    "finish_grad_sync twice, zero1": program_of(BACKWARD, ["finish"], ["finish"], STEP, ranks=2, engine="zero1"),
+    "no finish_grad_sync, zero3": program_of(BACKWARD, STEP, ZERO, BACKWARD, STEP, ZERO, ranks=2, engine="zero3"),
+    "optimizer of the inner module, zero1": program_of(
+        BACKWARD, STEP, ZERO, BACKWARD, optimizer="module", engine="zero1"
+    ),
+    "inner module's zero_grad": program_of(BACKWARD, STEP, ["zero", "module"], BACKWARD),
+    "closed and wrapped again": program_of(
+        BACKWARD, STEP, ["close_and_wrap", "bucket"], BACKWARD, engine="zero3", ranks=2
+    ),
+    "every backward reduces on one rank": program_of(BACKWARD, BACKWARD, STEP, ZERO, BACKWARD, BACKWARD),
+    "gradient penalty, zero3": program_of(["backward", "penalty", True, 1], STEP, engine="zero3", ranks=2),
+    "head outside of lists, zero3": program_of(
+        ["backward", "metric_between", True, 1], ["backward", "in_reverse", True, 1], net="outside", engine="zero3"
+    ),
+    "load_state_dict, bfloat16 moments": program_of(
+        BACKWARD, STEP, ZERO, ["reload"], ["rate", 0.5], BACKWARD, states="bfloat16_moments"
+    ),
+    "load_state_dict, bfloat16": program_of(
+        BACKWARD, STEP, ZERO, ["reload"], ["rate", 0.5], BACKWARD, states="bfloat16"
+    ),
+    "last stage has no parameters": {
+        "modules": {
+            "kind": "layers, loss",
+            "engine": "1f1b",
+            "pp": 2,
+            "dp": 1,
+            "m": 3,
+            "dp_engine": "bucket",
+            "is_unequal": False,
+            "frozen": [],
+        }
+    },
+    "hooks read the inputs of layers, selective recomputation": case_of(
+        activation_checkpointing="selective", looks=True
+    ),
     "saved before the first step": case_of(
         dp=2, dp_engine="zero1", resume={"after": 0, "config": {"distributed.dp_engine": "zero3"}}
     ),
@@ -125,7 +168,28 @@ def test_random_cases_equal_transformers(pool: WorkerPool, first: int) -> None:
         assert result.outcome != "different", f"case {number}: {result.text}\n{case}\nto simplify it: {command}"
 
 
-def test_what_cannot_run_is_refused_with_a_sentence(pool: WorkerPool) -> None:
-    refused = check(pool, case_of(seq_length=7, cp=2))
-    assert refused.outcome == "refused"
-    assert "seq_length=7 is not divisible by 4" in refused.text
+REFUSED: dict[str, tuple[Case, str]] = {
+    "odd length, cp": (case_of(seq_length=7, cp=2), "seq_length=7 is not divisible by 4"),
+    "wrapped twice": (program_of(["wrap", "naive"]), "layers.0.weight is wrapped for data parallelism already"),
+    "shared by two wrapped modules": (
+        program_of(["share", "zero1"]),
+        "0.weight is wrapped for data parallelism already",
+    ),
+    "new data, zero1": (program_of(BACKWARD, ["assign", "data", 1], engine="zero1"), "data has been replaced"),
+    "new data, zero3": (program_of(["assign", "vector", 1], BACKWARD, engine="zero3"), "data has been replaced"),
+    "no zero_grad": (program_of(BACKWARD, STEP, BACKWARD, ranks=2), "after the gradients of this step were averaged"),
+    "optimizer of torch": (program_of(BACKWARD, STEP, optimizer="torch"), "those of a wrapped module are in main_grad"),
+    "weights read outside of modules, zero3": (
+        program_of(["backward", "regularised", True, 1], STEP, engine="zero3", ranks=2),
+        "a weight was read outside of the module that holds it",
+    ),
+    "unfrozen": (program_of(["unfreeze", "layers.0.bias"], BACKWARD, frozen=["layers.0.bias"]), "was frozen before"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_is_refused_with_a_sentence(pool: WorkerPool, name: str) -> None:
+    case, sentence = REFUSED[name]
+    refused = check(pool, case)
+    assert refused.outcome == "refused", refused.text
+    assert sentence in refused.text

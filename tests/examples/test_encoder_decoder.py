@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
-from conformance.oracle import assert_close, make_config, with_exact_norms
+from conformance.oracle import assert_close, make_config, torch_adamw, with_exact_norms
 from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from examples.encoder_decoder import PAD, build_model, name_in_transformers, run
@@ -78,11 +78,7 @@ def train(name: str, pp: int) -> tuple[list[float], Any, Any]:
 def expected_training() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     model = oracle(model_config())
     parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": TRAINING.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, TRAINING.learning_rate, (TRAINING.adam_beta1, TRAINING.adam_beta2))
+    optimizer = torch_adamw(parameters, TRAINING)
     losses, gradients = [], {}
     for _ in range(STEPS):
         loss = loss_of(model, batch())

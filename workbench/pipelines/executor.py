@@ -207,7 +207,15 @@ class StepState:
 
     def backward_input(self, action: Action) -> None:
         with defer_weight_grads() as deferred:
-            self.backward(action)
+            try:
+                self.backward(action)
+            except (TypeError, AttributeError) as error:
+                if any(parameter._backward_hooks for parameter in self.model.parameters()):
+                    raise UserError(
+                        f"a backward that is split failed: {error}. It also calls the hooks of a weight with None, before the "
+                        f"weight's gradient is computed; let them return None then"
+                    ) from error
+                raise
         self.deferred[action.stage, action.micro_batch] = deferred
 
     def backward_weight(self, action: Action) -> None:

@@ -4,7 +4,7 @@ encoder-decoder.
     stages = {0: Encoder(), 1: Decoder()}                            # of all ranks, or of this one
     pipeline = Pipeline(stages, receives, build("1f1b", 2, 8))
     model = DataParallelBucket(pipeline)
-    loss = Executor(pipeline.schedule)(model, BatchList(batches), device)
+    loss = Executor(pipeline.schedule)(model, BatchList(batches), device)   # or see `whole_batch`
 
 A stage is called with the tensors of the message from the stage before it and with the arguments of the micro-batch. It
 returns the message to the next stage, a tensor or a tuple of tensors; the last stage returns the loss. A tensor that a
@@ -230,12 +230,21 @@ class Pipeline(PipelineStages):
         stage: int | None = None,
         micro_batch: int | None = None,
         args: Sequence[Any] = (),
+        inputs: Sequence[Any] = (),
+        loss: Callable[[Message], Tensor] | None = None,
         **batch: Any,
     ) -> Message:
-        """Run a stage, by default this rank's first one, on the message from the stage before it."""
+        """Run a stage, by default this rank's first one, on the message from the stage before it.
+
+        Args:
+            args: arguments of each stage, after the message.
+            inputs: arguments of the first stage, instead of a message.
+            loss: function of the last stage's output, whose result the stage then returns.
+        """
         number = min(map(int, self.stages)) if stage is None else stage
-        outputs: Message = self.stages[str(number)](*tensors(hidden_states), *args, **batch)
-        return outputs
+        message = tensors(hidden_states) if number > 0 else inputs
+        outputs: Message = self.stages[str(number)](*message, *args, **batch)
+        return outputs if loss is None or number < self.schedule.num_stages - 1 else loss(outputs)
 
     def parameters_of(self, number: int) -> Iterable[nn.Parameter]:
         return self.stages[str(number)].parameters()

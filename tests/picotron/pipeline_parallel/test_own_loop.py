@@ -1,4 +1,7 @@
-"""A 1F1B loop of a user, with the names and signatures of Hugging Face's picotron, runs with our model."""
+"""A 1F1B loop of a user, with the names, calls and flags of Hugging Face's picotron, trains our model as one process
+does: it neither divides the loss by the number of micro-batches nor calls finish_grad_sync, it sets
+require_backward_grad_sync to True on the last stage in any case, and to False only if there are replicas.
+"""
 
 from typing import Any
 
@@ -7,33 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conformance.oracle import assert_close, oracle_model, our_model, tiny_llama
-from conformance.training import CPU, Loader, all_stages, batches, layout_name, pipeline_config, plan_of, wrapped
+from conformance.oracle import assert_close, oracle_model, our_model, tiny_llama, torch_adamw
+from conformance.training import CPU, Loader, all_stages, batches, pipeline_config, plan_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
+from picotron.bfloat16_states import make_optimizer
 from picotron.collectives import all_reduce
+from picotron.config import Config
+from picotron.optimizer import clip_grad_norm
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
 
 MODEL = {"num_hidden_layers": 4, "tie_word_embeddings": True}
-
-
-def expected_step() -> tuple[Tensor, dict[str, Any]]:
-    """Return transformers' mean loss of three micro-batches, and its gradients."""
-    config = tiny_llama(**MODEL)
-    model = oracle_model(config, our_model(config, seed=42).state_dict())
-    losses = [
-        F.cross_entropy(model(input_ids=each["input_ids"]).logits.flatten(0, 1), each["target_ids"].flatten())
-        for each in batches(3)
-    ]
-    loss = torch.stack(losses).mean()
-    loss.backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+M, STEPS = 3, 3
 
 
 def own_1f1b(model: Any, data_loader: Any, tensor_shapes: Any, device: torch.device, dtype: torch.dtype) -> float:
     grid, micro_batches, total = pgm.process_group_manager, data_loader.grad_acc_steps, 0.0
     ahead = min(grid.pp_world_size - grid.pp_rank - 1, micro_batches)
-    synchronises = grid.cp_dp_world_size > 1
+    has_replicas = grid.cp_dp_world_size > 1
     message = {"device": device, "dtype": dtype}
     waiting: list[tuple[Tensor | None, Tensor]] = []
 
@@ -44,24 +38,27 @@ def own_1f1b(model: Any, data_loader: Any, tensor_shapes: Any, device: torch.dev
             input_ids=batch["input_ids"], position_ids=batch["position_ids"], hidden_states=input_tensor
         )
         if grid.pp_is_last_stage:
-            y = F.cross_entropy(y.transpose(1, 2), batch["target_ids"], reduction="mean") / micro_batches
-            total += y.item()
-        waiting.append((input_tensor, y))
+            y = F.cross_entropy(y.transpose(1, 2), batch["target_ids"], reduction="mean")
+            total += y.item() / micro_batches
         return y
 
     for _ in range(ahead):
         x = pipeline_communicate(operation="recv_forward", shapes=tensor_shapes, **message)
-        pipeline_communicate(operation="send_forward", tensor=forward(x), **message)
+        y = forward(x)
+        pipeline_communicate(operation="send_forward", tensor=y, **message)
+        waiting.append((x, y))
     if ahead < micro_batches:
         x = pipeline_communicate(operation="recv_forward", shapes=tensor_shapes, **message)
-    if synchronises:
+    if has_replicas:
         model.require_backward_grad_sync = False
     for i in range(micro_batches - ahead):
         is_last = i == micro_batches - ahead - 1
+        y = forward(x)
         dy = bidirectional_pipeline_communicate(
-            operation="send_fwd_recv_bwd", send_tensor=forward(x), recv_shapes=tensor_shapes, **message
+            operation="send_fwd_recv_bwd", send_tensor=y, recv_shapes=tensor_shapes, **message
         )
-        if synchronises and ahead == 0 and is_last:
+        waiting.append((x, y))
+        if ahead == 0 and is_last:
             model.require_backward_grad_sync = True
         dx = model.backward(*waiting.pop(0), dy)
         if is_last:
@@ -71,29 +68,67 @@ def own_1f1b(model: Any, data_loader: Any, tensor_shapes: Any, device: torch.dev
                 operation="send_bwd_recv_fwd", send_tensor=dx, recv_shapes=tensor_shapes, **message
             )
     for i in range(ahead):
-        if synchronises:
+        if has_replicas:
             model.require_backward_grad_sync = i == ahead - 1
         dy = pipeline_communicate(operation="recv_backward", shapes=tensor_shapes, **message)
         dx = model.backward(*waiting.pop(0), dy)
         pipeline_communicate(operation="send_backward", tensor=dx, **message)
-    model.finish_grad_sync()
     return total
 
 
-def one_step(layout: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    config, model_config = pipeline_config("1f1b", **layout), tiny_llama(**MODEL)
+def data_of(step: int, dp_rank: int) -> list[dict[str, Any]]:
+    """Return a step's micro-batches, which differ on each dp rank."""
+    tokens = ("input_ids", "target_ids")
+    return [each | {name: (each[name] + step + 7 * dp_rank) % 61 for name in tokens} for each in batches(M)]
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Train with the loop. Returns losses, gradient norms, and the weights at the end."""
+    model_config = tiny_llama(**MODEL)
     model = wrapped(config, model_config, torch.float64, plan_of)
-    shape = 2, 16, model_config.hidden_size
-    loss = torch.tensor(own_1f1b(model, Loader(batches(3)), shape, CPU, torch.float64), dtype=torch.float64)
-    all_reduce(loss, pgm.process_group_manager.pp_group)
-    return loss, all_stages(model.module.module, "main_grad")
+    optimizer, grid = make_optimizer(model, config), pgm.process_group_manager
+    losses, norms = [], []
+    for step in range(STEPS):
+        loader = Loader(data_of(step, grid.dp_rank))
+        found = own_1f1b(model, loader, (2, 16, model_config.hidden_size), CPU, torch.float64)
+        loss = torch.tensor(found, dtype=torch.float64)
+        all_reduce(loss, grid.pp_group)
+        all_reduce(loss, grid.dp_group, torch.distributed.ReduceOp.AVG)
+        losses.append(loss)
+        norms.append(clip_grad_norm(model, config.training.max_grad_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "weights": all_stages(model.module.module, "data")}
 
 
-@pytest.mark.parametrize("layout", [{"pp": 3}, {"pp": 2, "dp_size": 2}], ids=layout_name)
-def test_gradients_equal_transformers(pool: WorkerPool, layout: dict[str, int]) -> None:
-    (expected_loss, expected), processes = expected_step(), layout["pp"] * layout.get("dp_size", 1)
-    for loss, gradients in pool.run(one_step, processes, layout):
-        assert_close(loss, expected_loss, what="loss")
-        assert gradients.keys() == expected.keys()
-        for name, gradient in expected.items():
-            assert_close(gradients[name], gradient, what=name)
+def train_transformers(config: Config) -> dict[str, Any]:
+    """Train transformers' model on one process, on the data of all ranks."""
+    model_config, dp = tiny_llama(**MODEL), config.distributed.dp_size
+    model = oracle_model(model_config, our_model(model_config, seed=config.training.seed).state_dict())
+    optimizer = torch_adamw(model.parameters(), config.training)
+    losses, norms = [], []
+    for step in range(STEPS):
+        data = [batch for rank in range(dp) for batch in data_of(step, rank)]
+        found = [
+            F.cross_entropy(model(input_ids=each["input_ids"]).logits.flatten(0, 1), each["target_ids"].flatten())
+            for each in data
+        ]
+        loss = torch.stack(found).mean()
+        (M * loss).backward()
+        losses.append(loss.detach())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_grad_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "weights": dict(model.named_parameters())}
+
+
+@pytest.mark.parametrize("engine", ["naive", "bucket", "zero1", "zero3"])
+@pytest.mark.parametrize(("pp", "dp"), [(3, 1), (2, 2)])
+def test_the_loop_equals_transformers(pool: WorkerPool, engine: str, pp: int, dp: int) -> None:
+    config = pipeline_config("1f1b", pp, M, dp_size=dp, dp_engine=engine, training__max_grad_norm=0.5)
+    expected = train_transformers(config)
+    for found in pool.run(train, pp * dp, config):
+        for kind in ("losses", "norms"):
+            assert_close(torch.stack(found[kind]), torch.stack(expected[kind]), what=kind)
+        for name, weight in found["weights"].items():
+            assert_close(weight, expected["weights"][name], what=name)

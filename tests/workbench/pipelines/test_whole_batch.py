@@ -1,0 +1,99 @@
+"""A step on a whole batch equals that of torch.distributed.pipelining on the same stages."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+
+from conformance.oracle import assert_close
+from conformance.training import CPU
+from conformance.worker_pool import WorkerPool
+from picotron.console import UserError
+from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.model.placement import main_grad
+from picotron.process_group_manager import setup_process_group_manager
+from workbench.pipelines.modules import Pipeline
+from workbench.pipelines.whole_batch import WholeBatchStep
+from workbench.schedules.schedules import build, forward_only
+
+M, D = 3, 4
+
+
+class Stage(nn.Module):
+    """A stage with a mask (T, T) for all sequences of x (B, T, D), and one scale for each token, (T, B)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D, dtype=torch.float64)
+
+    def forward(self, x: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
+        return x + scale.T[..., None] * (mask @ torch.tanh(self.linear(x)))
+
+
+def stages_and_batch(seed: int) -> tuple[list[Stage], Tensor, Tensor, dict[str, Tensor]]:
+    torch.manual_seed(seed)
+    stages = [Stage(), Stage()]
+    T, B = 5, 2 * M
+    x, target = torch.randn(2, B, T, D, dtype=torch.float64)
+    return stages, x, target, {"mask": torch.rand(T, T).double().tril(), "scale": torch.rand(T, B).double()}
+
+
+def steps(name: str) -> dict[str, Any]:
+    """Run a step of ours and one of torch's. Returns outputs, losses and gradients of both."""
+    rank = setup_process_group_manager(1, 1, 2, 1).pp_rank
+    stages, x, target, batch = stages_and_batch(1)
+    pipeline = Pipeline(dict(enumerate(stages)), lambda *_: torch.empty_like(x[:2], device="meta"), build(name, 2, M))
+    model = DataParallelBucket(pipeline)
+    dims: dict[str | int, int | None] = {"scale": 1, "mask": None}
+    losses: list[Tensor] = []
+    ours = WholeBatchStep(pipeline.schedule, model, CPU, F.mse_loss, dims)
+    found: dict[str, Any] = {"output": ours(x, target=target, losses=losses, **batch), "losses": losses}
+    found["gradients"] = [main_grad(each).clone() for each in pipeline.stages[str(rank)].parameters()]
+    evaluation = WholeBatchStep(forward_only(2, M), model, CPU, F.mse_loss, dims)
+    found["evaluation"] = evaluation(x, target=target, **batch)
+
+    stage = stages_and_batch(1)[0][rank]
+    specs = {"mask": _Replicate(), "scale": TensorChunkSpec(1)}
+    schedule = ScheduleGPipe(
+        PipelineStage(stage, rank, 2, CPU),
+        M,
+        F.mse_loss,
+        kwargs_chunk_spec=specs,
+    )
+    theirs: list[Tensor] = []
+    output = schedule.step(*([x] if rank == 0 else []), target=target, losses=theirs, **batch)
+    right = {"output": output, "losses": theirs, "gradients": [p.grad for p in stage.parameters()]}
+    return {"found": found, "right": right}
+
+
+@pytest.mark.parametrize("name", ["afab", "1f1b", "zb_h1"])
+def test_outputs_losses_and_gradients_equal_torch(pool: WorkerPool, name: str) -> None:
+    first, last = pool.run(steps, 2, name)
+    assert first["found"]["output"] is None
+    assert first["found"]["losses"] == []
+    for rank in (first, last):
+        for gradient, right in zip(rank["found"]["gradients"], rank["right"]["gradients"], strict=True):
+            assert_close(gradient, right)
+    assert_close(torch.stack(last["found"]["losses"]), torch.stack(last["right"]["losses"]).detach())
+    assert_close(last["found"]["output"], last["right"]["output"])
+    assert_close(last["found"]["evaluation"], last["right"]["output"])
+
+
+def uneven() -> None:
+    setup_process_group_manager(1, 1, 2, 1)
+    stages, x, target, batch = stages_and_batch(1)
+    schedule = build("1f1b", 2, M)
+    model = DataParallelBucket(Pipeline(dict(enumerate(stages)), lambda *_: x, schedule))
+    step = WholeBatchStep(schedule, model, CPU, F.mse_loss, {"mask": None})
+    with pytest.raises(
+        UserError, match="argument 'scale' has 5 elements in dimension 0, which cannot be divided into 3"
+    ):
+        step(x, target=target, **batch)
+
+
+def test_an_argument_that_cannot_be_divided_is_an_error(pool: WorkerPool) -> None:
+    pool.run(uneven, 2)
