@@ -40,6 +40,8 @@ from picotron.run.run_folder import checkpoint_folders, parse_load_path
 logger = logging.getLogger("picotron")
 
 STATE_FILE = "trainer_state.json"
+ROWS = 2**12  # of matrices that are compared at a time
+SHOWN = 5  # names of tensors in a message
 
 
 class TrainerState(BaseModel):
@@ -142,6 +144,54 @@ def check_files(folder: Path, files: dict[str, list[ByteRange]], share: int = 0,
         check_range(path, expected)
 
 
+def check_tensors(model: SafetensorsFolder) -> dict[str, str]:
+    """Compare the tensors of a model folder, which any program may have written, with its config, and log which of them
+    are ignored. Every rank must call this.
+
+    Returns:
+        The names of tensors that the folder has under another name: it may have a tied matrix as that of the head.
+
+    Raises:
+        UserError: on every rank, if the head has a matrix of its own, although the config ties it to the embedding's.
+    """
+    config, head, embedding = (
+        load_model_config(Model(name=str(model.folder))),
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+    )
+    with torch.device("meta"):
+        ignored = model.file_of.keys() - {name for name, _ in Llama(config).named_parameters()}
+    names = {}
+    if config.tie_word_embeddings and head in ignored:
+        if embedding in model.file_of:
+            _check_equal_rows(model, head, embedding, torch.Size([config.vocab_size, config.hidden_size]))
+        else:
+            names = {embedding: head}
+        ignored -= {head}
+    if ignored := {name for name in ignored if not name.endswith(".inv_freq")}:  # buffers of old models
+        logger.warning(
+            "%s: ignored %s, which the model does not have", model.folder, ", ".join(sorted(ignored)[:SHOWN])
+        )
+    return names
+
+
+def _check_equal_rows(model: SafetensorsFolder, head: str, embedding: str, shape: torch.Size) -> None:
+    """Raise UserError on every rank if two matrices differ. The ranks share the rows."""
+    bounds = [shape[0] * rank // dist.get_world_size() for rank in (dist.get_rank(), dist.get_rank() + 1)]
+
+    def differ() -> bool:
+        rows = [slice(first, min(first + ROWS, bounds[1])) for first in range(bounds[0], bounds[1], ROWS)]
+        return any(
+            bool((model.read(head, shape, (each,)) != model.read(embedding, shape, (each,))).any()) for each in rows
+        )
+
+    if any(run_on_all_ranks(differ)):
+        raise UserError(
+            f"{model.folder} has a {head} that differs from {embedding}, but tie_word_embeddings is true in its config.json, or "
+            f"by default; set it to false there to use both, or remove {head}"
+        )
+
+
 class Checkpoint:
     """A checkpoint whose files have been checked, or a model folder without a trainer's state (`state` is None).
 
@@ -187,10 +237,12 @@ class Checkpoint:
         so it reads these, except for frozen parameters, which have none.
 
         Raises:
-            UserError: on every rank, if the weights of a model folder, which has no checksums, differ between ranks.
+            UserError: on every rank, if the weights of a model folder, which has no checksums, differ between ranks, or
+                see `check_tensors`.
         """
-        model = SafetensorsFolder(self.folder)
+        model, names = SafetensorsFolder(self.folder), dict[str, str]()
         if self.state is None:
+            names = check_tensors(model)
             first, *others = run_on_all_ranks(model.fingerprint)
             if different := [rank for rank, each in enumerate(others, 1) if each != first]:
                 raise UserError(
@@ -200,7 +252,7 @@ class Checkpoint:
         masters = SafetensorsFolder(self.folder, "master") if self.has("master") else model
 
         def read(name: str, shape: torch.Size, index: Index) -> Tensor:
-            return (masters if name in masters.file_of else model).read(name, shape, index)
+            return (masters if name in masters.file_of else model).read(names.get(name, name), shape, index)
 
         return read
 

@@ -8,6 +8,7 @@ library can read these files, but it can only write a file whose tensors are all
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -105,8 +106,10 @@ class SafetensorsFolder:
             UserError: the tensor is missing or has a different shape, or its file is missing or damaged.
         """
         if name not in self.file_of:
+            closest = "".join(difflib.get_close_matches(name, self.file_of, 1, cutoff=0.0)) or "none"
             raise UserError(
-                f"{self.folder} has no tensor {name}; check that the architecture and the number of layers match"
+                f"{self.folder} has no tensor {name}; of its {len(self.file_of)} tensors, {closest} has the closest name. Rename "
+                f"its tensors, or correct its config.json, such as num_hidden_layers or tie_word_embeddings"
             )
         path = self.file_of[name]
         with self._reading(path), safe_open(path, framework="pt") as file:

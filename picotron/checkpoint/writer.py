@@ -265,6 +265,20 @@ def model_files(model_config: PreTrainedConfig, dtype: str, tokenizer_folder: Pa
             config.eos_token_id = tokenizer.eos_token_id
         paths = [path for path in tokenizer_folder.rglob("*") if path.is_file()]  # chat templates may be in a subfolder
         files = {path.relative_to(tokenizer_folder).as_posix(): path.read_bytes() for path in paths}
-    files["config.json"] = config.to_json_string().encode()
+    data = json.loads(config.to_json_string()) | earlier_keys(config)
+    files["config.json"] = f"{json.dumps(data, indent=2, sort_keys=True)}\n".encode()
     files["generation_config.json"] = GenerationConfig.from_model_config(config).to_json_string().encode()
     return files
+
+
+def earlier_keys(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the keys of a config.json that transformers 4 and other programs read instead of `rope_parameters` and
+    `dtype`. Without these keys, the rotary embeddings have other frequencies there, without a warning.
+    """
+    rope = dict(config.rope_parameters)
+    theta = rope.pop("rope_theta")
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "torch_dtype": str(config.dtype).removeprefix("torch."),
+    }
