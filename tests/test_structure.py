@@ -27,7 +27,7 @@ LAYERS = """
     picotron.parallelize picotron.layout_checks
     picotron.checkpoint
 
-    workbench.schedules workbench.prepare
+    workbench.schedules workbench.prepare workbench.export
     workbench.drawing workbench.pipelines
     workbench.own_loops workbench.generation
     workbench.explain

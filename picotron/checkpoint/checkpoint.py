@@ -168,10 +168,10 @@ def check_tensors(model: SafetensorsFolder) -> dict[str, str]:
         else:
             names = {embedding: head}
         ignored -= {head}
-    if ignored := {name for name in ignored if not name.endswith(".inv_freq")}:  # buffers of old models
-        logger.warning(
-            "%s: ignored %s, which the model does not have", model.folder, ", ".join(sorted(ignored)[:SHOWN])
-        )
+    ignored = {name for name in ignored if not name.endswith(".inv_freq")}  # buffers of old models
+    if ignored and dist.get_rank() == 0:
+        first = ", ".join(sorted(ignored)[:SHOWN])
+        logger.warning("%s has %d tensors that the model ignores: %s", model.folder, len(ignored), first)
     return names
 
 
@@ -187,7 +187,7 @@ def _check_equal_rows(model: SafetensorsFolder, head: str, embedding: str, shape
 
     if any(run_on_all_ranks(differ)):
         raise UserError(
-            f"{model.folder} has a {head} that differs from {embedding}, but tie_word_embeddings is true in its config.json, or "
+            f"{model.folder} has its own {head}, which differs from {embedding}, but tie_word_embeddings is true in its config.json, or "
             f"by default; set it to false there to use both, or remove {head}"
         )
 

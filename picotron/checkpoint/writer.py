@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from picotron import process_group_manager as pgm
 from picotron.checkpoint.checkpoint import STATE_FILE, TrainerState
 from picotron.checkpoint.host_buffers import HostBuffers
+from picotron.checkpoint.model_card import model_card
 from picotron.checkpoint.safetensors_folder import ByteRange, write_file
 from picotron.checkpoint.stage_files import StageFiles, TensorSlice, WrittenFile
 from picotron.collectives import all_reduce, run_on_all_ranks
@@ -37,7 +38,7 @@ from picotron.model.llama import Llama
 from picotron.model.model_config import end_tokens
 from picotron.optimizer import AdamW
 from picotron.run.progress import Progress
-from picotron.run.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint
+from picotron.run.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint, read_records
 
 logger = logging.getLogger("picotron")
 
@@ -68,7 +69,12 @@ class CheckpointWriter:
         wandb_run_id: str | None = None,
     ) -> None:
         grid = pgm.process_group_manager
-        self.config, self.fingerprint, self.wandb_run_id = config, fingerprint, wandb_run_id
+        self.config, self.model_config, self.fingerprint, self.wandb_run_id = (
+            config,
+            model_config,
+            fingerprint,
+            wandb_run_id,
+        )
         self.model_files = model_files(model_config, config.model.dtype, tokenizer) if grid.global_rank == 0 else {}
         self.save_dir = Path(config.checkpoint.save_dir)
         # Separate groups, because a background thread may call collectives during training; gloo for data on the CPU.
@@ -213,14 +219,18 @@ class CheckpointWriter:
         for name, content in (self.model_files | self._indices(written)).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             files[name] = write_file(folder / name, [(0, content)])
+        layout, versions = str(pgm.process_group_manager), versions_of_libraries()
+        records, _ = read_records(self.save_dir / "metrics.jsonl")
+        card = model_card(self.config, self.model_config, progress, layout, versions, records)
+        write_file(folder / "README.md", [(0, card.encode())])  # without a checksum, because it may be edited
         state = TrainerState(
             **dataclasses.asdict(progress),
             data_fingerprint=self.fingerprint,
             updates={name: n for each in written for name, n in each.updates.items() if 0 < n != progress.step},
             seed=self.config.training.seed,
-            layout=str(pgm.process_group_manager),
+            layout=layout,
             config=self.config.model_dump(mode="json"),
-            versions={"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+            versions=versions,
             wandb_run_id=self.wandb_run_id,
             files=files,
         )  # fmt: skip
@@ -247,6 +257,11 @@ class CheckpointWriter:
         return {
             f"{kind}.safetensors.index.json": json.dumps(index, indent=2).encode() for kind, index in indices.items()
         }
+
+
+def versions_of_libraries() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return versions | {"transformers": transformers.__version__}
 
 
 def model_files(model_config: PreTrainedConfig, dtype: str, tokenizer_folder: Path | None) -> dict[str, bytes]:

@@ -47,7 +47,7 @@ def _llama(config: Any) -> Differences:
 
 def _mistral(config: Any) -> Differences:
     """Mistral 7B (arXiv:2310.06825)."""
-    return Differences(window=config.sliding_window)
+    return Differences(window=config.sliding_window or None)
 
 
 def _qwen2(config: Any) -> Differences:
@@ -124,5 +124,5 @@ def architecture(config: "PreTrainedConfig") -> dict[str, Any]:
 
 
 def _window(config: Any) -> int | None:
-    """Return the sliding window of a model of which some layers may have one."""
-    return config.sliding_window if "sliding_attention" in config.layer_types else None
+    """Return the sliding window of a model of which some layers may have one. 0 means none."""
+    return config.sliding_window or None if "sliding_attention" in config.layer_types else None

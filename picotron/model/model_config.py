@@ -19,6 +19,7 @@ from picotron.model.llama import ACTIVATIONS
 
 Size = Annotated[int, Field(ge=1, le=2**24)]
 Multiplier = Annotated[float, Field(gt=0)]
+Token = Annotated[int, Field(ge=-1, le=2**40)]
 ROPE_FACTORS = {  # keys of rope_parameters that a rope_type needs, besides rope_theta
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -39,7 +40,11 @@ class Limits(BaseModel):
     head_dim: Size | None = None
     max_position_embeddings: Annotated[int, Field(ge=1)] = 1
     rms_norm_eps: Annotated[float, Field(ge=0)] = 0
+    initializer_range: Annotated[float, Field(ge=0, le=1e6)] = 0
     pad_token_id: Annotated[int, Field(ge=-1)] | None = None
+    eos_token_id: Token | list[Token] | None = None
+    sliding_window: Annotated[int, Field(ge=0)] | None = None
+    no_rope_layers: list[Literal[0, 1]] | None = None
     num_labels: Annotated[int, Field(ge=0, le=2**16)] = 2  # transformers makes a table of this size
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     no_rope_layer_interval: Size = 1
@@ -148,7 +153,8 @@ def check_supported(config: PreTrainedConfig) -> None:
         if value not in supported:
             allowed = " or ".join(repr(v) for v in supported)
             raise UserError(
-                f"{name}={value!r} in the model's config.json is not supported; picotron supports {allowed}"
+                f"{name}={value!r} in the model's config.json is not supported; picotron supports {allowed}. To train without "
+                f"it, change the key in a copy of the model's folder"
             )
     for name in ("rope_theta", *ROPE_FACTORS.get(parameters["rope_type"], ())):
         value = parameters.get(name)

@@ -127,6 +127,7 @@ def test_window_is_accepted_where_it_cannot_act(tmp_path: Path) -> None:
     check_layout(make_config(training__seq_length=12), config)
     with pytest.raises(UserError, match=r"seq_length=13 .* sliding_window=12"):
         check_layout(make_config(training__seq_length=13), config)
+    check_layout(make_config(training__seq_length=13), tiny_llama("mistral", sliding_window=0))  # none
 
 
 @pytest.mark.parametrize(("key", "layers"), [("layer_types", 5), ("no_rope_layers", 2)])
