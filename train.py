@@ -74,11 +74,12 @@ def main() -> None:
     # Data: token files, which all ranks map into memory. A checkpoint stores the position to resume from.
     checkpoint = find_checkpoint(config, model_config)
     folder = Path(config.dataset.name)
+    trained = checkpoint.tokenizer if checkpoint else None
     if not has_token_files(folder):
         from workbench.prepare.tokens import prepare  # needed for text only, which one process per machine tokenises
 
-        folder = prepare(config, model_config, checkpoint.tokenizer if checkpoint else None)
-    data, tokenizer = load_token_files(folder, config, model_config)
+        folder = prepare(config, model_config, trained)
+    data, tokenizer = load_token_files(folder, config, model_config, trained)
     train_rows, eval_rows = split_train_eval(data, config)
     fingerprint = data_fingerprint(train_rows, config)
     progress = checkpoint.progress(fingerprint) if checkpoint else Progress()

@@ -7,6 +7,7 @@ examples/distillation.json, whose keys can be given as for train.py. Both models
 
 import functools
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Config
 from picotron.config_reader import config_parser, load_config
 from picotron.console import UserError, number
+from picotron.data.token_files import check_tokenizer
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
@@ -77,6 +79,8 @@ def check_tokenizers(config: Config, teacher: str) -> None:
     folder, own = find_folder(teacher), config.model.tokenizer or config.model.name
     if not any(folder.glob("tokenizer*")):
         return
+    if (of_data := Path(config.dataset.name, "tokenizer")).is_dir():  # token files
+        return check_tokenizer(of_data, folder)
     problem = "would train a new tokenizer" if own == "bpe" else ""
     if not problem:
         vocabulary = read_tokenizer(config, check_run(config)[0]).get_vocab()

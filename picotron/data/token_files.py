@@ -6,15 +6,18 @@ tokenizer/                    files of the tokenizer, which checkpoints copy
 token_files.json              see `TokenFiles`
 """
 
+import hashlib
 import os
 import platform
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from transformers import AutoTokenizer, PreTrainedConfig
 
+from picotron import process_group_manager as pgm
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Dataset
 from picotron.config_reader import default_of
@@ -24,7 +27,9 @@ from picotron.files import read_object
 
 FILE = "token_files.json"
 ARRAYS = ("tokens.uint16", "tokens.uint32", "counted.uint8", "lengths.int64")
-KEYS_OF_TEXT = ("dataset.mixture", "dataset.subset_name", "dataset.split", "training.num_samples", "model.tokenizer")
+KEYS_OF_TEXT = (
+    "dataset.mixture", "dataset.subset_name", "dataset.split", "dataset.num_proc", "training.num_samples", "model.tokenizer",
+)  # fmt: skip
 DECODED = 2**20  # tokens that are decoded at a time
 
 
@@ -38,7 +43,7 @@ class TokenFiles(BaseModel):
     vocab_size: NonNegativeInt
     """highest token of the tokenizer + 1"""
     digest: str
-    """hash of the other files"""
+    """hash of the other files, see `digest_of`; "" if it is unknown"""
     sizes: dict[str, NonNegativeInt]
     """numbers of bytes of the other files"""
 
@@ -48,16 +53,36 @@ def has_token_files(folder: Path) -> bool:
     return any(run_on_all_ranks(lambda: os.path.isfile(folder / FILE)))
 
 
-def load_token_files(folder: Path, config: Config, model_config: PreTrainedConfig) -> tuple[Text | Samples, Path]:
+def digest_of(folder: Path) -> str:
+    """Return a hash of the contents of all files in a folder but FILE."""
+    sums = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE):
+        with path.open("rb") as file:
+            sums[str(path.relative_to(folder))] = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:24]
+
+
+def load_token_files(
+    folder: Path, config: Config, model_config: PreTrainedConfig, trained: Path | None = None
+) -> tuple[Text | Samples, Path]:
     """Map the arrays of a folder into memory. Every rank must call this. Returns the data and the tokenizer's folder.
 
+    Args:
+        trained: folder of the tokenizer with which the model was trained so far, or None.
+
     Raises:
-        UserError: on every rank, if the machines have different data; see also `map_token_files`.
+        UserError: on every rank, if the machines have different data, the model was trained with another tokenizer, or
+            a folder that the config names was damaged; see also `map_token_files`.
     """
     data: list[Text | Samples] = []
 
     def load() -> tuple[str, str]:
         mapped, digest = map_token_files(folder, config, model_config)
+        if pgm.process_group_manager.local_rank == 0:  # once per machine
+            if folder == Path(config.dataset.name):  # what this machine has written itself is in the cache
+                check_contents(folder, mapped, digest, model_config)
+            if trained is not None:
+                check_tokenizer(folder / "tokenizer", trained)
         data.append(mapped)  # not returned, because results are sent to all ranks
         return digest, platform.node()
 
@@ -112,6 +137,37 @@ def map_token_files(folder: Path, config: Config, model_config: PreTrainedConfig
     check_end(section, facts.end)
     end = facts.end if section.masks_documents else None
     return Samples(**arrays) if section.has_samples else Text(arrays["tokens"], end), facts.digest
+
+
+def check_contents(folder: Path, data: Text | Samples, digest: str, model_config: PreTrainedConfig) -> None:
+    """Raise a UserError if files are not those that were written, or if tokens are not in the model's vocabulary, which
+    tensor parallelism would take for tokens of another rank.
+    """
+    if digest and digest_of(folder) != digest:
+        raise UserError(f"files in {folder} differ from those that were written; copy the whole folder again")
+    if (largest := int(data.tokens.max())) >= model_config.vocab_size:
+        raise UserError(
+            f"{folder} has the token {largest}, but the model's vocab_size is {model_config.vocab_size}; tokenise the data "
+            f"again, with a tokenizer of this model"
+        )
+
+
+def check_tokenizer(folder: Path, trained: Path) -> None:
+    """Raise a UserError if a number stands for different tokens in two tokenizers. (Either may have more tokens.)"""
+    ours, theirs = ({i: token for token, i in read_vocabulary(each).items()} for each in (folder, trained))
+    for number in sorted(ours.keys() & theirs.keys()):
+        if ours[number] != theirs[number]:
+            raise UserError(
+                f"token {number} of the data is {ours[number]!r}, but the model in {trained} was trained with a tokenizer in "
+                f"which it is {theirs[number]!r}; tokenise the data with that tokenizer (model.tokenizer={str(trained)!r}), or "
+                f"start from random weights"
+            )
+
+
+def read_vocabulary(folder: Path) -> dict[str, int]:
+    """Return the number of each token of a tokenizer."""
+    vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
+    return vocabulary
 
 
 def check_end(section: Dataset, end: int | None) -> None:

@@ -99,7 +99,7 @@ def read_data(config: Config, model_config: PreTrainedConfig, trained: Path | No
     folder = Path(config.dataset.name)
     if not has_token_files(folder):
         folder = prepare(config, model_config, trained)
-    tokens, tokenizer = load_token_files(folder, config, model_config)
+    tokens, tokenizer = load_token_files(folder, config, model_config, trained)
     rows, _ = split_train_eval(tokens, config)
     return Data(data_fingerprint(rows, config), tokenizer, rows)
 

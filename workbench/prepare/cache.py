@@ -1,6 +1,11 @@
-"""Cache of tokens and tokenizers: folders that are complete or absent, each written by one process at a time."""
+"""Cache of tokens and tokenizers: folders that are complete or absent, each written by one process at a time.
+
+An entry has a lock. Whoever holds it may write the entry, or delete what a killed writer has left of it. The file of
+the lock has the sizes of the entry's files, so that an entry from which something was lost is written again.
+"""
 
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -37,26 +42,43 @@ def cached(kind: str, key: str, write: Callable[[Path], None]) -> Path:
         UserError: the cache cannot be written.
     """
     entry = cache_folder() / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    if entry.exists():
-        return entry
+    lock_file = entry.with_suffix(LOCK)
     try:
+        if is_whole(entry, lock_file):
+            return entry
         entry.parent.mkdir(parents=True, exist_ok=True)
         _delete_unfinished(entry.parent)
-        lock_file = entry.with_suffix(LOCK)
-        with locked(lock_file) as is_free:
-            if not is_free:
+        with locked(lock_file) as lock:
+            if lock is None:
                 logger.warning("waiting for another process that writes %s", entry)
-        with locked(lock_file, wait=True):
-            if not entry.exists():  # no other process has written it meanwhile
+        with locked(lock_file, wait=True) as lock:
+            if not is_whole(entry, lock_file):  # no other process has written it meanwhile
+                if entry.exists():
+                    logger.warning("%s is damaged, and is written again", entry)
                 with new_folder(entry) as new:
                     write(new)
                     _flush(new)
+                assert lock is not None
+                lock.truncate(0)
+                lock.write(_sizes(entry))
     except OSError as error:
         raise UserError(
             f"the cache {entry.parent} cannot be written: {error.strerror}; free some space, or set XDG_CACHE_HOME to "
             f"another folder"
         ) from None
     return entry
+
+
+def is_whole(entry: Path, lock_file: Path) -> bool:
+    """Return whether an entry exists, with all the files that were written. (Entries of earlier versions: any.)"""
+    written = lock_file.read_text() if lock_file.exists() else ""
+    return entry.exists() and (not written or written == _sizes(entry))
+
+
+def _sizes(folder: Path) -> str:
+    """Return the sizes of all files in a folder, as JSON."""
+    files = sorted(filter(Path.is_file, folder.rglob("*")))
+    return json.dumps({str(path.relative_to(folder)): path.stat().st_size for path in files})
 
 
 def _flush(folder: Path) -> None:
@@ -67,8 +89,8 @@ def _flush(folder: Path) -> None:
 
 
 def _delete_unfinished(folder: Path) -> None:
-    """Delete the incomplete entries of killed processes."""
+    """Delete the incomplete entries of killed processes. What cannot be deleted does no harm."""
     for path in folder.glob(f"*{UNFINISHED}"):
         with locked(path.with_suffix(LOCK)) as lock:
-            if lock:
-                shutil.rmtree(path)
+            if lock:  # so nobody else writes or deletes it
+                shutil.rmtree(path, ignore_errors=True)

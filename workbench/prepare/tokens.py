@@ -4,7 +4,6 @@ tokens, samples for fine-tuning into their tokens, lengths and a mask.
 
 import contextlib
 import datetime
-import hashlib
 import json
 import logging
 import os
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch.distributed as dist
-import xxhash
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -25,7 +23,7 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config
 from picotron.console import UserError, first_line
-from picotron.data.token_files import FILE, TokenFiles, check_end
+from picotron.data.token_files import FILE, TokenFiles, check_end, digest_of
 from picotron.files import parse_json
 from picotron.model.hub import connect
 from picotron.run.launch import ignore_stop_signals
@@ -337,11 +335,6 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder
         progress.update((documents.size or progress.n) - progress.n)  # sizes of records are approximate
 
 
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
-
-
 def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> Path:
     """Tokenise the data set, unless its token files are in the cache. Returns their folder.
 
@@ -358,12 +351,12 @@ def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path |
         make_encoder = SampleEncoder if section.has_samples else TextEncoder
         _write_arrays(documents, make_encoder(section.columns, tokenizer, dtype), section.num_proc, folder)
         save(tokenizer, folder / "tokenizer")
-        sums = {str(path.relative_to(folder)): _checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
         facts = TokenFiles(
             end=tokenizer.eos_token_id,
             vocab_size=vocabulary_size(tokenizer),
-            digest=hashlib.sha256(repr(sums).encode()).hexdigest()[:24],
-            sizes={name: (folder / name).stat().st_size for name in sums},
+            digest=digest_of(folder),
+            sizes={str(path.relative_to(folder)): path.stat().st_size for path in files},
         )
         (folder / FILE).write_text(facts.model_dump_json(indent=2) + "\n")
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
@@ -9,8 +11,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch.distributed as dist
+from transformers import AutoTokenizer
 
 from conformance.oracle import make_config, tiny_llama
 from conformance.worker_pool import WorkerPool
@@ -133,6 +137,65 @@ def test_mistakes(
     damage(folders[kind], dict(changes))
     with pytest.raises(UserError, match=message):
         map_token_files(folders[kind], make_config(dataset__name=str(folders[kind]), **keys), MODEL)
+
+
+def load_each(folders: list[Path], trained: Path | None) -> list[str]:
+    """Load folders as their configs' data. Returns the mistakes."""
+    setup_process_group_manager(1, 1, 1, 1)
+    found = []
+    for folder in folders:
+        columns = PROMPTS if (folder / "lengths.int64").exists() else {}
+        try:
+            load_token_files(folder, make_config(dataset__name=str(folder), **columns), MODEL, trained)
+            found.append("")
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def test_random_damage_that_keeps_the_sizes_is_found(
+    pool: WorkerPool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    dice, copies = random.Random(1), []
+    for number in range(30):
+        folder = folders[dice.choice(["text", "samples"])]
+        copies.append(Path(shutil.copytree(folder, tmp_path / f"{number}")))
+        files = [path for path in copies[-1].rglob("*") if path.is_file() and path.name != FILE]
+        content = bytearray((path := dice.choice(files)).read_bytes())
+        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        path.write_bytes(content)
+    (found,) = pool.run(load_each, 1, [*folders.values(), *copies], None)
+    assert found[:2] == ["", ""]
+    assert all(found[2:])
+    assert sum("copy the whole folder again" in each for each in found) > 20  # others, by wrong lengths
+
+
+def test_tokens_outside_of_the_vocabulary_are_found(pool: WorkerPool, folders: dict[str, Path]) -> None:
+    """In a folder that a program of the user has written, which may leave out the digest."""
+    tokens = np.memmap(folders["text"] / "tokens.uint16", np.uint16, "r+")
+    tokens[-2] = 300
+    tokens.flush()
+    damage(folders["text"], {"digest": ""})
+    (found,) = pool.run(load_each, 1, [folders["text"]], None)
+    assert "has the token 300, but the model's vocab_size is 300" in found[0]
+
+
+def test_token_files_of_another_tokenizer_than_the_models_are_found(
+    pool: WorkerPool, folders: dict[str, Path], folder: str, tmp_path: Path
+) -> None:
+    larger, other = AutoTokenizer.from_pretrained(folder), json.loads(Path(folder, "tokenizer.json").read_text())
+    larger.add_tokens(["<new>"])
+    larger.save_pretrained(tmp_path / "larger")
+    vocabulary = other["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    shutil.copytree(folder, tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(other))
+    assert pool.run(load_each, 1, [folders["text"]], tmp_path / "larger") == [[""]]
+    (found,) = pool.run(load_each, 1, [folders["text"]], tmp_path / "other")
+    assert re.search(
+        r"token \d+ of the data is '[ab]', but the model .* was trained with a tokenizer in which it is '[ab]'",
+        found[0],
+    )
 
 
 def load_on_hosts(names: list[str]) -> str:
