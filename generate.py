@@ -8,6 +8,9 @@ its layers (pp_size), its matrices (tp_size) and, with the remaining factor of t
 With --chat, the user and a model that was trained on conversations take turns in the terminal.
 """
 
+import picotron.run.quiet_imports  # noqa: F401 -- before all that take long
+
+# isort: split
 import argparse
 import datetime
 import json
@@ -152,7 +155,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(*names.split(), type=type, default=default, help=f"{text} [{default}]")
 
     parser.add_argument(
-        "--checkpoint", required=True, help="checkpoint, run folder (for its newest checkpoint) or hub id"
+        "--checkpoint", type=utf8, required=True, help="checkpoint, run folder (for its newest checkpoint) or hub id"
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--prompt", type=utf8, default="", help="beginning of the text [empty: a new document]")

@@ -3,6 +3,9 @@
 This file is the table of contents of a run: config, process groups, data, model, optimizer, outputs and training loop.
 """
 
+import picotron.run.quiet_imports  # noqa: F401 -- before all that take long
+
+# isort: split
 import logging
 import sys
 from pathlib import Path

@@ -38,8 +38,9 @@ from workbench.own_loops.trainer import (
     used_keys,
 )
 from workbench.pipelines.engine import check_run
-from workbench.prepare.documents import load_documents
-from workbench.prepare.samples import SampleEncoder, is_conversation
+from workbench.prepare.conversations import messages_of
+from workbench.prepare.documents import WEIGHT, load_documents
+from workbench.prepare.samples import SampleEncoder
 from workbench.prepare.tokens import convert, read_tokenizer, tokenizer_folder
 
 logger = logging.getLogger("picotron")
@@ -61,7 +62,12 @@ def read_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[tuple
     def row(sample: dict[str, Any]) -> Row:
         texts = {"prompt_column": "prompt", "completion_column": "completion"}
         encoder = encoder_of(**({"messages_column": "messages"} if "messages" in sample else texts))
-        tokens, counted, _ = encoder.encode([*encoder.convert(sample)]).values()
+        samples = [*encoder.convert(sample)]
+        if len(samples) != 1:
+            raise UserError(
+                "the chat template changes earlier turns of the assistant, so an answer can have only one; remove the record"
+            )
+        tokens, counted, _ = encoder.encode(samples).values()
         return tokens[:-1].tolist(), np.where(counted[1:], tokens[1:], IGNORE_INDEX).tolist()
 
     def pair(record: Any) -> Iterator[tuple[Row, Row]]:
@@ -88,9 +94,10 @@ def samples_of(record: Any) -> list[dict[str, Any]]:
     be a text, and answers may begin with the prompt, which may then be missing.
     """
     fields: list[Any] = [record.get(name) if isinstance(record, dict) else None for name in FIELDS]
-    prompt, *answers = fields
-    has_answers = all(isinstance(answer, str) or is_conversation(answer) for answer in answers)
-    if not has_answers or tuple(map(type, fields)) not in TYPES:
+    prompt: Any
+    answers: list[Any]
+    prompt, *answers = (messages_of(each) if isinstance(each, list) else each for each in fields)
+    if None in answers or tuple(map(type, (prompt, *answers))) not in TYPES:
         messages = 'messages with the texts "role" and "content"'
         raise UserError(f"there should be a prompt, chosen and rejected: three texts, or three lists of {messages}")
     if isinstance(answers[0], str):
@@ -100,7 +107,10 @@ def samples_of(record: Any) -> list[dict[str, Any]]:
         answers = [prompt + answer for answer in answers]
     elif any(message not in answer for message in prompt for answer in answers):
         raise UserError("chosen and rejected should begin with a message of the assistant, or with the prompt")
-    return [record | {"messages": answer} for answer in answers]
+    before_last = (answer[:-1] for answer in answers)
+    equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*before_last, strict=False))
+    shared = [message | {WEIGHT: 0} for message, _ in equal]  # turns of the prompt, which are no answers
+    return [record | {"messages": shared + answer[len(shared) :]} for answer in answers]
 
 
 def batch_of(pairs: list[tuple[Row, Row]], length: int) -> Batch:

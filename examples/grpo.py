@@ -20,7 +20,6 @@ prompt and its completion together have up to seq_length + 1 tokens: seq_length 
 import argparse
 import dataclasses
 import inspect
-import json
 import logging
 import runpy
 import sys
@@ -38,7 +37,7 @@ from picotron.config_reader import config_parser, load_config
 from picotron.console import UserError, number
 from picotron.model.model_config import end_tokens
 from picotron.run.launch import exit_on_error, set_up_logging
-from workbench.generation.prompts import Encoder
+from workbench.generation.prompts import Encoder, prompt_of
 from workbench.generation.rotation import Completion, generate
 from workbench.generation.sampling import Sampling
 from workbench.own_loops.batches import Batch
@@ -46,8 +45,6 @@ from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.trainer import RECORD_KEYS, Data, Trainer, check_used, fingerprint, set_up, used_keys
 from workbench.pipelines.engine import check_run
 from workbench.prepare.documents import load_documents
-from workbench.prepare.samples import tools_of
-from workbench.prepare.text import check_characters
 from workbench.prepare.tokens import convert, read_tokenizer, tokenizer_folder
 
 logger = logging.getLogger("picotron")
@@ -168,16 +165,10 @@ def read_prompts(config: Config, encoder: Encoder) -> list[Prompt]:
     length = config.training.seq_length
 
     def encode(record: Any) -> Iterator[tuple[dict[str, Any], list[int]]]:
-        prompt = record.get("prompt") if isinstance(record, dict) else None
-        if not prompt or not isinstance(prompt, str | list):
-            raise UserError('there should be a "prompt", a text or a list of messages')
+        prompt = prompt_of(record)
         if "completion" in record:
             raise UserError('the key "completion" is the argument of the reward with the sample; rename it')
-        check_characters(json.dumps(prompt, ensure_ascii=False, default=str))
-        if isinstance(prompt, str):
-            tokens = encoder.encode_text(prompt)
-        else:
-            tokens = encoder.encode_messages(prompt, tools_of(record))
+        tokens = encoder.encode("", prompt)
         if len(tokens) > length:
             raise UserError(f"the prompt has {len(tokens)} tokens, but training.seq_length={length}; use a longer one")
         yield record, tokens

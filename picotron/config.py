@@ -204,6 +204,10 @@ class Dataset(Section):
     """column with the completions of the prompts; the loss counts them and the end-of-sequence token"""
     messages_column: str | None = None
     """column with conversations for the tokenizer's chat template; the loss counts the assistant's turns"""
+    assistant_turns: Literal["all", "last"] = "all"
+    """turns of a conversation that the loss counts, except messages with the key "weight" 0 or "train" false"""
+    add_start_token: bool = True
+    """begin documents and prompts with the beginning-of-sequence token, if the tokenizer begins texts with it"""
     long_samples: Literal["cut", "drop"] | None = None
     """samples for fine-tuning that are longer than seq_length: cut them or drop them; null: cut"""
     mask_documents: bool | None = None

@@ -67,6 +67,10 @@ def conflicts(config: Config) -> Iterator[str]:
         yield f"dataset: prompt_column and completion_column are both {dataset.prompt_column!r}; choose two columns"
     elif dataset.messages_column == "tools":
         yield "dataset.messages_column='tools', but this column has the tools of a chat; rename the column"
+    if dataset.assistant_turns == "last" and not dataset.has_samples:
+        yield "dataset.assistant_turns='last' is for conversations, but the data set is text; remove it"
+    if not dataset.add_start_token and dataset.messages_column:
+        yield "dataset.add_start_token=false has no effect on conversations, which the chat template begins; remove it"
     if dataset.long_samples and not dataset.has_samples:
         yield (
             f"dataset.long_samples={dataset.long_samples!r} is for samples, but the data set is text, without "

@@ -263,8 +263,12 @@ def draw_training(dice: random.Random) -> dict[str, Any]:
 
 def draw_data(dice: random.Random, kind: str) -> dict[str, Any]:
     if kind != "own":
-        template = {"template": dice.choice(list(TEMPLATES))} if kind == "conversations" else {}
-        return {"tokenizer": dice.choice(KINDS)} | template
+        tokenizer = {"tokenizer": dice.choice(KINDS)}
+        if kind != "conversations":
+            return tokenizer
+        shapes, turns = ("messages", "messages", "ShareGPT", "pairs"), ("all", "all", "last")
+        draws = {"template": list(TEMPLATES), "shape": shapes, "turns": turns}
+        return tokenizer | {name: dice.choice(values) for name, values in draws.items()}
     loss = dice.choice(LOSSES)
     has_targets = loss in ("cross_entropy", "focal", "preference")
     return {

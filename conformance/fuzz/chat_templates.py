@@ -40,12 +40,36 @@ _FORMATS = {
     + _body("'### ' + ('Assistant' if message['role'] == 'assistant' else 'User') + ':\\n'", _ALPACA, _ALPACA)
     + PROMPT % "'### Assistant:\\n'",
 }
+# Formats without an end of the assistant's turn: it is written by the next message, or only between two messages.
+_FORMATS |= {
+    "Next": FOR
+    + _body("'<|' + message['role'] + '|>'", "message['content']", "message['content']")
+    + PROMPT % "'<|assistant|>'",
+    "Separator": FOR
+    + _body("('' if loop.first else '<|end|>') + message['role'] + ': '", "message['content']", "message['content']")
+    + PROMPT % "'<|end|>assistant: '",
+}
+# A format that changes earlier turns, as Qwen3's does, and one with today's date, as Llama 3.2's.
+_FORMATS["Thinking"] = (
+    "{%- set last = namespace(user=0) -%}{%- for message in messages -%}{%- if message['role'] == 'user' -%}"
+    "{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    + FOR
+    + _body(
+        "'<|im_start|>' + message['role'] + '\\n'",
+        _CHATML,
+        "('<think></think>' if loop.index0 > last.user else '') + " + _CHATML,
+    )
+    + PROMPT % "'<|im_start|>assistant\\n'"
+)
+_FORMATS["Dated"] = "{{ 'Today is ' + strftime_now('%d %b %Y') + '.' }}" + _FORMATS["ChatML"]
+ENDLESS = ("Alpaca", "Next", "Separator")  # formats after which the end-of-sequence token is added
 # The same templates, without and with marks around the text that they add for an assistant's message.
 TEMPLATES = {name: text.replace("<mark>", "").replace("<end>", "") for name, text in _FORMATS.items()}
 MARKED = {
     name: text.replace("<mark>", "{%- generation -%}").replace("<end>", "{%- endgeneration -%}")
     for name, text in _FORMATS.items()
 }
+TEMPLATES |= {f"{name}, marked": text for name, text in MARKED.items()}
 CHATML, LLAMA3 = TEMPLATES["ChatML"], TEMPLATES["Llama 3"]
 QUESTIONS_MARKED = """{%- for message in messages -%}
 {%- if message['role'] == 'assistant' -%}
@@ -56,9 +80,8 @@ Q: {{ message['content'] }}
 {%- endfor -%}"""
 
 # Templates that do not fit some conversations.
-FORGETFUL = """{%- for message in messages -%}
-{%- if loop.last or message['role'] == 'user' -%}{{ message['role'] + ': ' + message['content'] + '\n' }}{%- endif -%}
-{%- endfor -%}
+COUNTING = """{{- messages | length }}
+{%- for message in messages -%}{{ message['role'] + ': ' + message['content'] + '\n' }}{%- endfor -%}
 {%- if add_generation_prompt -%}{{ 'assistant: ' }}{%- endif -%}"""
 STRICT = "{{ raise_exception('roles must alternate') }}"
 SOMETIMES_MARKED = QUESTIONS_MARKED.replace(

@@ -46,7 +46,10 @@ def config_of(case: Case, folder: Path, part: int = 0) -> Config:
     if case["data"]["kind"] == "samples":
         keys |= {"dataset.prompt_column": "prompt", "dataset.completion_column": "completion"}
     if case["data"]["kind"] == "conversations":
-        keys["dataset.messages_column"] = "messages"
+        is_pairs = case["data"]["shape"] == "pairs"
+        pair = {"dataset.prompt_column": "prompt", "dataset.completion_column": "completion"}
+        keys |= pair if is_pairs else {"dataset.messages_column": "messages"}
+        keys["dataset.assistant_turns"] = case["data"]["turns"]
     if case["resume"]:
         keys["checkpoint.save_frequency"] = 100  # so that only the last step is saved
         if part == 1:
@@ -97,19 +100,33 @@ def records_of(case: Case) -> list[dict[str, Any]]:
     dice = random.Random(data["seed"])
     rows = (1 + config.get("training.eval_steps", 0)) * config["distributed.dp_size"]
     rows *= config["training.micro_batch_size"] * config["training.gradient_accumulation_steps"]
+    # Some texts have the start token already, as a chat template has written it.
+    start = cached_tokenizer(data["tokenizer"], VOCABULARY).bos_token or ""
+    start = start if random.Random(f"{data['seed']} start").random() < 0.2 else ""
     count = dice.randint(0, 5) + (2 + rows * config["training.seq_length"] // 8 if data["kind"] == "text" else 5 * rows)
     if data["kind"] == "text":
-        return [{"text": words(dice, 12)} for _ in range(count)]
+        return [{"text": start + words(dice, 12)} for _ in range(count)]
     if data["kind"] == "samples":
-        return [{"prompt": words(dice, 4), "completion": words(dice, 5)} for _ in range(count)]
-    return [{"messages": conversation(dice)} for _ in range(count)]
+        return [{"prompt": start + words(dice, 4), "completion": words(dice, 5)} for _ in range(count)]
+    return [conversation(dice, data["shape"]) for _ in range(count)]
 
 
-def conversation(dice: random.Random) -> list[dict[str, str]]:
+def conversation(dice: random.Random, shape: str) -> dict[str, Any]:
+    """Return a record with a conversation, some messages of which may not count."""
     turns = [{"role": "system", "content": words(dice, 2)}] if dice.random() < 0.3 else []
     for _ in range(dice.randint(1, 2)):
-        turns += [{"role": "user", "content": words(dice, 3)}, {"role": "assistant", "content": words(dice, 3)}]
-    return turns
+        answer: dict[str, Any] = {"role": "assistant", "content": words(dice, 3)}
+        if dice.random() < 0.2:
+            answer |= dice.choice(({"weight": 0}, {"weight": 1}, {"train": False}, {"train": True, "weight": 1.0}))
+        turns += [{"role": "user", "content": words(dice, 3)}, answer]
+    if shape == "pairs":
+        return {"prompt": turns[:-1], "completion": turns[-1:]}
+    if shape == "ShareGPT":
+        names = {"user": "human", "assistant": "gpt"}
+        turns = [
+            {"from": names.get(each.pop("role"), "system"), "value": each.pop("content"), **each} for each in turns
+        ]
+    return {"messages": turns}
 
 
 def own_batch(case: Case, sequences: int, step: int) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 """Rows that a data set should become, from what the tokenizer gives for whole texts."""
 
+import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from conformance.fuzz.cases import Case
+from conformance.fuzz.chat_templates import ENDLESS
 from conformance.fuzz.files import records_of, tokenizer_of
 from picotron.config import Config
 from picotron.data.loader import split_train_eval
@@ -65,7 +68,11 @@ def rows_of_text(case: Case, config: Config) -> CaseRows:
         token
         for text in texts
         if text
-        for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        for token in [
+            *start_of(tokenizer, text),
+            *tokenizer(text, add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
     ]
     start = max(0, len(stream) - 1 - config.held_out_sequences * T)
     parts = []
@@ -95,9 +102,10 @@ def rows_of_samples(rows: Rows) -> list[list[Document]]:
 def compare_samples(case: Case, data: Samples) -> None:
     """Compare the tokens and the mask of each sample with those of its whole text."""
     tokenizer, ends, records = tokenizer_of(case), data.lengths.cumsum(), records_of(case)
-    expected = [whole_sample(case, tokenizer, record) for record in records]
+    whole = whole_sample if case["data"]["kind"] == "samples" else whole_conversation
+    expected = [sample for record in records for sample in whole(case, tokenizer, record)]
     if len(expected) != len(ends):
-        raise Mismatch(f"{len(ends)} samples of {len(expected)} records")
+        raise Mismatch(f"{len(ends)} samples, expected {len(expected)} of {len(records)} records")
     for i, (end, size) in enumerate(zip(ends, data.lengths, strict=True)):
         tokens, mask = data.tokens[end - size : end].tolist(), data.counted[end - size : end].tolist()
         if tokens != expected[i].tokens:
@@ -113,30 +121,79 @@ class WholeSample(NamedTuple):
     mask: list[int | None]
 
 
-def whole_sample(case: Case, tokenizer: PreTrainedTokenizerBase, record: dict[str, Any]) -> WholeSample:
-    """Tokenise the text of a record as one."""
-    if case["data"]["kind"] == "samples":
-        prompt, completion = record["prompt"], record["completion"]
-        begin = tokenizer("a")["input_ids"][:1]
-        if begin != [tokenizer.bos_token_id]:
-            begin = [] if prompt else [tokenizer.eos_token_id]
-        text, counted = prompt + completion, [(len(prompt), len(prompt + completion))]
+def start_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the beginning-of-sequence token, if the tokenizer begins texts with it, and this one does not already."""
+    if tokenizer.bos_token and text.startswith(tokenizer.bos_token):
+        return []
+    return [token for token in tokenizer("a")["input_ids"][:1] if token == tokenizer.bos_token_id]
+
+
+def whole_sample(case: Case, tokenizer: PreTrainedTokenizerBase, record: dict[str, Any]) -> list[WholeSample]:
+    """Tokenise the text of a prompt and its completion as one."""
+    prompt, completion = record["prompt"], record["completion"]
+    text = prompt + completion
+    begin = start_of(tokenizer, text)
+    if not prompt and not start_of(tokenizer, ""):
+        begin = [tokenizer.eos_token_id]
+    counted = [(len(prompt), len(prompt + completion))]
+    tokens, mask = masked(tokenizer, text, counted)
+    return [WholeSample([*begin, *tokens, tokenizer.eos_token_id], [*[0] * len(begin), *mask, 1])]
+
+
+def whole_conversation(case: Case, tokenizer: PreTrainedTokenizerBase, record: dict[str, Any]) -> list[WholeSample]:
+    """Render a conversation and tokenise its text: once, or once for each turn that counts if earlier turns change."""
+    messages = plain_messages(record)
+    counts = [message.pop("counts") for message in messages]
+    wanted = [i for i, message in enumerate(messages) if message["role"] == "assistant" and counts[i]]
+    if case["data"]["turns"] == "last":
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        wanted = [i for i in wanted if i == last]
+    if not wanted:
+        return []
+    format_, _, marks = case["data"]["template"].partition(", ")
+    end = [tokenizer.eos_token_id] if format_ in ENDLESS else []
+
+    def render(last: int, **options: Any) -> str:
+        return in_the_past(tokenizer.apply_chat_template(messages[:last], tokenize=False, **options))
+
+    def sample(text: str, counted: list[tuple[int, int]]) -> WholeSample:
         tokens, mask = masked(tokenizer, text, counted)
-        return WholeSample([*begin, *tokens, tokenizer.eos_token_id], [*[0] * len(begin), *mask, 1])
-    messages = record["messages"]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    if "marked" in case["data"]["template"]:
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not tokenizer.is_fast:
-            return WholeSample(tokens, [None] * len(tokens))
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        return WholeSample(tokens, tokenizer.apply_chat_template(messages, **options)["assistant_masks"])
-    counted = []
+        return WholeSample([*tokens, *end], [*mask, *[1] * len(end)])
+
+    if marks:
+        (text,), (ranges,) = render_jinja_template(
+            [messages[: wanted[-1] + 1]],
+            chat_template=tokenizer.chat_template,
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+        by_assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        text = in_the_past(text)
+        return [sample(text, [each for i, each in zip(by_assistant, ranges, strict=False) if i in wanted])]
+    turns = [(len(render(i, add_generation_prompt=True)), render(i + 1)) for i in wanted]
+    text = turns[-1][1]
+    if all(text.startswith(after) for _, after in turns):
+        return [sample(text, [(before, len(after)) for before, after in turns])]
+    return [sample(after, [(before, len(after))]) for before, after in turns]
+
+
+def in_the_past(text: str) -> str:
+    """Return a rendered text with the date on which all data are tokenised, which is as long as today's."""
+    return text.replace(datetime.datetime.now().strftime("%d %b %Y"), "26 Jul 2024")
+
+
+def plain_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a record of any shape, with the key "counts"."""
+    messages = record.get("messages") or record["prompt"] + record["completion"]
+    in_prompt = len(record.get("prompt", []))
+    found = []
     for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
-            counted.append((len(before), len(tokenizer.apply_chat_template(messages[: i + 1], tokenize=False))))
-    return WholeSample(*masked(tokenizer, text, counted))
+        role = {"human": "user", "gpt": "assistant"}.get(
+            message.get("from"), message.get("role") or message.get("from")
+        )
+        counts = i >= in_prompt and message.get("weight", 1) == 1 and message.get("train", True)
+        found.append({"role": role, "content": message.get("content", message.get("value")), "counts": counts})
+    return found
 
 
 def masked(

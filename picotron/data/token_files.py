@@ -28,7 +28,8 @@ from picotron.files import read_object
 FILE = "token_files.json"
 ARRAYS = ("tokens.uint16", "tokens.uint32", "counted.uint8", "lengths.int64")
 KEYS_OF_TEXT = (
-    "dataset.mixture", "dataset.subset_name", "dataset.split", "dataset.num_proc", "training.num_samples", "model.tokenizer",
+    "dataset.mixture", "dataset.subset_name", "dataset.split", "dataset.num_proc", "dataset.assistant_turns",
+    "dataset.add_start_token", "training.num_samples", "model.tokenizer",
 )  # fmt: skip
 DECODED = 2**20  # tokens that are decoded at a time
 

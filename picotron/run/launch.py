@@ -258,6 +258,8 @@ def exit_on_error(main: Callable[[], None]) -> None:
     others in vain prints the line at which it waited. torchrun's report follows.
     """
     rank = int(os.environ.get("RANK", 0))
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `quiet_imports`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main()
     except KeyboardInterrupt:  # before the first step

@@ -108,7 +108,7 @@ def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_
         ("--training.num_samples 1", "has 1 prompts, but evaluations hold out 16"),
         ("--training.micro_batch_size 9", "multiple of --samples 16"),
         ("--reward {rewards}:f", "unexpected keyword argument 'prompt'"),
-        ("--dataset.name {path}", 'line 1: there should be a "prompt"'),
+        ("--dataset.name {path}", 'line 1: should be an object with a text "prompt"'),
     ],
 )
 def test_mistakes_are_named(words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

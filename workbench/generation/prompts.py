@@ -1,7 +1,6 @@
 """Prompts and completions as text: prompts of a file, conversations, and the tokenizer of a model's folder."""
 
 import codecs
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from transformers import AutoTokenizer
 
 from picotron.console import UserError, first_line, print_line
 from picotron.files import parse_json
-from workbench.prepare.samples import is_conversation, tools_of
-from workbench.prepare.text import check_characters
+from workbench.prepare.conversations import check_texts, messages_of, tools_of
+from workbench.prepare.text import start_of
 
 Prompt = dict[str, Any]
 """{"prompt": text}, or {"messages": [{"role": text, "content": text}, ...]}, which may also have "tools": [...]"""
@@ -42,7 +41,7 @@ def read_prompts(path: Path) -> dict[str, Prompt]:
             raise UserError(f"{name} is not valid UTF-8; save the file as UTF-8") from None
         record = {"prompt": text} if path.suffix == ".txt" else parse_json(text, name)
         try:
-            prompts[name] = _prompt_of(record)
+            prompts[name] = prompt_of(record)
         except UserError as error:
             raise UserError(f"{name} {error}") from None
     if not prompts:
@@ -50,23 +49,25 @@ def read_prompts(path: Path) -> dict[str, Prompt]:
     return prompts
 
 
-def _prompt_of(record: Any) -> Prompt:
-    """Return the keys of a record that are a prompt, without its other keys."""
-    if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
-        raise UserError('should be an object with a text "prompt", or with a list of "messages" instead')
-    if "messages" in record:
-        if not record["messages"] or not is_conversation(record["messages"]):
-            raise UserError(
-                'should have a list of "messages", each with two texts: {"messages": [{"role": "user", "content": "..."}]}'
-            )
-        tools = tools_of(record)
-        prompt: Prompt = {"messages": record["messages"]} | ({} if tools is None else {"tools": tools})
-    elif isinstance(record["prompt"], str):
-        prompt = {"prompt": record["prompt"]}
-    else:
-        raise UserError('should be an object with a text "prompt": {"prompt": "..."}')
-    check_characters(json.dumps(prompt, ensure_ascii=False))
-    return prompt
+def prompt_of(record: Any) -> Prompt:
+    """Return the keys of a record that are a prompt, without its other keys: a text, or messages, which may be named
+    "prompt", "messages", or "conversations" as in ShareGPT.
+
+    Raises:
+        UserError: the record has no prompt, or several.
+    """
+    names = [name for name in ("prompt", "messages", "conversations") if isinstance(record, dict) and name in record]
+    value = record[names[0]] if len(names) == 1 else None
+    if names == ["prompt"] and isinstance(value, str):
+        check_texts(value)
+        return {"prompt": value}
+    if not (messages := messages_of(value)):
+        raise UserError(
+            'should be an object with a text "prompt", or with a list of "messages", each with two texts: {"messages": '
+            '[{"role": "user", "content": "..."}]}'
+        )
+    tools = tools_of(record)
+    return {"messages": messages} | ({} if tools is None else {"tools": tools})
 
 
 class Encoder:
@@ -97,11 +98,13 @@ class Encoder:
             raise UserError(f"{name} {error}") from None
 
     def encode_text(self, prompt: str) -> list[int]:
-        """Return the tokens of a text, with the tokenizer's start token, and without the end token that some tokenizers
-        append to a text (T5's).
+        """Return the tokens of a text, with the tokenizer's start token unless the text begins with it, and without the
+        end token that some tokenizers append to a text (T5's).
         """
-        end = self.tokenizer.eos_token_id
+        start, end = start_of(self.tokenizer), self.tokenizer.eos_token_id
         ids = self.tokenizer(prompt)["input_ids"] or [end]
+        if start.tokens and not start.before(prompt):
+            ids = ids[1:]
         if ids[-1] == end and len(ids) > 1 and not prompt.endswith(self.tokenizer.eos_token):
             ids = ids[:-1]
         if ids == [None]:

@@ -8,6 +8,7 @@ Each micro-batch carries a function that the last stage calls instead of computi
 loops do not change. Statistics and outputs stay on the last stage until the step is complete.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -111,13 +112,13 @@ def normalise_weights(batches: Sequence[Batch], scope: str = "global") -> list[B
     size = grid.cp_dp_world_size if scope == "global" else grid.cp_world_size
     mean = torch.stack([batch["target_weights"].sum(dtype=torch.float64) for batch in batches]).mean()
     all_reduce(mean, grid.cp_dp_group if scope == "global" else grid.cp_group, dist.ReduceOp.AVG)
-    smallest = mean.clone()
+    smallest = mean.where(mean != math.inf, -math.inf)
     all_reduce(smallest, grid.cp_dp_group, dist.ReduceOp.MIN)
     if not smallest.item() > 0:
         whole = "the global batch" if scope == "global" else "a data-parallel rank"
         raise UserError(
-            f"the target_weights of {whole} sum to {smallest.item() * len(batches) * size:g}, but their mean needs a positive sum; "
-            f"give at least one target a weight"
+            f"the target_weights of {whole} sum to {abs(smallest.item()) * len(batches) * size:g}, but their mean needs a "
+            f"positive, finite sum; give at least one target a weight"
         )
     return [batch | {"target_weights": batch["target_weights"].double() / mean} for batch in batches]
 
@@ -194,6 +195,10 @@ def train_batch(
         def loss(head: Any, x: Tensor) -> Tensor:
             returned = loss_fn(head, x, batch)
             value, weight, statistics = returned if isinstance(returned, tuple) else (returned, 1.0, {})
+            if value.ndim > 0:
+                raise UserError(
+                    f"loss_fn returned a loss of shape {list(value.shape)}; return a scalar, such as loss.sum()"
+                )
             if not value.requires_grad:
                 raise UserError(
                     "loss_fn returned a loss without a gradient; unfreeze a parameter, or compute the loss from x without detach"
@@ -214,8 +219,10 @@ def train_batch(
         if outputs is not None:
             outputs[:] = [hooked[i] for i in sorted(hooked)]
         loss, weight, statistics = _sum_over_ranks(ordered)
-        if not weight > 0:
-            raise UserError(f"the weights that loss_fn returned sum to {weight:g}; their sum must be positive")
+        if not 0 < weight < math.inf:
+            raise UserError(
+                f"the weights that loss_fn returned sum to {weight:g}; their sum must be positive and finite"
+            )
         # The step has divided by the number of terms, of micro-batches and ranks, instead of by the weight.
         terms = len(batches) * pgm.process_group_manager.cp_dp_world_size
         if weight != terms:

@@ -18,16 +18,18 @@ from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.model.llama import Llama
 from picotron.model.model_config import check_window
 from picotron.parallelize import unwrap
+from workbench.pipelines.modules import sequence_shards
 
 Batch = dict[str, Any]
 PER_TOKEN = ("target_ids", "position_ids", "target_weights")  # tensors of the shape of `input_ids`
-SHARED = ("input_ids", *PER_TOKEN, "cu_seqlens")  # tensors that must be equal on all ranks of a pipeline
+SHARED = ("input_ids", *PER_TOKEN)  # tensors that must be equal on all ranks of a pipeline
 
 
 class RankBatches(NamedTuple):
     """Facts about a rank's micro-batches that the other ranks check."""
 
     place: tuple[int, int]  # dp and cp rank: ranks at the same place process the same tokens
+    rows: list[str]  # shape and documents of each micro-batch, which are the same on all ranks of a dp rank
     ignores: bool  # whether a target is IGNORE_INDEX
     sizes: set[int]  # numbers of tokens of its micro-batches
     digests: list[dict[str, str]]  # of the shared tensors of each micro-batch, by name
@@ -67,11 +69,19 @@ def check_batches(
         raise UserError("only some micro-batches have target_weights; add them to all or none, on all ranks")
     if len({each.has_outputs for each in everyone}) > 1:
         raise UserError("only some ranks have a list of outputs; pass one on all ranks or on none")
-    first_at: dict[tuple[int, int], tuple[int, list[dict[str, str]]]] = {}
-    for rank, (place, _, _, digests, _) in enumerate(everyone):
-        first, expected = first_at.setdefault(place, (rank, digests))
-        for i, (mine, theirs) in enumerate(zip(digests, expected, strict=True)):
-            if different := [name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]]:
+    first_of: dict[int, int] = {}  # first rank of each dp rank
+    first_at: dict[tuple[int, int], int] = {}
+    for rank, mine in enumerate(everyone):
+        first = first_of.setdefault(mine.place[0], rank)
+        for i, (ours, theirs) in enumerate(zip(mine.rows, everyone[first].rows, strict=True)):
+            if ours != theirs:
+                raise UserError(
+                    f"micro-batch {i} has {ours} on rank {rank}, but {theirs} on rank {first} of the same data-parallel rank; "
+                    f"pass rows of the same shape, with the same cu_seqlens, to all of its ranks"
+                )
+        first = first_at.setdefault(mine.place, rank)
+        for i, (own, other) in enumerate(zip(mine.digests, everyone[first].digests, strict=True)):
+            if different := [name for name in own.keys() & other.keys() if own[name] != other[name]]:
                 raise UserError(
                     f"{min(different)} of micro-batch {i} differ between ranks {first} and {rank}, which process the same "
                     f"tokens; pass the same micro-batches to all pipeline and tensor-parallel ranks"
@@ -83,12 +93,7 @@ def _check_parameters(model: DataParallel) -> None:
     """Check that no parameter was frozen in an earlier step, and that all gradients are 0. Those of an earlier step are
     sums over ranks, which are taken once.
     """
-    parameters = unwrap(model).named_parameters()
-    if late := [name for name, p in parameters if p.requires_grad and p not in model.trained]:
-        raise UserError(
-            f"{late[0]} requires a gradient, but was frozen before; unfreeze it before the model is wrapped and the "
-            f"optimizer is made"
-        )
+    model.check_trained()
     gradients = model.gradient_buffers()
     if gradients and torch.stack([gradient.any() for gradient in gradients]).any():
         raise UserError(
@@ -101,7 +106,9 @@ def _check_rank(llama: Llama, batches: Sequence[Batch], has_outputs: bool) -> Ra
     """Check this rank's micro-batches."""
     ignores = False
     for i, batch in enumerate(batches):
-        ids, where = batch["input_ids"], f"micro-batch {i}: "
+        where = f"micro-batch {i}: "
+        _check_input_ids(batch, where)
+        ids = batch["input_ids"]
         for name in PER_TOKEN:  # a tensor of another shape could be broadcast, or have as many numbers in another order
             if name in batch and batch[name].shape != ids.shape:
                 found, shape = list(batch[name].shape), list(ids.shape)
@@ -118,7 +125,29 @@ def _check_rank(llama: Llama, batches: Sequence[Batch], has_outputs: bool) -> Ra
     grid = pgm.process_group_manager
     digests = [{name: _digest(batch[name]) for name in SHARED if batch.get(name) is not None} for batch in batches]
     sizes = {batch["input_ids"].numel() for batch in batches}
-    return RankBatches((grid.dp_rank, grid.cp_rank), ignores, sizes, digests, has_outputs)
+    rows = [_rows(batch) for batch in batches]
+    return RankBatches((grid.dp_rank, grid.cp_rank), rows, ignores, sizes, digests, has_outputs)
+
+
+def _check_input_ids(batch: Batch, where: str) -> None:
+    """Check that there are tokens, as rows."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        found = (
+            "none"
+            if ids is None
+            else f"{ids.dtype} {list(ids.shape)}"
+            if isinstance(ids, Tensor)
+            else type(ids).__name__
+        )
+        raise UserError(f"{where}input_ids should be a tensor of integers (B, T), but found {found}")
+
+
+def _rows(batch: Batch) -> str:
+    """Describe what a micro-batch has in common with those of the other context-parallel ranks."""
+    documents = batch.get("cu_seqlens")
+    name = "no cu_seqlens" if documents is None else f"cu_seqlens {_digest(documents.long())[:8]}"
+    return f"input_ids {list(batch['input_ids'].shape)} and {name}"
 
 
 def _check_mask(mask: Any, where: str) -> None:
@@ -146,6 +175,8 @@ def _check_documents(llama: Llama, batch: Batch, where: str) -> None:
     rows, tokens = batch["input_ids"].shape
     length = longest = tokens * pgm.process_group_manager.cp_world_size
     if batch.get("cu_seqlens") is not None:
+        if batch["cu_seqlens"].is_floating_point():
+            raise UserError(f"{where}cu_seqlens should be integers, not {batch['cu_seqlens'].dtype}")
         boundaries, ends = batch["cu_seqlens"].tolist(), (0, rows * length)
         with_rows = sorted({*boundaries, *range(0, ends[1] + 1, length)})
         if boundaries != with_rows or (boundaries[0], boundaries[-1]) != ends:
@@ -158,7 +189,14 @@ def _check_documents(llama: Llama, batch: Batch, where: str) -> None:
 
 
 def _check_sharding(llama: Llama, batch: Batch, i: int) -> None:
-    """Check that no positions are those of the other sharding. (A program may have positions of its own.)"""
+    """Check that the tokens can be sharded for sequence parallelism, and that no positions are those of the other
+    sharding. (A program may have positions of its own.)
+    """
+    if (tokens := batch["input_ids"].size(1)) % (shards := sequence_shards(llama)):
+        raise UserError(
+            f"micro-batch {i} has rows of {tokens} tokens on this rank, which sequence_parallel divides over {shards} ranks; use a "
+            f"multiple of {shards}"
+        )
     sharding: Any = next((each.cp_sharding for each in llama.modules() if hasattr(each, "cp_sharding")), None)
     if sharding is None:  # cp_size is 1, or this rank has no layers
         return
@@ -198,6 +236,7 @@ def check_split(batch: Batch, micro_batches: int, cp_sharding: str) -> int:
         UserError: the sequences or their tokens cannot be divided evenly.
     """
     grid = pgm.process_group_manager
+    _check_input_ids(batch, "")
     sequences, length = batch["input_ids"].shape
     parts, chunks = micro_batches * grid.dp_world_size, chunk_count(grid.cp_world_size, cp_sharding)
     if sequences % parts:

@@ -29,6 +29,9 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # with pyarrow's 
 PYTHON_STDLIB = "python-stdlib"
 ROWS = 100  # rows of a table that are read at a time
 TOOLS = "tools"  # column, beside messages, with JSON schemas of the functions that the assistant may call
+WEIGHT = "weight"  # column, beside messages, with 0 for conversations that do not count
+INPUT = "input"  # column, beside prompts, that Alpaca's format has
+BESIDE = {"messages_column": (TOOLS, WEIGHT), "prompt_column": (TOOLS, INPUT)}  # columns that are read, too
 
 
 class Record(NamedTuple):
@@ -151,7 +154,12 @@ def find_files(name: str) -> list[Path]:
     for path in [Path(name)] if os.path.exists(name) else map(Path, glob.glob(name, recursive=True)):
         inside = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
         found |= {*inside} if path.is_dir() else {path}
-    files = sorted(path for path in found if path.is_file() and _type(path) in READERS)
+    # A file without a suffix is text, if it is named itself.
+    files = sorted(
+        path
+        for path in found
+        if path.is_file() and (_type(path) in READERS or (path == Path(name) and not path.suffix))
+    )
     counts = Counter(map(_type, files))
     if len(counts) != 1:
         has = " and ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
@@ -285,24 +293,28 @@ READERS: dict[str, Callable[[Path, Columns], Iterator[Iterable[Record]]]] = {
 
 
 def check_columns(columns: Columns, types: dict[str, str], source: str) -> list[str]:
-    """Return the columns to read of a table: those of the config and, beside messages, the tools. Without any, all.
+    """Return the columns to read of a table: those of the config, and those of BESIDE. Without any, all.
 
     Args:
         types: types of all columns, by their names.
 
     Raises:
-        UserError: the table does not have the columns: messages of any type, all others as text.
+        UserError: the table does not have the columns: messages of any type, prompts and completions as texts or lists,
+            all others as text.
     """
+    lists = [name for name, kind in types.items() if kind.startswith(("list", "large_list", "nested"))]
     texts = [name for name, kind in types.items() if kind in ("string", "large_string", "string_view")]
     for key, column in columns.items():
-        if key != "messages_column" and column not in texts:
+        is_list = column in lists and key != "text_column"
+        if key != "messages_column" and column not in texts and not is_list:
             raise UserError(f"dataset.{key}={column!r}: {source} has no text there; {use_one_of(texts)}")
         if column not in types:
             others = [name for name in types if name not in texts]
             raise UserError(f"dataset.{key}={column!r}: {source} has no such column; use one of {others or [*types]}")
     if not columns:
         return list(types)
-    return [*columns.values(), *([TOOLS] if "messages_column" in columns and TOOLS in types else [])]
+    beside = [name for key in columns for name in BESIDE.get(key, ()) if name in types]
+    return [*dict.fromkeys([*columns.values(), *beside])]
 
 
 def _read_rows(rows: Iterable[dict[str, Any]], source: str, size: int) -> Iterator[list[Record]]:

@@ -2,7 +2,8 @@
 
 import io
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -66,6 +67,28 @@ def text_of(record: Any, key: str, column: str) -> str | None:
     return None if text is None else check_characters(text)
 
 
+class Start(NamedTuple):
+    """The beginning-of-sequence token, if the tokenizer begins texts with it.
+
+    Args:
+        tokens: the token, or none.
+        text: its text.
+    """
+
+    tokens: Sequence[int] = ()
+    text: str = ""
+
+    def before(self, text: str) -> Sequence[int]:
+        """Return the tokens before a text: none if it begins with the token already."""
+        return () if self.text and text.startswith(self.text) else self.tokens
+
+
+def start_of(tokenizer: PreTrainedTokenizerBase) -> Start:
+    """Return what a tokenizer begins texts with."""
+    begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return Start([tokenizer.bos_token_id], tokenizer.bos_token) if begins else Start()
+
+
 def use_one_of(columns: list[str]) -> str:
     """Return the remedy for a column that has no text, or does not exist."""
     return f"use one of {columns}" if columns else "no other column has text, either"
@@ -88,15 +111,24 @@ def pieces_of(record: Any, columns: Columns) -> Iterator[Piece]:
 
 
 class TextEncoder:
-    """Encoder of text into tokens. The end-of-sequence token follows each document, if the tokenizer has one.
+    """Encoder of text into tokens. Each document begins as the tokenizer begins a text, and the end-of-sequence token
+    follows it, if the tokenizer has one.
 
     The pieces of a long document are tokenised with a part of the text around them, and each cut moves to the next
     place between two tokens, so that the tokens are those of the whole document, unless they depend on more than
     CONTEXT characters on either side: for example, in a word that is longer.
+
+    Args:
+        columns: columns with texts, by their keys.
+        tokenizer: the tokenizer.
+        dtype: dtype of the tokens.
+        starts: whether documents begin with the beginning-of-sequence token, if the tokenizer adds one to texts.
     """
 
-    def __init__(self, columns: Columns, tokenizer: PreTrainedTokenizerBase, dtype: type) -> None:
+    def __init__(self, columns: Columns, tokenizer: PreTrainedTokenizerBase, dtype: type, starts: bool = True) -> None:
         self.columns, self.tokenizer, self.dtypes = columns, SpanTokenizer(tokenizer), {"tokens": dtype}
+        self.ignored: Counter[str] = Counter()  # see `SampleEncoder`
+        self.start = start_of(tokenizer) if starts else Start()
         self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def convert(self, record: Any) -> Iterator[Piece]:
@@ -118,8 +150,9 @@ class TextEncoder:
         for piece, start, text, each in zip(pieces, starts, texts, spans, strict=True):
             if not each.divide(start):  # although `_moves` has found that no token crosses this place
                 start, each = 0, self.tokenizer([text[start:]], [[]])[0]
-            ids = each.ids[each.begun(start) :]
-            tokens.append(np.array(ids + self.end if piece.ends_document else ids, dtype))
+            begin = () if piece.before else self.start.before(piece.text)
+            end = self.end if piece.ends_document else ()
+            tokens.append(np.array([*begin, *each.ids[each.begun(start) :], *end], dtype))
         return {"tokens": np.concatenate(tokens)}
 
     def _moves(self, cuts: set[tuple[str, str]]) -> dict[tuple[str, str], int]:

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -36,7 +37,7 @@ logger = logging.getLogger("picotron")
 T = TypeVar("T")
 Encoder = TextEncoder | SampleEncoder
 
-VERSION = 4  # part of the keys of cached tokens; add 1 if the same data and tokenizer give other tokens than before
+VERSION = 5  # part of the keys of cached tokens; add 1 if the same data and tokenizer give other tokens than before
 END_OF_TEXT = "<|endoftext|>"
 BATCH_BYTES, BATCH_ITEMS = 2**20, 2**10  # of text that is tokenised at a time
 SHOWN = 10  # number of broken records whose problems are reported
@@ -254,14 +255,15 @@ def in_batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]
 
 
 class Encoded(NamedTuple):
-    """Parts of the arrays of some records, the approximate size of these in bytes, their number, and the problems of
-    those that cannot be used.
+    """Parts of the arrays of some records, the approximate size of these in bytes, their number, the problems of those
+    that cannot be used, and the number of those of which a key is ignored.
     """
 
     parts: list[dict[str, np.ndarray]]
     size: int
     records: int
     problems: list[str]
+    ignored: Counter[str]
 
 
 class Encoding(Dataset[Encoded]):
@@ -272,6 +274,7 @@ class Encoding(Dataset[Encoded]):
 
     def __getitem__(self, records: list[Record]) -> Encoded:
         encoder, parts = self.encoder, []
+        encoder.ignored.clear()
         problems: list[str] = []  # returned, because a loader adds a traceback to an error that a worker raises
 
         def items() -> Iterator[Any]:
@@ -285,7 +288,8 @@ class Encoding(Dataset[Encoded]):
             parts = [encoder.encode(batch) for batch in in_batches(items(), encoder.size)]
         except UserError as error:
             problems.extend(error.problems)
-        return Encoded(parts, sum(record.size for record in records), len(records), problems)
+        size = sum(record.size for record in records)
+        return Encoded(parts, size, len(records), problems, encoder.ignored.copy())
 
 
 def _start_worker(worker: int) -> None:
@@ -317,19 +321,22 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder
         progress = stack.enter_context(_progress(documents, "Tokenising"))
         paths = {name: folder / f"{name}.{np.dtype(dtype).name}" for name, dtype in encoder.dtypes.items()}
         files = {name: stack.enter_context(open(path, "wb")) for name, path in paths.items()}
-        total, count = 0, 0
+        total, count, ignored = 0, 0, Counter[str]()
         first: list[str] = []
         for encoded in loader:
             for name, values in (item for part in encoded.parts for item in part.items()):
                 assert values.dtype == encoder.dtypes[name]
                 files[name].write(values)
             progress.update(encoded.size)
+            ignored += encoded.ignored
             total, count = total + encoded.records, count + len(encoded.problems)
             first = [*first, *encoded.problems][:SHOWN]
             if count == total >= SHOWN:  # as if a column has another name
                 break
         if count:
             raise UserError(_broken(total, count, first))
+        for key, records in ignored.items():
+            logger.warning("the chat template ignores %r in %d of %d conversations", key, records, total)
         if files["tokens"].tell() == 0:
             raise UserError(f"dataset.name={documents.name!r} has no text; choose other data")
         progress.update((documents.size or progress.n) - progress.n)  # sizes of records are approximate
@@ -346,10 +353,14 @@ def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path |
     tokenizer = load_tokenizer(config, model_config, documents, trained)
     check_end(section, tokenizer.eos_token_id)
     dtype = np.uint16 if model_config.vocab_size <= 2**16 else np.uint32
+    only_last, starts = section.assistant_turns == "last", section.add_start_token
 
     def write(folder: Path) -> None:
-        make_encoder = SampleEncoder if section.has_samples else TextEncoder
-        _write_arrays(documents, make_encoder(section.columns, tokenizer, dtype), section.num_proc, folder)
+        columns = section.columns
+        encoder: Encoder = TextEncoder(columns, tokenizer, dtype, starts)
+        if section.has_samples:
+            encoder = SampleEncoder(columns, tokenizer, dtype, only_last, starts)
+        _write_arrays(documents, encoder, section.num_proc, folder)
         save(tokenizer, folder / "tokenizer")
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         facts = TokenFiles(
@@ -360,7 +371,8 @@ def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path |
         )
         (folder / FILE).write_text(facts.model_dump_json(indent=2) + "\n")
 
-    return cached("tokens", repr((VERSION, documents.key, _identity(tokenizer), dtype.__name__)), write)
+    key = VERSION, documents.key, _identity(tokenizer), dtype.__name__, only_last, starts
+    return cached("tokens", repr(key), write)
 
 
 def prepare(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> Path:

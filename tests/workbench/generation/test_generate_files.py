@@ -105,7 +105,7 @@ def test_several_processes_write_the_same_file(folder: Path, tmp_path: Path, mon
     [
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "p.jsonl, line 2, is not valid JSON"),
         ("p.jsonl", b'{"prompt": "a"}\n\n{"text": "a"}\n', 'line 3, should be an object with a text "prompt"'),
-        ("p.jsonl", b'{"messages": []}\n', 'line 1, should have a list of "messages"'),
+        ("p.jsonl", b'{"messages": []}\n', 'line 1, should be an object .* or with a list of "messages"'),
         ("p.txt", b"a\nb\xff\n", "p.txt, line 2, is not valid UTF-8"),
         ("p.txt", b"", "p.txt has no prompts"),
     ],

@@ -59,6 +59,9 @@ def test_bytes_of_text_are_those_between_the_first_and_the_last_target(folder: s
     data, _ = map_token_files(write_tokens(config, model_config), config, model_config)
     rows = TextRows(data.tokens, seq_length)
     spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    last = min(len(rows) * seq_length, len(spans) - 1)  # the end-of-sequence token after it has no text
-    expected = text[spans[1][0] : spans[last][1]].encode()
+    first = (
+        0 if tokenizer(text)["input_ids"][0] == tokenizer.bos_token_id else 1
+    )  # if not, the first token is no target
+    last = min(first - 1 + len(rows) * seq_length, len(spans) - 1)  # the end-of-sequence token after it has no text
+    expected = text[spans[first][0] : spans[last][1]].encode()
     assert targets_and_bytes(rows, Path(folder)) == (len(rows) * seq_length, len(expected))

@@ -67,4 +67,5 @@ def test_tokens_of_a_long_document_are_those_of_its_whole_text(
     config = make_config(dataset__name=str(file), model__tokenizer=folder)
     tokens = np.fromfile(write_tokens(config, tiny_llama(vocab_size=VOCABULARY)) / "tokens.uint16", np.uint16)
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokens.tolist() == [*whole, tokenizer.eos_token_id]
+    start = [token for token in tokenizer(text)["input_ids"][:1] if token == tokenizer.bos_token_id]
+    assert tokens.tolist() == [*start, *whole, tokenizer.eos_token_id]
