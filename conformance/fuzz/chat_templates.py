@@ -61,6 +61,11 @@ _FORMATS["Thinking"] = (
     )
     + PROMPT % "'<|im_start|>assistant\\n'"
 )
+_FORMATS["Opened"] = (  # the prompt begins a reasoning that no answer has
+    FOR
+    + _body("'<|im_start|>' + message['role'] + '\\n'", _CHATML, "'<think></think>' + " + _CHATML)
+    + PROMPT % "'<|im_start|>assistant\\n<think>\\n'"
+)
 _FORMATS["Dated"] = "{{ 'Today is ' + strftime_now('%d %b %Y') + '.' }}" + _FORMATS["ChatML"]
 ENDLESS = ("Alpaca", "Next", "Separator")  # formats after which the end-of-sequence token is added
 # The same templates, without and with marks around the text that they add for an assistant's message.

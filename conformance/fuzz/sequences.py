@@ -170,11 +170,16 @@ def whole_conversation(case: Case, tokenizer: PreTrainedTokenizerBase, record: d
         by_assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         text = in_the_past(text)
         return [sample(text, [each for i, each in zip(by_assistant, ranges, strict=False) if i in wanted])]
-    turns = [(len(render(i, add_generation_prompt=True)), render(i + 1)) for i in wanted]
+    turns = [(begin_of(render(i, add_generation_prompt=True), render(i + 1)), render(i + 1)) for i in wanted]
     text = turns[-1][1]
     if all(text.startswith(after) for _, after in turns):
         return [sample(text, [(before, len(after)) for before, after in turns])]
     return [sample(after, [(before, len(after))]) for before, after in turns]
+
+
+def begin_of(prompt: str, text: str) -> int:
+    """Return where an answer begins: where its text leaves that of the prompt."""
+    return max(i for i in range(len(prompt) + 1) if text.startswith(prompt[:i]))
 
 
 def in_the_past(text: str) -> str:

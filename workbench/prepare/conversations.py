@@ -241,17 +241,28 @@ class ChatTemplate:
                     "message 1 is the assistant's, and the chat template does not show where that turn begins; mark the turns "
                     "in the template with {% generation %}, or remove the record"
                 )
-            before = self.render(messages[:i], tools, add_generation_prompt=True)
             after = self.render(messages[: i + 1], tools)
-            if not after.startswith(before):
+            begin = self.begin_of_answer(messages[:i], tools, after)
+            if begin is None:
                 raise UserError(
                     f"the chat template changes the text before message {i + 1} when it adds that message, so the "
                     f"assistant's turn cannot be told apart; mark it in the template with {{% generation %}}"
                 )
-            turns.append(Sample(after, [(len(before), len(after))], end=self.end))
+            turns.append(Sample(after, [(begin, len(after))], end=self.end))
         if all(turns[-1].text.startswith(turn.text) for turn in turns):
             return [turns[-1]._replace(counted=[turn.counted[0] for turn in turns])]
         return turns
+
+    def begin_of_answer(self, messages: list[Message], tools: Any, after: str) -> int | None:
+        """Return the place in a rendered text where the answer to some messages begins, or None if there is none: after
+        the beginning of the assistant's turn, as far as the answer has it. (Some templates begin a turn with `<think>`
+        and a line break, but render an answer without reasoning as `<think></think>`.)
+        """
+        before = self.render(messages, tools, add_generation_prompt=True)
+        if after.startswith(before):
+            return len(before)
+        plain, common = self.render(messages, tools), common_length(before, after)
+        return common if after.startswith(plain) and common > len(plain) else None
 
     def render(self, messages: list[Message], tools: Any, **options: Any) -> str:
         text: str = self.tokenizer.apply_chat_template(
@@ -268,7 +279,11 @@ class ChatTemplate:
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )
-        return texts[0], marks[0]
+        joined: Ranges = []
+        for start, end in marks[0]:  # a template may mark an answer and its end by themselves
+            first = joined.pop()[0] if joined and joined[-1][1] == start else start
+            joined.append((first, end))
+        return texts[0], joined
 
     def note_ignored(self, messages: list[Message], tools: Any) -> None:
         """Count the keys without which the text is the same."""
@@ -297,6 +312,11 @@ class Conversations:
             )
         if is_counted({WEIGHT: record.get(WEIGHT)}):
             yield from self.template(messages, tools_of(record))
+
+
+def common_length(one: str, other: str) -> int:
+    """Return the number of characters with which two texts begin alike."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def check_texts(value: Any) -> None:
