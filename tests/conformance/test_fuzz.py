@@ -45,6 +45,7 @@ def program_of(*operations: list[Any], **changes: Any) -> Case:
     return {"program": program | changes | {"operations": list(operations)}}
 
 
+CHATS = {"kind": "conversations", "shape": "messages", "turns": "all"}
 BACKWARD, STEP, ZERO = ["backward", "plain", True, 1], ["step"], ["zero", "optimizer"]
 CORNERS: dict[str, Case] = {
     "odd length": case_of(seq_length=7),
@@ -73,7 +74,7 @@ CORNERS: dict[str, Case] = {
     "loss of whole sequences, tp": case_of(data={"loss": "preference", "ignored": 0.3}, cp=2, tp=2),
     "space in front of a text": case_of(data={"kind": "samples", "tokenizer": "prepend"}, dp=2, seq_length=37),
     "space in front of a turn": case_of(
-        data={"kind": "conversations", "tokenizer": "metaspace first", "template": "Zephyr"}, pp=2, seq_length=61
+        data=CHATS | {"tokenizer": "metaspace first", "template": "Zephyr"}, pp=2, seq_length=61
     ),
     "frozen first stage, zero1": case_of(frozen=["embed_tokens", "layers.0."], dp=2, pp=2, dp_engine="zero1"),
     "frozen head, zero3": case_of(frozen=["lm_head", "layers.1."], dp=2, dp_engine="zero3", freezes_early=True),

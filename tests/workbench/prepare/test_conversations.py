@@ -69,7 +69,7 @@ def test_a_turn_without_an_end_is_ended_or_named(
     with_template(folder, template)
     (found,) = counted(write_jsonl(tmp_path / "a.jsonl", [{"chat": [USER, ANSWER]}]), folder)
     assert found.endswith(text)
-    lines = [record.getMessage() for record in caplog.records if "turn" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "'s turn" in record.getMessage()]
     assert [warning in line and "QUESTION" in line for line in lines] == [True] if warning else not lines
 
 
