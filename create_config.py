@@ -36,10 +36,10 @@ from typing import Any
 
 import torch
 
-from picotron.config_reader import leaf_keys, read_config, read_value, type_of, unknown_key
 from picotron.console import UserError, number, print_line
 from picotron.files import read_object, write_atomically
-from picotron.model.model_config import load_model_config
+from picotron.run.config_reader import leaf_keys, read_config, read_value, type_of, unknown_key
+from picotron.run.model_config import load_model_config
 from picotron.run.run_folder import new_archive_folder
 from workbench.explain.hardware import Hardware, usable
 from workbench.explain.measure import find_hardware

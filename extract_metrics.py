@@ -24,9 +24,9 @@ from statistics import fmean, median
 from typing import Any
 
 from picotron.config import Config
-from picotron.config_reader import parse_config
 from picotron.console import UserError, number, print_line, text_table
 from picotron.files import read_object, write_atomically
+from picotron.run.config_reader import parse_config
 from picotron.run.run_folder import LARGEST, parse_load_path, read_records
 from workbench.sweep.combinations import canonical_json
 from workbench.sweep.jobs import Job, find_jobs

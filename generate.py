@@ -25,17 +25,17 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from picotron.checkpoint.checkpoint import Checkpoint
-from picotron.checkpoint.safetensors_folder import find_folder
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Model
-from picotron.config_reader import parse_config
 from picotron.console import Parser, UserError, number, print_line
 from picotron.model.families import differences
-from picotron.model.model_config import end_tokens, load_model_config
 from picotron.parallelize import build_stage
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.checkpoint.checkpoint import Checkpoint
+from picotron.run.checkpoint.safetensors_folder import find_folder
+from picotron.run.config_reader import parse_config
 from picotron.run.launch import exit_on_error, init_process_group, set_up_device
+from picotron.run.model_config import end_tokens, load_model_config
 from picotron.run.run_folder import checkpoint_folders
 from workbench.generation.prompts import CompletionPrinter, Encoder, Prompt, read_prompts
 from workbench.generation.rotation import Completion, check_prompt, generate

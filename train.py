@@ -14,20 +14,19 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from picotron.bfloat16_states import make_optimizer
-from picotron.checkpoint.checkpoint import find_checkpoint
-from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
-from picotron.config_reader import parse_command_line, parse_config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, split_train_eval
 from picotron.data.token_files import has_token_files, load_token_files, targets_and_bytes
-from picotron.layout_checks import check_run
-from picotron.learning_rate import make_scheduler
 from picotron.model.weights import initial_weights
-from picotron.optimizer import update_weights
+from picotron.optimizer.bfloat16_states import make_optimizer
+from picotron.optimizer.learning_rate import make_scheduler
+from picotron.optimizer.optimizer import update_weights
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.checkpoint.checkpoint import find_checkpoint
+from picotron.run.checkpoint.writer import CheckpointWriter
+from picotron.run.config_reader import parse_command_line, parse_config
 from picotron.run.launch import (
     StopSignals,
     exit_after_signal,
@@ -36,6 +35,7 @@ from picotron.run.launch import (
     set_up_device,
     set_up_logging,
 )
+from picotron.run.layout_checks import check_run
 from picotron.run.metrics import Metrics, evaluation_record
 from picotron.run.progress import Progress
 from picotron.run.run_folder import begin_run, claim_save_dir

@@ -29,14 +29,14 @@ from transformers import LlamaConfig
 from benchmarks.side_by_side import DifferentResults, gather, print_markdown
 from benchmarks.workload import TINY, arguments, device_of, loader_of, model_config, require_gpus, run_config
 from picotron import process_group_manager as pgm
-from picotron.checkpoint.checkpoint import Checkpoint
-from picotron.checkpoint.writer import CheckpointWriter
 from picotron.collectives import all_reduce
 from picotron.model.placement import placement
 from picotron.model.weights import initial_weights, read_owned_weights
-from picotron.optimizer import AdamW
+from picotron.optimizer.optimizer import AdamW
 from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.checkpoint.checkpoint import Checkpoint
+from picotron.run.checkpoint.writer import CheckpointWriter
 from picotron.run.progress import Progress
 from picotron.run.run_folder import checkpoint_folder
 from workbench.pipelines.engine import make_train_step, plan_pipeline

@@ -23,9 +23,9 @@ from typing import Any
 from transformers import LlamaConfig
 
 from picotron.config import Config
-from picotron.config_reader import parse_config
 from picotron.console import text_table
 from picotron.model.flops import PEAK_BF16_FLOPS, model_cost
+from picotron.run.config_reader import parse_config
 from workbench.explain.forecast_errors import ERRORS, Errors, kinds_of
 from workbench.explain.hardware import HARDWARE
 from workbench.explain.step_time import Clock, Forecast, forecast

@@ -30,7 +30,8 @@ from benchmarks.workload import (
 )
 from docs.programs.python_pairs import all_pairs
 from picotron.data.loader import micro_batch_samples
-from picotron.data.rows import SampleRows, Samples, pack_samples
+from picotron.data.rows import Samples
+from picotron.data.samples import SampleRows, pack_samples
 
 BYTES_PER_TOKEN = 2
 SAMPLES = 2 * MICRO_BATCH  # in a micro-batch of transformers

@@ -35,12 +35,12 @@ from transformers import LlamaConfig
 from benchmarks.gpu.fake_cuda import fake_cuda_rank, obstacle, restart_with_fake_cuda
 from benchmarks.shapes import SHAPES
 from picotron.config import Config
-from picotron.config_reader import apply_overrides, parse_config
 from picotron.console import UserError, text_table
 from picotron.model.flops import model_cost
-from picotron.model.model_config import load_model_config
-from picotron.optimizer import clip_grad_norm
+from picotron.optimizer.optimizer import clip_grad_norm
+from picotron.run.config_reader import apply_overrides, parse_config
 from picotron.run.metrics import peak_flops
+from picotron.run.model_config import load_model_config
 from workbench.explain.fake_group import FakeGroup
 from workbench.explain.hardware import HARDWARE, Hardware
 from workbench.explain.step_time import forecast

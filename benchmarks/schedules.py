@@ -23,7 +23,7 @@ from benchmarks.side_by_side import Variant, check_same_losses, gather, measure,
 from benchmarks.torch_pipeline import PP, TORCH_CLASSES, config_of, torch_step
 from benchmarks.workload import ON_GPU, TINY, arguments, device_of, picotron_step, require_gpus, training_of
 from picotron.console import number
-from picotron.optimizer import AdamW
+from picotron.optimizer.optimizer import AdamW
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from workbench.pipelines import executor
 from workbench.pipelines.planning import training_schedule

@@ -34,7 +34,9 @@ import transformers
 # A fork server imports the libraries once for all processes. A process that uses a GPU cannot be forked.
 CONTEXT: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 if not torch.cuda.is_available():
-    CONTEXT.set_forkserver_preload(["transformers.models.llama.modeling_llama", "picotron.train_step"])
+    CONTEXT.set_forkserver_preload(
+        ["transformers.models.llama.modeling_llama", "picotron.pipeline_parallel.train_step"]
+    )
 
 
 @dataclasses.dataclass

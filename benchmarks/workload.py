@@ -18,18 +18,18 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from picotron.config import Config
-from picotron.config_reader import parse_config
 from picotron.console import number
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import Rows, TextRows
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.model.weights import initial_weights
-from picotron.optimizer import AdamW, update_weights
+from picotron.optimizer.optimizer import AdamW, update_weights
 from picotron.parallelize import build_model
+from picotron.pipeline_parallel.train_step import Step
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.config_reader import parse_config
 from picotron.run.launch import keep_freed_memory
 from picotron.run.metrics import global_mean
-from picotron.train_step import Step
 from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.pipelines.modules import LlamaStages
 

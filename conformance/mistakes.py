@@ -34,8 +34,15 @@ class Mistake(NamedTuple):
 FUZZ = ("fuzz",)
 DATA_PARALLEL = "picotron/data_parallel/data_parallel.py"
 ZERO1, ZERO3 = "picotron/data_parallel/zero1.py", "picotron/data_parallel/zero3.py"
-BFLOAT16, BFLOAT16_TESTS = "picotron/bfloat16_states.py", ("tests/picotron/test_bfloat16_states.py",)
-OPTIMIZER, STEP, PLACEMENT = "picotron/optimizer.py", "picotron/train_step.py", "picotron/model/placement.py"
+BFLOAT16, BFLOAT16_TESTS = (
+    "picotron/optimizer/bfloat16_states.py",
+    ("tests/picotron/optimizer/test_bfloat16_states.py",),
+)
+OPTIMIZER, STEP, PLACEMENT = (
+    "picotron/optimizer/optimizer.py",
+    "picotron/pipeline_parallel/train_step.py",
+    "picotron/model/placement.py",
+)
 TENSOR_PARALLEL = "picotron/tensor_parallel/tensor_parallel.py"
 TP_COMMUNICATIONS = "picotron/tensor_parallel/tp_communications.py"
 CROSS_ENTROPY = "picotron/model/cross_entropy.py"
@@ -43,14 +50,14 @@ PIPELINE = "picotron/pipeline_parallel/pipeline_parallel.py"
 EXECUTOR = "workbench/pipelines/executor.py"
 POSITIONS = "picotron/context_parallel/positions.py"
 CONTEXT_PARALLEL = "picotron/context_parallel/context_parallel.py"
-BLOCKS, LEARNING_RATE = "picotron/context_parallel/block_attention.py", "picotron/learning_rate.py"
+BLOCKS, LEARNING_RATE = "picotron/context_parallel/block_attention.py", "picotron/optimizer/learning_rate.py"
 RING = "picotron/context_parallel/cp_communications.py"
 LLAMA, BATCHES, LOADER = "picotron/model/llama.py", "workbench/own_loops/batches.py", "picotron/data/loader.py"
-CHECKPOINT, WRITER = "picotron/checkpoint/checkpoint.py", "picotron/checkpoint/writer.py"
-SAFETENSORS = "picotron/checkpoint/safetensors_folder.py"
+CHECKPOINT, WRITER = "picotron/run/checkpoint/checkpoint.py", "picotron/run/checkpoint/writer.py"
+SAFETENSORS = "picotron/run/checkpoint/safetensors_folder.py"
 CACHE, SAMPLING = "workbench/generation/kv_cache.py", "workbench/generation/sampling.py"
 ROTATION, SCHEDULES = "workbench/generation/rotation.py", "workbench/schedules/schedules.py"
-CONFIG_CHECKS, RUN_FOLDER = "picotron/config_conflicts.py", "picotron/run/run_folder.py"
+CONFIG_CHECKS, RUN_FOLDER = "picotron/run/config_conflicts.py", "picotron/run/run_folder.py"
 LOCAL_JOBS, JOBS = "workbench/sweep/local_jobs.py", "workbench/sweep/jobs.py"
 ADAPTER = "conformance/adapters/picotron.py"
 PLAIN_TP, TORCH_FSDP = "conformance/adapters/plain_tp.py", "conformance/adapters/torch_fsdp.py"
@@ -78,7 +85,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "schedule_one_step_late": Mistake(
         LEARNING_RATE, "    def factor(step: int) -> float:\n", "    def factor(step: int) -> float:\n        step -= 1\n",
-        ("fuzz", "tests/picotron/test_optimizer.py"), "training_step",
+        ("fuzz", "tests/picotron/optimizer/test_optimizer.py"), "training_step",
         "The learning-rate schedule is one step late, so the first step has a learning rate of 0.",
     ),
     "same_sequences": Mistake(
@@ -120,7 +127,7 @@ MISTAKES: dict[str, Mistake] = {
         "torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])",
         "torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])\n"
         "            torch._foreach_copy_([self.masters[p] for p in rounded], [owned_weight(p) for p in rounded])",
-        ("tests/picotron/test_optimizer.py", "mixed dp2"),
+        ("tests/picotron/optimizer/test_optimizer.py", "mixed dp2"),
     ),
     "moments_in_bfloat16": Mistake(
         OPTIMIZER,
@@ -128,7 +135,7 @@ MISTAKES: dict[str, Mistake] = {
         "        for each in self.state.values() if next(iter(self.masters.values())).dtype == torch.float32 else ():\n"
         '            _ = [each[n].copy_(each[n].bfloat16()) for n in ("exp_avg", "exp_avg_sq") if n in each]\n'
         "        super().step()  # skips",
-        ("tests/picotron/test_optimizer.py",),
+        ("tests/picotron/optimizer/test_optimizer.py",),
     ),
     # ---------------------------------------------------------------------------------------------- data parallelism
     "gradients_not_divided": Mistake(
@@ -332,20 +339,20 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "resumed_one_sample_late": Mistake(CHECKPOINT, "samples = self.state.samples if", "samples = self.state.samples + 1 if", FUZZ),
     "tensors_not_flushed": Mistake(
-        SAFETENSORS, "            os.fsync(file.fileno())\n", "", ("tests/picotron/checkpoint/test_checkpoint_writer.py",)
+        SAFETENSORS, "            os.fsync(file.fileno())\n", "", ("tests/picotron/run/checkpoint/test_checkpoint_writer.py",)
     ),
     "files_not_flushed": Mistake("picotron/files.py", "            os.fsync(file.fileno())\n", "", ("tests/picotron/test_files.py",)),
     "keeps_one_fewer": Mistake(
-        WRITER, "[:-keep] if keep else []", "[: 1 - keep or None] if keep else []", ("tests/picotron/checkpoint/test_checkpoint_writer.py",)
+        WRITER, "[:-keep] if keep else []", "[: 1 - keep or None] if keep else []", ("tests/picotron/run/checkpoint/test_checkpoint_writer.py",)
     ),
     "final_name_too_early": Mistake(
-        "picotron/files.py", "path.with_name(path.name.removesuffix(UNFINISHED) + UNFINISHED)", "path", ("tests/picotron/checkpoint/test_checkpoint_writer.py",)
+        "picotron/files.py", "path.with_name(path.name.removesuffix(UNFINISHED) + UNFINISHED)", "path", ("tests/picotron/run/checkpoint/test_checkpoint_writer.py",)
     ),
     "checksums_not_compared": Mistake(
-        SAFETENSORS, "if checksum.hexdigest() != expected.xxh3:", "if False:", ("tests/picotron/checkpoint/test_checkpoint_mistakes.py",)
+        SAFETENSORS, "if checksum.hexdigest() != expected.xxh3:", "if False:", ("tests/picotron/run/checkpoint/test_checkpoint_mistakes.py",)
     ),
     "ranges_checked_by_nobody": Mistake(
-        CHECKPOINT, "all_ranges[share::shares]", "all_ranges[share : share + 1]", ("tests/picotron/checkpoint/test_checkpoint_mistakes.py",)
+        CHECKPOINT, "all_ranges[share::shares]", "all_ranges[share : share + 1]", ("tests/picotron/run/checkpoint/test_checkpoint_mistakes.py",)
     ),
     "records_after_the_checkpoint_stay": Mistake(
         RUN_FOLDER, 'if record["step"] <= (resumed_step or 0)]', "]", ("tests/picotron/run/test_metrics.py",)
@@ -354,7 +361,7 @@ MISTAKES: dict[str, Mistake] = {
         RUN_FOLDER, "(resumed_step is None or int(match[1]) > resumed_step)]", "int(match[1]) == resumed_step]", ("tests/picotron/run/test_metrics.py",)
     ),
     "stop_signal_of_own_rank": Mistake(
-        "picotron/run/metrics.py", "return record, int(any_stop)", "return record, int(stop)", ("tests/picotron/checkpoint/test_resume.py",)
+        "picotron/run/metrics.py", "return record, int(any_stop)", "return record, int(stop)", ("tests/picotron/run/checkpoint/test_resume.py",)
     ),
     # ----------------------------------------------------------------------------------------------------- generation
     "every_token_is_the_first": Mistake(
@@ -396,12 +403,12 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # ----------------------------------------------------------------------------- config, sweeps, plans and forecasts
     "check_of_decay_forgotten": Mistake(
-        CONFIG_CHECKS, 'if training.decay_steps and training.lr_scheduler != "wsd":', "if False:", ("tests/picotron/test_config.py",)
+        CONFIG_CHECKS, 'if training.decay_steps and training.lr_scheduler != "wsd":', "if False:", ("tests/picotron/run/test_config.py",)
     ),
     "consequences_of_wrong_keys": Mistake(
-        "picotron/config_reader.py", "if not _names_any(wrong, sentence)", "if sentence", ("tests/picotron/test_config.py",)
+        "picotron/run/config_reader.py", "if not _names_any(wrong, sentence)", "if sentence", ("tests/picotron/run/test_config.py",)
     ),
-    "unknown_keys_accepted": Mistake("picotron/config.py", 'extra="forbid"', 'extra="ignore"', ("tests/picotron/test_config.py",)),
+    "unknown_keys_accepted": Mistake("picotron/config.py", 'extra="forbid"', 'extra="ignore"', ("tests/picotron/run/test_config.py",)),
     "duplicate_keys_accepted": Mistake("picotron/files.py", "    if len(data) < len(pairs):", "    if False:", ("tests/workbench/prepare/test_documents.py",)),
     "layouts_with_fewer_processes": Mistake(
         "workbench/sweep/combinations.py", "if math.prod(layout.values()) in world_sizes]", "if math.prod(layout.values()) <= max(world_sizes)]",

@@ -18,11 +18,11 @@ from conformance.models import with_exact_norms
 from conformance.reference import train
 from picotron.collectives import accumulation_dtype
 from picotron.config import Config, Training
-from picotron.config_reader import parse_config
 from picotron.data.rows import TextRows
 from picotron.model.llama import Llama
 from picotron.model.placement import Index
 from picotron.model.weights import ReadTensor, initial_weights, materialise
+from picotron.run.config_reader import parse_config
 
 __all__ = ["relative_error", "tiny_llama", "with_exact_norms"]
 CPU = torch.device("cpu")

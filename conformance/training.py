@@ -11,19 +11,19 @@ from transformers import PreTrainedConfig
 
 from conformance.oracle import drawn_weights, make_config, random_rows
 from picotron import process_group_manager as pgm
-from picotron.bfloat16_states import make_optimizer
-from picotron.checkpoint.checkpoint import Checkpoint
-from picotron.checkpoint.writer import CheckpointWriter
 from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.learning_rate import make_scheduler
 from picotron.model.placement import main_grad, placement
-from picotron.optimizer import clip_grad_norm
+from picotron.optimizer.bfloat16_states import make_optimizer
+from picotron.optimizer.learning_rate import make_scheduler
+from picotron.optimizer.optimizer import clip_grad_norm
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.plan import PipelinePlan, plan_stages
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.checkpoint.checkpoint import Checkpoint
+from picotron.run.checkpoint.writer import CheckpointWriter
 from picotron.run.progress import Progress
 from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.pipelines.modules import LlamaStages

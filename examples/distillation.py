@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
-from picotron.checkpoint.safetensors_folder import find_folder
 from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Config
-from picotron.config_reader import config_parser, load_config
 from picotron.console import UserError, number
 from picotron.data.token_files import check_tokenizer
 from picotron.model.cross_entropy import IGNORE_INDEX
+from picotron.run.checkpoint.safetensors_folder import find_folder
+from picotron.run.config_reader import config_parser, load_config
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
 from workbench.generation.prompts import Encoder

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from picotron.config import Config
-from picotron.config_reader import config_parser, load_config
 from picotron.console import UserError, number
 from picotron.model.cross_entropy import IGNORE_INDEX
+from picotron.run.config_reader import config_parser, load_config
 from picotron.run.launch import exit_on_error, set_up_logging
 from workbench.own_loops.batches import Batch, sum_over_sequence
 from workbench.own_loops.log_probs import log_probs

@@ -33,13 +33,13 @@ from transformers import T5Config, T5ForConditionalGeneration
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.config_reader import parse_config
 from picotron.console import Parser, UserError, number, print_line
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
-from picotron.learning_rate import make_scheduler
 from picotron.model.cross_entropy import IGNORE_INDEX
-from picotron.optimizer import AdamW, update_weights
+from picotron.optimizer.learning_rate import make_scheduler
+from picotron.optimizer.optimizer import AdamW, update_weights
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.config_reader import parse_config
 from picotron.run.launch import exit_on_error, init_process_group, set_up_device
 from workbench.pipelines.engine import BatchList
 from workbench.pipelines.executor import Executor

@@ -33,10 +33,10 @@ from torch import Tensor
 
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config
-from picotron.config_reader import config_parser, load_config
 from picotron.console import UserError, number
-from picotron.model.model_config import end_tokens
+from picotron.run.config_reader import config_parser, load_config
 from picotron.run.launch import exit_on_error, set_up_logging
+from picotron.run.model_config import end_tokens
 from workbench.generation.prompts import Encoder, prompt_of
 from workbench.generation.rotation import Completion, generate
 from workbench.generation.sampling import Sampling

@@ -304,3 +304,16 @@ class Config(Section):
         """Number of sequences per optimizer step."""
         training = self.training
         return training.micro_batch_size * training.gradient_accumulation_steps * self.distributed.dp_size
+
+
+def default_of(key: str) -> Any:
+    """Return the default of a dotted key; None if the key is unknown or required."""
+    leaf = leaf_of(key)
+    return None if leaf is None or leaf.is_required() else leaf.default
+
+
+def leaf_of(key: str) -> Any:
+    """Return the field of a dotted key, or None if the key is unknown."""
+    section, _, name = key.partition(".")
+    field = Config.model_fields.get(section)
+    return getattr(field and field.annotation, "model_fields", {}).get(name)

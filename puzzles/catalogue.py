@@ -151,7 +151,7 @@ PUZZLES = [
             "term, so the graph may end in the term. The mean over the batch is the mean of both dp ranks' means.",
             "norm = sqrt(tp.all_reduce(squares of up and down) + squares of bias), of gradients that are averaged over dp before.",
         ),
-        "picotron/optimizer.py clip_grad_norm counts what several ranks hold once; update_weights does the rest of the step.",
+        "picotron/optimizer/optimizer.py clip_grad_norm counts what several ranks hold once; update_weights does the rest of the step.",
     ),
     Puzzle(
         "p05_buckets",

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from picotron.checkpoint.checkpoint import read_state
-from picotron.checkpoint.safetensors_folder import SafetensorsFolder
 from picotron.console import UserError
 from picotron.files import parse_json, read_object
+from picotron.run.checkpoint.checkpoint import read_state
+from picotron.run.checkpoint.safetensors_folder import SafetensorsFolder
 from picotron.run.run_folder import read_records
 from workbench.pipelines.layouts import parse_stages
 from workbench.schedules.schedule_csv import read_csv

@@ -15,17 +15,13 @@ LAYERS = """
     picotron.console
     picotron.files
     picotron.config
-    picotron.config_conflicts picotron.process_group_manager picotron.collectives
-    picotron.config_reader
+    picotron.process_group_manager picotron.collectives
     picotron.model
-    picotron.run
     picotron.tensor_parallel picotron.context_parallel picotron.data_parallel
-    picotron.data picotron.optimizer picotron.learning_rate
-    picotron.bfloat16_states
-    picotron.train_step
+    picotron.data picotron.optimizer
     picotron.pipeline_parallel
-    picotron.parallelize picotron.layout_checks
-    picotron.checkpoint
+    picotron.parallelize
+    picotron.run
 
     workbench.schedules workbench.prepare workbench.export
     workbench.drawing workbench.pipelines

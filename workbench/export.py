@@ -11,9 +11,9 @@ import os
 import shutil
 from pathlib import Path
 
-from picotron.checkpoint.checkpoint import STATE_FILE, check_files, read_state
 from picotron.console import Parser, UserError, print_line
 from picotron.files import new_folder
+from picotron.run.checkpoint.checkpoint import STATE_FILE, check_files, read_state
 from picotron.run.launch import exit_on_error
 from picotron.run.run_folder import user_error_on_failure
 

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.gpu.report import Check, Content, Options, checked, header
 from conformance.oracle import make_config, random_rows, random_tokens, relative_error, tiny_llama
 from conformance.training import device_of, train_steps, wrapped
-from picotron.bfloat16_states import make_optimizer
-from picotron.checkpoint.checkpoint import Checkpoint, find_checkpoint
-from picotron.checkpoint.writer import CheckpointWriter
 from picotron.config import Config
 from picotron.data.loader import data_fingerprint
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.optimizer.bfloat16_states import make_optimizer
 from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from picotron.run.checkpoint.writer import CheckpointWriter
 from workbench.pipelines.engine import plan_pipeline
 from workbench.prepare.tokens import train_bpe
 

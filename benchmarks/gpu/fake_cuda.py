@@ -36,19 +36,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from picotron import parallelize
-from picotron.bfloat16_states import make_optimizer
 from picotron.config import Config
 from picotron.context_parallel.ulysses import sequence_order
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.learning_rate import make_scheduler
 from picotron.model.llama import rope_frequencies
 from picotron.model.placement import Index
-from picotron.optimizer import AdamW
+from picotron.optimizer.bfloat16_states import make_optimizer
+from picotron.optimizer.learning_rate import make_scheduler
+from picotron.optimizer.optimizer import AdamW
 from picotron.pipeline_parallel.plan import PipelinePlan, plan_stages
+from picotron.pipeline_parallel.train_step import Step
 from picotron.run.metrics import Metrics
-from picotron.train_step import Step
 from workbench.explain.fake_group import fake_rank
 from workbench.pipelines.engine import check_layout
 from workbench.pipelines.plan import SchedulePlan

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from benchmarks.gpu.fake_cuda import fake_cuda_rank
 from picotron.config import Config
-from picotron.optimizer import clip_grad_norm
+from picotron.optimizer.optimizer import clip_grad_norm
 from workbench.explain.memory import rank_memory, sizes
 
 BLOCK = 512  # torch's allocator rounds the size of a tensor up to a multiple of it

@@ -19,7 +19,7 @@ from picotron.config import Training
 from picotron.model.cross_entropy import VocabularyShard, linear_cross_entropy
 from picotron.model.llama import RMSNorm, rope
 from picotron.model.placement import set_main_grad
-from picotron.optimizer import AdamW
+from picotron.optimizer.optimizer import AdamW
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.pipelines.split_backward import defer_weight_grads, run_deferred, split_backward
 

@@ -16,7 +16,7 @@ from benchmarks.gpu.speed import Workload, free_memory, random_weights, workload
 from picotron.config import Training
 from picotron.model.cross_entropy import VocabularyShard, chunk_loss, linear_cross_entropy
 from picotron.model.placement import set_main_grad
-from picotron.optimizer import AdamW
+from picotron.optimizer.optimizer import AdamW
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.explain.hardware import Hardware

@@ -18,20 +18,20 @@ from benchmarks.gpu.report import Content, Options, Outcome, Part, header, row, 
 from benchmarks.shapes import SHAPES
 from benchmarks.workload import torch_adamw
 from conformance.worker_pool import free_models
-from picotron.bfloat16_states import make_optimizer
 from picotron.config import Config
-from picotron.config_reader import parse_config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
-from picotron.learning_rate import make_scheduler
 from picotron.model.flops import model_cost
-from picotron.model.model_config import check_supported
 from picotron.model.placement import Index
 from picotron.model.weights import ReadTensor
-from picotron.optimizer import clip_grad_norm
+from picotron.optimizer.bfloat16_states import make_optimizer
+from picotron.optimizer.learning_rate import make_scheduler
+from picotron.optimizer.optimizer import clip_grad_norm
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.config_reader import parse_config
 from picotron.run.metrics import Metrics, peak_flops
+from picotron.run.model_config import check_supported
 from picotron.run.progress import Progress
 from workbench.explain.memory import rank_memory
 from workbench.explain.step_time import forecast

@@ -17,11 +17,11 @@ from conformance.case import Batch, weights_of
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.config_reader import parse_config
 from picotron.console import UserError
 from picotron.model.placement import main_grad, placement
-from picotron.optimizer import update_weights
+from picotron.optimizer.optimizer import update_weights
 from picotron.parallelize import unwrap
+from picotron.run.config_reader import parse_config
 from picotron.run.run_folder import checkpoint_folders
 from workbench.generation.rotation import generate
 from workbench.generation.sampling import Sampling

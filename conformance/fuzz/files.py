@@ -14,8 +14,8 @@ from conformance.fuzz.cases import STEPS, Case
 from conformance.fuzz.chat_templates import TEMPLATES
 from conformance.fuzz.tokenizer_kinds import WORDS, make_tokenizer
 from picotron.config import Config
-from picotron.config_reader import override, parse_config
 from picotron.model.cross_entropy import IGNORE_INDEX
+from picotron.run.config_reader import override, parse_config
 
 VOCABULARY = 480  # of tokenizers
 

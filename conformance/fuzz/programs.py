@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from conformance.fuzz.toy_pipelines import TRAINING, WRAPPERS
 from conformance.oracle import make_config, torch_adamw
 from picotron import process_group_manager as pgm
-from picotron.bfloat16_states import make_optimizer
 from picotron.console import UserError
-from picotron.optimizer import AdamW, clip_grad_norm
+from picotron.optimizer.bfloat16_states import make_optimizer
+from picotron.optimizer.optimizer import AdamW, clip_grad_norm
 from picotron.process_group_manager import setup_process_group_manager
 
 Case = dict[str, Any]

@@ -16,7 +16,7 @@ from picotron.config import Config
 from picotron.data.loader import split_train_eval
 from picotron.data.rows import Rows, Samples
 from picotron.data.token_files import map_token_files
-from picotron.model.model_config import load_model_config
+from picotron.run.model_config import load_model_config
 from workbench.prepare.tokens import write_tokens
 
 

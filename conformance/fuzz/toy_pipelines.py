@@ -14,7 +14,7 @@ from picotron.collectives import all_reduce
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.data_parallel.zero3 import DataParallelZero3
-from picotron.optimizer import AdamW, update_weights
+from picotron.optimizer.optimizer import AdamW, update_weights
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.pipelines.engine import BatchList
 from workbench.pipelines.executor import Executor

@@ -19,23 +19,24 @@ from conformance.fuzz.modules import train_stages
 from conformance.fuzz.programs import run_program
 from conformance.oracle import drawn_weights
 from conformance.training import Failure, all_stages
-from picotron import layout_checks, parallelize
-from picotron.bfloat16_states import make_optimizer
-from picotron.checkpoint.checkpoint import find_checkpoint
-from picotron.checkpoint.writer import CheckpointWriter
+from picotron import parallelize
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, split_train_eval
 from picotron.data.token_files import load_token_files
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
-from picotron.learning_rate import make_scheduler
-from picotron.model.model_config import load_model_config
-from picotron.optimizer import clip_grad_norm
+from picotron.optimizer.bfloat16_states import make_optimizer
+from picotron.optimizer.learning_rate import make_scheduler
+from picotron.optimizer.optimizer import clip_grad_norm
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run import layout_checks
+from picotron.run.checkpoint.checkpoint import find_checkpoint
+from picotron.run.checkpoint.writer import CheckpointWriter
 from picotron.run.launch import check_world_size
 from picotron.run.metrics import global_mean
+from picotron.run.model_config import load_model_config
 from picotron.run.progress import Progress
 from workbench.own_loops.batches import MODEL_INPUTS, cross_entropy, forward_batch, split_batch, train_batch
 from workbench.own_loops.sequences import pack_sequences

@@ -24,8 +24,8 @@ from torch import Tensor
 import train
 from picotron.collectives import all_reduce
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
+from picotron.pipeline_parallel.train_step import train_step
 from picotron.run.launch import exit_on_error
-from picotron.train_step import train_step
 from workbench.pipelines.executor import start_message
 
 TIMEOUT = datetime.timedelta(seconds=20)

@@ -18,7 +18,7 @@ from benchmarks.tensor_parallel import kept_by
 from docs.programs.quickstart import quickstart, stage_of
 from picotron.config import Config
 from picotron.console import text_table
-from picotron.model.model_config import load_model_config
+from picotron.run.model_config import load_model_config
 from workbench.explain.explain import run_rank
 from workbench.explain.fake_group import fake_rank
 from workbench.pipelines.engine import plan_pipeline

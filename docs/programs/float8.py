@@ -8,7 +8,7 @@ import torch
 from picotron.config import Model
 from picotron.console import text_table
 from picotron.model.float8 import E4M3, E5M2, float8_product, quantise
-from picotron.model.model_config import load_model_config
+from picotron.run.model_config import load_model_config
 
 
 def errors(k: int) -> list[str]:

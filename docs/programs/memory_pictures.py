@@ -15,9 +15,9 @@ from transformers import LlamaConfig, PreTrainedConfig
 from benchmarks.shapes import SHAPES
 from docs.programs.svg import LINE, TENSORS, WIDTH, Svg, main
 from picotron.config import Model
-from picotron.config_reader import parse_config
 from picotron.console import text_table
-from picotron.model.model_config import load_model_config
+from picotron.run.config_reader import parse_config
+from picotron.run.model_config import load_model_config
 from workbench.explain.hardware import HARDWARE
 from workbench.explain.memory import GIB, Memory, rank_memory
 from workbench.pipelines.engine import check_layout

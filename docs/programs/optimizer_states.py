@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from picotron import bfloat16_states
-from picotron.bfloat16_states import Elements, make_optimizer, random_bits, round_stochastically
 from picotron.config import Model
-from picotron.config_reader import parse_config
 from picotron.console import print_line, text_table
 from picotron.data_parallel.data_parallel import DataParallelNaive
-from picotron.learning_rate import make_scheduler
 from picotron.model.llama import Llama
-from picotron.model.model_config import load_model_config
 from picotron.model.weights import initial_weights, materialise
-from picotron.optimizer import update_weights
+from picotron.optimizer import bfloat16_states
+from picotron.optimizer.bfloat16_states import Elements, make_optimizer, random_bits, round_stochastically
+from picotron.optimizer.learning_rate import make_scheduler
+from picotron.optimizer.optimizer import update_weights
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.config_reader import parse_config
+from picotron.run.model_config import load_model_config
 
 CPU, ROWS, COLUMNS = torch.device("cpu"), 64, 48
 PLACES = {  # of two ranks: what each holds of a matrix (ROWS, COLUMNS), and the numbers of these elements

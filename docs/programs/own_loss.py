@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
-from picotron.config_reader import load_config
 from picotron.console import print_line
+from picotron.run.config_reader import load_config
 from picotron.run.launch import exit_on_error, set_up_logging
 from workbench.own_loops.batches import Batch, forward_batch
 from workbench.own_loops.log_probs import log_probs

@@ -19,11 +19,11 @@ from docs.programs.quickstart import CPU, model_of, quickstart, stage_of
 from docs.programs.scoreboard import entries
 from docs.programs.svg import LINE, RUNS, WIDTH, Panel, Svg, main
 from picotron import process_group_manager as pgm
-from picotron.config_reader import load_config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
-from picotron.model.model_config import load_model_config
+from picotron.run.config_reader import load_config
+from picotron.run.model_config import load_model_config
 from workbench.drawing.draw_svg import COLOURS, lighter
 from workbench.drawing.score import MEMORY, SHAPES, Setting, lower_bound, peak, published
 from workbench.explain.explain import run_step

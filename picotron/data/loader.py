@@ -20,8 +20,9 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.context_parallel.positions import local_positions
-from picotron.data.rows import Rows, Samples, Text, TextRows, pack_samples
-from picotron.run.launch import ignore_stop_signals
+from picotron.data.rows import Rows, Samples, Text, TextRows
+from picotron.data.samples import pack_samples
+from picotron.data.workers import ignore_stop_signals
 
 logger = logging.getLogger("picotron")
 

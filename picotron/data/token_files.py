@@ -19,8 +19,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import run_on_all_ranks
-from picotron.config import Config, Dataset
-from picotron.config_reader import default_of
+from picotron.config import Config, Dataset, default_of
 from picotron.console import UserError, first_line, invalid_value
 from picotron.data.rows import Rows, Samples, Text
 from picotron.files import read_object

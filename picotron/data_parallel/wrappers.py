@@ -56,7 +56,7 @@ def check_optimizer(names: Mapping[Tensor, str], optimizer: Any) -> None:
     if mine and all(parameter.grad is None for parameter in mine):
         raise UserError(
             f"{type(optimizer).__name__} finds no gradient of {names[mine[0]]}: those of a wrapped module are in main_grad; "
-            f"use picotron.optimizer.AdamW, or set each grad to main_grad(parameter) after finish_grad_sync"
+            f"use picotron.optimizer.optimizer.AdamW, or set each grad to main_grad(parameter) after finish_grad_sync"
         )
 
 

@@ -17,7 +17,7 @@ from picotron.pipeline_parallel.pipeline_parallel import (
     train_step_pipeline_afab,
 )
 from picotron.pipeline_parallel.stages import Stage, balanced_stages, format_stages
-from picotron.train_step import Step, train_step
+from picotron.pipeline_parallel.train_step import Step, train_step
 
 LOOPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
 

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Distributed
 from picotron.console import LinePrinter, UserError, first_line, print_line
+from picotron.data.workers import STOP_SIGNALS
 from picotron.model.families import architecture
 from picotron.run.run_folder import parse_load_path
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("picotron")
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PARENT = os.getppid()
 # Keys that may differ between machines: names of files and runs, and numbers of processes that read data.
 OF_MACHINES = """
@@ -161,21 +160,6 @@ def check_same_config(
                     else "start all processes with the same config"
                 )
                 raise UserError(f"rank {rank} has {key}={other[key]!r}, but rank 0 has {first[key]!r}; {remedy}")
-
-
-def ignore_stop_signals(_: int) -> None:
-    """Initialise a data-loader worker. Terminals and schedulers signal workers, too, but the run still needs them to
-    finish its step. A worker ends with its parent, even while it waits for somebody to read its results.
-    """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 class StopSignals:

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from picotron.config_reader import load_config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
+from picotron.run.config_reader import load_config
 from puzzles.group import Group
 from puzzles.pictures import Cell, colour_of, rows
 from puzzles.report import RED, Report

@@ -7,9 +7,9 @@ from typing import Any
 
 from docs.programs.svg import COLOURS, LINE, TENSORS, WIDTH, Svg
 from picotron.config import Config, Distributed, Training
-from picotron.config_reader import load_config
 from picotron.console import UserError
-from picotron.model.model_config import load_model_config
+from picotron.run.config_reader import load_config
+from picotron.run.model_config import load_model_config
 from puzzles.group import Group
 from puzzles.report import Report, Score, kind
 from puzzles.solutions.p16_layout import layout

@@ -16,7 +16,7 @@ from conformance.oracle import assert_close, our_model
 from conformance.worker_pool import WorkerPool
 from examples.grpo import Prompt, Task, clipped_ratio, data_of, learn, read_config, read_task, rows_of
 from picotron.console import UserError
-from picotron.model.model_config import load_model_config
+from picotron.run.model_config import load_model_config
 from tests.support.examples import make_trainer, results, save_model
 from tests.support.samples import messages, with_template, write_jsonl
 from workbench.generation.prompts import Encoder

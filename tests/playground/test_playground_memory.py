@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from picotron.config_reader import parse_config
 from picotron.console import UserError
+from picotron.run.config_reader import parse_config
 from playground.memory import MODEL, MemoryRequest
 from tests.playground.test_playground import ask
 from workbench.explain.memory import rank_memory

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from picotron.config_reader import load_config
-from picotron.model.model_config import load_model_config
+from picotron.run.config_reader import load_config
+from picotron.run.model_config import load_model_config
 from playground.build import CDN, PYODIDE_FILES, ROOT, python_files
 from playground.build import build as build_page
 from tests.playground.test_playground import ask

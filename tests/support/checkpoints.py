@@ -13,11 +13,11 @@ from transformers import LlamaConfig
 from conformance.oracle import drawn_weights, make_config, tiny_llama
 from conformance.training import CPU, all_stages, train_steps
 from conformance.worker_pool import WorkerPool
-from picotron.checkpoint.checkpoint import find_checkpoint
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.checkpoint.checkpoint import find_checkpoint
 from workbench.pipelines.engine import plan_pipeline
 
 BATCH = 8  # sequences in a global batch, in every layout

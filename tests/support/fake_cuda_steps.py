@@ -26,7 +26,7 @@ from benchmarks.gpu.fake_cuda_memory import measure
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.attention import PackedDocuments
-from picotron.optimizer import clip_grad_norm
+from picotron.optimizer.optimizer import clip_grad_norm
 from picotron.run.metrics import global_mean
 from picotron.run.progress import Progress
 from tests.support.fake_cuda_layouts import LAYOUTS, MEMORY, ranks_of

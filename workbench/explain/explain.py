@@ -26,18 +26,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from picotron.bfloat16_states import make_optimizer
 from picotron.config import Config
 from picotron.console import print_line, text_table
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.data_parallel.zero3 import DataParallelZero3
-from picotron.model.model_config import load_model_config
 from picotron.model.placement import Index
-from picotron.optimizer import update_weights
+from picotron.optimizer.bfloat16_states import make_optimizer
+from picotron.optimizer.optimizer import update_weights
 from picotron.parallelize import build_model, unwrap
 from picotron.run.metrics import global_mean, max_over_ranks
+from picotron.run.model_config import load_model_config
 from workbench.explain.fake_group import FakeGroup, Message, fake_rank
 from workbench.explain.forecast_errors import describe_errors
 from workbench.explain.hardware import Hardware, fits, usable

@@ -24,8 +24,8 @@ from picotron.context_parallel.positions import local_positions
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.model.placement import scale_gradients
+from picotron.pipeline_parallel.train_step import Step
 from picotron.tensor_parallel.tp_communications import pair, start_all_reduce
-from picotron.train_step import Step
 from workbench.own_loops.check_batches import Batch, check_batches, check_split
 from workbench.pipelines.engine import BatchList
 

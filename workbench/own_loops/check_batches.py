@@ -16,8 +16,8 @@ from picotron.context_parallel.positions import chunk_count, local_positions
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.model.llama import Llama
-from picotron.model.model_config import check_window
 from picotron.parallelize import unwrap
+from picotron.run.model_config import check_window
 from workbench.pipelines.modules import sequence_shards
 
 Batch = dict[str, Any]

@@ -21,22 +21,22 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
-from picotron.bfloat16_states import make_optimizer
-from picotron.checkpoint.checkpoint import Checkpoint, find_checkpoint
-from picotron.checkpoint.safetensors_folder import find_folder
-from picotron.checkpoint.writer import CheckpointWriter
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Model
-from picotron.config_reader import leaf_keys
 from picotron.console import UserError, print_line
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, epoch_order, split_train_eval
 from picotron.data.rows import Rows
 from picotron.data.token_files import has_token_files, load_token_files
-from picotron.learning_rate import make_scheduler
 from picotron.model.weights import initial_weights
-from picotron.optimizer import update_weights
+from picotron.optimizer.bfloat16_states import make_optimizer
+from picotron.optimizer.learning_rate import make_scheduler
+from picotron.optimizer.optimizer import update_weights
 from picotron.parallelize import build_model, build_stage, unwrap
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from picotron.run.checkpoint.safetensors_folder import find_folder
+from picotron.run.checkpoint.writer import CheckpointWriter
+from picotron.run.config_reader import leaf_keys
 from picotron.run.launch import StopSignals, check_same_config, exit_after_signal, init_process_group, set_up_device
 from picotron.run.metrics import check_finite, max_over_ranks
 from picotron.run.progress import Progress

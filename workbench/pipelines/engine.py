@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from picotron import layout_checks
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.model.llama import Llama
 from picotron.pipeline_parallel.plan import LOOPS, PipelinePlan
-from picotron.train_step import Step, train_step
+from picotron.pipeline_parallel.train_step import Step, train_step
+from picotron.run import layout_checks
 from workbench.pipelines import planning
 from workbench.pipelines.executor import Executor
 from workbench.pipelines.modules import LlamaStages

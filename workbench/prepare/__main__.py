@@ -5,10 +5,10 @@ python -m workbench.prepare --config FILE [overrides]
 
 import sys
 
-from picotron.config_reader import load_config
 from picotron.console import UserError, print_line
-from picotron.model.model_config import load_model_config
+from picotron.run.config_reader import load_config
 from picotron.run.launch import exit_on_error, set_up_logging
+from picotron.run.model_config import load_model_config
 from picotron.run.run_folder import parse_load_path
 from workbench.prepare.tokens import write_tokens
 

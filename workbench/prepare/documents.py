@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from picotron.config import Dataset as DatasetSection
-from picotron.config_reader import default_of
+from picotron.config import default_of
 from picotron.console import UserError, first_line
 from picotron.files import parse_json
-from picotron.model.hub import connect
+from picotron.run.hub import connect
 from workbench.prepare.text import Columns, cut, use_one_of
 
 logger = logging.getLogger("picotron")

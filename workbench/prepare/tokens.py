@@ -25,9 +25,9 @@ from picotron.collectives import run_on_all_ranks
 from picotron.config import Config
 from picotron.console import UserError, first_line
 from picotron.data.token_files import FILE, TokenFiles, check_end, digest_of
+from picotron.data.workers import ignore_stop_signals
 from picotron.files import parse_json
-from picotron.model.hub import connect
-from picotron.run.launch import ignore_stop_signals
+from picotron.run.hub import connect
 from workbench.prepare.cache import cached
 from workbench.prepare.documents import Documents, Record, load_documents
 from workbench.prepare.samples import SampleEncoder

@@ -8,8 +8,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from picotron.config_reader import default_of, leaf_keys
+from picotron.config import default_of
 from picotron.console import UserError
+from picotron.run.config_reader import leaf_keys
 
 AXES = {axis: f"distributed.{axis}_size" for axis in ("dp", "pp", "cp", "tp")}
 GLOBAL_BATCH = "global_batch_size"  # not a key of the config: it determines gradient_accumulation_steps

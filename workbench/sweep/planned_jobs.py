@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig
 
 from picotron.config import Config, Distributed, Logging
 from picotron.config import Model as ModelSection
-from picotron.config_reader import override, parse_config
 from picotron.console import UserError, text_table
 from picotron.files import write_atomically
-from picotron.model.model_config import load_model_config
+from picotron.run.config_reader import override, parse_config
+from picotron.run.model_config import load_model_config
 from workbench.explain.hardware import USABLE, Hardware, fits
 from workbench.explain.measure import on_hardware
 from workbench.explain.memory import GIB, Memory, bubble, rank_memory

@@ -19,9 +19,9 @@ from picotron.context_parallel import block_attention
 from picotron.context_parallel.context_parallel import attend_across_ranks
 from picotron.context_parallel.cp_communications import ring, start_ring_step
 from picotron.context_parallel.positions import local_positions
-from picotron.layout_checks import check_context_parallel
 from picotron.model.llama import fused_attention
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.layout_checks import check_context_parallel
 
 
 def attention_inputs(dtype: torch.dtype = torch.float64, length: int = 24) -> tuple[Tensor, ...]:

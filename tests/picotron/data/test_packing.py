@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picotron.data.rows import Packed, SampleRows, Samples, pack, pack_samples
+from picotron.data.rows import Samples
+from picotron.data.samples import Packed, SampleRows, pack, pack_samples
 
 SIZES = st.lists(st.integers(1, 12), max_size=60)
 

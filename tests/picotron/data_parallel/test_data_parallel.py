@@ -18,7 +18,7 @@ from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.data_parallel.zero3 import DataParallelZero3
 from picotron.model.llama import Llama
 from picotron.model.placement import main_grad
-from picotron.optimizer import AdamW, clip_grad_norm
+from picotron.optimizer.optimizer import AdamW, clip_grad_norm
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.explain.fake_group import fake_rank
 

@@ -16,7 +16,7 @@ from picotron import process_group_manager as pgm
 from picotron.config import Training
 from picotron.console import UserError
 from picotron.data_parallel.zero3 import DataParallelZero3
-from picotron.optimizer import AdamW
+from picotron.optimizer.optimizer import AdamW
 from picotron.process_group_manager import setup_process_group_manager
 
 SIZE, BATCH, STEPS, RANKS = 6, 8, 2, 2

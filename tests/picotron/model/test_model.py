@@ -17,8 +17,8 @@ from picotron.console import UserError
 from picotron.model import weights
 from picotron.model.families import FAMILIES, differences
 from picotron.model.llama import rope
-from picotron.model.model_config import load_model_config
 from picotron.model.weights import ALL, initial_weights
+from picotron.run.model_config import load_model_config
 from workbench.pipelines.engine import check_layout
 
 LLAMA3 = {

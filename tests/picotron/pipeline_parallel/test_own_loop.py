@@ -14,10 +14,10 @@ from conformance.oracle import assert_close, oracle_model, our_model, tiny_llama
 from conformance.training import CPU, Loader, all_stages, batches, pipeline_config, plan_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
-from picotron.bfloat16_states import make_optimizer
 from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.optimizer import clip_grad_norm
+from picotron.optimizer.bfloat16_states import make_optimizer
+from picotron.optimizer.optimizer import clip_grad_norm
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
 
 MODEL = {"num_hidden_layers": 4, "tie_word_embeddings": True}

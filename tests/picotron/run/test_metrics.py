@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from conformance.oracle import make_config, tiny_llama
 from conformance.worker_pool import WorkerPool
-from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.console import UserError
 from picotron.model.flops import model_cost
 from picotron.model.llama import Llama
 from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.checkpoint.checkpoint import Checkpoint
 from picotron.run.metrics import Metrics, peak_flops
 from picotron.run.progress import Progress
 from picotron.run.run_folder import begin_run, claim_save_dir

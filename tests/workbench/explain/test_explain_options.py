@@ -12,8 +12,8 @@ import pytest
 
 import train
 from conformance.oracle import tiny_llama
-from picotron.config_reader import parse_command_line
 from picotron.console import UserError
+from picotron.run.config_reader import parse_command_line
 from tests.workbench.explain.test_explain import config_of
 from workbench.explain.explain import run_rank, run_stages
 from workbench.explain.measure import find_hardware

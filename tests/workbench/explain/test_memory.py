@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 from conformance.oracle import make_config, random_rows, tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
-from picotron.bfloat16_states import make_optimizer
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.cross_entropy import LinearCrossEntropy
 from picotron.model.weights import initial_weights
+from picotron.optimizer.bfloat16_states import make_optimizer
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.explain.explain import bytes_held

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from picotron.config_reader import parse_config
 from picotron.console import UserError
+from picotron.run.config_reader import parse_config
 from submit_slurm_jobs import main, read_config
 from tests.support.jobs import SHELL_SYNTAX, run_program
 from workbench.sweep import slurm

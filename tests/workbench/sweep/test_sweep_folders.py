@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from picotron.config_reader import load_config
+from picotron.run.config_reader import load_config
 from tests.support.jobs import SHELL_SYNTAX
 from tests.workbench.sweep.test_create_config import configs, create, error_message
 from workbench.sweep.combinations import folder_names

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from conformance.oracle import assert_close, tiny_llama
 from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
-from picotron.checkpoint.checkpoint import Checkpoint, check_files, read_state
 from picotron.config import Model
 from picotron.console import UserError
 from picotron.model.llama import Llama
-from picotron.model.model_config import load_model_config
 from picotron.model.weights import materialise
+from picotron.run.checkpoint.checkpoint import Checkpoint, check_files, read_state
+from picotron.run.model_config import load_model_config
 from tests.support.checkpoints import first_half, model_of, run, run_config
 from workbench.export import export
 

@@ -7,9 +7,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 
 from conformance.oracle import assert_close, make_config
 from picotron.config import Training
-from picotron.learning_rate import make_scheduler
 from picotron.model.placement import main_grad, set_main_grad
-from picotron.optimizer import AdamW
+from picotron.optimizer.learning_rate import make_scheduler
+from picotron.optimizer.optimizer import AdamW
 
 
 def training(**changes: object) -> Training:

@@ -23,17 +23,17 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from picotron.checkpoint.safetensors_folder import ByteRange, SafetensorsFolder, check_range, find_folder
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Model
 from picotron.console import UserError
 from picotron.files import UNFINISHED, read_object
 from picotron.model.families import architecture
 from picotron.model.llama import Llama
-from picotron.model.model_config import load_model_config
 from picotron.model.placement import Index
 from picotron.model.weights import ReadTensor, copy_part
-from picotron.optimizer import AdamW
+from picotron.optimizer.optimizer import AdamW
+from picotron.run.checkpoint.safetensors_folder import ByteRange, SafetensorsFolder, check_range, find_folder
+from picotron.run.model_config import load_model_config
 from picotron.run.progress import Progress
 from picotron.run.run_folder import checkpoint_folders, parse_load_path
 

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
-from picotron.checkpoint.safetensors_folder import ByteRange, plan_file, write_file
 from picotron.model.llama import Llama
 from picotron.model.placement import OwnedSlice, Shard, owned_weight, placement
-from picotron.optimizer import AdamW
+from picotron.optimizer.optimizer import AdamW
 from picotron.process_group_manager import new_groups
+from picotron.run.checkpoint.safetensors_folder import ByteRange, plan_file, write_file
 
 
 @dataclasses.dataclass(frozen=True)

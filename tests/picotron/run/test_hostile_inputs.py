@@ -12,9 +12,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import pytest
 
 from conformance.oracle import tiny_llama
-from picotron.checkpoint.safetensors_folder import SafetensorsFolder
-from picotron.config_reader import leaf_keys, load_config, type_of
-from picotron.model.model_config import load_model_config
+from picotron.run.checkpoint.safetensors_folder import SafetensorsFolder
+from picotron.run.config_reader import leaf_keys, load_config, type_of
+from picotron.run.model_config import load_model_config
 from tests.support.hostile import CONFIG_FILES, assert_rejected
 from workbench.pipelines.engine import check_layout
 

@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 
 from conformance.oracle import tiny_llama
 from conformance.worker_pool import WorkerPool
-from picotron.checkpoint.checkpoint import Checkpoint
 from picotron.config import Config
 from picotron.console import UserError
+from picotron.run.checkpoint.checkpoint import Checkpoint
 from picotron.run.run_folder import checkpoint_folders
 from tests.support.checkpoints import mistake, model_of, run, run_config, warnings_of
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from huggingface_hub import constants
 
-from picotron.model import hub
+from picotron.run import hub
 
 
 @pytest.fixture

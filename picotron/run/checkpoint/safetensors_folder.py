@@ -23,8 +23,8 @@ from torch import Tensor
 
 from picotron.console import UserError, first_line
 from picotron.files import read_object
-from picotron.model.hub import connect
 from picotron.model.placement import Index
+from picotron.run.hub import connect
 
 DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
 CHUNK = 2**20  # bytes per read

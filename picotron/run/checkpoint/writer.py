@@ -25,18 +25,18 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from picotron import process_group_manager as pgm
-from picotron.checkpoint.checkpoint import STATE_FILE, TrainerState
-from picotron.checkpoint.host_buffers import HostBuffers
-from picotron.checkpoint.model_card import model_card
-from picotron.checkpoint.safetensors_folder import ByteRange, write_file
-from picotron.checkpoint.stage_files import StageFiles, TensorSlice, WrittenFile
 from picotron.collectives import all_reduce, run_on_all_ranks
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.files import UNFINISHED, new_folder, unfinished
 from picotron.model.llama import Llama
-from picotron.model.model_config import end_tokens
-from picotron.optimizer import AdamW
+from picotron.optimizer.optimizer import AdamW
+from picotron.run.checkpoint.checkpoint import STATE_FILE, TrainerState
+from picotron.run.checkpoint.host_buffers import HostBuffers
+from picotron.run.checkpoint.model_card import model_card
+from picotron.run.checkpoint.safetensors_folder import ByteRange, write_file
+from picotron.run.checkpoint.stage_files import StageFiles, TensorSlice, WrittenFile
+from picotron.run.model_config import end_tokens
 from picotron.run.progress import Progress
 from picotron.run.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint, read_records
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from picotron.config_reader import json_schema, leaf_keys, load_config, parse_config
 from picotron.console import UserError
-from tests.picotron.test_config import MINIMAL, changed
+from picotron.run.config_reader import json_schema, leaf_keys, load_config, parse_config
+from tests.picotron.run.test_config import MINIMAL, changed
 
 # what Hugging Face's picotron has, and this config does not
 OTHER_TRAINERS = {

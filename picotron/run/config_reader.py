@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from picotron.config import Config, Section, read_string
-from picotron.config_conflicts import conflicts
+from picotron.config import Config, Section, leaf_of, read_string
 from picotron.console import Parser, Problems, UserError, invalid_value, number
 from picotron.files import read_object
+from picotron.run.config_conflicts import conflicts
 
 logger = logging.getLogger("picotron")
 
@@ -167,20 +167,8 @@ def _names_any(wrong: set[tuple[int | str, ...]], sentence: str) -> bool:
 
 def type_of(key: str) -> Any:
     """Type of a dotted key's values; None if the key is unknown."""
-    leaf = _leaf(key)
+    leaf = leaf_of(key)
     return leaf and leaf.annotation
-
-
-def default_of(key: str) -> Any:
-    """Return the default of a dotted key; None if the key is unknown or required."""
-    leaf = _leaf(key)
-    return None if leaf is None or leaf.is_required() else leaf.default
-
-
-def _leaf(key: str) -> Any:
-    section, _, name = key.partition(".")
-    field = Config.model_fields.get(section)
-    return getattr(field and field.annotation, "model_fields", {}).get(name)
 
 
 def read_value(key: str, word: str) -> Any:

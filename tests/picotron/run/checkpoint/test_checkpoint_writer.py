@@ -16,13 +16,13 @@ from transformers import LlamaConfig
 
 from conformance.training import wrapped
 from conformance.worker_pool import WorkerPool
-from picotron.checkpoint import safetensors_folder, writer
-from picotron.checkpoint.host_buffers import HostBuffers
-from picotron.checkpoint.writer import CheckpointWriter, model_files
 from picotron.config import Config, Model
-from picotron.model.model_config import load_model_config
-from picotron.optimizer import AdamW
+from picotron.optimizer.optimizer import AdamW
 from picotron.parallelize import unwrap
+from picotron.run.checkpoint import safetensors_folder, writer
+from picotron.run.checkpoint.host_buffers import HostBuffers
+from picotron.run.checkpoint.writer import CheckpointWriter, model_files
+from picotron.run.model_config import load_model_config
 from picotron.run.progress import Progress
 from picotron.run.run_folder import checkpoint_folders
 from tests.support.checkpoints import first_half, mistake, model_of, run, run_config, tensors_of, train, warnings_of

@@ -20,7 +20,7 @@ from conformance.fuzz.tokenizer_kinds import make_tokenizer
 from conformance.models import FAMILIES
 from conformance.oracle import assert_close, tiny_llama
 from conformance.worker_pool import WorkerPool
-from picotron.checkpoint.writer import model_files
+from picotron.run.checkpoint.writer import model_files
 from tests.support.checkpoints import first_half, run
 
 # The last version of transformers 4, which many programs that serve models still require, and what it depends on.

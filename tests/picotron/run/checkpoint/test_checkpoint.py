@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from conformance.oracle import assert_close, random_tokens, with_exact_norms
 from conformance.worker_pool import WorkerPool
-from picotron.checkpoint import safetensors_folder
-from picotron.checkpoint.checkpoint import read_state
 from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
+from picotron.run.checkpoint import safetensors_folder
+from picotron.run.checkpoint.checkpoint import read_state
 from picotron.run.run_folder import checkpoint_folders
 from tests.support.checkpoints import BATCH, LAYOUTS, first_half, model_of, run, run_config, tensors_of
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from picotron.config import Distributed
-from picotron.config_reader import parse_config
 from picotron.console import UserError
+from picotron.run.config_reader import parse_config
 from picotron.run.launch import check_world_size
 from workbench.pipelines.engine import check_run
 

@@ -14,8 +14,8 @@ from picotron.config import Model as ModelSection
 from picotron.console import UserError, first_line, invalid_value
 from picotron.files import read_object
 from picotron.model.families import FAMILIES, differences, head_size
-from picotron.model.hub import connect
 from picotron.model.llama import ACTIVATIONS
+from picotron.run.hub import connect
 
 Size = Annotated[int, Field(ge=1, le=2**24)]
 Multiplier = Annotated[float, Field(gt=0)]

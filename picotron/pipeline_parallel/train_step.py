@@ -1,20 +1,21 @@
 """The training step of a rank without a pipeline. (`pipeline_parallel` has the steps of a pipeline.)"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from picotron.data.loader import MicroBatchDataLoader
-from picotron.data_parallel.data_parallel import DataParallel
+if TYPE_CHECKING:
+    from picotron.data.loader import MicroBatchDataLoader
+    from picotron.data_parallel.data_parallel import DataParallel
 
 Step = Callable[[Any, Any], Tensor]
 """A training step or an evaluation: a function of the model, a `DataParallel`, and of the loader of its micro-batches.
 It returns the mean loss over this rank's tokens, which is 0 on all stages except the last."""
 
 
-def train_step(model: DataParallel, data_loader: MicroBatchDataLoader, device: torch.device) -> Tensor:
+def train_step(model: "DataParallel", data_loader: "MicroBatchDataLoader", device: torch.device) -> Tensor:
     """Run forward and backward for this rank's micro-batches of one global batch. Gradients end up in `main_grad`.
 
     Returns:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from picotron.checkpoint.host_buffers import HostBuffers
+from picotron.run.checkpoint.host_buffers import HostBuffers
 
 SHAPES = [((3, 4), torch.bfloat16), ((5,), torch.float32), ((5, 2), torch.float64)]
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from picotron.config import Config, Training
 from picotron.model.placement import main_grad, placement
-from picotron.optimizer import AdamW
+from picotron.optimizer.optimizer import AdamW
 
 CHUNK = 2**22  # elements that are updated at a time, so that temporary tensors stay small
 

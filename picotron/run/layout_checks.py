@@ -8,10 +8,10 @@ from transformers import PreTrainedConfig
 from picotron.config import Config, Distributed
 from picotron.console import Problems, UserError
 from picotron.model.families import head_size
-from picotron.model.model_config import check_window, load_model_config
 from picotron.pipeline_parallel.plan import PipelinePlan, plan_stages
 from picotron.run.launch import check_world_size
 from picotron.run.metrics import check_wandb
+from picotron.run.model_config import check_window, load_model_config
 from picotron.tensor_parallel.tensor_parallel import check_tensor_parallel
 
 PlanPipeline = Callable[[Config, PreTrainedConfig], PipelinePlan]

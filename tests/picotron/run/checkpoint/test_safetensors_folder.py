@@ -8,10 +8,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from conformance.oracle import tiny_llama
-from picotron.checkpoint.safetensors_folder import SafetensorsFolder, find_folder
 from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
+from picotron.run.checkpoint.safetensors_folder import SafetensorsFolder, find_folder
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: int) -> Llama:

@@ -1,0 +1,1 @@
+"""AdamW on float32 master weights: the update, its learning rate, and states in bfloat16."""
